@@ -2,9 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -288,57 +288,76 @@ class Sinks(nn.Module):
         return torch.cat((q_BLHD, scores_BLH1), dim=-1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Sizes of attention."""
+
+    dim: int
+    """Width of the model."""
+
+    n_heads: int
+    """Query heads."""
+
+    n_kv_heads: int
+    """Key/value heads; divides n_heads."""
+
+    head_dim: int
+    """Width of one head."""
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads, or of all value heads."""
+        return self.n_kv_heads * self.head_dim
+
+
 class GroupedQueryAttention(nn.Module):
     """Causal self-attention with fewer key/value heads than query heads.
 
     Args:
+        attend: scores and their products with values. With `has_sinks`, `Sinks` are added.
         biases: the projections with a bias, some of "qkvo".
-        qk_norm: makes the norms of queries and keys before RoPE; None: no norms.
-        qk_norm_over: width that these norms cover: one head, or all heads together.
+        qk_norm: makes the norms of each head's queries and keys before RoPE; None: no norms.
+        qk_wide_norm: makes the norms of all heads' queries, and keys, together; None: no norms.
         v_norm: makes the norm of each head's values; None: no norm.
         keys_as_values: the values are the keys before norm and RoPE; `wv` is None.
-        gives_keys: return keys and values too, for `SharedKeyAttention`.
         gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.
-        scale: as in `Attention`.
-        softcap: as in `Attention`.
-        has_sinks: add `Sinks`.
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
     """
 
     def __init__(
         self,
+        sizes: HeadSizes,
+        attend: Attention,
         *,
-        dim: int,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
         biases: str = "",
         qk_norm: NormFactory | None = None,
-        qk_norm_over: Literal["head", "all heads"] = "head",
+        qk_wide_norm: NormFactory | None = None,
         v_norm: NormFactory | None = None,
         keys_as_values: bool = False,
-        gives_keys: bool = False,
         gated: bool = False,
-        scale: float | None = None,
-        softcap: float | None = None,
-        has_sinks: bool = False,
         init_std: float,
         out_init_std: float,
     ):
         super().__init__()
+        dim, head_dim = sizes.dim, sizes.head_dim
+        q_width, kv_width = sizes.q_width, sizes.kv_width
         self.head_dim, self.gated = head_dim, gated
-        kind = GivingAttention if gives_keys else Attention
-        self.attend = kind(scale=scale, softcap=softcap, has_sinks=has_sinks)
-        self.sinks = Sinks(n_heads) if has_sinks else None
-        q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
-        self.wq = make_linear(dim, q_width * (2 if gated else 1), init_std, bias="q" in biases)
+        self.attend = attend
+        self.sinks = Sinks(sizes.n_heads) if attend.has_sinks else None
+        self.wq = make_linear(dim, 2 * q_width if gated else q_width, init_std, bias="q" in biases)
         self.wk = make_linear(dim, kv_width, init_std, bias="k" in biases)
         self.wv = None if keys_as_values else make_linear(dim, kv_width, init_std, bias="v" in biases)
-        of_head, of_all = (qk_norm if qk_norm_over == over else None for over in ("head", "all heads"))
-        self.q_norm, self.k_norm = (of_head(head_dim) if of_head else None for _ in "qk")
-        self.q_wide_norm, self.k_wide_norm = (of_all(width) if of_all else None for width in (q_width, kv_width))
-        self.v_norm = v_norm(head_dim) if v_norm else None
+        self.q_norm = _make_norm(qk_norm, head_dim)
+        self.k_norm = _make_norm(qk_norm, head_dim)
+        self.q_wide_norm = _make_norm(qk_wide_norm, q_width)
+        self.k_wide_norm = _make_norm(qk_wide_norm, kv_width)
+        self.v_norm = _make_norm(v_norm, head_dim)
         self.wo = make_linear(q_width, dim, out_init_std, bias="o" in biases)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Any:
@@ -368,11 +387,15 @@ class GroupedQueryAttention(nn.Module):
         return (self.wo(out_BLE), *given) if given else self.wo(out_BLE)
 
 
+def _make_norm(norm: NormFactory | None, width: int) -> nn.Module | None:
+    return None if norm is None else norm(width)
+
+
 class SharedKeyAttention(GroupedQueryAttention):
     """Attention of a layer's own queries to the keys and values of an earlier layer (Gemma 3n, 4)."""
 
-    def __init__(self, **options: Any):
-        super().__init__(**{**options, "gives_keys": False})
+    def __init__(self, *parts: Any, **options: Any):
+        super().__init__(*parts, **options)
         # Not `attend`, which gathers keys and caches them: the earlier layer has done both.
         self.scores = self.attend
         for name in ("attend", "wk", "wv", "k_norm", "v_norm"):

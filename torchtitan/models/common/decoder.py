@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.attention import GroupedQueryAttention
+from torchtitan.models.common.attention import Attention, GroupedQueryAttention, HeadSizes
 from torchtitan.models.common.blocks import PreNormBlock, Rope
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.layer_inputs import BatchInputs, LayerCall
@@ -210,19 +210,35 @@ class Decoder(BaseModel):
         parts = self.make_attention(index), self.make_feed_forward(index)
         return (kind or self.block_kind)(*parts, dim=self.config.dim, norm=self.make_norm, **options)
 
-    def make_attention(self, index: int, *, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
-        """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
-        config = self.config
+    def make_attention(
+        self,
+        index: int,
+        *,
+        kind: type[nn.Module] = GroupedQueryAttention,
+        attend: Attention | None = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """Return the attention of a layer; `options` are those of `GroupedQueryAttention`. `attend` computes scores and
+        their products; None: `Attention` with this `scale`."""
+        if attend is None:
+            attend = Attention(scale=scale, softcap=self.score_softcap(), has_sinks=self.has_sinks)
         own = {
-            "n_kv_heads": config.n_kv_heads,
-            "biases": self.biased if config.attention_bias else "",
+            "biases": self.biased if self.config.attention_bias else "",
             "qk_norm": self.make_norm if self.has_qk_norm else None,
-            "softcap": self.score_softcap(),
-            "has_sinks": self.has_sinks,
             **self.init_stds(index),
         }
-        sizes = {"dim": config.dim, "n_heads": config.n_heads, "head_dim": self.head_dim_of_layer(index)}
-        return kind(**{**sizes, **own, **options})
+        return kind(self.head_sizes(index), attend, **{**own, **options})
+
+    def head_sizes(self, index: int) -> HeadSizes:
+        """Return the sizes of a layer's attention."""
+        config = self.config
+        return HeadSizes(
+            dim=config.dim,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=self.head_dim_of_layer(index),
+        )
 
     def make_feed_forward(
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchtitan.models.common.attention import SharedKeyAttention
+from torchtitan.models.common.attention import Attention, GivingAttention, HeadSizes, SharedKeyAttention
 from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, module_rows, write_if
@@ -90,14 +90,26 @@ class Gemma4Model(ScaledEmbeddingDecoder):
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         config = self.config
-        if not config.has_window(index):
-            options |= {"n_kv_heads": config.num_global_key_value_heads, "keys_as_values": config.attention_k_eq_v}
-        # The first scores are as small as if they were divided by the square root of the width.
-        qk_norm = partial(RMSNorm, eps=config.norm_eps, init=self.head_dim_of_layer(index) ** -0.25)
-        v_norm = partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False)
-        options |= {"kind": SharedKeyAttention} if config.shares_keys(index) else {}
-        options |= {"scale": 1.0, "qk_norm": qk_norm, "v_norm": v_norm, "gives_keys": config.num_kv_shared_layers > 0}
-        return super().make_attention(index, **options)
+        attend = Attention(scale=1.0)
+        if config.shares_keys(index):
+            options["kind"] = SharedKeyAttention
+        elif config.num_kv_shared_layers:
+            attend = GivingAttention(scale=1.0)
+        return super().make_attention(
+            index,
+            attend=attend,
+            # The first scores are as small as if they were divided by the square root of the width.
+            qk_norm=partial(RMSNorm, eps=config.norm_eps, init=self.head_dim_of_layer(index) ** -0.25),
+            v_norm=partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False),
+            keys_as_values=config.attention_k_eq_v and not config.has_window(index),
+            **options,
+        )
+
+    def head_sizes(self, index: int) -> HeadSizes:
+        sizes = super().head_sizes(index)
+        if self.config.has_window(index):
+            return sizes
+        return replace(sizes, n_kv_heads=self.config.num_global_key_value_heads)
 
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         is_wide = self.config.use_double_wide_mlp and self.config.shares_keys(index)

@@ -56,10 +56,9 @@ class Llama4Model(MoEDecoder):
         # The format's norms are behind RoPE, which does not change them.
         norm = partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False)
         has_norm = config.use_qk_norm and has_rope
-        module: Any = super().make_attention(index, qk_norm=norm if has_norm else None, **options)
         if config.attn_temperature_tuning and not has_rope:
-            module.attend = TemperedAttention(config.floor_scale, config.attn_scale)
-        return module
+            options["attend"] = TemperedAttention(config.floor_scale, config.attn_scale)
+        return super().make_attention(index, qk_norm=norm if has_norm else None, **options)
 
 
 def _rows(config: Llama4Model.Config) -> list[KeyMapping]:

@@ -21,7 +21,7 @@ class Olmo2Model(WindowedDecoder):
     block_kind = PostNormBlock
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=self.make_norm, qk_norm_over="all heads", **options)
+        return super().make_attention(index, qk_wide_norm=self.make_norm, **options)
 
 
 class Olmo3Model(Olmo2Model):
