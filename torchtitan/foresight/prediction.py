@@ -155,7 +155,7 @@ class Estimate:
     def predict(self, device: Device, devices_per_host: int) -> Prediction:
         layout = self.layout
         held = {self._held_by(rank) for rank in range(layout.dims.pp)}
-        work = [self._work(layers, has_loss, devices_per_host) for layers, has_loss in held]
+        work = [self._work(layers, n_losses, devices_per_host) for layers, n_losses in held]
         flops = self.measured.facts.flops_per_token * layout.tokens / layout.dims.world_size
         return _prediction(layout, device, work, self.memory_gib, flops)
 
@@ -173,7 +173,7 @@ class Estimate:
         names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
         return sum(name.startswith("layers.") for name in names), int("head" in names)
 
-    def _work(self, layers: int, has_loss: int, devices_per_host: int) -> WorkOfRank:
+    def _work(self, layers: int, n_losses: int, devices_per_host: int) -> WorkOfRank:
         """Yield the work of a step."""
         dims = self.layout.dims
         shards = dims.shards
@@ -192,7 +192,7 @@ class Estimate:
 
         batches = self.layout.accumulation
         passes = batches * (pipeline.n_microbatches if pipeline else 1)
-        held = weighted_sum((layers, self.measured.layer), (has_loss, self.measured.rest))
+        held = weighted_sum((layers, self.measured.layer), (n_losses, self.measured.rest))
         for one, calls in held.items():
             if isinstance(one, Kernel):
                 is_sharding = one.kind == "sharding"
@@ -218,8 +218,8 @@ class Estimate:
         shards = self.layout.dims.shards
         pipeline = self.layout.pipeline
         batch = self.batch
-        layers, has_loss = self._held_by(rank)
-        ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
+        layers, n_losses = self._held_by(rank)
+        ends = 1.0 if pipeline is None else 0.5 * (int(rank == 0) + n_losses)
         states = (layers * layer["state"] + ends * rest["state"]) / shards
         weights = layers * layer["parameters"] + ends * rest["parameters"]
         gradients, passing_of_loss = _GRADIENT_BYTES * weights, rest["saved"] + rest["temporary"]
@@ -232,7 +232,7 @@ class Estimate:
         if rank == 0:
             gradients += _GRADIENT_BYTES * 0.5 * rest["parameters"] * (self.layout.dims.tp - 1)
         kept = _in_flight(pipeline, rank) / (len(pipeline.stages) // pipeline.degree)
-        passing = batch * (layers * kept * layer["saved"] + has_loss * passing_of_loss)
+        passing = batch * (layers * kept * layer["saved"] + n_losses * passing_of_loss)
         return states + _GATHERED_BYTES * weights + gradients + passing
 
 

@@ -389,13 +389,17 @@ class Decoder(BaseModel):
         scores = [self.score_flops(int(index), seq_len) for index in self.layers]
         behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
         output: Any = getattr(self.head, "output", None) or self.tok_embeddings
-        head = [output] * ((output is self.tok_embeddings) + len(self.layers) - self.config.n_layers)
-        parts = [*zip(self.layers.values(), scores, strict=True), *((module, 0) for module in (*behind, *head))]
+        n_uses = len(self.layers) - self.config.n_layers  # of the output weights, by layers after the last
+        if output is self.tok_embeddings:
+            n_uses += 1
+        behind += [output] * n_uses
+        parts = [*zip(self.layers.values(), scores, strict=True), *((module, 0) for module in behind)]
         has_gradient = any(parameter.requires_grad for parameter in self.tok_embeddings.parameters())
         flops = 0.0
         for module, attention in parts:
             for n_elements, is_trained in count_elements(module):
-                flops += 2 * n_elements * (1 + is_trained + has_gradient)
+                passes = 1 + int(is_trained) + int(has_gradient)
+                flops += 2 * n_elements * passes
                 has_gradient |= is_trained
             flops += attention * (3 if has_gradient else 1)
         return flops

@@ -112,8 +112,10 @@ class Gemma4Model(ScaledEmbeddingDecoder):
         return replace(sizes, n_kv_heads=self.config.num_global_key_value_heads)
 
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
-        is_wide = self.config.use_double_wide_mlp and self.config.shares_keys(index)
-        return super().make_feed_forward(index, *args, hidden_dim=self.config.ffn_dim * (1 + is_wide), **options)
+        width = self.config.ffn_dim
+        if self.config.use_double_wide_mlp and self.config.shares_keys(index):
+            width *= 2
+        return super().make_feed_forward(index, *args, hidden_dim=width, **options)
 
     def head_dim_of_layer(self, index: int) -> int:
         return self.config.resolved_head_dim if self.config.has_window(index) else self.config.global_head_dim
