@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -71,8 +71,8 @@ class _Row:
     on_token: OnToken | None
     generation: Generation = field(default_factory=Generation)
     is_done: bool = False
-    resume: Callable[[Generation], None] = field(init=False)
-    """Continues the coroutine that awaits the text."""
+    coroutine: int = field(init=False)
+    """Number of the coroutine that awaits the text."""
 
     def __await__(self) -> Generator["_Row", Generation, Generation]:
         return (yield self)
@@ -85,6 +85,24 @@ class _Row:
     @property
     def n_tokens(self) -> int:
         return 1 if self.is_done else len(self.prompt) + len(self.generation.ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompts:
+    """Computed prompts from which waiting texts still start."""
+
+    cache: KVCache
+    row_of: dict[tuple[int, ...], int]
+    logits_NV: Tensor
+
+
+class _Needs(NamedTuple):
+    """What a step must do, if any process needs it."""
+
+    has_rows: bool
+    decoding: bool
+    prefilling: bool
+    has_failed: bool
 
 
 class Engine:
@@ -155,81 +173,116 @@ class Engine:
         if not self._running_now.acquire(blocking=False):
             raise UserError("Engine.run is already running, and cannot be called in its coroutines or other threads")
         try:
-            return self._run(texts)
-        finally:
-            self._running_now.release()
-
-    def _run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        results: dict[int, ResultT] = {}
-        self._waiting: deque[_Row] = deque()
-        self._rows: list[_Row] = []
-        self._logits_BV: Tensor | None = None
-        self._error: Exception | None = None
-        self._held: tuple[KVCache, dict[tuple[int, ...], int], Tensor] | None = None
-
-        def advance(index: int, generation: Generation | None) -> None:
-            self._is_advancing = True
-            try:
-                row = texts[index].send(generation)
-                if not isinstance(row, _Row):
-                    texts[index].throw(UserError(_NOT_A_TEXT))
-                    raise UserError(_NOT_A_TEXT)  # the coroutine has caught the first one
-            except StopIteration as end:
-                results[index] = end.value
-            except Exception as error:
-                self._error = self._error or error
-            else:
-                row.resume = partial(advance, index)
-                self._waiting.append(row)
-            finally:
-                self._is_advancing = False
-
-        model = self._model
-        self._graph: DecodeGraph | None = None
-        self._running: DecodeGraph | None = None
-        self._graph_of = graphs_for(model, partial(_logits_at, model, 0))
-        cache = self._cache = model.generation_cache(lambda: KVCache(model, 0)) if self._use_cache else None
-        self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
-        try:
-            with evaluating(model), onednn_products(), cache or nullcontext():
-                for index in range(len(texts)):
-                    advance(index, None)
-                while self._step():
-                    pass
+            return _Run(self, texts).finish()
         finally:
             for text in texts:
                 text.close()
-            # The memory is free for training.
+            self._running_now.release()
+
+    @contextmanager
+    def _advancing(self) -> Iterator[None]:
+        """Allow `generate` within the block."""
+        self._is_advancing = True
+        try:
+            yield
+        finally:
+            self._is_advancing = False
+
+
+class _Run:
+    """One call of `Engine.run`: its coroutines, the texts that wait for room, and the batch."""
+
+    def __init__(self, engine: Engine, texts: Sequence[Coroutine[Any, Any, Any]]):
+        model = engine._model
+        self._engine = engine
+        self._model = model
+        self._group = engine._group
+        self._degree = engine._degree
+        self._device = engine._device
+        self._texts = texts
+        self._results: dict[int, Any] = {}
+        self._error: Exception | None = None
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        self._logits_BV: Tensor | None = None
+        self._held: _Prompts | None = None
+        self._graph: DecodeGraph | None = None
+        self._graph_of = graphs_for(model, partial(_logits_at, model, 0))
+        self._cache: Any = model.generation_cache(lambda: KVCache(model, 0)) if engine._use_cache else None
+        self._joins = type(self._cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
+
+    def finish(self) -> list[Any]:
+        """Return the results of all coroutines."""
+        try:
+            with evaluating(self._model), onednn_products(), self._cache or nullcontext():
+                for number in range(len(self._texts)):
+                    self._advance(number, None)
+                while self._step():
+                    pass
+        finally:
+            # The memory is free for training, even if an error keeps this object.
             self._graph = None
-            self._running = None
+            self._held = None
             self._logits_BV = None
-        return [results[index] for index in range(len(texts))]
+        return [self._results[number] for number in range(len(self._texts))]
+
+    def _advance(self, number: int, generation: Generation | None) -> None:
+        """Continue a coroutine until it awaits its next text."""
+        text = self._texts[number]
+        with self._engine._advancing():
+            try:
+                row = text.send(generation)
+                if not isinstance(row, _Row):
+                    text.throw(UserError(_NOT_A_TEXT))
+                    raise UserError(_NOT_A_TEXT)  # the coroutine has caught the first one
+            except StopIteration as end:
+                self._results[number] = end.value
+            except Exception as error:
+                self._error = self._error or error
+            else:
+                row.coroutine = number
+                self._waiting.append(row)
 
     def _step(self) -> bool:
         """Append a token to each row and let waiting texts join; return False if no process has any. Each process
         takes the same number of forward passes."""
-        self._running = self._graph  # it must not be destroyed before the step ends, which waits for it
+        graph = self._graph  # it must not be destroyed before the step ends, which waits for it
         n_alive = sum(not row.is_done for row in self._rows)
-        n_free = len(self._waiting) if self._max_rows is None else self._max_rows - n_alive
-        chosen = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
-        new: list[tuple[int, ...]] = []
-        if self._joins:
-            known = self._held[1] if self._held else {}
-            new = list(dict.fromkeys(row.prompt for row in chosen if row.prompt not in known))
-        flags = [n_alive + len(chosen) > 0, n_alive > 0 or not self._joins, bool(new), self._error is not None]
-        is_busy, decodes, prefills, has_failed = _any_process(flags, self._group)
-        if has_failed:
+        chosen = self._choose(n_alive)
+        new = self._new_prompts(chosen)
+        own = _Needs(
+            has_rows=n_alive + len(chosen) > 0,
+            decoding=n_alive > 0 or not self._joins,
+            prefilling=bool(new),
+            has_failed=self._error is not None,
+        )
+        needs = _Needs(*_any_process(own, self._group))
+        if needs.has_failed:
             raise self._common_error()
-        if not is_busy:
+        if not needs.has_rows:
             return False
         if chosen and not self._joins:
             self._rows = [row for row in self._rows if not row.is_done] + chosen
-        if decodes:
+        if needs.decoding:
             self._decode(is_new_batch=bool(chosen) and not self._joins)
         if self._joins:
-            self._join(chosen, new, prefills=prefills)
+            self._join(chosen, new, prefills=needs.prefilling)
         self._sample()
+        del graph
         return True
+
+    def _choose(self, n_alive: int) -> list[_Row]:
+        """Take the waiting texts for which there is room."""
+        most = self._engine._max_rows
+        n_free = len(self._waiting) if most is None else most - n_alive
+        return [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
+
+    def _new_prompts(self, chosen: Sequence[_Row]) -> list[tuple[int, ...]]:
+        """Return the prompts that must be computed before the chosen rows join."""
+        if not self._joins:
+            return []
+        known = self._held.row_of if self._held else {}
+        return list(dict.fromkeys(row.prompt for row in chosen if row.prompt not in known))
 
     def _decode(self, *, is_new_batch: bool) -> None:
         """Compute the logits of the next token of all rows."""
@@ -253,7 +306,8 @@ class Engine:
             tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
             positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
             n_kept = 1
-            if self._graph and (logits_BV := self._graph.logits(tokens_BL, positions_BL)) is not None:
+            logits_BV = self._graph.logits(tokens_BL, positions_BL) if self._graph else None
+            if logits_BV is not None:
                 self._logits_BV = logits_BV
                 return
         self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept)
@@ -282,33 +336,42 @@ class Engine:
         room is needed, or if they are the majority."""
         held = [self._held] if self._held else []
         if new:
-            tokens_BL, positions_BL = _left_padded(new, self._degree)
-            prompts = KVCache(self._model, tokens_BL.shape[1] + self._degree)
-            logits_NV = self._cached_logits(prompts, tokens_BL, positions_BL, tokens_BL.shape[1])
-            self._held = prompts, {prompt: index for index, prompt in enumerate(new)}, logits_NV
+            self._held = self._compute_prompts(new)
             held.append(self._held)
         elif prefills:
             self._pass_without_rows()
         kept = [index for index, row in enumerate(self._rows) if not row.is_done]
         if chosen or 0 < 2 * len(kept) < len(self._rows):
-            rows = [self._rows[index] for index in kept]
-            sources, logits = [(self._cache, kept)], [self._logits_BV[kept]] if self._logits_BV is not None else []
-            for source, prompts_held, logits_NV in held:
-                joining = [row for row in chosen if row.prompt in prompts_held]
-                places = [prompts_held[row.prompt] for row in joining]
-                sources.append((source, places))
-                logits.append(logits_NV[places])
-                rows += joining
-            n_slots = max(row.n_tokens for row in rows)
-            # Padding before the first token and, under tensor parallelism, after the last.
-            longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
-            assert self._cache is not None
-            self._cache.max_slots = n_slots + longest + 2 * self._degree
-            self._cache.assemble(sources, n_slots)
-            self._graph = self._graph_of and self._graph_of(self._cache)
-            self._rows, self._logits_BV = rows, torch.cat(logits)
-        if self._held and not any(row.prompt in self._held[1] for row in self._waiting):
+            self._assemble(kept, chosen, held)
+        if self._held and not any(row.prompt in self._held.row_of for row in self._waiting):
             self._held = None
+
+    def _compute_prompts(self, prompts: list[tuple[int, ...]]) -> _Prompts:
+        tokens_BL, positions_BL = _left_padded(prompts, self._degree)
+        length = tokens_BL.shape[1]
+        cache = KVCache(self._model, length + self._degree)
+        logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, length)
+        return _Prompts(cache, {prompt: index for index, prompt in enumerate(prompts)}, logits_NV)
+
+    def _assemble(self, kept: list[int], chosen: Sequence[_Row], held: Sequence[_Prompts]) -> None:
+        """Make a batch of the rows with the numbers `kept` and the chosen ones, whose prompts are `held`."""
+        rows = [self._rows[index] for index in kept]
+        sources = [(self._cache, kept)]
+        logits = [] if self._logits_BV is None else [self._logits_BV[kept]]
+        for prompts in held:
+            joining = [row for row in chosen if row.prompt in prompts.row_of]
+            places = [prompts.row_of[row.prompt] for row in joining]
+            sources.append((prompts.cache, places))
+            logits.append(prompts.logits_NV[places])
+            rows += joining
+        n_slots = max(row.n_tokens for row in rows)
+        # Padding before the first token and, under tensor parallelism, after the last.
+        longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
+        self._cache.max_slots = n_slots + longest + 2 * self._degree
+        self._cache.assemble(sources, n_slots)
+        if self._graph_of:
+            self._graph = self._graph_of(self._cache)
+        self._rows, self._logits_BV = rows, torch.cat(logits)
 
     def _sample(self) -> None:
         """Draw a token for each row, and continue the coroutines of those that end."""
@@ -317,7 +380,7 @@ class Engine:
         assert self._logits_BV is not None
         logits_BV = self._logits_BV.float()
         sums_B = logits_BV.logsumexp(dim=-1)
-        tokens_B = draw(logits_BV, self._sampling, [row.generator for row in self._rows])
+        tokens_B = draw(logits_BV, self._engine._sampling, [row.generator for row in self._rows])
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - sums_B
         # Read once, since reading waits for the device. A float32 holds any token id exactly.
         drawn = torch.stack((tokens_B.to(sums_B), logprobs_B, sums_B.isfinite().to(sums_B))).T.tolist()
@@ -329,14 +392,15 @@ class Engine:
             if row.is_done:
                 continue
             token = int(drawn_id)
-            row.generation.ids.append(token)
-            row.generation.logprobs.append(logprob)
-            stopped = token in self._stop_ids or (row.on_token is not None and row.on_token(token))
+            generation = row.generation
+            generation.ids.append(token)
+            generation.logprobs.append(logprob)
+            stopped = token in self._engine._stop_ids or (row.on_token is not None and row.on_token(token))
             if stopped:
-                row.generation.finish_reason = "stop"
-            if stopped or len(row.generation.ids) == row.max_new_tokens:
+                generation.finish_reason = "stop"
+            if stopped or len(generation.ids) == row.max_new_tokens:
                 row.is_done = True
-                row.resume(row.generation)
+                self._advance(row.coroutine, generation)
 
     def _common_error(self) -> Exception:
         """Return the first error of all processes, or this process's own if it is not a `UserError`."""
@@ -374,7 +438,8 @@ def generate(
     engine = Engine(model, sampling=sampling, stop_ids=stop_ids, use_cache=use_cache, group=group)
     texts = []
     for row, prompt in enumerate(prompts):
-        key, take = f"{sampling.seed}/{row}", on_token and partial(on_token, row)
+        key = f"{sampling.seed}/{row}"
+        take = None if on_token is None else partial(on_token, row)
         texts.append(engine.generate(prompt, max_new_tokens=max_new_tokens, key=key, on_token=take))
     return engine.run(texts)
 
