@@ -346,7 +346,7 @@ def test_damaged_lines_are_skipped_and_saved(tmp_path, damage, caplog, monkeypat
     JsonLines(path, 2).close()
     assert path.read_bytes() == whole[0] + whole[1]
     assert (tmp_path / "metrics-1.jsonl").read_bytes() == before
-    assert "has 1 damaged lines, which are left out; the original is metrics-1.jsonl" in caplog.text
+    assert "skipped 1 damaged lines; the original is metrics-1.jsonl" in caplog.text
 
 
 def test_partial_last_line_is_not_damage(tmp_path):

@@ -176,7 +176,7 @@ def test_a_loss_without_compile_is_not_compiled(log):
         pass
 
     compile_loss(Distance(), EAGER_KERNELS)
-    assert "Distance is not compiled: it has no method compile" in log.text
+    assert "Distance is not compiled: it has no `compile` method" in log.text
 
 
 # --- recompilation ----------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_new_shape_is_recompiled_with_a_warning(log):
     assert first.getMessage() == "compiled 1 graphs in step 7"
     assert again.levelno == logging.WARNING
     message = again.getMessage()
-    assert "step 9 was slow: it compiled 1 graphs again (forward: " in message
+    assert "step 9 was slow: it recompiled 1 graphs (forward: " in message
     assert f"size mismatch at index 1. expected {LENGTH}, actual {LENGTH + 2}" in message
     assert monitor.recompiles == 1  # the second graph accepts any length
 

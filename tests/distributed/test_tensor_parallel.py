@@ -217,7 +217,7 @@ def test_a_parameter_without_an_entry_is_rejected(workers, tmp_path):
         ("layers.*.attention.q_nrom", "heads", "names no module of the model"),
         ("layers.*.mlp.*", "columns", "names no module of the model"),
         ("outptu", "columns", "names no module of the model"),  # codespell:ignore
-        ("layers.*.attention.q_norm", "head", "is none of vocabulary, sequence, final norm, heads, "),
+        ("layers.*.attention.q_norm", "head", "is not one of vocabulary, sequence, final norm, heads, "),
         ("layers.*.attention.q_norm", "rows", "is for Linear, and layers.0.attention.q_norm is RMSNorm"),
         ("head.output", "vocabulary", "is for Embedding, and head.output is Linear"),
     ],

@@ -146,4 +146,4 @@ def test_a_step_that_needs_values_is_selective(config, monkeypatch, caplog):
     monkeypatch.setattr(fitting, "total_memory", lambda: 2**40)
     monkeypatch.setattr(fitting, "reports_of", fail)
     assert fitting.with_fitting_checkpoints(config, 1).activation_checkpoint.mode == "selective"
-    assert "cannot take this step (RuntimeError: no values)" in caplog.text
+    assert "cannot run this step (RuntimeError: no values)" in caplog.text

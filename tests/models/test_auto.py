@@ -174,7 +174,7 @@ class TestConfigJson:
             assert not caplog.records
             from_hf(y_norm=2.0, z_norm=1, attention_dropout=0.1)
         assert "y_norm, z_norm" in caplog.text
-        assert "attention_dropout is 0.1, and ignored" in caplog.text
+        assert "ignoring attention_dropout 0.1" in caplog.text
 
     def test_written_config_is_read_back(self):
         models = [from_hf(), from_hf(head_dim=10), from_hf(rope_scaling=LLAMA3_SCALING)]

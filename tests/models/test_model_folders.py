@@ -229,7 +229,7 @@ class TestMessages:
         [
             (
                 {"quantization_config": {"quant_method": "gptq"}, "is_causal": False},
-                "config.json: quantization_config is that of 'gptq', and only weights of fp8, fbgemm_fp8, mxfp4, "
+                "config.json: quantization_config has 'gptq', and only weights of fp8, fbgemm_fp8, mxfp4, "
                 "compressed-tensors (float-quantized) can be loaded; use the model before quantization",
             ),
             (

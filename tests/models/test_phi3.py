@@ -292,7 +292,7 @@ def test_dropout_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> 
     document = document_of("3-mini-4k", resid_pdrop=0.1, embd_pdrop=0.0)
     assert FORMATS["hf"].from_external(document) == FLAVORS["3-mini-4k"]
     (record,) = caplog.records
-    assert "resid_pdrop is 0.1, and ignored" in record.getMessage()
+    assert "ignoring resid_pdrop 0.1" in record.getMessage()
 
 
 # --- files and runs ---------------------------------------------------------------------------------------------------

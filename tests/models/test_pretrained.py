@@ -340,7 +340,7 @@ class TestMismatches:
         document = json.loads((folder / "config.json").read_text())
         document["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": list(range(1000))}}
         (folder / "config.json").write_text(json.dumps(document))
-        with pytest.raises(UserError, match="quantization_config is that of 'torchao'") as refused:
+        with pytest.raises(UserError, match="quantization_config has 'torchao'") as refused:
             load_model(folder, device="cpu")
         assert len(str(refused.value)) < 150 + len(str(folder))
 
@@ -411,7 +411,7 @@ class TestModelJson:
             ({"module": "json"}, "'json', which is not a model family"),
             ({"module": 5}, "module must be the import path of a model family, not 5"),
             ({"module": ""}, "'', which is not a package name"),
-            ({"module": ".llama3"}, "'.llama3', which is no name"),
+            ({"module": ".llama3"}, "'.llama3', which is not a package name"),
             ({"flavor": None}, "flavor must be a string, not None"),
             ({"config": [3]}, r"config must be an object, not \[3\]"),
         ],

@@ -108,7 +108,7 @@ def test_configurations_hold_none_and_say_so(tmp_path):
     text = (tmp_path / "config.yaml").read_text()
     assert not any(secret in text for secret in SECRETS)
     [dataset] = yaml.safe_load(text)["dataloader"]["dataset"]
-    with pytest.raises(UserError, match="is without its credentials, which files of a run never contain"):
+    with pytest.raises(UserError, match="lacks its credentials, which files of a run never contain"):
         open_store(dataset)
 
 

@@ -24,7 +24,7 @@ def check_activation_checkpoint(
     config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig, *, has_experts: bool
 ) -> None:
     """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline or compiled tensor
-    parallelism does not support. Compiled blocks leave routed experts out."""
+    parallelism does not support. Compiled blocks exclude routed experts."""
     is_compiled = compile.compiles_model
     is_by_operation = config.mode in ("selective", "auto") and config.selective_option == "op"
     if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
@@ -37,7 +37,7 @@ def check_activation_checkpoint(
         )
     is_split = is_compiled and parallelism.tensor_parallel_degree > 1
     if is_split and not is_by_operation and config.mode not in ("none", "auto"):
-        # PyTorch 2.13 takes the mesh for one of the tensors to keep.
+        # PyTorch 2.13 mistakes the mesh for one of the tensors to keep.
         option = f" with selective_option {config.selective_option}" if config.mode == "selective" else ""
         raise UserError(
             f"--activation_checkpoint.mode {config.mode}{option} cannot be combined with both --compile.enable and "
@@ -89,7 +89,8 @@ def _always_saved() -> frozenset[Any]:
 
 
 def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts of a forward pass and its recomputation: keep `_always_saved` and every second matrix product."""
+    """Return the contexts of a forward pass and its recomputation, which keep `_always_saved` and
+    every second matrix product."""
     linear, products = product_operations(), {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -55,8 +55,8 @@ def check_async_tensor_parallel(config: CompileConfig, parallelism: ParallelismC
 
 
 def check_c_compiler(option: str) -> None:
-    """Raise `UserError` if the device is a GPU of CUDA and Triton, which compiles what `option` needs, would find no C
-    compiler at the first step: neither the environment variable CC, nor gcc or clang."""
+    """Raise `UserError` if the device is a CUDA GPU and Triton, which `option` needs, would find no
+    C compiler at the first step: neither the environment variable CC, nor gcc or clang."""
     if device_type() == "cuda" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise UserError(
             f"{option} needs a C compiler, and found none: install gcc, or set the environment variable CC to another"
@@ -79,14 +79,15 @@ def apply_compile(model: BaseModel, config: CompileConfig, parallelism: Parallel
 
 
 def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Wait for the embeddings: PyTorch 2.13 loses the type of an asynchronous tensor's gradient in compiled code."""
+    """Wait for the embeddings: in compiled code, PyTorch 2.13 loses the gradient type of an
+    asynchronous tensor."""
     return wait_tensor(output) if isinstance(output, AsyncCollectiveTensor) else output
 
 
 def compile_loss(loss: Any, config: CompileConfig) -> None:
     """Compile the loss of a chunk of logits, in place, with the loss's method `compile`, if it has one."""
     if not hasattr(loss, "compile"):
-        logger.warning("%s is not compiled: it has no method compile", type(loss).__qualname__)
+        logger.warning("%s is not compiled: it has no `compile` method", type(loss).__qualname__)
         return
     loss.compile(config.backend)
 
@@ -109,7 +110,7 @@ class RecompileMonitor:
         elif compiled:
             self.recompiles += compiled
             reasons = "; ".join(_reasons_since(last_record)) or "new code"
-            logger.warning("step %d was slow: it compiled %d graphs again (%s)", step, compiled, reasons)
+            logger.warning("step %d was slow: it recompiled %d graphs (%s)", step, compiled, reasons)
         self._is_first_step = False
 
 

@@ -24,14 +24,16 @@ LoadBalancer = Literal["headtail", "none"]
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Assignment of a window's tokens to `degree` ranks. To balance causal attention, in which later tokens cost more,
-    `headtail` cuts a window into 2 * degree pieces; rank r gets the r-th from each end."""
+    """Assignment of a window's tokens to `degree` ranks. Later tokens cost more in causal
+    attention; to balance it, `headtail` cuts a window into 2 * degree pieces, and rank r gets the
+    r-th piece from each end."""
 
     degree: int
     load_balancer: LoadBalancer
 
     def tokens_of_rank(self, rank: int, length: int) -> Tensor:
-        """Return the places of the tokens of `rank` in a window of `length` tokens, in the rank's order."""
+        """Return the places of one rank's tokens in a window of `length` tokens, in the rank's
+        order."""
         pieces = torch.arange(length).chunk(2 * self.degree if self.load_balancer == "headtail" else self.degree)
         if self.load_balancer == "none":
             return pieces[rank]
@@ -43,8 +45,8 @@ class SequenceShards:
 
 
 def shard_sequences(batch: Mapping[str, Any], shards: SequenceShards, rank: int) -> dict[str, Any]:
-    """Return a batch with this rank's part of all per-token values, shape (B, T, …); other values are unchanged. A
-    missing `attention` is added, since the tokens of a part are not contiguous."""
+    """Return a batch with this rank's part of all per-token values, shape (B, T, …); other values
+    stay unchanged. Adds a missing `attention`, since a part's tokens are not contiguous."""
     (n_rows, length), device = batch["input"].shape, batch["input"].device
     places = shards.tokens_of_rank(rank, length), shards.tokens_of_all(length)
     tokens, tokens_of_all = (send(each, device) for each in places)
@@ -73,7 +75,8 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
 
 
 def share_rows(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let routers add up counts over the ranks of `mesh`, which have parts of the same rows of tokens."""
+    """Make routers sum their counts over the ranks of `mesh`, which share the same rows of
+    tokens."""
     for module in model.modules():
         if isinstance(module, LoadBalanced):
             module.row_groups = (*module.row_groups, mesh.get_group())

@@ -30,7 +30,7 @@ from torchtitan.tools.torch_private import (
 
 class TokenExchange:
     """An `Exchange` over the ranks of a mesh dimension, each of which has an equal part of the experts, in order. The
-    process waits for the device once, to read how many rows come and go."""
+    process waits for the device once, to read the numbers of rows to send and receive."""
 
     is_balanced = False
     """Assume the same number of rows of each expert instead of reading it: a dry run's tensors have no values."""
@@ -60,8 +60,9 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
     """Divide all `StackedExperts` of a model over the dimensions "ep" and, if present, "tp" of `mesh`, in place, before
     tensor parallelism. Their weights are the same on all ranks, or on the meta device.
 
-    Gradients are summed over the ranks that send tokens, then averaged over "efsdp" only, so they are multiplied by
-    the factor that is missing to an average over `gradient_degree`, the ranks that shard the other weights.
+    Gradients are summed over the ranks that send tokens, then averaged over "efsdp" only. A further
+    factor makes this an average over `gradient_degree`, the number of ranks that shard the other
+    weights.
     """
     factor = mesh["efsdp"].size() / gradient_degree
     has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
@@ -94,7 +95,8 @@ def _local(experts: StackedExperts, factor: float, name: str, parameter: DTensor
 
 
 def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
-    """Let the ranks of `mesh`, which have parts of the width, compute the tokens of all, and add up their results."""
+    """Gather the tokens of all ranks of `mesh`, which have parts of the width, and sum their
+    results."""
 
     def gather(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(wait_tensor(all_gather_single_autograd(x.contiguous(), gather_dim=0, group=mesh)) for x in args)
@@ -119,7 +121,7 @@ def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, 
 
 def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
     """Return the placement of a parameter of experts over `degree` ranks: its experts if these divide them, else the
-    first dimension that they divide. Raise `UserError` if there is none."""
+    first dimension that they divide. Raise `UserError` if they divide no dimension."""
     assert isinstance(parameter, DTensor)
     local, taken = parameter.to_local(), {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0}
     fitting = [dim for dim, size in enumerate(local.shape) if dim not in taken and size % degree == 0]

@@ -61,10 +61,11 @@ class HangReport:
 class HangConsensus:
     """Thread that agrees with the other ranks on whether the run hangs.
 
-    A rank that suspects a hang sets a key, which all ranks poll twice a second. Each rank then writes its `position`
-    and waits for the decision. The calling rank decides when it has all answers, or after a timeout. If any rank is
-    between two steps, the others only wait for it, and there is no hang. If the process that hosts the store has
-    stopped, requests never return, and this thread blocks: readers of `report` must not wait for it.
+    A rank that suspects a hang sets a key, which all ranks poll twice a second. Each rank then
+    writes its `position` and waits for the decision. The calling rank decides when it has all
+    answers, or after a timeout. If any rank is between two steps, the others only wait for it, and
+    no rank reports a hang. If the process that hosts the store has stopped, requests never return,
+    and this thread blocks: readers of `report` must not wait for it.
     """
 
     def __init__(self, rank: int, processes: list[Process], position: Callable[[], Position]):
@@ -181,7 +182,7 @@ def describe(
 
 
 def headline(seconds: float, position: Position | None = None) -> str:
-    """Return the first words of a report; `position` is that of the rank whose limit has passed."""
+    """Return the first words of a report; `position`: of the rank that exceeds its limit."""
     if position is None:
         return f"the run hangs, a step has not ended after {seconds:g} seconds"
     if position.phase is None:

@@ -1,4 +1,4 @@
-"""Health of the hosts of a run: the facts of each rank, measured in seconds, and those that are out of line."""
+"""Measures every rank of a run within seconds, and reports hosts that are out of line."""
 
 import math
 import os
@@ -26,12 +26,12 @@ from torchtitan.tools.errors import UserError
 
 
 class Check(NamedTuple):
-    """Limits of a fact. Hosts beyond them are out of line."""
+    """Limits of a measurement. Hosts beyond them are out of line."""
 
     least: float = -math.inf
     most: float = math.inf
     of_median: float = 0.0
-    """Least part of the median of all ranks, pairs of ranks, or hosts."""
+    """Smallest fraction of the median of all ranks, pairs of ranks, or hosts."""
 
 
 CHECKS = {
@@ -66,11 +66,11 @@ class Health(NamedTuple):
     software: list[dict[str, str]]
     """Name → version, of each rank."""
     facts: dict[str, dict[tuple[int, ...], float]]
-    """Name in `CHECKS` → rank, or two ranks → value. The first rank of a host has the facts of the host."""
+    """Name in `CHECKS` → rank, or two ranks → value. A host's first rank also measures the host."""
 
 
 def measure(folder: Path, device: torch.device) -> Health:
-    """Measure this rank together with all others, and return the measurements of all.
+    """Measure all ranks together, and return their measurements.
 
     Raises:
         UserError: on all ranks, if one cannot write to the folder.
@@ -116,8 +116,9 @@ def measure(folder: Path, device: torch.device) -> Health:
 
 
 def findings(health: Health, expected: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (host, message) for everything that is out of line with the other ranks, or with the speeds expected, by
-    name, of the GPU: hosts whose median is low, even if all hosts are equally slow."""
+    """Return (host, message) for each measurement that is out of line with the other ranks, or with
+    the GPU's `expected` speeds, by name: hosts whose median is low, even if all hosts are equally
+    slow."""
     (hosts, software, facts), found = health, list[tuple[str, str]]()
     for name in dict.fromkeys(name for one in software for name in one):
         versions = [one.get(name, "missing") for one in software]
@@ -195,15 +196,16 @@ def _bandwidths(rank: int, size: int, device: torch.device) -> tuple[dict[int, f
 
 
 def rounds(rank: int, size: int) -> list[int | None]:
-    """Return the partner of a rank in each round, None if it has none; in a round, partners have each other. Of at most
-    16 ranks, all pairs meet; of more, those whose numbers differ in one binary digit."""
+    """Return a rank's partner in each round, None without one; partners are mutual. Among at most
+    16 ranks, all pairs meet; among more, only pairs whose numbers differ in one binary digit."""
     powers = [1 << power for power in range((size - 1).bit_length())]
     distances = range(1, sum(powers) + 1) if size <= 16 else powers
     return [rank ^ distance if rank ^ distance < size else None for distance in distances]
 
 
 def _seconds(communicate: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a communication that all ranks start together, after one that connects them."""
+    """Return the time of a communication that all ranks start together, after a first one that
+    connects them."""
     for _ in range(2):
         dist.barrier()
         start = time.perf_counter()

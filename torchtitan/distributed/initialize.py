@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 2**15
 """Elements drawn at once. From here on, PyTorch would divide each operation among threads of its own."""
 
 _CHUNKS_PER_JOB = 32
-"""Chunks for a thread at once: enough to hide the cost of handing them over."""
+"""Chunks that a thread takes at once: enough to hide the cost of scheduling."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -70,7 +70,7 @@ _Place = tuple[nn.Module, str, DerivedRows | None]
 
 @torch.no_grad()
 def _set_values(places: Mapping[str, Iterable[_Place]], values: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each of the `values`, which are whole, or what derives from it, to its places."""
+    """Copy each whole tensor in `values`, or the tensors derived from it, to its places."""
     for name, value in values:
         for module, own_name, derived in places[name]:
             _set_value(module, own_name, derived.from_rows(value.float()) if derived else value)

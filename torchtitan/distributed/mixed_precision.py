@@ -10,8 +10,9 @@ from torchtitan.tools.torch_private import parameter_entries
 
 
 class MixedPrecision:
-    """Copies of weights in `dtype` that models compute with, as under FSDP: the residual stream has this type, and
-    gradients add up in the type of the weights. The copies keep their memory from step to step."""
+    """Copies of the weights in `dtype` for computing, as under FSDP: the residual stream has this
+    type, and gradients accumulate in the type of the weights. The copies keep their memory from
+    step to step."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -29,9 +30,10 @@ class MixedPrecision:
 
     @contextlib.contextmanager
     def of(self, *models: nn.Module) -> Iterator[None]:
-        """Copy the weights, and let models compute with the copies until the context ends. It spans a forward pass and
-        its backward pass, where activation checkpointing computes again. In the context, a model's parameters are the
-        copies, and another such context changes nothing."""
+        """Copy the weights, and compute with the copies until the context ends. It spans a forward
+        pass and its backward pass, so that activation checkpointing recomputes with the same
+        copies. In the context, a model's parameters are the copies, and a nested context changes
+        nothing."""
         weights = [
             (parameters, name, weight)
             for parameters in (parameter_entries(module) for model in models for module in model.modules())

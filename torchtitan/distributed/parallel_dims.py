@@ -77,7 +77,7 @@ class ParallelDims:
         return dims
 
     def require_fsdp(self, option: str) -> None:
-        """Raise `UserError` for an option that works only if several ranks share the weights."""
+        """Raise `UserError` for an option that needs several ranks to share the weights."""
         if self.shards == 1:
             raise UserError(
                 f"{option} is a part of FSDP, and needs --parallelism.data_parallel_shard_degree (or "
@@ -111,7 +111,8 @@ class ParallelDims:
             raise UserError(f"{product}{doubled} does not divide --training.seq_len {seq_len}")
 
     def __str__(self) -> str:
-        """Return the degrees above 1, outermost first: `pp 2 x tp 2`; `one process` if there are none."""
+        """Return the degrees above 1, outermost first: `pp 2 x tp 2`; `one process` if all are
+        1."""
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one process"
 
     @property

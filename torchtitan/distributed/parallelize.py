@@ -114,7 +114,8 @@ def free_gathered_weights(model: nn.Module) -> None:
 def _apply_fsdp(model: BaseModel, reshard: str, options: dict[str, Any]) -> None:
     units = model.units()
     for index, unit in enumerate(units):
-        # The backward pass begins with the head, whose gradients are known already, and the last layer; keep both.
+        # The backward pass begins with the head, which already has its gradients, and the last
+        # layer; keep both.
         should_free = reshard == "always" or (reshard == "default" and index < len(units) - 2)
         fully_shard(unit, reshard_after_forward=should_free, **options)
     fully_shard(model, reshard_after_forward=reshard == "always", **options)

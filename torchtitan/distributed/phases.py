@@ -20,7 +20,8 @@ VALIDATION = "validation"
 
 
 class PhaseClock:
-    """Divide the time of a rank among phases: each moment belongs to the phase entered last, at first "start-up".
+    """Divides a rank's time among phases: each moment belongs to the phase entered last, at first
+    "start-up".
 
     On CUDA, whose work the host only queues, a phase begins when the device reaches its mark in the current stream: its
     time includes waiting for the host and other streams. Reading waits for nothing; marks not yet reached count later.
@@ -68,14 +69,14 @@ class PhaseClock:
         return dict(self._seconds)
 
     def begin_at(self, when: float) -> None:
-        """Let the start-up begin earlier, at the time `when` in seconds since the epoch."""
+        """Move the beginning of the start-up back to `when`, in seconds since the epoch."""
         self._seconds[START_UP] += self.begun - when
         self.begun = when
 
 
 def mark_gathering(model: nn.Module, clock: PhaseClock) -> None:
-    """Let FSDP's units enter the phase "waiting for weights" while they gather weights in the phase "forward", so that
-    "forward" is this rank's own work. Call this after applying FSDP."""
+    """Enter the phase "waiting for weights" while FSDP's units gather weights in the phase
+    "forward", so that "forward" counts only this rank's own work. Call this after applying FSDP."""
 
     def switch(before: str, after: str) -> Any:
         return torch.compiler.disable(lambda module, inputs: clock.enter(after) if clock.phase == before else None)

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: split a model into stages, which a schedule of `torch.distributed.pipelining` runs.
+"""Pipeline parallelism: splits a model into stages, and runs them by a schedule of
+`torch.distributed.pipelining`.
 
 `torch.distributed.pipelining` is imported inside the functions that use it, since it imports the compiler.
 """
@@ -40,7 +41,7 @@ class PipelinePlan:
     """Names of the modules of each stage; each module of the model is in one stage."""
     n_microbatches: int
     shared: tuple[str, ...] = ()
-    """Names of the modules in the first stage of which the last stage has a copy: a tied embedding."""
+    """Names of first-stage modules that the last stage copies: a tied embedding."""
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
@@ -201,7 +202,7 @@ class Pipeline:
         self._group = mesh.get_group()
         self._shared = [_trained(stage.submod, plan.shared) for stage in stages if stage.is_first or stage.is_last]
         self._copies = set(self._shared[-1]) if self.has_last else set()
-        self._is_summed = True  # whether the copies of shared modules have the whole gradient
+        self._is_summed = True  # if true, the copies of shared modules have the whole gradient
         self.schedule = get_schedule_class(plan.schedule)(
             stages[0] if _is_single(plan.schedule) else stages,
             n_microbatches=plan.n_microbatches,
@@ -237,7 +238,7 @@ class Pipeline:
             other.copy_(own)
 
     def _exchange(self, own: Tensor) -> Tensor:
-        """Return the tensor that the rank with the other copy gives for `own`."""
+        """Exchange `own` with the rank that has the other copy, and return its tensor."""
         peer = self._group.size() - 1 if self.has_first else 0
         sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
         operations = [

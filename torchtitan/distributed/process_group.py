@@ -23,7 +23,8 @@ from torchtitan.tools.torch_private import split_mesh as _split
 _POLL_SECONDS = 0.05
 
 _GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")
-"""Parts of gloo's messages about other ranks: the place in its source, and what follows a timeout."""
+"""Parts of gloo's messages about other ranks: a path in its source, and the text after a
+timeout."""
 
 _created_here = False  # if true, this module destroys the process group
 
@@ -69,7 +70,8 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
 
 
 def init_fake_group(rank: int, world_size: int) -> None:
-    """Start a process group of one process that stands for `world_size`; its collectives do nothing."""
+    """Start a process group of one process that represents `world_size`; its collectives do
+    nothing."""
     dist.init_process_group("fake", rank=rank, world_size=world_size)
 
 
@@ -203,8 +205,8 @@ def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Set the timeout of collectives in all process groups, of meshes and checkpoints too, and in groups made later,
-    which PyTorch would give 30 minutes (NCCL: 10)."""
+    """Set the timeout of collectives in all process groups, including those of meshes and
+    checkpoints, and in later groups, for which PyTorch's default is 30 minutes (NCCL: 10)."""
     if not dist.is_initialized():
         return
     timeout = timedelta(seconds=seconds)
@@ -215,8 +217,8 @@ def set_timeouts(seconds: float) -> None:
 
 @contextlib.contextmanager
 def timeouts_named(phase: Callable[[], str]) -> Iterator[None]:
-    """Turn the error of a collective that timed out, or lost its connection, in the block into a `RankTimeout` that
-    names the phase."""
+    """Convert a collective's timeout or lost connection in the block to a `RankTimeout` that names
+    the phase."""
     try:
         yield
     except RuntimeError as error:

@@ -104,8 +104,8 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate the parameters of a module and its submodules, which compute with plain tensors: each rank its own part
-    of the tokens, so that gradients add up over the ranks."""
+    """Replicate the parameters of a module and its submodules, which compute with plain tensors.
+    Each rank computes its own part of the tokens, and gradients are summed over the ranks."""
     for part in module.modules():
         if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             continue  # experts, which expert parallelism has divided
@@ -114,7 +114,8 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def compute_with_local_parameters(module: nn.Module, localize: Callable[[str, DTensor], Tensor]) -> None:
-    """Let a module's forward pass, not the passes of its submodules, compute with plain tensors instead of DTensors."""
+    """Run a module's forward pass, but not the passes of its submodules, with plain tensors instead
+    of DTensors."""
 
     def use_local(module: nn.Module, _: Any) -> None:
         # Not attributes: a module accepts only a leaf, and gradients must reach the DTensor.
@@ -146,7 +147,7 @@ def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
 
 def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn.Module | None]]) -> None:
     if sharding not in _INTERFACES:
-        raise UserError(f"{entry} is none of {', '.join(_INTERFACES)}")
+        raise UserError(f"{entry} is not one of {', '.join(_INTERFACES)}")
     if not parts:
         raise UserError(f"{entry} names no module of the model")
     kind = _INTERFACES[sharding].kind
@@ -207,7 +208,7 @@ def apply_tensor_parallel(
 
 
 def _give_routers_own_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank's routers know the documents of its own part of the tokens, split like the hidden states."""
+    """Pass to each rank's routers the documents of its own tokens, split like the hidden states."""
 
     def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x_BLD, documents = inputs

@@ -70,16 +70,17 @@ class Watchdog:
     its threads are stuck. On Linux, another rank on the same host makes an unresponsive rank (stopped, or holding the
     GIL) print its stacks, and ends it.
 
-    While a rank is between two steps, for example to save, the others are meant to wait for it. After the same time,
-    they ask it for an answer, and only a rank that gives none, for example since it is stopped, is reported. Time
-    during which the process was stopped or the host suspended does not count.
+    While a rank is between two steps, for example to save, the others wait for it. After the same
+    limit, they ask it for an answer; only a rank that does not answer, for example because it is
+    stopped, is reported. Time in which the process was stopped or the host suspended does not
+    count.
 
     All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints stacks and ends the process.
 
     Args:
         first_step_seconds: limit of the first step, which compiles and connects to the other ranks.
         step_seconds: limit of each later step; 0: disabled, including the first step.
-        clock: receives the phases of the steps, whether or not they are watched.
+        clock: receives the phases of all steps, even if the limit is disabled.
     """
 
     def __init__(self, *, first_step_seconds: float, step_seconds: float, clock: PhaseClock | None = None):

@@ -1,4 +1,5 @@
-"""Dry run of a job of any size on one machine: memory, communication and computation of each rank in a step."""
+"""Dry runs jobs of any size on one machine: each rank's memory, communication and computation in a
+step."""
 
 from torchtitan.dry_run.report import dry_run
 

@@ -1,4 +1,5 @@
-"""A trainer with fake tensors, which have shapes but no memory. It runs as one rank without the others."""
+"""A trainer with fake tensors, which have shapes but no memory. It runs one rank without the
+others."""
 
 import dataclasses
 import itertools
@@ -48,7 +49,8 @@ class VocabularySize(Tokenizer):
 
 
 def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
-    """Return a configuration whose model has the size of the tokenizer's vocabulary, if it has none."""
+    """Return a configuration whose model takes the vocabulary size from the tokenizer if it has
+    none."""
     if config.model_spec.model.vocab_size is not None:
         return config
     return config.resolve(config.tokenizer.build(path=config.hf_assets_path))
@@ -94,7 +96,7 @@ class FakeTrainer(Trainer):
         return BaseDataLoader(config)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        """Leave out `attention`: plain causal attention needs no mask, like the kernels of a GPU."""
+        """Drop `attention`: plain causal attention needs no mask, as with the kernels of a GPU."""
         return {name: value for name, value in super().post_dataloading_process(batch).items() if name != "attention"}
 
     def build_loss(self) -> Any:
@@ -105,8 +107,8 @@ class FakeTrainer(Trainer):
         return loss
 
     def init_weights(self) -> None:
-        """Give the parameters fake memory, without values; let experts compute as on CUDA, and get equal parts of the
-        tokens."""
+        """Give the parameters fake memory, without values; make experts compute as on CUDA, with
+        equal parts of the tokens."""
         for module in (module for part in self.all_parts for module in part.modules()):
             if hasattr(module, "device_type"):
                 module.device_type = "cuda"  # type: ignore[assignment]

@@ -1,4 +1,5 @@
-"""The least recomputation with which a step fits in the memory of a GPU, for `--activation_checkpoint.mode auto`."""
+"""Finds the least recomputation that makes a step fit in GPU memory, for
+`--activation_checkpoint.mode auto`."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -13,13 +14,14 @@ from torchtitan.trainer import Trainer
 ConfigT = TypeVar("ConfigT", bound=Trainer.Config)
 
 USABLE = 0.95
-"""Part of the memory that PyTorch may reserve; the CUDA context and NCCL take some, too."""
+"""Part of the memory that PyTorch may reserve; the CUDA context and NCCL also take some."""
 
 
 def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
-    """Return `config` with a mode in place of `auto`: on a GPU the first of `none`, `selective` and `full` with
-    which dry runs of all pipeline stages fit, elsewhere `none`. The result depends only on the configuration, the
-    number of ranks and the memory of the GPU. Raise `UserError` if the layout does not support it."""
+    """Return `config` with `auto` replaced by a mode: on a GPU, the first of `none`, `selective`
+    and `full` that fits in dry runs of all pipeline stages; elsewhere `none`. The result depends
+    only on the configuration, the number of ranks and the memory of the GPU. Raise `UserError` if
+    the layout does not support the mode."""
     if config.activation_checkpoint.mode != "auto":
         return config
     if device_type() != "cuda":
@@ -34,7 +36,7 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
             raise
         except Exception as error:  # a step of a subclass may need values, which fake tensors do not have
             reason = in_words(error)
-            logger.warning("activation checkpointing: selective, since a dry run cannot take this step (%s)", reason)
+            logger.warning("activation checkpointing: selective, since a dry run cannot run this step (%s)", reason)
             return with_mode(config, "selective")
         needed.append(f"{mode} {peak / 2**30:.1f} GiB")
         if peak <= USABLE * memory:

@@ -1,5 +1,5 @@
-"""Track the memory of real or fake tensors, and break down its peak by kind. Memory is counted by storage, once for all
-views. Temporary memory inside an operation is not counted."""
+"""Tracks the memory of real or fake tensors, and breaks down its peak by kind. Memory is counted by
+storage, once for all views. Temporary memory inside an operation is not counted."""
 
 import itertools
 import weakref

@@ -1,4 +1,4 @@
-"""Run a complete pipeline schedule, computing only a few of its micro-batches."""
+"""Runs a complete pipeline schedule, but computes only a few of its micro-batches."""
 
 import functools
 from collections import defaultdict
@@ -16,7 +16,8 @@ from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.tools.torch_private import pipeline_stages, skip_shape_vote, tree_map_only
 
 _REPLAYED = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)
-"""Schedules with whole backward passes in the order of the forward passes, so that the second represents all later."""
+"""Schedules with whole backward passes in the order of the forward passes: the second one
+represents all later ones."""
 
 
 @dataclass
@@ -50,7 +51,8 @@ class MicrobatchReplay:
     twins: defaultdict[Hashable, dict[Allocation, Allocation]] = field(default_factory=lambda: defaultdict(dict))
 
     def install(self) -> None:
-        """Insert this between the schedule and its stages. Skip their exchange of shapes, which `Pipeline` declares."""
+        """Insert this object between the schedule and its stages. Skip their shape exchange:
+        `Pipeline` declares shapes."""
         skip_shape_vote(self.schedule)
         for stage in pipeline_stages(self.schedule):
             stage.forward_one_chunk = functools.partial(self.forward, stage, stage.forward_one_chunk)

@@ -1,4 +1,4 @@
-"""Observation of every tensor operation on this process's own tensors."""
+"""Observes every operation on this process's own tensors."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The dry run and its report for each rank."""
+"""Runs the dry run and reports each rank."""
 
 import dataclasses
 import json
@@ -30,9 +30,10 @@ _OPERATIONS = {"TFLOP": 10**12, "GFLOP": 10**9, "MFLOP": 10**6}
 _Row = tuple[str | float, ...]
 
 RESERVED = {False: 1.2, True: 1.12}
-"""Memory that PyTorch's CUDA allocator reserves at the peak of a step, relative to what a dry run, which is never
-compiled, allocates; of an eager and of a compiled model: gaps between blocks, workspaces of kernels, and what the
-compiler saves. Fitted to rows 1 (eager), 2 and 11 of the published runs (docs/foresight.md)."""
+"""Memory that PyTorch's CUDA allocator reserves at the peak of a step, relative to the allocations
+of a dry run, which is never compiled. For an eager and a compiled model; the factors cover gaps
+between blocks, workspaces of kernels, and the compiler's savings. Fitted to rows 1 (eager), 2 and
+11 of the published runs (docs/foresight.md)."""
 
 
 def reserved_bytes(allocated: float, compile: CompileConfig) -> float:
@@ -77,14 +78,14 @@ class RankReport:
     """Kernels and messages of the step."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the numbers, without the single kernels."""
+        """Return the numbers, without individual kernels."""
         values = dataclasses.asdict(dataclasses.replace(self, work=Work()))
         del values["work"]
         return values
 
 
 def report_of(trainer: FakeTrainer, compile: CompileConfig) -> RankReport:
-    """Return the report of a trainer's measured step, in a run that is compiled in this way."""
+    """Return the report of a trainer's measured step."""
     memory, dims = trainer.memory, trainer.parallel_dims
     on_host: tuple[MemoryKind, ...] = ()
     if trainer.config.training.enable_cpu_offload:

@@ -1,4 +1,4 @@
-"""Count communication and computation from the operations that a program executes."""
+"""Counts communication and computation from the operations that a program executes."""
 
 from collections import Counter
 from typing import Any, Literal, NamedTuple, get_args
@@ -48,7 +48,7 @@ Phase = Literal["forward", "recompute", "backward", "update"]
 
 
 class Kernel(NamedTuple):
-    """An operation on a device, as far as its time depends on it."""
+    """The facts of a device operation that determine its time."""
 
     kind: KernelKind
     phase: Phase
@@ -111,7 +111,7 @@ def _count_bytes(value: Any) -> int:
 
 
 def _count_written_bytes(operation: Operation) -> int:
-    """Count the bytes that an operation writes; none for views and for memory that stays uninitialized."""
+    """Count the bytes that an operation writes; 0 for views and uninitialized memory."""
     if "empty" in operation.name:
         return 0
     return _count_bytes(written_arguments(*operation[:3]) or operation.new_tensors())

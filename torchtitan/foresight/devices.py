@@ -1,4 +1,4 @@
-"""Devices: the speeds that a prediction needs, from data sheets, a user's file, or measured on this machine."""
+"""Device speeds for predictions, from data sheets, a user's file, or measured on this machine."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -94,7 +94,7 @@ def device_named(name: str | Device, world_size: int) -> Device:
     if name not in DEVICES:
         known = ", ".join([*DEVICES, "cpu"])
         raise UserError(
-            f"unknown device '{name}' (there are: {known}); name a file for another (--device_file, DEVICE)"
+            f"unknown device '{name}' (known: {known}); describe another one in a file (--device_file, DEVICE)"
         )
     return DEVICES[name]
 

@@ -1,4 +1,4 @@
-"""The best layouts of a run: enumerate, prune by memory, rank by predicted speed."""
+"""Finds the best layouts of a run: enumerates them, prunes by memory, ranks by predicted speed."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ _LEAST_TOKENS = 4096
 """Tokens of a window that context parallelism leaves to each rank: below, it communicates more and saves little."""
 
 _REFERENCE_BATCH = 4
-"""Windows of the micro-batch in the profiles, from which other sizes are scaled."""
+"""Windows of the micro-batch in the profiles; other sizes are scaled from it."""
 
 _MOST_SEQUENCES = 32
 """Windows of a rank's micro-batch."""
@@ -48,8 +48,8 @@ CHOSEN = (
 
 
 def option_words(config: Trainer.Config, planned: Mapping[str, Any]) -> list[str]:
-    """Return the options of the command line that give a configuration the layout of another, of which `planned` is
-    the dictionary."""
+    """Return the command-line options that give a configuration the layout in the dictionary
+    `planned`."""
     values = leaves(planned)
     return [f"--{name}={values[name]}" for name in CHOSEN if attrgetter(name)(config) != values[name]]
 
@@ -63,7 +63,8 @@ class Plan:
     n_too_large: int
 
     def reason(self, index: int) -> str:
-        """Say why a layout is slower than the first: the parts of the step that take more time per token."""
+        """Explain why a layout is slower than the first: name the parts of the step that take more
+        time per token."""
         best, other = self.options[0], self.options[index]
         slowdown = best.tokens_per_second / other.tokens_per_second
         more = {  # relative to the best layout's time per token
@@ -112,8 +113,8 @@ def plan(
         Layout.of(config, world_size)  # says why, if the given layout is not valid either
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
-            f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "
-            "number of devices, a power of 2, or a multiple of it as the global batch may be"
+            f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}; try "
+            "another number of devices, such as a power of 2, or a global batch that is a multiple of it"
         )
     limit = USABLE * device.memory_gib
     fitting = [one.predict(device, devices_per_host) for one in estimates if one.memory_gib <= limit]

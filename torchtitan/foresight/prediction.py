@@ -29,7 +29,8 @@ _BAR = 40
 
 @dataclass(frozen=True)
 class Prediction:
-    """Time of a step, and peak memory of the rank that needs most. As text: the time, and a bar of where it goes."""
+    """Time of a step, and peak memory of the rank that needs most. As text: the time, and a bar for
+    each part of it."""
 
     layout: "Layout"
     device: Device
@@ -76,7 +77,7 @@ def predict(
 def predict_from_reports(
     config: Trainer.Config, reports: list[RankReport], world_size: int, device: Device, devices_per_host: int
 ) -> Prediction:
-    """Predict the step of a dry run from all of its operations, which show float8 as they are."""
+    """Predict the step of a dry run from all its operations, including those in float8."""
     layout = Layout.of(config, world_size)
     work = [timed_work(report.work, layout.dims, devices_per_host) for report in reports]
     memory = max(report.peak_reserved_bytes for report in reports) / _GIB
@@ -142,7 +143,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout with the profile of a layer, from which its time and its memory follow."""
+    """A layout with a layer's profile, which determines time and memory."""
 
     layout: Layout
     measured: Profile

@@ -1,4 +1,4 @@
-"""Work and memory of a model's layers on one rank, from dry runs of the same model with few layers."""
+"""Measures a layer's work and memory on one rank, by dry runs of the same model with few layers."""
 
 import dataclasses
 from collections import Counter
@@ -79,7 +79,7 @@ class Profile(NamedTuple):
 
 
 def find_facts(config: Trainer.Config) -> Facts:
-    """Return the facts of a model. Raise `UserError` unless it consists of repeated layers."""
+    """Return the sizes of a model. Raise `UserError` unless it consists of repeated layers."""
     model: Any = config.model_spec.model
     if not hasattr(model, "n_layers"):
         raise UserError(f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated layers")
@@ -89,7 +89,7 @@ def find_facts(config: Trainer.Config) -> Facts:
         try:
             smaller.validate()
         except UserError as error:
-            raise UserError(f"foresight needs a model whose first layers are a model, too: {error}") from error
+            raise UserError(f"foresight needs a model whose first layers also form a model: {error}") from error
         with torch.device("meta"):
             return smaller.build()
 
@@ -99,7 +99,7 @@ def find_facts(config: Trainer.Config) -> Facts:
         few, more = (build(n).num_parameters() for n in (first, first + 1))
         if few + (n_layers - first) * (more - few) == total:
             return Facts(n_layers, first, flops)
-    raise UserError("the layers of this model differ in size: foresight needs layers that are alike after the first 8")
+    raise UserError("the layers of this model differ in size: foresight needs equal layers after the first 8")
 
 
 def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
@@ -173,8 +173,8 @@ def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
     )
     for one, calls in timed_work(report.work, dims, devices_per_host=1):
         if isinstance(one, Message):
-            portion[one._replace(ranks=1)] += calls  # as many as a layout has
-        elif one.phase == "update":  # which takes all layers at once
+            portion[one._replace(ranks=1)] += calls  # a layout sets the number of ranks
+        elif one.phase == "update":  # it updates all layers at once
             portion["update"] += calls * one.n_bytes * shards
         else:
             portion[one] += calls

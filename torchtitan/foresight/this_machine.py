@@ -1,4 +1,5 @@
-"""Speed of this machine's CPU, measured in ten seconds by the number of processes that train, and kept in a file."""
+"""Measures this machine's CPU speed with the number of processes that train, in ten seconds, and
+stores it in a file."""
 
 import functools
 import hashlib
@@ -35,8 +36,8 @@ _SECONDS = 8.0
 _TIMEOUT_SECONDS = 300.0
 """Time that a process waits for the others."""
 _GROUPS = 5
-"""Groups of successive calls. A duration is the median of their means: that some messages take ten times as long as
-others counts, but not a moment in which other programs are busy."""
+"""Groups of successive calls. A duration is the median of their means: it includes messages that
+take ten times as long as others, but not a moment in which other programs are busy."""
 _TOKENS = 1024
 _WIDTH = 256
 _WIDE = 768
@@ -79,7 +80,8 @@ def _measure_together(processes: int) -> str:
 
 
 def measure(folder: str, processes: int, rank: int) -> None:
-    """Print the speed of this process, while others, which it meets in a file of `folder`, measure too."""
+    """Print the speed of this process while others measure at the same time; they meet in a file of
+    `folder`."""
     keep_freed_memory()  # as in training
     init_group_in(folder, rank, processes, _TIMEOUT_SECONDS)
     torch.manual_seed(0)
@@ -132,7 +134,7 @@ def measure(folder: str, processes: int, rank: int) -> None:
 
 
 def _seconds_of(calls: dict[str, Call]) -> dict[str, float]:
-    """Return the duration of each of the calls, which all processes make by turns."""
+    """Return the duration of each call; all processes run the calls in turn."""
     durations: dict[str, list[float]] = {name: [] for name in calls}
     end, going_on = time.perf_counter() + _SECONDS, torch.tensor(True)
     while going_on:

@@ -1,4 +1,5 @@
-"""Time of a step on a device: kernels, collectives, their overlap, and the bubble of a pipeline."""
+"""Computes the time of a step on a device: kernels, collectives, their overlap, and a pipeline's
+bubble."""
 
 import math
 from collections import defaultdict
@@ -12,7 +13,7 @@ from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device
 
 Role = Literal["FSDP", "tensor parallel", "context parallel", "expert parallel", "replicas"]
-"""Why ranks communicate."""
+"""Reason why ranks communicate."""
 
 _PART_OF_PHASE = {"update": "optimizer", "recompute": "recomputation"}
 _PART_OF_KIND = {"product": "products", "attention": "attention"}
@@ -46,9 +47,9 @@ ASYNC_TENSOR_PARALLEL = 0.25
 and last piece stay exposed, and smaller products are slower. Fitted to row 13."""
 
 FILLED_BUBBLES = {"InterleavedZeroBubble": 1 / 3, "ZBVZeroBubble": 1 / 6, "DualPipeV": 1 / 6}
-"""Bubble relative to that of the other schedules, which is (ranks - 1) / (micro-batches x stages per rank) of the step
-(arXiv:2104.04473, section 2.2): delayed weight gradients fill two thirds (arXiv:2401.10241, section 2.2), and V
-schedules half of the rest."""
+"""Bubble relative to the bubble of other schedules, which is (ranks - 1) / (micro-batches x stages
+per rank) of the step (arXiv:2104.04473, section 2.2): delayed weight gradients fill two thirds
+(arXiv:2401.10241, section 2.2), and V schedules fill half of the rest."""
 
 
 class Message(NamedTuple):
@@ -112,8 +113,9 @@ def kernel_seconds(device: Device, kernel: Kernel, *, is_compiled: bool) -> floa
 def step_parts(
     device: Device, work: WorkOfRank, *, is_compiled: bool = False, is_async_tp: bool = False
 ) -> dict[str, float]:
-    """Return the seconds of a step's work on one rank by part, without a pipeline's bubble: products, attention, other
-    kernels, recomputation, optimizer, launches, and each role of communication, as far as no computation hides it.
+    """Return the seconds of a step's work on one rank by part, without a pipeline's bubble:
+    products, attention, other kernels, recomputation, optimizer, launches, and each role of
+    communication, unless computation hides it.
 
     FSDP's communication runs on its own streams: the first gather and the last reduction are exposed, the others only
     if they take longer than the computation. Tensor, context and expert parallelism need each result at once.

@@ -123,7 +123,7 @@ def test_space_is_compared_before_the_first_step(tmp_path, monkeypatch, warnings
             assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
             return
         manager.check_space(0, 4)
-        assert ("the checkpoints to come take up to" in warnings.text) == (expected == "warning")
+        assert ("upcoming checkpoints take up to" in warnings.text) == (expected == "warning")
     finally:
         trainer.close()
 

@@ -192,7 +192,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
 
 def test_float8_without_kernels_requires_emulation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=f"8.9 or above, and there is none; {OPTION}.emulate"):
+    with pytest.raises(UserError, match=f"8.9 or above, and this machine has none; {OPTION}.emulate"):
         check_run(Float8LinearConverter.Config())
     check_run(Float8LinearConverter.Config(emulate=True), seq_len=33)
     pretend_gpu(monkeypatch, (8, 0))
@@ -515,5 +515,5 @@ def test_uneven_shards_are_rejected():
             if ranks == 2:
                 converter.post_init_hook([layer])
                 continue
-            with pytest.raises(UserError, match="all_gather: the 64 outputs of wq cannot .* to 3 ranks; leave out"):
+            with pytest.raises(UserError, match="all_gather: the 64 outputs of wq cannot .* over 3 ranks; remove"):
                 converter.post_init_hook([layer])

@@ -226,9 +226,9 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale_inv"
     ("change", "message"),
     [
         (None, f"model.layers.1.mlp.up_proj.weight is quantized, but its scale {SCALE} is missing"),
-        (torch.ones(3, 3), f"{SCALE}, float32 [3, 3], is no scale for the weight {SCALE[:-10]} [96, 64]"),
-        (torch.ones(96), f"{SCALE}, float32 [96], is no scale for"),
-        (torch.ones(3, 4, dtype=torch.int32), f"{SCALE}, int32 [3, 4], is no scale for"),
+        (torch.ones(3, 3), f"{SCALE}, float32 [3, 3], cannot scale the weight {SCALE[:-10]} [96, 64]"),
+        (torch.ones(96), f"{SCALE}, float32 [96], cannot scale"),
+        (torch.ones(3, 4, dtype=torch.int32), f"{SCALE}, int32 [3, 4], cannot scale"),
     ],
 )
 def test_wrong_scale_is_named(folder, tmp_path, capsys, change, message):
@@ -248,9 +248,9 @@ def test_wrong_scale_is_named(folder, tmp_path, capsys, change, message):
 @pytest.mark.parametrize(
     ("blocks", "scales", "message"),
     [
-        ((2, 8, 3, 16), (2, 8, 1), "e_scales, uint8 [2, 8, 1], is no scale for the weight e_blocks [2, 8, 96]"),
-        ((2, 8, 3, 16), (2, 8, 3, 1), "e_scales, uint8 [2, 8, 3, 1], is no scale for the weight e_blocks [2, 8, 96]"),
-        ((2, 8, 3, 8), (2, 8, 3), "e_scales, uint8 [2, 8, 3], is no scale for the weight e_blocks [2, 8, 48]"),
+        ((2, 8, 3, 16), (2, 8, 1), "e_scales, uint8 [2, 8, 1], cannot scale the weight e_blocks [2, 8, 96]"),
+        ((2, 8, 3, 16), (2, 8, 3, 1), "e_scales, uint8 [2, 8, 3, 1], cannot scale the weight e_blocks [2, 8, 96]"),
+        ((2, 8, 3, 8), (2, 8, 3), "e_scales, uint8 [2, 8, 3], cannot scale the weight e_blocks [2, 8, 48]"),
         ((2, 8, 3, 16), None, "e_blocks is quantized, but its scale e_scales is missing"),
     ],
 )
@@ -272,7 +272,7 @@ def test_wrong_block_size_is_named(tmp_path, value):
 
 def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
     change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    message = "quantization_config is that of 'gptq', and only weights of fp8, "
+    message = "quantization_config has 'gptq', and only weights of fp8, "
     own = ["--module", "llama3", "--config", "debugmodel", "--checkpoint.enable", "--dump_folder", tmp_path]
     own += ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", folder]
     convert = ["convert", "--to", "dcp", folder, tmp_path / "out"]

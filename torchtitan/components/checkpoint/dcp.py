@@ -199,9 +199,9 @@ def load(
 ) -> set[str]:
     """Load the checkpoint in `path` and return the names of the loaded states; states in `optional` may be missing.
 
-    Each rank reads its shards of the tensors of `states` in place; names and shapes must match. `rank_states` receive
-    the states of `saved_rank`, whatever their contents. Raise `UserError` on every rank if a state is missing, or if
-    the checkpoint does not fit or cannot be read.
+    Each rank reads its tensor shards of `states` in place; names and shapes must match.
+    `rank_states` receive the states of `saved_rank`, whatever their contents. Raise `UserError` on
+    every rank if a state is missing, or if the checkpoint does not fit or cannot be read.
     """
     metadata = ranks.broadcast_from_rank0(lambda: read_metadata(path))
     saved = _saved_states(metadata)

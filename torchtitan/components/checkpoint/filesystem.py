@@ -22,7 +22,8 @@ DCP_METADATA = ".metadata"
 """File that torch.distributed.checkpoint (DCP) writes last."""
 
 _INDIRECT = ("reference:", "generic:")
-"""Schemes of fsspec whose files say which other files to read, anywhere; `::` chains them with a store."""
+"""Schemes of fsspec whose files name other files to read, anywhere; `::` chains them with a
+store."""
 
 _LASTING = (FileNotFoundError, PermissionError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -147,7 +148,7 @@ class LocalFolder:
         """Open the file `name` for reading. Errors while it is open are `OSError`s."""
         try:
             return open_regular(self.path / name)
-        except UserError as error:  # for example a pipe, from which reading would block
+        except UserError as error:  # for example a pipe; reading it would block
             if isinstance(error.__cause__, FileNotFoundError):
                 raise FileNotFoundError(str(error)) from error
             raise OSError(str(error)) from error
@@ -336,7 +337,7 @@ def open_store(url: str) -> tuple[Any, str]:
         return LocalFileSystem(), url
     if f"://{HIDDEN}@" in url:
         raise UserError(
-            f"{url} is without its credentials, which files of a run never contain; set them in the environment of the "
+            f"{url} lacks its credentials, which files of a run never contain; set them in the environment of the "
             "store's library, or repeat the option"
         )
     hide_credentials_of(url)

@@ -115,7 +115,7 @@ def marker_content(marker: Marker) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """Faults in the files of a checkpoint, one line each. Falsy if there are none."""
+    """Faults in the files of a checkpoint, one line each. Falsy without faults."""
 
     damage: Sequence[str] = ()
     """Missing or changed files."""
@@ -131,7 +131,7 @@ class Faults:
         return [*self.damage, *self.unread]
 
     def describe(self, shown: int = 5) -> str:
-        """Summarize the damage, or the unreadable files if there is no damage, in one sentence."""
+        """Summarize the damage, or else the unreadable files, in one sentence."""
         lines = self.damage or self.unread
         more = f"; and {len(lines) - shown} more" if len(lines) > shown else ""
         return f"{'is damaged' if self.damage else 'could not be read'}: {'; '.join(lines[:shown])}{more}"

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a CPU process group; this process alone if there is no group. An error that cannot be pickled is
-    raised as an `OSError` (or `UserError`) with the same text."""
+    """The ranks of a CPU process group, or this process alone without a group. An error that cannot
+    be pickled is raised as an `OSError` (or `UserError`) with the same text."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group

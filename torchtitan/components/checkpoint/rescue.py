@@ -1,4 +1,4 @@
-"""The last save of a run after it has failed: other places for the work of the run."""
+"""Rescues a run whose last save failed: saves its state or weights elsewhere."""
 
 import dataclasses
 import os
@@ -23,8 +23,9 @@ not resume from it."""
 def save_elsewhere(
     saver: Saver, fallback: Folder | None, marker: Marker, encode: Callable[[Kind], Mapping[str, Entries]]
 ) -> CheckpointSaveError:
-    """Save the step of a failed last save in the folder `fallback`, if any, else its weights alone in a third of the
-    space. Return an error that says what was saved, and how to repeat the rest. All ranks call this together."""
+    """Save the step of a failed last save in the folder `fallback`, if any, else its weights alone
+    in a third of the space. Return an error that names the saved files, and how to repeat the rest.
+    All ranks call this together."""
     failure, saver.failure = saver.failure, ""
     places: list[tuple[Folder, Kind]] = [(fallback, marker.kind)] if fallback else []
     if marker.kind == "full":
@@ -32,7 +33,7 @@ def save_elsewhere(
     for folder, kind in places:
         if saver.ranks.broadcast_from_rank0(partial(_is_taken, folder, marker)):
             continue
-        # A checkpoint of weights alone lacks none, whatever the full one left out.
+        # A model-only checkpoint contains all weights, even if the full one omits some.
         changed = dataclasses.replace(marker, kind=kind)
         if kind != "full":
             changed = dataclasses.replace(changed, base_model="", base_digest="")
@@ -45,8 +46,8 @@ def save_elsewhere(
 def check_fallback(
     config: CheckpointConfig, folder: Folder, fallback: Folder | None, identity: Mapping[str, Any]
 ) -> None:
-    """Raise `UserError` if the folder `fallback` has a newer checkpoint of this run than `folder`, from which a run
-    would otherwise repeat steps without a word."""
+    """Raise `UserError` if the folder `fallback` has a newer checkpoint of this run than `folder`.
+    Otherwise the run would silently repeat steps."""
     if fallback is None or config.load_step != -1:
         return
     saved = [info for info in catalog.list_checkpoints(fallback) if info.marker and info.marker.identity == identity]
@@ -55,12 +56,12 @@ def check_fallback(
     if newer:
         raise UserError(
             f"--checkpoint.fallback_folder: {newer[-1].path} is a newer checkpoint of this run than those in {folder}; "
-            f"move it there to go on from it, or remove it"
+            f"move it there to continue from it, or remove it"
         )
 
 
 def _is_taken(folder: Folder, marker: Marker) -> bool:
-    """Return whether the step's place in a folder holds a checkpoint of another run, or cannot be read."""
+    """Return whether a folder already has this step from another run, or cannot be read."""
     try:
         existing = [info.marker for info in catalog.list_checkpoints(folder) if info.step == marker.step]
     except OSError:

@@ -112,7 +112,8 @@ class Saver:
             self._in_flight = self._executor.submit(self._write, marker, staged, start_time, time.perf_counter())
 
     def write_to(self, folder: Folder, marker: Marker, entries: Mapping[str, Entries]) -> str:
-        """Write a checkpoint of `entries` into another folder, where nothing is removed. Return the error, if any."""
+        """Write a checkpoint of `entries` into another folder, and remove nothing there. Return the
+        error, if any."""
         other = dataclasses.replace(self, folder=folder, async_mode="disabled", prune=lambda step: None)
         other.save(marker, entries, time.perf_counter(), in_background=False)
         return other.failure
@@ -205,7 +206,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _failure_recorded(self, step: int) -> Iterator[None]:
-        """Turn an error inside the block into `failure`, and remove the remains of the save of `step`."""
+        """Store an error inside the block as `failure`, and remove the files of the failed save."""
         try:
             yield
         except (TypeError, AssertionError):

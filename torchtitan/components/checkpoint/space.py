@@ -1,4 +1,4 @@
-"""Disk space: the size of the checkpoints to come, compared with what is free."""
+"""Compares the size of upcoming checkpoints with the free disk space."""
 
 import os
 import shutil
@@ -52,8 +52,8 @@ def free_bytes(folder: Folder) -> int | None:
 
 
 def check_free(folder: Folder, first: int, all_to_come: int, keep_latest_k: int) -> None:
-    """Compare the first checkpoint to come, and the most that those to come take at a time, with the free space. Raise
-    `UserError` if the first does not fit; log a warning if the others do not."""
+    """Compare the next checkpoint, and the peak size of all upcoming ones, with the free space.
+    Raise `UserError` if the next one does not fit; log a warning if the others do not."""
     free = free_bytes(folder)
     if free is None:
         return
@@ -64,7 +64,7 @@ def check_free(folder: Folder, first: int, all_to_come: int, keep_latest_k: int)
         )
     if all_to_come > free:
         logger.warning(
-            f"the checkpoints to come take up to {in_units(all_to_come)} ({in_units(first)} each), but the disk of "
+            f"upcoming checkpoints take up to {in_units(all_to_come)} ({in_units(first)} each), but the disk of "
             f"{folder} has only {in_units(free)} free: saves will fail; free space there, or lower "
             f"--checkpoint.keep_latest_k ({keep_latest_k})"
         )

@@ -39,8 +39,8 @@ class Validator(Configurable):
         batches_per_step: local batches in one rank's share of a global batch.
         sums_of_batch: batch → this rank's part of the summed loss, a scalar on the device, and of its weight, the
             number of valid tokens.
-        loss: the loss that `sums_of_batch` calls, which also gives plain cross entropy, from which bits per byte are
-            computed. None: they are not reported.
+        loss: the loss that `sums_of_batch` calls; it also provides plain cross entropy, for bits
+            per byte. None: bits per byte are not reported.
         local_addend: a scalar → this rank's term in the sum over all ranks.
         measures: additional means measured by `sums_of_batch`, reported as `validation_NAME`.
         counts_bytes: count the bytes of this rank's samples; True on one of the ranks with the same samples.
@@ -111,7 +111,7 @@ class Validator(Configurable):
         self.local_addend = local_addend
         self._reports_bits = tokenizer is not None and self.loss is not None
         if tokenizer and loss is not None and self.loss is None:
-            logger.warning(f"no validation_bits_per_byte: {type(loss).__name__} is no CrossEntropyLoss {_HINT}")
+            logger.warning(f"no validation_bits_per_byte: {type(loss).__name__} is not a CrossEntropyLoss {_HINT}")
         self.measures = measures or Measures((), device=torch.device("cpu"))
         self.counts_bytes = counts_bytes
 
@@ -172,8 +172,9 @@ class Validator(Configurable):
         return torch.cat([totals, byte_count, plain, self.measures.take().to("cpu", torch.float64)])
 
     def _check_cross_entropy(self, sums: Tensor) -> None:
-        """Leave out bits per byte, and say so, if the cross entropy is not that of the valid tokens, because a subclass
-        does not call its base class, or calls it more than once for a token."""
+        """Skip bits per byte, with a warning, if the cross entropy does not cover the valid tokens
+        exactly once, because a subclass does not call its base class, or calls it more than once
+        for a token."""
         read = _read_sums(sums)
         if self._reports_bits and read.n_tokens != read.weight:
             self._reports_bits = False

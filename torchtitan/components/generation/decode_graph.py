@@ -1,5 +1,5 @@
-"""CUDA graphs of decoding: the kernels of a step are recorded once, and then started together by one call, since a GPU
-computes a small batch faster than Python starts its kernels one by one."""
+"""CUDA graphs of decoding: record a step's kernels once, then launch them with one call, since a
+GPU computes a small batch faster than Python launches its kernels one by one."""
 
 import functools
 import os
@@ -24,7 +24,8 @@ BUCKET = 256
 """A graph attends to the next multiple of this number of slots, and serves until they are full."""
 
 PATIENCE = 8
-"""Steps of an unchanged batch before a graph is made, which costs a few steps: a batch that changes often has none."""
+"""Steps of an unchanged batch before a graph is made, which costs a few steps; batches that change
+often get no graph."""
 
 Compute = Callable[[Tensor, AttentionMetadata], Tensor]
 """Returns the logits (B, V) of tokens (B, 1) on the device, with their attention."""
@@ -36,7 +37,8 @@ Capture = Callable[[Step, torch.device], Step]
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for recording, always the same one, since cuBLAS keeps memory for each stream."""
+    """Return the stream for recording, always the same, since cuBLAS keeps memory for each
+    stream."""
     return torch.cuda.Stream(device)
 
 
@@ -58,7 +60,7 @@ _failure = ""
 """Reason why a recording failed in this process."""
 
 CAPTURES: dict[str, Capture] = {"cuda": _capture_on_cuda}
-"""By type of device. On others, steps are not recorded."""
+"""By device type. On other devices, steps are not recorded."""
 
 
 def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], DecodeGraph] | None":
@@ -125,8 +127,8 @@ class DecodeGraph:
 
 
 def _failed_error() -> UserError:
-    """Return the error for this and all later calls: PyTorch's allocator may keep the state of a failed recording, for
-    which no public way back exists."""
+    """Return the error for this and all later calls: PyTorch's allocator may keep the state of a
+    failed recording, and no public function resets it."""
     return UserError(
         f"a step of decoding cannot be recorded as a CUDA graph ({_failure}), and the GPU memory of this process may "
         f"be in an unknown state; start it again with {SWITCH}=0 to generate without graphs"

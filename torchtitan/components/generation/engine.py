@@ -1,5 +1,5 @@
-"""The engine of generation: coroutines that await continuations, computed together by the model's own weights; and
-`generate`, for prompts that are known in advance."""
+"""The generation engine: coroutines await continuations, which the model in training computes in
+one batch; and `generate`, for prompts that are known in advance."""
 
 import inspect
 import threading
@@ -426,14 +426,14 @@ def generate(
     group: dist.ProcessGroup | None = None,
 ) -> list[Generation]:
     """Continue all `prompts`, token ids, in one batch, by at most `max_new_tokens` each; rows end independently. For
-    models, further arguments and errors, see `Engine`. Raise `UserError` if there are no prompts.
+    models, further arguments and errors, see `Engine`. Raise `UserError` without prompts.
 
     Args:
         sampling: None: always the most probable token.
         on_token: called with the row number and the next token, in row order; return True to end the row.
     """
     if not prompts:
-        raise UserError("there are no prompts; pass at least one")
+        raise UserError("the list of prompts is empty; pass at least one")
     sampling = sampling or Sampling()
     engine = Engine(model, sampling=sampling, stop_ids=stop_ids, use_cache=use_cache, group=group)
     texts = []

@@ -1,4 +1,5 @@
-"""`LoadBalancer`: balance the experts of a model by the load of the whole global batch, in any layout."""
+"""`LoadBalancer` balances a model's experts by their load in the whole global batch, in any
+layout."""
 
 import contextlib
 import math
@@ -17,7 +18,8 @@ from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.logging import logger
 
 _STARVING_SHARE, _STARVING_STEPS = 0.01, 100
-"""An expert starves if it gets less than this share of the mean load for this many steps without a break."""
+"""An expert starves if it gets less than this share of the mean load for this many consecutive
+steps."""
 
 
 class LoadBalancer:
@@ -74,7 +76,7 @@ class LoadBalancer:
             router.batch_counts_E, router.totals = totals[:-1], torch.zeros_like(totals)
 
     def finish_step(self) -> None:
-        """Let the routers adapt to the step's load, except frozen ones."""
+        """Adapt the routers to the step's load, except frozen ones."""
         self._totals = self._global_totals()
         for index, (router, totals) in enumerate(zip(self._routers.values(), self._totals, strict=True)):
             counts_E = totals[:-1]
@@ -131,7 +133,7 @@ class LoadBalancer:
         return self._sum(torch.cat(totals)).split([len(part) for part in totals]) if totals else []
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over the ranks that route other tokens, in place."""
+        """Sum a tensor, in place, over the ranks that route other tokens."""
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
         return tensor

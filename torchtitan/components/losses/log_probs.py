@@ -1,5 +1,5 @@
-"""Log-probabilities of single tokens with gradients, without materializing all logits: what preference optimization,
-distillation and reinforcement learning compute their losses from."""
+"""Log-probabilities of single tokens with gradients, without materializing all logits, for the
+losses of preference optimization, distillation and reinforcement learning."""
 
 from typing import Any
 
@@ -24,8 +24,9 @@ def token_log_probs(
     as a model's `head`: arguments are as of `CrossEntropyLoss`. Under tensor parallelism, the result is the same plain
     tensor on all ranks.
 
-    Logits of `chunk_tokens` tokens exist at a time. The backward pass computes them again, so that any function of the
-    log-probabilities can be the loss, and no gradient of the output weights is held before it."""
+    Logits of `chunk_tokens` tokens exist at a time. The backward pass recomputes them, so that the
+    loss can be any function of the log-probabilities, and no gradient of the output weights is in
+    memory before it."""
     if weight_VD is None:
         scores_NV = transform(hidden_BLD.float()).flatten(0, 1)
         losses_N = F.cross_entropy(scores_NV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none")

@@ -51,7 +51,7 @@ class CrossEntropyLoss(Configurable):
     def __init__(self, config: "CrossEntropyLoss.Config"):
         super().__init__(config)
         self._recorded: list[Tensor] | None = None  # the losses of tokens, while they are recorded
-        self._plain: CrossEntropySum | None = None  # where plain cross entropy is added up, in validation
+        self._plain: CrossEntropySum | None = None  # receives plain cross entropy in validation
         own = type(self)
         self._is_plain = (own.from_logits, own.token_losses) == (
             CrossEntropyLoss.from_logits,
@@ -81,8 +81,9 @@ class CrossEntropyLoss(Configurable):
 
     @contextlib.contextmanager
     def adding_cross_entropy(self, total: "CrossEntropySum") -> Iterator[None]:
-        """Add the plain cross entropy of all tokens of the calls in a block to `total`, without gradients: what bits
-        per byte are computed from, whatever the loss is. It takes the same logits, so no further forward pass."""
+        """Add the plain cross entropy of all tokens of the calls in a block to `total`, without
+        gradients, to compute bits per byte for any loss. It takes the same logits, so no further
+        forward pass."""
         self._plain = total
         try:
             yield

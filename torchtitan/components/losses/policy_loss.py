@@ -1,5 +1,5 @@
-"""Losses of policy-gradient methods, as pure functions of log-probabilities, and `PolicyLoss`, which consists of them.
-Dimensions: P prompts, G samples of each, N sampled tokens."""
+"""Policy-gradient losses as pure functions of log-probabilities, and `PolicyLoss`, which combines
+them. Dimensions: P prompts, G samples of each, N sampled tokens."""
 
 import math
 from collections.abc import Mapping
@@ -158,9 +158,10 @@ def clipped_losses(
     clip_high: float = 0.2,
     max_log_ratio: float = 20.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r the ratio of the current to
-    the old probability (PPO, arXiv:1707.06347, equation 7), and whether the clipping removed its gradient. The ratio is
-    at most exp(max_log_ratio), where the gradient ends for a negative advantage too (arXiv:1912.09729, equation 5)."""
+    """Return each token's loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r the ratio
+    of the current to the old probability (PPO, arXiv:1707.06347, equation 7), and whether the
+    clipping removed its gradient. The ratio is at most exp(max_log_ratio); beyond, the gradient of
+    a negative advantage is also 0 (arXiv:1912.09729, equation 5)."""
     ratio_N = log_ratio_N.clamp(max=max_log_ratio).exp()
     losses_N = -ratio_N * advantages_N
     clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
@@ -177,9 +178,10 @@ def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, cli
 def kl_estimates(
     log_probs_N: Tensor, reference_N: Tensor, kind: KLEstimator = "k3", max_log_ratio: float = 20.0
 ) -> Tensor:
-    """Return an estimate of the KL divergence from the reference for each token, with d = log(p_reference / p): k1 is
-    -d, k2 is d² / 2, k3 is exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html). Above `max_log_ratio`, k3 goes on
-    along its tangent, so that it and its gradient are finite and keep their sign."""
+    """Return an estimate of the KL divergence from the reference for each token, with d =
+    log(p_reference / p): k1 is -d, k2 is d² / 2, k3 is exp(d) - d - 1
+    (http://joschu.net/blog/kl-approx.html). Above `max_log_ratio`, k3 continues along its tangent,
+    so that it and its gradient are finite and keep their sign."""
     d_N = reference_N - log_probs_N
     if kind == "k1":
         return -d_N

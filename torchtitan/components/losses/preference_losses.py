@@ -1,8 +1,9 @@
 """Losses of preference optimization, as functions of log-probabilities.
 
-`x` is the margin of a pair, the reward of its chosen answer minus the reward of its rejected answer. The reward of an
-answer is beta times the logarithm of pi / pi_ref, its probability under the trained model and under the reference;
-methods without a reference leave out pi_ref, and SimPO and ORPO divide the logarithm by the tokens of the answer.
+`x` is the margin of a pair, the reward of its chosen answer minus the reward of its rejected
+answer. The reward of an answer is beta times the logarithm of pi / pi_ref, its probability under
+the trained model and under the reference; methods without a reference omit pi_ref, and SimPO and
+ORPO divide the logarithm by the tokens of the answer.
 """
 
 import math
@@ -95,7 +96,7 @@ class PreferenceLoss(Configurable):
             require(0 < self.beta < math.inf, "--loss.beta", self.beta, "above 0")
             require(0 <= smoothing < 0.5, name, smoothing, "from 0 to below 0.5")
             is_smoothed = self.kind in ("cdpo", "robust")
-            needed = "above 0; dpo is without it" if is_smoothed else "0; cdpo and robust use it"
+            needed = "above 0; dpo does not use it" if is_smoothed else "0; cdpo and robust use it"
             require((smoothing > 0) == is_smoothed, f"--loss.kind {self.kind}: {name}", smoothing, needed)
 
         @property

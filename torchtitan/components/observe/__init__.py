@@ -1,4 +1,4 @@
-"""What a run reports about itself.
+"""Reports of a run about itself.
 
 - `metrics`: the metrics of a step and where they are logged.
 - `metric_sinks`: writers of metrics: JSON Lines, TensorBoard, Weights & Biases.

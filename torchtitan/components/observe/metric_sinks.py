@@ -112,7 +112,7 @@ class WandB(Sink):
         except wandb.Error as error:
             raise UserError(
                 f"Weights & Biases does not start: {error}; run `wandb login`, set WANDB_MODE=offline, "
-                "or leave out --metrics.enable_wandb"
+                "or remove --metrics.enable_wandb"
             ) from error
         id_file.write_text(self._run.id)
 
@@ -161,7 +161,7 @@ def _drop_lines_after(path: Path, step: float) -> None:
         if n_damaged:
             aside = _free_name(path)
             shutil.copyfile(path, aside)
-            logger.warning(f"{path} has {n_damaged} damaged lines, which are left out; the original is {aside.name}")
+            logger.warning(f"{path}: skipped {n_damaged} damaged lines; the original is {aside.name}")
 
 
 def step_of(line: bytes) -> int | None:

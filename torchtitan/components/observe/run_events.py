@@ -1,4 +1,5 @@
-"""`events.jsonl`: what happened to a run over all its sessions, and where its time went (docs/report.md)."""
+"""`events.jsonl` records the events of a run over all its sessions, and how it spends its time
+(docs/report.md)."""
 
 import itertools
 import math
@@ -43,8 +44,8 @@ def open_events(folder: Path, step: int, command: str) -> JsonLines:
 
 
 def read_events(folder: Path, broken: list[int] | None = None) -> list[Event]:
-    """Return the events of a run's folder in order, from the first start on; none if there is no file. The numbers of
-    broken lines are appended to `broken`."""
+    """Return the events of a run's folder in order, from the first start on; empty without a file.
+    Append the numbers of broken lines to `broken`."""
     events = json_lines(folder / EVENTS, _is_event, [] if broken is None else broken)
     return [*itertools.dropwhile(lambda event: event["event"] != "start", events)]
 

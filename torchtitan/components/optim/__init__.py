@@ -1,4 +1,4 @@
-"""Optimizers and what acts on their steps.
+"""Optimizers, and components that act on their steps.
 
 - `optimizer`: the optimizers of a run, their parameter groups and their states.
 - `muon`, `adamw_8bit`, `adamw_offload`: single optimizers.

@@ -22,7 +22,7 @@ class WeightAverage(Configurable):
 
     Args:
         model_parts: the model, or this rank's stages of it.
-        follow: computes again what depends on the weights, after they have been replaced.
+        follow: refreshes state derived from the weights after they have been replaced.
     """
 
     @dataclass(kw_only=True, slots=True)

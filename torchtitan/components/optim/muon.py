@@ -19,8 +19,9 @@ from torchtitan.tools.torch_private import adjusted_lr, dtensor_like, orthogonal
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for groups of parameters that are on the same mesh, or on none.
 
-    Weights and moments stay sharded. n ranks gather the updates of n matrices in bfloat16, in which Newton-Schulz
-    iterates, and each rank orthogonalizes one whole update, as a single process does.
+    Weights and moments stay sharded. n ranks gather the updates of n matrices in bfloat16, the type
+    of the Newton-Schulz iterations, and each rank orthogonalizes one whole update, as a single
+    process does.
     """
 
     def __init__(self, *args: Any, **options: Any):

@@ -152,7 +152,8 @@ class Optimizer(Configurable):
 
     @property
     def can_skip(self) -> bool:
-        """True if `step` can leave out an update that only the device knows to be unusable: fused Adam and AdamW."""
+        """True if `step` can skip an update that only the device knows to be unusable: fused Adam
+        and AdamW."""
         # By the configuration, since a stage of a pipeline may have no optimizer, or another one than other ranks.
         has_own = type(self).make_optimizers is not Optimizer.make_optimizers
         return self.config.name in ("AdamW", "Adam") and self.config.implementation == "fused" and not has_own

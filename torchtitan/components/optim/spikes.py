@@ -33,19 +33,21 @@ class SpikeGuard(Configurable):
         deviations, without changing weights or optimizer state. None: take every finite step."""
 
         window: int = 128
-        """Most recent steps taken that define mean and standard deviation. No step is a spike before there are so
-        many, and skipped steps do not count."""
+        """Number of most recent steps taken that define mean and standard deviation. Before this
+        number of steps, none is a spike; skipped steps do not count."""
 
         max_in_a_row: int = 10
         """Skipped steps in a row, spikes or not finite (training.on_nonfinite skip), that lead to `action`."""
 
         action: Literal["stop", "leave_out", "repeat"] = "stop"
-        """Response to `max_in_a_row` skipped steps: `stop` ends the run. The others load the newest checkpoint from
-        before these steps and continue, `leave_out` with the data that follows, `repeat` with the data since the
-        checkpoint again. A second return to the same checkpoint ends the run."""
+        """Response to `max_in_a_row` skipped steps: `stop` ends the run. The others load the newest
+        checkpoint from before these steps and continue: `leave_out` skips the data since the
+        checkpoint, `repeat` trains on it again. A second return to the same checkpoint ends the
+        run."""
 
         advance_schedule: bool = True
-        """Advance the learning-rate schedule with skipped and undone steps too, so that it ends with the run."""
+        """Also advance the learning-rate schedule with skipped and undone steps, so that it ends
+        with the run."""
 
         def validate(self) -> None:
             valid = self.threshold is None or self.threshold > 0

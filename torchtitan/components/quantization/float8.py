@@ -144,8 +144,8 @@ class Float8LinearConverter(LayerConverter):
             if rows % (ranks := math.prod(sizes)):
                 option = self.config.option
                 raise UserError(
-                    f"{option}.fsdp_float8_all_gather: the {rows} outputs of {canonical_name(name)} cannot be shared "
-                    f"out evenly to {ranks} ranks; leave out this option, or the layer ({option}.exclude)"
+                    f"{option}.fsdp_float8_all_gather: the {rows} outputs of {canonical_name(name)} cannot be sharded "
+                    f"evenly over {ranks} ranks; remove this option, or exclude the layer ({option}.exclude)"
                 )
 
 
@@ -161,6 +161,6 @@ def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: st
 def _missing_kernels_reason() -> str | None:
     """Return the reason why this machine has no float8 products; None if it has."""
     if not torch.cuda.is_available():
-        return "there is none"
+        return "this machine has none"
     capability = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}" if capability < _CAPABILITY else None

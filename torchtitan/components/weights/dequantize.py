@@ -47,8 +47,8 @@ def check_quantization(folder: Path) -> None:
     method, _ = read_method(folder)
     if method and method not in _METHODS:
         raise UserError(
-            f"config.json: quantization_config is that of '{method}', and only weights of {', '.join(_METHODS)} can be "
-            "loaded; use the model before quantization"
+            f"config.json: quantization_config has '{method}', and only weights of {', '.join(_METHODS)} "
+            "can be loaded; use the model before quantization"
         )
 
 
@@ -83,7 +83,7 @@ class DequantizedSource(TensorSource):
     Args:
         source: tensors of a Hugging Face checkpoint.
         method: name of the method of quantization.
-        block: rows and columns of a weight in FP8 that share a scale; None: there are no such blocks.
+        block: rows and columns of a weight in FP8 that share a scale; None: no such blocks.
     """
 
     def __init__(self, source: TensorSource, method: str, block: Sequence[int] | None):
@@ -151,7 +151,7 @@ def _find_weight(name: str, specs: Mapping[str, TensorSpec], block: Sequence[int
     steps = _find_steps(stored.shape, shape, (1, 32) if is_fp4 else block)
     if steps is None or stored.dtype not in _SCALES or is_packed and stored.shape != spec.shape[:3]:
         dtype = str(stored.dtype).removeprefix("torch.")
-        raise UserError(f"{scale}, {dtype} {list(stored.shape)}, is no scale for the weight {name} {list(shape)}")
+        raise UserError(f"{scale}, {dtype} {list(stored.shape)}, cannot scale the weight {name} {list(shape)}")
     return _Weight(name, scale, torch.Size((shape[0], *shape[:0:-1]) if is_packed else shape), steps)
 
 

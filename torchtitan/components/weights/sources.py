@@ -31,12 +31,12 @@ _SAFETENSORS = (huggingface.WEIGHTS, huggingface.INDEX)
 _PICKLED = (torch_files.PICKLED_WEIGHTS, torch_files.PICKLED_INDEX)
 
 _LARGE = 1 << 30
-"""Bytes of weights from which on reading all of them shows its progress."""
+"""Reading more bytes of weights than this shows progress."""
 
 
 def format_of(path: str | Path) -> Format:
-    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none (naming the files
-    present and expected), or more than one."""
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` without a
+    checkpoint (naming the files present and expected), or with more than one format."""
     folder = Path(path)
     if not folder.is_dir():
         raise missing_folder_error(path)
@@ -77,8 +77,9 @@ def formats_in(folder: Path) -> dict[Format, str]:
 
 
 def open_source(path: str | Path) -> TensorSource:
-    """Return the weights of the checkpoint in the folder `path`, with the names and shapes of its files; weights in FP8
-    and MXFP4 as bfloat16. Raise `UserError` if there is no checkpoint, or if it cannot be read."""
+    """Return the weights of the checkpoint in the folder `path`, with the names and shapes of its
+    files; weights in FP8 and MXFP4 as bfloat16. Raise `UserError` if the folder has no checkpoint,
+    or it cannot be read."""
     source_format = format_of(path)
     if source_format == "dcp":
         # Deferred: DCP takes a second to import.
@@ -99,7 +100,7 @@ def _stored(folder: Path, source_format: Format) -> TensorSource:
 
 
 def weights_at(path: str) -> BaseWeights:
-    """Return the identity of the weights of a checkpoint, in a folder (any format) or at a URL."""
+    """Return the identity of a checkpoint's weights, in a folder (any format) or at a URL."""
     folder = folder_at(path)
     resolved = str(folder.path.resolve() if isinstance(folder, LocalFolder) else folder)
     return BaseWeights(f"{BASE_PATH}{redact(resolved)}", lambda: _digest(resolved))
@@ -117,9 +118,10 @@ def base_weights(initial_load_path: str) -> dict[str, str]:
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a checkpoint's content. For checkpoints of our runs in DCP, it is the manifest's, with which
-    all files are compared before they are loaded. For others, it covers the names, shapes, dtypes and all values of
-    the tensors as they are stored, and the method of quantization; equal tensors in other files have an equal digest.
+    """Return the digest of a checkpoint's content. For checkpoints of our runs in DCP, it is the
+    manifest's digest; all files are compared with the manifest before they are loaded. For others,
+    it covers the stored tensors (names, shapes, dtypes and all values) and the method of
+    quantization; equal tensors in other files have an equal digest.
     """
     folder = folder_at(path)
     if not isinstance(folder, LocalFolder) or (folder.exists() and format_of(folder.path) == "dcp"):

@@ -174,7 +174,7 @@ class MetaSource(TensorSource):
         """Number of rows of the embedding, since params.json may omit it. Raises `UserError` without an embedding."""
         name = f"{_EMBEDDING}.weight"
         if name not in self.specs or len(self.specs[name].shape) != 2:
-            raise UserError(f"{self.path}: unknown vocabulary size, since there is no matrix {name}")
+            raise UserError(f"{self.path}: unknown vocabulary size, since the matrix {name} is missing")
         return self.specs[name].shape[0]
 
     def _read_replicated(self, name: str, slices: Slices) -> Tensor:

@@ -33,7 +33,8 @@ class Recipe(NamedTuple):
     """None for a single, unchanged tensor."""
 
     inputs_of_rows: Callable[[slice], Sequence[tuple[str, slice]] | None] = lambda rows: None
-    """Rows of the only output → the inputs, and the rows of each, from which `compute` returns them; None: all."""
+    """Rows of the only output → the inputs, and the rows of each, that `compute` needs for them;
+    None: all."""
 
 
 class View(TensorSource):
@@ -285,7 +286,8 @@ class ResizedEmbedding(TensorSource):
 
 
 def with_new_score(source: TensorSource, dim: int) -> TensorSource:
-    """Return the tensors of a language model in Hugging Face format, with a score of 0 in place of its output head."""
+    """Return the tensors of a language model in Hugging Face format, with a score of 0 instead of
+    its output head."""
     score = Recipe([], ["score.weight"], lambda tensors: [torch.zeros(1, dim)])
     new = View(source, {"score.weight": TensorSpec(torch.Size([1, dim]), torch.float32)}, [score])
     return ChainedSource(new, RenamedView(source, lambda name: None if name == "lm_head.weight" else name))

@@ -557,7 +557,7 @@ class TestWebDataset:
                 archive.addfile(member, io.BytesIO(f"text {number}".encode()))
         samples = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False, empty_check=False)
         expected = [Row(f"a.tar, sample {s['__key__']}", {"text": s["txt"].decode()}) for s in samples if "txt" in s]
-        rows = [row for row in rows_at(tmp_path / "a.tar") if "no member" not in row.error]
+        rows = [row for row in rows_at(tmp_path / "a.tar") if "neither .txt" not in row.error]
         assert rows == expected and expected
         named = [row.where for row in rows_at(tmp_path / "a.tar") if row.error]
         assert named == ["a.tar, sample b"] * ("b..txt" in names)
@@ -580,7 +580,7 @@ class TestWebDataset:
 
     def test_samples_without_text(self, tmp_path):
         source = source_of(str(self.write(tmp_path / "a.tar", [{"__key__": "0", "jpg": b"picture"}])))
-        with raises("a.tar, sample 0: there is no member .txt or .json; remove the sample"):
+        with raises("a.tar, sample 0: it has neither .txt nor .json; remove the sample"):
             list(source.parts[0].documents(lambda n_bytes: None))
 
     def test_files_written_by_webdataset(self, tmp_path):

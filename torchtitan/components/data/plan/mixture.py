@@ -10,12 +10,14 @@ from torchtitan.tools.errors import UserError
 class Mixture:
     """Selects the source of each window by weight, deterministically and exactly to within one window.
 
-    After every window, the tokens read from a source differ from its share (the sum over all windows of its weight
-    times the window's tokens) by at most one window's capacity. A source is *released* if it is not ahead of its share,
-    and *due* when its share covers its next window. The released source with the earliest due time is next. This is
-    non-preemptive earliest-deadline-first scheduling of a processor that is never idle, in which no job is late by more
-    than the longest job (cf. Tijdeman, "The chairman assignment problem", 1980, for windows of one size). Due times
-    after a weight change assume full windows, so that a source with a decreasing weight is read in time.
+    After every window, the tokens read from a source differ from its share (the sum over all
+    windows of its weight times the window's tokens) by at most one window's capacity. A source is
+    *released* if it is not ahead of its share, and *due* when its share covers its next window. The
+    released source with the earliest due time is next. This is non-preemptive
+    earliest-deadline-first scheduling of a processor that is never idle: no job is late by more
+    than the longest job (cf. Tijdeman, "The chairman assignment problem", 1980, for windows of one
+    size). Due times after a weight change assume full windows, so that a source with a decreasing
+    weight is read in time.
 
     Args:
         weights: weight of each source, at least 0; only ratios matter.

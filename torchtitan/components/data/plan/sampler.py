@@ -81,7 +81,7 @@ class Sampler(Configurable):
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, in which arrays have become lists."""
+        """Restore a saved state, with lists instead of arrays."""
         raise NotImplementedError
 
 

@@ -16,10 +16,11 @@ _SLOT_BYTES = _DIGEST_BYTES + BLOCK_BYTES
 
 @dataclass
 class BlockCache:
-    """A file of slots. The name of a block determines its slot, in which it replaces any other, so the size is bounded
-    without a list of blocks. All processes of a host with the same size may use the file at once: a block that another
-    process is overwriting has a wrong digest, and is read from the store. Runs with another size use another file,
-    since the same block has another slot there. Can be pickled."""
+    """A file of slots. A block's name determines its slot, and a new block replaces the old one
+    there, so the size is bounded without a list of blocks. All processes of a host with the same
+    size may use the file at once: a block that another process is overwriting has a wrong digest,
+    and is read from the store. Runs with another size use another file, since the same block has
+    another slot there. Can be pickled."""
 
     root: Path
     """Existing folder of the file."""
@@ -43,7 +44,7 @@ class BlockCache:
                     blocks = [_block(file.fileno(), n_slots, name, begin, end, fetch) for begin, end in bounds]
                     return b"".join(blocks)[start - first : stop - first]
             except OSError as error:
-                if self.n_bytes:  # not yet told by another thread
+                if self.n_bytes:  # no other thread has warned yet
                     logger.warning(f"remote data is read without the cache in {self.root}: {error.strerror}")
                 self.n_bytes = 0
         return fetch(start, stop)

@@ -1,8 +1,9 @@
 """Cells of Arrow tables as the values that `datasets` returns.
 
-`datasets` stores a column of type `Json`, or such a part of a column, as JSON text of Arrow's type `arrow.json`. Arrow
-files keep this type in their schema, and parquet files in the column's logical type `JSON`. Only `Json(decode=False)`,
-whose text `datasets` returns as it is, stands nowhere but in the schema's metadata, under the key `huggingface`.
+`datasets` stores a column of type `Json`, or such a part of a column, as JSON text of Arrow's type
+`arrow.json`. Arrow files keep this type in their schema, and parquet files in the column's logical
+type `JSON`. Only `Json(decode=False)`, whose text `datasets` returns unchanged, appears just in the
+schema's metadata, under the key `huggingface`.
 """
 
 import json
@@ -43,7 +44,8 @@ def _unchanged(cell: Any) -> Any:
 
 
 def _reader(kind: "pyarrow.DataType", feature: Any) -> CellReader | None:
-    """Return the reader of a type with a feature of `datasets`, if known; None if cells remain as they are."""
+    """Return the reader of a type with a feature of `datasets`, if known; None if cells stay
+    unchanged."""
     import pyarrow
     from pyarrow import types
 
@@ -85,7 +87,7 @@ def _of_items(feature: Any) -> Any:
 
 
 def _if_any(read: Callable[..., Any], *readers: CellReader | None) -> CellReader | None:
-    """Return the function with the readers of what a cell contains; None if none of it changes."""
+    """Return the function with the readers of a cell's contents; None if nothing in it changes."""
     if not any(readers):
         return None
     return partial(read, *(reader or _unchanged for reader in readers))

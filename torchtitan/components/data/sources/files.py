@@ -132,7 +132,7 @@ def _ignore_progress(n_bytes: int) -> None:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Turn read errors into a `UserError` with file name and position."""
+    """Convert read errors to a `UserError` with file name and position."""
     try:
         yield
     except UnicodeDecodeError:
@@ -206,8 +206,8 @@ def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> It
 
 
 def _first_text(file: IO[str]) -> str:
-    """Return the rest of the first chunk that is not blank, and a chunk more, which ends its first line or makes it
-    too long to be a single character."""
+    """Return the rest of the first nonblank chunk and one more chunk, which ends the first line or
+    makes it longer than a single character."""
     chunks = iter(partial(file.read, CHUNK_SIZE), "")
     start = next(filter(None, map(str.lstrip, chunks)), "")
     return start + next(chunks, "")
@@ -263,8 +263,8 @@ class _SampleFile(NamedTuple):
 
 
 def _sample_files(archive: tarfile.TarFile) -> Iterator[_SampleFile]:
-    """Yield the members that webdataset reads; it skips others, such as `._a.txt` and `README`, as if they were not
-    there."""
+    """Yield the members that webdataset reads; it ignores others, such as `._a.txt` and
+    `README`."""
     for member in archive:
         match = _MEMBER.match(member.name)
         if member.isfile() and match and not _META.match(member.name):
@@ -276,11 +276,11 @@ def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
         row = _sample_row(archive, f"{name}, sample {sample}", files)
         # Hidden files in folders, such as `folder/._a.txt`, are a sample `folder/` for webdataset.
         if row is not None or not sample.endswith("/"):
-            yield row or Row(f"{name}, sample {sample}", None, "there is no member .txt or .json; remove the sample")
+            yield row or Row(f"{name}, sample {sample}", None, "it has neither .txt nor .json; remove the sample")
 
 
 def _sample_row(archive: tarfile.TarFile, where: str, files: Iterable[_SampleFile]) -> Row | None:
-    """Return the row of a sample; None if there is no text."""
+    """Return the row of a sample; None for a sample without text."""
     values: dict[str, Any] = {}
     kinds: set[str] = set()
     errors = []

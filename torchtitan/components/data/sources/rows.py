@@ -17,8 +17,9 @@ MAX_ROW_CHARACTERS = 1 << 28
 MAX_BLANK_ROWS = 100_000
 MAX_BLANK_CHARACTERS = 1 << 20
 BLANKS_PER_CONTENT = 100
-"""Maximum blank rows, and blank characters of long text, of a file; more by the last number for each other one. A few
-kB of compressed data can hold millions of blank lines, which take minutes to read and to tokenize."""
+"""Maximum blank rows, and blank characters of long text, in a file; each other row or character
+adds the last number. A few kB of compressed data can hold millions of blank lines, which take
+minutes to read and tokenize."""
 
 _LONG_TEXT = 1 << 16
 _BLANKS = " \t\r\n"
@@ -39,7 +40,7 @@ class Row:
     values: dict[str, Any] | None
     """Cells by column; None: no cells."""
     error: str = ""
-    """Reason why there are no cells; empty for a blank line."""
+    """Reason for missing cells; empty for a blank line."""
 
 
 class Part(ABC):
@@ -75,7 +76,7 @@ class Part(ABC):
 
 
 def text_of(row: Row, text_column: str) -> Document:
-    """Return a row's text as a document. Raise `UserError` if there is none."""
+    """Return a row's text as a document. Raise `UserError` if it has no text."""
     if row.values is None:
         if row.error:
             raise UserError(f"{row.where}: {row.error}")
@@ -86,7 +87,9 @@ def text_of(row: Row, text_column: str) -> Document:
 
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
     if text_column not in columns:
-        remedy = f"set --dataloader.text_column to one of: {', '.join(columns)}" if columns else "there are no columns"
+        remedy = (
+            f"set --dataloader.text_column to one of: {', '.join(columns)}" if columns else "the row has no columns"
+        )
         raise UserError(f"{where}: no column {text_column!r}; {remedy}")
 
 
@@ -104,7 +107,7 @@ def kind_of(value: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error message, or the error's type if there is no message."""
+    """Return the first line of an error message, or the error's type without a message."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -120,10 +123,10 @@ def parse_json(text: str) -> Any:
 
 
 class BlankLimit:
-    """Counts what is blank in a file. A `UserError` says where there is too much of it.
+    """Counts blank parts of a file. Too many of them raise a `UserError` with the place.
 
     Args:
-        noun: what is counted, in plural.
+        noun: the counted parts, in plural.
         maximum: see `MAX_BLANK_ROWS`.
     """
 

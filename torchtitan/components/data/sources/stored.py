@@ -98,7 +98,7 @@ def divide(part: Part, n_bytes: int) -> list[Part]:
 
 def stored_files(url: str, text_column: str) -> list[StoredPart]:
     """Return the files of known formats at a URL: a file, a folder to search, or a glob pattern; sorted. Raise
-    `UserError` if there are none, or the store cannot be read."""
+    `UserError` if no such file exists, or the store cannot be read."""
     store, root = open_store(url)
     store.invalidate_cache()
     is_pattern = any(character in _without_query(root) for character in "*?[")
@@ -120,7 +120,7 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
         parts.append(StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version))
     if not parts:
         check_access(url, store, posixpath.dirname(re.split(r"[*?[]", root)[0]) if is_pattern else root)
-        raise UserError(f"{url}: there is no data file ({supported_formats()})")
+        raise UserError(f"{url} contains no data files ({supported_formats()})")
     if not all(part.version for part in parts):
         logger.warning(f"{url}: the store states neither checksums nor times; only another size counts as a change")
     return parts
@@ -133,8 +133,9 @@ def _without_query(url: str) -> str:
 
 
 def with_patience(what: str, operation: Callable[[], T]) -> T:
-    """Return the operation's result. A store that fails, for example because it limits requests, is asked again after
-    a warning. Raise `UserError` for a missing file or a full disk, and after `ATTEMPTS` attempts."""
+    """Return the operation's result. If the store fails, for example because it limits requests,
+    warn and try again. Raise `UserError` for a missing file or a full disk, and after `ATTEMPTS`
+    attempts."""
     for attempt in range(ATTEMPTS):
         try:
             return operation()
