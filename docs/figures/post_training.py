@@ -1,5 +1,7 @@
-"""Draw the figures of docs/post_training.md from metrics of its runs: `python docs/figures/post_training.py FOLDER`,
-in which each run has the dump folder that the page gives it. Runs that are not there are left out."""
+"""Draw the figures of docs/post_training.md: `python docs/figures/post_training.py FOLDER`.
+
+FOLDER contains the dump folders of its runs, named as on the page. Missing runs are skipped.
+"""
 
 import json
 import math

@@ -1,5 +1,7 @@
-"""Write prompts, reward and chat template of the runs in docs/post_training.md with a verifiable reward to the current
-folder: 200 prompts, shuffled, of which 40 are held out."""
+"""Write prompts, reward and chat template for runs with verifiable rewards in docs/post_training.md.
+
+The files go to the current folder: 200 shuffled prompts, 40 of them held out.
+"""
 
 import itertools
 import json
