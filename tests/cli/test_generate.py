@@ -345,6 +345,27 @@ def test_chat_requires_a_template(stories, capsys, monkeypatch):
     assert code == 2 and out == "" and "--chat_template chatlm" in err and "alpaca" in err
 
 
+def test_chat_sets_options_of_its_template(chat_model, capsys, monkeypatch):
+    """The option is the same as writing its words into the message."""
+    file = chat_model / "chat_template.jinja"
+    file.write_text(file.read_text() + "{% if short %}assistant: Briefly,{% endif %}")
+    args = ["Hello"], "--checkpoint", chat_model, "--chat_template_kwargs"
+    _, usual, _ = talk(capsys, monkeypatch, *args[:-1])
+    code, short, _ = talk(capsys, monkeypatch, *args, '{"short": true}')
+    assert code == 0 and short != usual
+    prompt = "user: Hello\nassistant: Briefly,"
+    options = ["--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", "."]
+    _, out, _ = run(capsys, generate, "--checkpoint", chat_model, *options, "--prompt", prompt)
+    assert out == prompt + short
+    for given, words in {
+        '{"shorter": true}': "does not read 'shorter', but short; did you mean 'short'?",
+        '["short"]': "must be a JSON object",
+        "short": "is not valid JSON",
+    }.items():
+        code, out, err = talk(capsys, monkeypatch, *args, given)
+        assert code == 2 and out == "" and words in " ".join(err.split()), err
+
+
 def test_chat_stops_at_the_end_of_turn_of_its_template(stories, tmp_path, capsys, monkeypatch):
     tokenizer = PretrainedTokenizer.Config().build(path=stories)
     args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 8, "--json"]

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.cli.model_options import (
     OpenedModel,
@@ -16,11 +16,13 @@ from torchtitan.cli.model_options import (
     run_command,
     sampling_of,
 )
-from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.errors import UserError, os_errors_as, suggest
+from torchtitan.tools.files import parse_json
 from torchtitan.tools.logging import for_output, print_error
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
+    from torchtitan.components.chat_template import ChatTemplate
     from torchtitan.components.generation import Generation
 
 
@@ -166,6 +168,12 @@ def chat(args: Sequence[str]) -> int:
         metavar="NAME|FILE",
         help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the checkpoint's)",
     )
+    parser.add_argument(
+        "--chat_template_kwargs",
+        default="{}",
+        metavar="JSON",
+        help="options of the chat template, such as '{\"enable_thinking\": false}' (default: none)",
+    )
     add_sampling_options(parser)
     add_model_options(parser)
     options = parser.parse_args(args)
@@ -196,6 +204,7 @@ class _Conversation:
         self._opened = opened = open_model(options)
         template, option = options.chat_template, "--chat_template"
         self._template = resolve_chat_template(template, opened.folders, opened.tokenizer, option=option)
+        self._template_options = _template_options(options.chat_template_kwargs, self._template)
         stops = Stops(self._template, opened.tokenizer)
         self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | {*stops.ids()}
         self._stop = [*options.stop, *stops.texts()]
@@ -211,7 +220,7 @@ class _Conversation:
         from torchtitan.components.generation import TextStream, generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        rendered = self._template.render(messages, add_generation_prompt=True)
+        rendered = self._template.render(messages, add_generation_prompt=True, **self._template_options)
         prompt = self._opened.tokenizer.encode(rendered, add_bos=False, add_eos=False, allow_special=True)
         context = self._opened.context
         if len(prompt) >= context:
@@ -234,6 +243,24 @@ class _Conversation:
         )
         print(for_output(stream.finish()), flush=True)
         self._messages = [*messages, {"role": "assistant", "content": stream.text}]
+
+
+def _template_options(text: str, template: "ChatTemplate") -> dict[str, Any]:
+    """Parse `--chat_template_kwargs`. Raise `UserError` if it is no JSON object, or names an option that the template
+    does not read."""
+    options = parse_json(text, "--chat_template_kwargs")
+    if not isinstance(options, dict):
+        raise UserError(
+            f"--chat_template_kwargs {text} must be a JSON object, such as '{{\"enable_thinking\": false}}'"
+        )
+    for name in options:
+        if name not in template.option_names:
+            known = ", ".join(template.option_names) or "none"
+            raise UserError(
+                f"--chat_template_kwargs: {template.name} does not read {name!r}, but {known}"
+                + suggest(name, template.option_names)
+            )
+    return options
 
 
 def _lines() -> Iterator[str]:
