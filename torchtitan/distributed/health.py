@@ -34,19 +34,32 @@ class Check(NamedTuple):
     """Smallest fraction of the median of all ranks, pairs of ranks, or hosts."""
 
 
+PRODUCTS = "matrix products (TFLOP/s)"
+LINKS = "links within the host (GB/s)"
+NETWORK = "links to other hosts (GB/s)"
+ALL_REDUCE = "all-reduce, sent by each rank (GB/s)"
+DISK = "writing to the dump folder (GB/s)"
+FREE = "GiB free in the dump folder"
+SHARED = "GiB free in /dev/shm"
+OPEN_FILES = "open files allowed (ulimit -n)"
+CLOCK = "seconds that the clock is ahead"
+ERRORS = "uncorrected memory errors"
+GPU_ERRORS = "uncorrected memory errors of the GPU"
+SLOWDOWN = "clocks of the GPU lowered (heat or power)"
+
 CHECKS = {
-    (PRODUCTS := "matrix products (TFLOP/s)"): Check(of_median=0.8),  # clocks of sound GPUs differ by a few percent
-    (LINKS := "links within the host (GB/s)"): Check(of_median=0.5),
-    (NETWORK := "links to other hosts (GB/s)"): Check(of_median=0.5),
-    (ALL_REDUCE := "all-reduce, sent by each rank (GB/s)"): Check(),
-    (DISK := "writing to the dump folder (GB/s)"): Check(of_median=0.25),  # hosts may share a disk
-    (FREE := "GiB free in the dump folder"): Check(least=10),
-    (SHARED := "GiB free in /dev/shm"): Check(least=1),  # loaders' workers need it; containers often have 64 MiB
-    (OPEN_FILES := "open files allowed (ulimit -n)"): Check(least=4096),
-    (CLOCK := "seconds that the clock is ahead"): Check(least=-1, most=1),  # for consistent times of files
-    (ERRORS := "uncorrected memory errors"): Check(most=0),
-    (GPU_ERRORS := "uncorrected memory errors of the GPU"): Check(most=0),
-    (SLOWDOWN := "clocks of the GPU lowered (heat or power)"): Check(most=0),
+    PRODUCTS: Check(of_median=0.8),  # clocks of sound GPUs differ by a few percent
+    LINKS: Check(of_median=0.5),
+    NETWORK: Check(of_median=0.5),
+    ALL_REDUCE: Check(),
+    DISK: Check(of_median=0.25),  # hosts may share a disk
+    FREE: Check(least=10),
+    SHARED: Check(least=1),  # loaders' workers need it; containers often have 64 MiB
+    OPEN_FILES: Check(least=4096),
+    CLOCK: Check(least=-1, most=1),  # for consistent times of files
+    ERRORS: Check(most=0),
+    GPU_ERRORS: Check(most=0),
+    SLOWDOWN: Check(most=0),
 }
 """Facts by name. Products are in bfloat16 on a GPU, in float32 on a CPU. Messages between two ranks go in both
 directions at once, while other pairs communicate too."""
@@ -109,7 +122,10 @@ def measure(folder: Path, device: torch.device) -> Health:
         gpu_errors, slowdown = _smi("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
         own |= {GPU_ERRORS: int(gpu_errors) if gpu_errors.isdecimal() else 0, SLOWDOWN: slowdown == "Active"}
     measured = gather_objects({name: {(rank,): own[name]} for name in own} | pairs)
-    facts = {name: {ranks: value for of in measured for ranks, value in of.get(name, {}).items()} for name in CHECKS}
+    facts: dict[str, dict[tuple[int, ...], float]] = {name: {} for name in CHECKS}
+    for of_rank in measured:
+        for name, values in of_rank.items():
+            facts[name] |= values
     now = statistics.median(facts[CLOCK].values())
     facts[CLOCK] = {ranks: value - now for ranks, value in facts[CLOCK].items()}
     return Health(hosts, gather_objects(software()), facts)
@@ -119,9 +135,10 @@ def findings(health: Health, expected: Mapping[str, float]) -> list[tuple[str, s
     """Return (host, message) for each measurement that is out of line with the other ranks, or with
     the GPU's `expected` speeds, by name: hosts whose median is low, even if all hosts are equally
     slow."""
-    (hosts, software, facts), found = health, list[tuple[str, str]]()
-    for name in dict.fromkeys(name for one in software for name in one):
-        versions = [one.get(name, "missing") for one in software]
+    hosts, facts = health.hosts, health.facts
+    found: list[tuple[str, str]] = []
+    for name in dict.fromkeys(name for one in health.software for name in one):
+        versions = [one.get(name, "missing") for one in health.software]
         usual = statistics.mode(versions)
         different = dict.fromkeys(each for each in zip(hosts, versions, strict=True) if each[1] != usual)
         found += [(host, f"{name} is {version}, but {usual} on most ranks") for host, version in different]

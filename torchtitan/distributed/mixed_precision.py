@@ -34,16 +34,15 @@ class MixedPrecision:
         pass and its backward pass, so that activation checkpointing recomputes with the same
         copies. In the context, a model's parameters are the copies, and a nested context changes
         nothing."""
-        weights = [
-            (parameters, name, weight)
-            for parameters in (parameter_entries(module) for model in models for module in model.modules())
-            for name, weight in parameters.items()
-            if weight is not None and weight.is_floating_point() and weight.dtype != self.dtype
-        ]
+        weights = []
+        for module in (module for model in models for module in model.modules()):
+            parameters = parameter_entries(module)
+            weights += [(parameters, name, weight) for name, weight in parameters.items() if self._is_copied(weight)]
         if not weights:
             yield
             return
-        self._copies = {weight: self._copy(weight) for weight in {weight for _, _, weight in weights}}
+        unique = {weight for _, _, weight in weights}
+        self._copies = {weight: self._copy(weight) for weight in unique}
         try:
             for parameters, name, weight in weights:
                 # Not attributes: a module accepts only a leaf, and gradients must reach the weight.
@@ -52,6 +51,9 @@ class MixedPrecision:
         finally:
             for parameters, name, weight in weights:
                 parameters[name] = weight
+
+    def _is_copied(self, weight: Tensor | None) -> bool:
+        return weight is not None and weight.is_floating_point() and weight.dtype != self.dtype
 
     def _copy(self, weight: Tensor) -> Tensor:
         known = self._copies.get(weight)

@@ -110,7 +110,7 @@ def _stages_by_name(config: ParallelismConfig, names: Sequence[str]) -> tuple[tu
     option, parts = "--parallelism.module_fqns_per_model_part", config.module_fqns_per_model_part or []
     if config.pipeline_parallel_layers_per_stage is not None:
         raise UserError(f"{option} already defines the stages; remove --parallelism.pipeline_parallel_layers_per_stage")
-    stages = tuple(tuple(name.strip() for name in part.split(",") if name.strip()) for part in parts)
+    stages = tuple(tuple(filter(None, map(str.strip, part.split(",")))) for part in parts)
     listed = [name for stage in stages for name in stage]
     if unknown := [name for name in listed if name not in names]:
         raise UserError(f"{option}: '{unknown[0]}' is not a part of the model ({names})")

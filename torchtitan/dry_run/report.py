@@ -209,14 +209,17 @@ def _print(reports: Sequence[RankReport]) -> None:
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[_Row], units: dict[str, int] = _BYTES) -> None:
-    numbers = [cell for row in rows for cell in row if not isinstance(cell, str)]
-    largest = max(numbers, default=0)
+    cells = [cell for row in rows for cell in row]
+    largest = max((cell for cell in cells if not isinstance(cell, str)), default=0)
     unit = next((unit for unit, size in units.items() if largest >= size), list(units)[-1])
-    shown = [[cell if isinstance(cell, str) else _shown(cell / units[unit]) for cell in row] for row in rows]
+    shown = [[_shown(cell, units[unit]) for cell in row] for row in rows]
     print_table(open_console(), f"{title} ({unit})", columns, shown, numbers={*columns} - {"kind", "axis"})
 
 
-def _shown(value: float) -> str:
+def _shown(cell: str | float, unit: int) -> str:
+    if isinstance(cell, str):
+        return cell
+    value = cell / unit
     if value == 0:
         return "0"
     return f"{value:,.2f}" if value >= 0.005 else "<0.01"

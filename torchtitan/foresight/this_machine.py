@@ -145,8 +145,11 @@ def _seconds_of(calls: dict[str, Call]) -> dict[str, float]:
         going_on.fill_(time.perf_counter() < end or len(durations[name]) <= _GROUPS)
         dist.broadcast(going_on, 0)
     n = (len(durations[name]) - 1) // _GROUPS  # without the first
-    groups = {name: [each[1 + i * n :][:n] for i in range(_GROUPS)] for name, each in durations.items()}
-    return {name: statistics.median(map(statistics.mean, each)) for name, each in groups.items()}
+    seconds = {}
+    for name, each in durations.items():
+        means = [statistics.mean(each[1 + i * n :][:n]) for i in range(_GROUPS)]
+        seconds[name] = statistics.median(means)
+    return seconds
 
 
 def _work_of(call: Call) -> int:

@@ -155,7 +155,10 @@ class LayerConverter(ModelConverter):
                     f"computes otherwise than {base.__name__}; exclude it ({config.option}.exclude)"
                 )
         reasons = {name: self.reason_to_skip(name, layers[name]) for name in names}
-        groups = {reason: [name for name in names if reasons[name] == reason] for reason in reasons.values() if reason}
+        groups: dict[str, list[str]] = {}
+        for name, reason in reasons.items():
+            if reason:
+                groups.setdefault(reason, []).append(name)
         skipped = "; ".join(f"{reason}: {_join(of_reason)}" for reason, of_reason in groups.items())
         if all(reasons.values()):
             what = skipped or _join(layers)

@@ -207,7 +207,8 @@ def load(
     saved = _saved_states(metadata)
     states = {name: state for name, state in states.items() if name in saved or name not in optional}
     keys = {name: name for name in states} | {name: rank_key(name, saved_rank) for name in rank_states}
-    missing = [name for names in ranks.gather([name for name in keys if keys[name] not in saved]) for name in names]
+    local = [name for name, key in keys.items() if key not in saved]
+    missing = [name for names in ranks.gather(local) for name in names]
     if missing:
         raise UserError(
             f"{path} has no state {missing[0]!r}; to continue without it, add {missing[0]} to "
@@ -261,7 +262,8 @@ def _check_tensors(
     local = [_describe(name, stored.get(name), shape) for name, shape in expected.items() if stored.get(name) != shape]
     gathered = ranks.gather((local, [name in expected for name in stored]))
     problems = list(dict.fromkeys(problem for rank_problems, _ in gathered for problem in rank_problems))
-    needed = [any(flags) for flags in zip(*(flags for _, flags in gathered), strict=True)]
+    flags_of_ranks = [flags for _, flags in gathered]
+    needed = [any(flags) for flags in zip(*flags_of_ranks, strict=True)]
     problems += [_describe(name, stored[name], None) for name, keep in zip(stored, needed, strict=True) if not keep]
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN_PROBLEMS])

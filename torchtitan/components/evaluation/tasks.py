@@ -58,11 +58,10 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 def multiple_choice(scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question]) -> MultipleChoiceResult:
     """Score every choice of every question. Query and choice are separated by a space unless there is whitespace
     already. The first of equal scores counts."""
-    requests = [
-        request
-        for question in questions
-        for request in encode_pairs(tokenizer, [(question.query, _continuation(question, c)) for c in question.choices])
-    ]
+    requests = []
+    for question in questions:
+        pairs = [(question.query, _continuation(question, choice)) for choice in question.choices]
+        requests += encode_pairs(tokenizer, pairs)
     scores = iter(scorer.score(requests))
     hits = []
     norm_hits = []

@@ -44,8 +44,9 @@ def check_same_tokens(student: Tokenizer, teacher: Tokenizer) -> None:
     if student.fingerprint == teacher.fingerprint:
         return
     # Twice, since decoding drops a space at the start of a text.
-    texts = ([each.decode([token_id] * 2) for token_id in range(each.vocab_size)] for each in (student, teacher))
-    for token_id, (ours, theirs) in enumerate(itertools.zip_longest(*texts)):
+    our_texts = [student.decode([token_id] * 2) for token_id in range(student.vocab_size)]
+    their_texts = [teacher.decode([token_id] * 2) for token_id in range(teacher.vocab_size)]
+    for token_id, (ours, theirs) in enumerate(itertools.zip_longest(our_texts, their_texts)):
         if ours != theirs:
             raise UserError(
                 f"--teacher.path: the tokenizers of teacher and student differ first in token {token_id}, which twice "

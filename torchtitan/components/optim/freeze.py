@@ -45,6 +45,7 @@ class Freeze(ModelConverter):
             raise UserError(f"{option}: nothing to freeze, since exclude matches all included parameters; change one")
         for name in frozen:
             parameters[name].requires_grad_(False)
-        n_frozen, n_total = (sum(parameters[name].numel() for name in names) for names in (frozen, parameters))
+        n_frozen = sum(parameters[name].numel() for name in frozen)
+        n_total = sum(parameter.numel() for parameter in parameters.values())
         names = ", ".join(without_numbers(frozen))
         logger.info("%s: %s of %s parameters frozen: %s", config_key(config), f"{n_frozen:,}", f"{n_total:,}", names)

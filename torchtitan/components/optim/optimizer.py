@@ -175,14 +175,13 @@ class Optimizer(Configurable):
 
     def warn_of_idle_parameters(self) -> None:
         """Warn about trained parameters without a gradient on any rank. A collective; call it before `zero_grad`."""
-        trained = [pair for part in self.model_parts for pair in part.named_parameters() if pair[1].requires_grad]
-        local_names = [
-            canonical_name(name)
-            for name, parameter in trained
-            if parameter.grad is None and parameter not in self._updated_early
-        ]
+        named = [pair for part in self.model_parts for pair in part.named_parameters()]
+        local_names = [canonical_name(name) for name, parameter in named if self._is_idle(parameter)]
         if idle := sorted({name for names in gather_objects(local_names) for name in names}):
             logger.warning("trained parameters without a gradient: %s", ", ".join(without_numbers(idle)))
+
+    def _is_idle(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
 
     def early_grad_norm(self) -> Tensor:
         """Return the total norm of the gradients used in the backward pass since the last `zero_grad`, a scalar tensor.
@@ -210,18 +209,20 @@ class Optimizer(Configurable):
         optimizer."""
         config = self.config
         if config.name == "Muon":
-            muon, rest = (
-                self._group_settings(
-                    {key: [m for m in members if _is_for_muon(*m) is for_muon] for key, members in groups.items()}
-                )
-                for for_muon in (True, False)
-            )
+            for_muon: dict[str, list[tuple[str, nn.Parameter]]] = {}
+            for_adam: dict[str, list[tuple[str, nn.Parameter]]] = {}
+            for key, members in groups.items():
+                for_muon[key] = [member for member in members if _is_for_muon(*member)]
+                for_adam[key] = [member for member in members if not _is_for_muon(*member)]
+            muon, rest = self._group_settings(for_muon), self._group_settings(for_adam)
             momentum = 0.95 if config.momentum is None else config.momentum
             optimizers: list[torch.optim.Optimizer] = []
             if muon:
                 # Updates are scaled to AdamW's size, so that both can use the same learning rate.
                 optimizers.append(Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
-            return optimizers + ([self._make_adam(torch.optim.AdamW, rest)] if rest else [])
+            if rest:
+                optimizers.append(self._make_adam(torch.optim.AdamW, rest))
+            return optimizers
         settings = self._group_settings(groups)
         if not settings:  # a frozen pipeline stage
             return []

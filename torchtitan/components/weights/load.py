@@ -72,7 +72,9 @@ def check_fit(
         "quantized": find_quantized(specs, tensors),
     }
     gathered = (ranks or Ranks()).gather(local)
-    names_of = {key: list(dict.fromkeys(name for names in gathered for name in names[key])) for key in local}
+    names_of: dict[str, list[str]] = {}
+    for key in local:
+        names_of[key] = list(dict.fromkeys(name for of_rank in gathered for name in of_rank[key]))
     faults = {
         "missing": sorted(set(names_of["required"]) - specs.keys()),
         "not in the model": sorted(specs.keys() - set(names_of["expected"])),

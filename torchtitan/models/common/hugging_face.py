@@ -222,7 +222,8 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
     copies = {"embed_tokens": embedding, "shared_head.head": tied.get(output, output)}
     tied |= {f"model.layers.{i}.{k}.weight": copies[k] for i in range(config.n_layers, n_layers) for k in copies}
     # Files have keys and values of layers that use an earlier layer's (Gemma 4).
-    with_queries, with_keys = ({n.split(".")[1] for n in specs if f".attention.{w}" in n} for w in ("wq.", "wk"))
+    with_queries = {name.split(".")[1] for name in specs if ".attention.wq." in name}
+    with_keys = {name.split(".")[1] for name in specs if ".attention.wk" in name}
     unused = [
         f"model.layers.{i}.self_attn.{name}.weight"
         for i in with_queries - with_keys

@@ -152,7 +152,8 @@ class TransformersModel(BaseModel):
         head = [] if self.head.output is None else [self.head]
         blocks = self.blocks().values()
         uses = Counter(parameter for block in blocks for parameter in block.parameters())
-        return [*embedding, *(b for b in blocks if all(uses[parameter] == 1 for parameter in b.parameters())), *head]
+        shared = {parameter for parameter, n_uses in uses.items() if n_uses > 1}
+        return [*embedding, *(block for block in blocks if shared.isdisjoint(block.parameters())), *head]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         return class_values(self.config, names, seed)

@@ -159,13 +159,18 @@ def _special_id(value: Any, special_ids: dict[int, int]) -> Any:
     return special_ids.setdefault(value, VOCABULARY - 1 - len(special_ids)) if is_special else value
 
 
+def _are_layers(numbers: list[Any], n_layers: int) -> bool:
+    """Return whether a list names layers, in order."""
+    return all(type(i) is int and i < n_layers for i in numbers) and numbers == sorted(set(numbers))
+
+
 def _keep_layers(values: dict[str, Any]) -> None:
     """Keep the first layer of each kind, and at least two layers."""
     counts = {name: n for name, n in values.items() if _LAYERS.fullmatch(name) and type(n) is int and n > 2}
     n = counts.get("num_hidden_layers") or max(counts.values(), default=len(values.get("layers_block_type") or ()))
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n}
     named = {name: v for name, v in lists.items() if re.search("layer|_idx|_index|_ids", name)}
-    chosen = {name: v for name, v in named.items() if all(type(i) is int and i < n for i in v) and v == sorted(set(v))}
+    chosen = {name: v for name, v in named.items() if _are_layers(v, n)}
     extra = values.get("num_nextn_predict_layers") or 0
     per_layer = {name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen}
     starts = {name: values[name] for name in _FIRST_LAYERS if type(values.get(name)) is int}
@@ -176,11 +181,18 @@ def _keep_layers(values: dict[str, Any]) -> None:
 
     kinds: dict[str, list[int]] = {}
     for i in range(n):
-        kind = [v[i] for v in per_layer.values()] + [i in v for v in chosen.values()] + [i % p for p in periods]
-        kind += [i < v for v in (*starts.values(), shared)] + [overrides.get(i)]
+        kind = [v[i] for v in per_layer.values()]
+        kind += [i in v for v in chosen.values()]
+        kind += [i % p for p in periods]
+        kind += [i < v for v in (*starts.values(), shared)]
+        kind.append(overrides.get(i))
         kinds.setdefault(repr(kind), []).append(i)
-    # Two layers called hybrid stay, since they share weights.
-    kept = sorted(i for kind in kinds for i in kinds[kind][: 2 if "hybrid" in kind or len(kinds) == 1 else 1])
+    kept = []
+    for name, layers in kinds.items():
+        # Two layers called hybrid stay, since they share weights.
+        n_kept = 2 if "hybrid" in name or len(kinds) == 1 else 1
+        kept += layers[:n_kept]
+    kept.sort()
 
     values.update({name: len(kept) if v == n else 2 for name, v in counts.items()})
     values.update({name: [v[i] for i in kept] for name, v in per_layer.items()})
