@@ -264,7 +264,8 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
     summary = loader.summary(0)
     if summary is None or not summary.follows_seed:
         raise UserError(f"the documents of step {step} depend on training; run with --debug.ledger to record them")
-    if step > (n_steps := run.length(loader.n_samples).last_step(0)):
+    n_steps = run.length(loader.n_samples).last_step(0)
+    if step > n_steps:
         raise UserError(f"there is no step {step}: the run has {n_steps:,}")
     batch = next(loader, None)
     if batch is None or (batch["documents"][:, 0] == NO_DOCUMENT).all():

@@ -46,7 +46,8 @@ def run(args: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> list[_Stage]:
-    if not isinstance(rows := read_config_file(path, str(path)).get("stages"), list) or not rows:
+    rows = read_config_file(path, str(path)).get("stages")
+    if not isinstance(rows, list) or not rows:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
     stages: list[_Stage] = []
     for number, row in enumerate(rows, 1):

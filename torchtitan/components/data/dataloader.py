@@ -69,7 +69,8 @@ class PretrainDataLoader(TokenizingDataLoader):
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""
             self.check_host()
-            if isinstance(data := self.open(tokenizer), StreamSource):
+            data = self.open(tokenizer)
+            if isinstance(data, StreamSource):
                 data.check()
 
         def open(self, tokenizer: Tokenizer) -> list[Tokens] | StreamSource:

@@ -229,7 +229,8 @@ class DistillationLoss(Configurable):
         (hidden_ND, weight, _), parts = teacher.flat(vocabulary), []
         for hidden in hidden_ND.split(self.config.chunk_tokens):
             scores = teacher.transform(_logits(hidden, weight).float()) / self.config.temperature
-            top, ids = (log_p := scores.log_softmax(dim=1)).topk(k)
+            log_p = scores.log_softmax(dim=1)
+            top, ids = log_p.topk(k)
             others = log_p.scatter(1, ids, -math.inf).logsumexp(dim=1, keepdim=True)
             parts.append((ids.int(), torch.cat([top, others], dim=1) if k < vocabulary else top))
         return TopTokens(*(torch.cat(x).unflatten(0, teacher.hidden.shape[:2]) for x in zip(*parts, strict=True)))

@@ -141,7 +141,8 @@ class Float8LinearConverter(LayerConverter):
             rows = module.weight.shape[0]
             # By attribute: FSDP's placement of rows that tensor parallelism has sharded is not a `Shard`.
             sizes = [n for n, place in zip(mesh.shape, placements, strict=True) if getattr(place, "dim", None) == 0]
-            if rows % (ranks := math.prod(sizes)):
+            ranks = math.prod(sizes)
+            if rows % ranks:
                 option = self.config.option
                 raise UserError(
                     f"{option}.fsdp_float8_all_gather: the {rows} outputs of {canonical_name(name)} cannot be sharded "

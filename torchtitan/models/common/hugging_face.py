@@ -280,8 +280,10 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     values |= kind.values
     values["scores"] = _CLASSIFIER in str(document.get("architectures"))
-    if values["scores"] and (n := len(reader.section("id2label").values) or document.get("num_labels", 2)) != 1:
-        raise UserError(f"config.json: num_labels is {n}, but a reward model has 1")
+    if values["scores"]:
+        n_labels = len(reader.section("id2label").values) or document.get("num_labels", 2)
+        if n_labels != 1:
+            raise UserError(f"config.json: num_labels is {n_labels}, but a reward model has 1")
     config = kind.config(**_nested(kind.config, values))
     with errors_of("config.json"):
         config.validate()

@@ -72,7 +72,9 @@ def check_values(document: Mapping[str, Any], fixed: Mapping[str, Any], known: C
     """Raise `UserError` for a key whose value differs from the only supported one, `fixed`, and for
     a key that is not `known` unless its value has no effect."""
     for key, only in {**FIXED, **fixed}.items():
-        value = "silu" if (said := document.get(key, only)) == "swish" else said
+        value = document.get(key, only)
+        if value == "swish":
+            value = "silu"
         if not (value == only and isinstance(value, bool) == isinstance(only, bool)):
             raise UnsupportedModelError(
                 f"config.json: {key} is {value!r}, which this family does not support (only {only!r})"

@@ -170,7 +170,8 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     has other sizes."""
     of_type = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "sliding_window": 512}
     of_type = of_type if document["model_type"] == "gemma4_text" else {"sliding_window": 1024}
-    reader = ConfigReader("config.json", document := {**_DEFAULTS, **of_type, **document})
+    document = {**_DEFAULTS, **of_type, **document}
+    reader = ConfigReader("config.json", document)
     n_layers = reader.n_layers()
     types = document.setdefault("layer_types", [*(one_full_of(6) * n_layers)[: n_layers - 1], "full_attention"])
     unused = {"use_bidirectional_attention": "vision", **dict.fromkeys(_SMALL[:2], 0)}

@@ -13,7 +13,8 @@ from torchtitan.protocols.state_dict_adapter import ExternalFormat
 def _small(model_type: str, **document: Any) -> TransformersModel.Config:
     sizes = {"hidden_size": SMALL["dim"], "intermediate_size": SMALL["ffn_dim"], "vocab_size": 512}
     sizes |= {"num_hidden_layers": 4, "num_attention_heads": SMALL["n_heads"], "num_key_value_heads": 4}
-    sizes |= {"max_position_embeddings": (max_seq_len := SMALL["max_seq_len"])}
+    max_seq_len = SMALL["max_seq_len"]
+    sizes["max_position_embeddings"] = max_seq_len
     return TransformersModel.Config(
         dim=SMALL["dim"], max_seq_len=max_seq_len, document={"model_type": model_type, **sizes, **document}
     )

@@ -64,7 +64,8 @@ def class_values(config: BaseModel.Config, names: Sequence[str], seed: int) -> I
     for unit, members in of_unit.items():
         places = {name: (plain.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in members}
         for module, own_name in places.values():
-            if (tensor := getattr(module, own_name)).is_meta:
+            tensor = getattr(module, own_name)
+            if tensor.is_meta:
                 unset = math.nan if tensor.is_floating_point() else 0
                 _replace(module, own_name, torch.full_like(tensor, unset, device="cpu"))
         with torch.random.fork_rng(devices=[]):

@@ -113,7 +113,8 @@ class TransformersModel(BaseModel):
         """Weight of the routers' auxiliary loss. Raise `UserError` if the class has none under a known name."""
         for owner in (self.model, self.model.config.get_text_config(decoder=True)):
             for name in ("router_aux_loss_coef", "aux_loss_coef"):
-                if isinstance(weight := getattr(owner, name, None), float | int):
+                weight = getattr(owner, name, None)
+                if isinstance(weight, float | int):
                     return weight
         name = type(self.model).__name__
         raise UserError(f"{name} names no weight of its auxiliary loss; set output_router_logits to false")

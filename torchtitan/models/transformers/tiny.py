@@ -95,7 +95,8 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     Sizes, windows, and counts of heads and experts shrink. One layer of each kind stays; the
     per-layer fields together define the kind. Flags and scalars, such as soft caps, keep their
     values. Special token ids move out of `TEXT_IDS`."""
-    _shrink(values := config.to_dict(), config, {})
+    values = config.to_dict()
+    _shrink(values, config, {})
     return type(config)(**values)
 
 
@@ -105,7 +106,8 @@ def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[
     _keep_layers(values)
     old = dict(values)
     for name, value in old.items():
-        if isinstance(part := vars(config).get(name), PretrainedConfig):
+        part = vars(config).get(name)
+        if isinstance(part, PretrainedConfig):
             _shrink(value, part, special_ids)
         elif name == "use_cache":
             values[name] = False
@@ -217,7 +219,9 @@ def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
     parameters = values.get("rope_parameters") or {}
     ropes = [rope for rope in parameters.values() if isinstance(rope, dict)] or [parameters]
     for place in (values, *ropes):  # YaRN and others scale by the ratio of the two maxima
-        if original := place.get(key := "original_max_position_embeddings"):
+        key = "original_max_position_embeddings"
+        original = place.get(key)
+        if original:
             place[key] = max(POSITIONS * old.get(key, original) // old["max_position_embeddings"], 2)
     for rope in ropes:
         width = values.get("head_dim") or HEAD_DIM

@@ -179,7 +179,8 @@ class _OneByOne(torch.autograd.Function):
         for e, (tokens, weight, both, grad_weight, grad_x) in enumerate(rows):
             x, grad = (rows.index_select(0, tokens) for rows in (x_ND, grad_ND))
             gate, up = both.chunk(2, dim=1)
-            _product(grad, w2[e], grad_hidden := grad.new_empty(gate.shape))
+            grad_hidden = grad.new_empty(gate.shape)
+            _product(grad, w2[e], grad_hidden)
             gated = F.silu(gate)
             hidden = gated * up
             torch.sum(grad_hidden * hidden, dim=1, dtype=grad_weight.dtype, out=grad_weight)
