@@ -46,7 +46,7 @@ OPEN: dict[str, int] = {
     "torchtitan/trainer/skips.py": 2,
     "torchtitan/trainer/trainer.py": 1,
 }
-"""Files with places that are still to be changed, and the number of places. New ones are not added."""
+"""Files with places that are still to be changed, and the number of places. None is added."""
 
 
 def _contains(node: ast.AST, kind: type[ast.AST]) -> bool:
@@ -64,7 +64,7 @@ def is_conditional_raise(node: ast.AST) -> bool:
 
 
 def is_parallel_assignment(node: ast.AST) -> bool:
-    """Three or more values, or one value for three or more targets. A single value may be unpacked."""
+    """Three or more values, or one value for three or more targets. One value may be unpacked."""
     if not isinstance(node, ast.Assign):
         return False
     target, value = node.targets[0], node.value
@@ -73,7 +73,7 @@ def is_parallel_assignment(node: ast.AST) -> bool:
 
 
 def is_filled_through_new(node: ast.AST) -> bool:
-    """`Class.__new__` makes an object that its `__init__` has not filled; a `__new__` may call its base class's."""
+    """`Class.__new__` makes an object without its `__init__`. A `__new__` may call `super()`'s."""
     if not (isinstance(node, ast.Attribute) and node.attr == "__new__"):
         return False
     is_super = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"

@@ -209,7 +209,8 @@ class _Run:
         self._graph: DecodeGraph | None = None
         self._graph_of = graphs_for(model, partial(_logits_at, model, 0))
         self._cache: Any = model.generation_cache(lambda: KVCache(model, 0)) if engine._use_cache else None
-        self._joins = type(self._cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
+        # Otherwise a new row needs a pass over all tokens of all rows.
+        self._joins = type(self._cache) is KVCache
 
     def finish(self) -> list[Any]:
         """Return the results of all coroutines."""
@@ -354,7 +355,8 @@ class _Run:
         return _Prompts(cache, {prompt: index for index, prompt in enumerate(prompts)}, logits_NV)
 
     def _assemble(self, kept: list[int], chosen: Sequence[_Row], held: Sequence[_Prompts]) -> None:
-        """Make a batch of the rows with the numbers `kept` and the chosen ones, whose prompts are `held`."""
+        """Make a batch of the rows with the numbers `kept` and the chosen rows, whose prompts
+        are `held`."""
         rows = [self._rows[index] for index in kept]
         sources = [(self._cache, kept)]
         logits = [] if self._logits_BV is None else [self._logits_BV[kept]]
@@ -395,7 +397,9 @@ class _Run:
             generation = row.generation
             generation.ids.append(token)
             generation.logprobs.append(logprob)
-            stopped = token in self._engine._stop_ids or (row.on_token is not None and row.on_token(token))
+            stopped = token in self._engine._stop_ids
+            if not stopped and row.on_token is not None:
+                stopped = row.on_token(token)
             if stopped:
                 generation.finish_reason = "stop"
             if stopped or len(generation.ids) == row.max_new_tokens:

@@ -322,7 +322,7 @@ class GroupedQueryAttention(nn.Module):
         attend: scores and their products with values. With `has_sinks`, `Sinks` are added.
         biases: the projections with a bias, some of "qkvo".
         qk_norm: makes the norms of each head's queries and keys before RoPE; None: no norms.
-        qk_wide_norm: makes the norms of all heads' queries, and keys, together; None: no norms.
+        qk_wide_norm: makes the norms of all heads' queries, and of all keys; None: no norms.
         v_norm: makes the norm of each head's values; None: no norm.
         keys_as_values: the values are the keys before norm and RoPE; `wv` is None.
         gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.

@@ -219,8 +219,8 @@ class Decoder(BaseModel):
         scale: float | None = None,
         **options: Any,
     ) -> nn.Module:
-        """Return the attention of a layer; `options` are those of `GroupedQueryAttention`. `attend` computes scores and
-        their products; None: `Attention` with this `scale`."""
+        """Return the attention of a layer; `options` are those of `GroupedQueryAttention`.
+        `attend` computes scores and their products; None: `Attention` with this `scale`."""
         if attend is None:
             attend = Attention(scale=scale, softcap=self.score_softcap(), has_sinks=self.has_sinks)
         own = {
@@ -338,14 +338,15 @@ class Decoder(BaseModel):
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
     def _layer_calls(self, inputs: BatchInputs) -> list[LayerCall]:
-        """Return the layers of this stage with their inputs, without layers after the last, which only train."""
+        """Return this stage's layers with their inputs, without those after the last layer."""
         calls = []
         for name, block in self.layers.items():
             index = int(name)
             if index < self.config.n_layers:
                 head_dim = self.head_dim_of_layer(index)
                 rope = inputs.rope(self.rope_of_layer(index), head_dim)
-                calls.append(LayerCall(block, rope, inputs.attention(self.window_of_layer(index), head_dim)))
+                attention = inputs.attention(self.window_of_layer(index), head_dim)
+                calls.append(LayerCall(block, rope, attention))
         return calls
 
     def run_blocks(self, calls: Sequence[LayerCall], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ class LayerCall(NamedTuple):
 
 
 class BatchInputs:
-    """Rotations and attention of one batch. Both are computed once for all layers with the same RoPE or window, and
-    heads of the same width.
+    """Rotations and attention of one batch, computed once for all layers with the same RoPE or
+    window, and heads of the same width.
 
     Args:
         attention: positions and documents of the batch.
@@ -53,7 +53,8 @@ class BatchInputs:
         return rope
 
     def attention(self, window: int | None, head_dim: int) -> AttentionMetadata:
-        """Return the attention of layers with this window (None: the batch's), with kernel and mask."""
+        """Return the attention of layers with this window, with kernel and mask. None: the
+        window of the batch."""
         key = (window or self._attention.window, head_dim)
         if key not in self._with_window:
             self._with_window[key] = self._make_attention(*key)
@@ -64,7 +65,8 @@ class BatchInputs:
             attention = self._attention.with_chunks(window, self.positions_BL)
         else:
             attention = self._attention.with_window(window)
-        return with_kernel(attention, device=self.positions_BL.device, head_dim=head_dim, **self._properties)
+        device = self.positions_BL.device
+        return with_kernel(attention, device=device, head_dim=head_dim, **self._properties)
 
     @cached_property
     def _lengths_BL(self) -> Tensor:
