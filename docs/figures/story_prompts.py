@@ -1,4 +1,4 @@
-"""Write prompts, reward and chat template for runs with verifiable rewards in docs/post_training.md.
+"""Write prompts, reward and chat template for the GRPO and PPO runs in docs/post_training.md.
 
 The files go to the current folder: 200 shuffled prompts, 40 of them held out.
 """

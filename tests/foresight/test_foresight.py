@@ -197,7 +197,7 @@ def test_nothing_fits(tmp_path: Path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--device=h1000", "unknown device 'h1000' (there are: h100, "),
+        ("--device=h1000", "unknown device 'h1000' (known: h100, "),
         ("--devices=0", "--devices is 0"),
         ("--global_batch_size=-5", "--global_batch_size is -5"),
         ("--module=rl --config=rl_debugmodel", "a dry run cannot sample answers"),
