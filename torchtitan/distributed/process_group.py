@@ -205,8 +205,8 @@ def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Set the timeout of collectives in all process groups, including those of meshes and
-    checkpoints, and in later groups, for which PyTorch's default is 30 minutes (NCCL: 10)."""
+    """Set the timeout of collectives in all process groups, including the groups of meshes and
+    checkpoints, and in later groups; PyTorch's default is 30 minutes (NCCL: 10)."""
     if not dist.is_initialized():
         return
     timeout = timedelta(seconds=seconds)

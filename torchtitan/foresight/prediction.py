@@ -77,7 +77,7 @@ def predict(
 def predict_from_reports(
     config: Trainer.Config, reports: list[RankReport], world_size: int, device: Device, devices_per_host: int
 ) -> Prediction:
-    """Predict the step of a dry run from all its operations, including those in float8."""
+    """Predict the step of a dry run from all its operations, including float8 ones."""
     layout = Layout.of(config, world_size)
     work = [timed_work(report.work, layout.dims, devices_per_host) for report in reports]
     memory = max(report.peak_reserved_bytes for report in reports) / _GIB

@@ -145,8 +145,7 @@ class Attention(nn.Module):
 
 
 class GivingAttention(Attention):
-    """Attention that also returns its keys and values, including those of other ranks and the
-    cache."""
+    """Attention that also returns its keys and values, including other ranks' and cached ones."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Any:
         return super().forward(q_BLHD, k_BLKD, v_BLKD, attention), k_BLKD, v_BLKD

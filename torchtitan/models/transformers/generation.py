@@ -34,7 +34,7 @@ class ClassCache(KVCache):
         return NextTokens(positions_BL=positions_BL, cu_seqlens=rows.cu_seqlens, max_seqlen=rows.max_seqlen, cache=self)
 
     def advance(self, length: int) -> None:
-        """Keep the tokens of the last forward pass, of which there must be `length`."""
+        """Keep the tokens of the last forward pass; their number must be `length`."""
         if length != self._n_new:
             raise UserError("a class of transformers cannot forget padding of tensor parallelism; set use_cache=False")
 

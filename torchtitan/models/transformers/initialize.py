@@ -73,7 +73,7 @@ def class_values(config: BaseModel.Config, names: Sequence[str], seed: int) -> I
             torch.manual_seed(int.from_bytes(digest, "big") >> 1)
             within = list(plain.get_submodule(unit).modules())
             around = [plain.get_submodule(unit.rsplit(".", i)[0]) for i in range(1, unit.count(".") + 1)]
-            for part in (*reversed(within), *around):  # a parent after its children, for which it may have values
+            for part in (*reversed(within), *around):  # a parent after its children, since it may set their values
                 if part in owners:
                     owners[part]._init_weights(part)
         for name, (module, own_name) in places.items():
