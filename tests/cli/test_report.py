@@ -83,7 +83,7 @@ def test_text_and_broken_lines(runs, capsys):
     assert main(["report", "--text", *map(str, runs)]) == 0
     out, err = capsys.readouterr()
     assert f"loss of {runs[0]}" in out and "Where the time went" in out and "\x1b" not in out
-    assert err == f"torchtitan report: {runs[1]}: metrics.jsonl: broken lines are left out: 4, 5\n"
+    assert err == f"torchtitan report: {runs[1]}: metrics.jsonl: skipped broken lines: 4, 5\n"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_broken_files_are_left_out(tmp_path, capsys, file, content, problem):
     (tmp_path / file).write_text(content)
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"torchtitan report: '{tmp_path / file}' {problem}") and line.endswith("leaves it out")
+    assert line.startswith(f"torchtitan report: '{tmp_path / file}' {problem}") and line.endswith("skips it")
     written = (tmp_path / "report.html").read_text()
-    assert problem in written and "leaves it out" in written and "last loss" in written
+    assert problem in written and "skips it" in written and "last loss" in written
 
 
 def test_run_in_progress_without_events(tmp_path):
@@ -111,7 +111,7 @@ def test_run_in_progress_without_events(tmp_path):
     record = RunRecord(tmp_path)
     assert [part.title for part in sections([record])] == ["Summary"]
     assert rows_of([tmp_path], "Summary") == {"last step": ["2"], "last loss": ["2.5"]}
-    assert "metrics.jsonl: broken lines are left out: 3, 4" in page([record])
+    assert "metrics.jsonl: skipped broken lines: 3, 4" in page([record])
 
 
 def test_incidents_say_why(tmp_path):
@@ -169,7 +169,7 @@ def test_damaged_events_are_left_out(tmp_path, capsys, change):
     for words in (["--text"], ["--output", str(tmp_path / "report.html")]):
         assert main(["report", str(tmp_path), *words]) == 0
         error = capsys.readouterr().err
-        assert error == f"torchtitan report: {tmp_path}: events.jsonl: broken lines are left out: 2\n"
+        assert error == f"torchtitan report: {tmp_path}: events.jsonl: skipped broken lines: 2\n"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_left_out(tmp_path, capsy
 def test_a_damaged_step_of_metrics_is_left_out(tmp_path, capsys, step):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2.5}}\n{{"step": {step}, "loss": 2.5}}\n')
     assert main(["report", str(tmp_path), "--text"]) == 0
-    assert capsys.readouterr().err.endswith("metrics.jsonl: broken lines are left out: 2\n")
+    assert capsys.readouterr().err.endswith("metrics.jsonl: skipped broken lines: 2\n")
 
 
 def test_a_name_that_is_too_long_is_one_line(capsys):

@@ -32,8 +32,8 @@ _OF_QUANTIZE = ("group_size", "exclude")
 
 _DESCRIPTION = """Write the checkpoint in the folder INPUT to the folder OUTPUT, in another format or another type of
 numbers: weights, tokenizer, and the file that describes the model. Formats: hf (Hugging Face: config.json and
-safetensors), meta (params.json and consolidated.00.pth), dcp (a step-N folder of a training run; OUTPUT then is such a
-folder, of a model without optimizer, to be named as --checkpoint.initial_load_path), peft (the adapter alone of a run
+safetensors), meta (params.json and consolidated.00.pth), dcp (a step-N folder of a training run; as OUTPUT, a step-N
+folder without optimizer state, for --checkpoint.initial_load_path), peft (only the adapter of a run
 with --model_converters.lora or qlora: adapter_config.json and adapter_model.safetensors).
 Memory: about the largest tensor."""
 
@@ -141,7 +141,8 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "Writing
 
 
 def _adapter(options: argparse.Namespace, family: "ModuleType | None") -> "Writing":
-    """Like `_model`, for the adapter only. Raise `UserError` if there is none, or if other parameters were trained."""
+    """Like `_model`, for the adapter only. Raise `UserError` without an adapter, or if other
+    parameters were trained."""
     from torchtitan.components.checkpoint.dcp import optimized_names
     from torchtitan.components.optim.optimizer import trained_names
     from torchtitan.components.peft import LoRA

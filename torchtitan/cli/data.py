@@ -235,7 +235,7 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
-    """Return a step's ledger entry. Raise `UserError` if there is none."""
+    """Return a step's ledger entry. Raise `UserError` if it is missing."""
     steps: list[int] = []
     damaged: list[int] = []
     for line in json_lines(path, _is_ledger_entry, damaged):

@@ -107,7 +107,8 @@ def _event_rows(name: str, report: Report) -> Iterator[list[str]]:
 
 
 def _turn_tables(reports: Sequence[tuple[str, Report]], samples: Sequence[Sample]) -> Iterator[_Table]:
-    """Yield the counts of trained turns, and the turns of samples beside the end of the prompt at inference."""
+    """Yield the counts of trained turns, and the samples' turns next to the end of their prompts at
+    inference."""
     counted = [(name, report) for name, report in reports if report.turns]
     if counted:
         columns = ("dataset", "samples", "trained turns", "teach a stop", "only a stop", "options of the template")

@@ -51,7 +51,8 @@ def _check(folder: Path) -> int:
             print(f"{len({*health.hosts})} host(s), {len(health.hosts)} rank(s): no problem found")
     is_odd = socket.gethostname() in dict(found)
     if is_odd and len(health.hosts) > 1:
-        # Until the processes of sound hosts have ended: if an agent of torchrun failed first, all would fail.
+        # Wait until the processes of sound hosts have ended: if a torchrun agent failed first, all
+        # would fail.
         time.sleep(5)
     return int(is_odd)
 

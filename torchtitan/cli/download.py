@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoSibling
 
 _DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face Hub: weights (as
-safetensors, or as pytorch_model.bin where there are none), configuration, tokenizer. The folder serves as
---hf_assets_path. The files appear in it once all have the digests that the Hub lists (SHA-256, of small files
-git's SHA-1). Files that are there already are not fetched again. For repositories that are private or ask to accept a
+safetensors, or else as pytorch_model.bin), configuration, tokenizer. Use the folder as
+--hf_assets_path. The files appear in it once all have the digests that the Hub lists (SHA-256; for small files,
+git's SHA-1). Existing files are not downloaded again. For private repositories, or ones that require accepting a
 license, set the environment variable HF_TOKEN."""
 
 _TOKENIZER = (
@@ -41,7 +41,7 @@ _ARRIVING = ".download"
 """Subfolder for files that have not been verified yet."""
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|$)")
-"""Matches names that would lead out of the folder on any operating system, or control a terminal."""
+"""Matches names that would leave the folder on any operating system, or control a terminal."""
 
 
 def download(args: Sequence[str]) -> int:
@@ -94,7 +94,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
             raise UserError(f"{repo_id} has a file called {unsafe[0]!r}, which may lead out of the folder: not fetched")
         names = _wanted(list(files), options)
         if not names:
-            raise UserError(f"{repo_id} has none of the files that were asked for")
+            raise UserError(f"{repo_id} has none of the requested files")
         _fetch(api, repo_id, info.sha, [files[name] for name in names], folder)
         print(presentable(f"downloaded {repo_id} to {folder}"))
     except tuple(refusals) as error:
@@ -144,7 +144,8 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
 
 @contextlib.contextmanager
 def _answer_of(api: "HfApi") -> Iterator[None]:
-    """Turn the Python errors caused by malformed answers, which the library does not validate, into `UserError`."""
+    """Convert Python errors caused by malformed answers, which the library does not validate, to
+    `UserError`."""
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
@@ -161,7 +162,7 @@ def _check(path: Path, file: "RepoSibling", name: str) -> None:
     if not path.is_file():  # the library only warns if the Hub stops answering
         raise UserError(f"{name} did not arrive; check the network, then run this again")
     if is_lfs_pointer(path):
-        fault = "arrived as a Git LFS pointer, a few lines in place of the file itself"
+        fault = "arrived as a Git LFS pointer, a few lines instead of the file itself"
     elif (expected := _expected(file)) is None:
         fault = "has no digest on the Hub to compare it with"
     elif (found := _digest(path, file)) != expected:

@@ -24,15 +24,16 @@ States = Mapping[str, Mapping[str, "TensorSpec"]]
 _PICKLE = ".metadata"
 """File that is not opened if it is known to be damaged."""
 
-_DESCRIPTION = """Say what the checkpoint in the folder CHECKPOINT holds: format, step, tensors, types, sizes, whether
-it is complete, and whether its digests are right. Of a folder that holds step-N folders (or a run's folder), list
-these."""
+_DESCRIPTION = """Show the contents of the checkpoint in the folder CHECKPOINT: format, step, tensors, types, sizes,
+whether it is complete, and whether its digests match. For a folder of step-N folders, or a run's folder, list the
+checkpoints."""
 
-_EPILOG = "exit code: 0 all is well, 3 something is damaged or incomplete, 2 there is no checkpoint"
+_EPILOG = "exit code: 0 intact, 3 damaged or incomplete, 2 no checkpoint found"
 
 
 def inspect_checkpoint(args: Sequence[str]) -> int:
-    """Inspect the named checkpoint. Return 0 if it is intact, 3 if it is damaged or incomplete, 2 if there is none."""
+    """Inspect the named checkpoint. Return 0 if it is intact, 3 if it is damaged or incomplete, 2
+    without one."""
     parser = Parser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")

@@ -1,4 +1,4 @@
-"""`torchtitan plan`: the best layouts of a run on given devices, before it starts."""
+"""`torchtitan plan`: find the best layouts of a run on given devices, before it starts."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ def plan(args: Sequence[str]) -> int:
         allow_abbrev=False,
         description="Find the best layout of a run: degrees of parallelism, schedule, local batch and activation "
         "checkpointing, by predicted tokens per second.",
-        epilog="Other options are those of `torchtitan train`: --module, --config, --config_file, --compile.enable …",
+        epilog="Also accepts the options of `torchtitan train`: --module, --config, --config_file, --compile.enable …",
     )
     parser.add_argument("--devices", type=int, required=True, help="devices of the run")
     parser.add_argument("--device", default="h100", help="h100, h100_96gb, h200, b200, or cpu: this machine, measured")
@@ -83,4 +83,4 @@ def _print(found: "Plan", title: str) -> None:
         rows.append([str(index + 1), str(one.layout), *numbers, found.reason(index) if index else ""])
     numeric = ["step (s)", "tokens/s per device", "MFU", "GiB"]
     print_table(open_console(), title, ["", "layout", *numeric, "why not the first"], rows, numbers=["", *numeric])
-    print(f"{found.n_compared:,} layouts compared; {found.n_too_large:,} need more memory than there is.")
+    print(f"{found.n_compared:,} layouts compared; {found.n_too_large:,} need too much memory.")

@@ -1,4 +1,4 @@
-"""`torchtitan report`: what one or several runs did, as a self-contained HTML page or as text."""
+"""`torchtitan report`: describe one or several runs as a self-contained HTML page or as text."""
 
 import base64
 import hashlib
@@ -46,7 +46,7 @@ class RunRecord:
     def __init__(self, folder: Path):
         self.name = str(folder)
         self.problems: list[str] = []
-        """Messages about broken files, and broken lines of files, that the report leaves out."""
+        """Messages about broken files, and broken lines of files, that the report skips."""
         self.lines = self._lines(METRICS, partial(json_lines, folder / METRICS, _is_metrics))
         if not self.lines:
             raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
@@ -65,21 +65,21 @@ class RunRecord:
         lines = [*read(broken)]
         if broken:
             shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-            self.problems.append(f"{self.name}: {file}: broken lines are left out: {shown}")
+            self.problems.append(f"{self.name}: {file}: skipped broken lines: {shown}")
         return lines
 
     def _values(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         try:
             return read(path) if path.exists() else {}
         except UserError as error:
-            self.problems.append(f"{error}; the report leaves it out")
+            self.problems.append(f"{error}; the report skips it")
             return {}
 
     def _list_checkpoints(self, folder: Path, saved: str) -> list[CheckpointInfo]:
         try:
             return list_checkpoints(resolve_folder(str(folder), saved))
         except (OSError, ValueError) as error:  # no name of a folder, or one that cannot be read
-            self.problems.append(f"{self.name}: checkpoint.folder of config.yaml is left out: {in_words(error)}")
+            self.problems.append(f"{self.name}: skipped checkpoint.folder of config.yaml: {in_words(error)}")
             return []
 
     def points(self, key: str) -> list[tuple[int, float]]:

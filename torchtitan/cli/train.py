@@ -96,7 +96,7 @@ def _dry_run(config: Any) -> None:
     per_host = environment_number("DEVICES_PER_HOST", default=8)
     prediction = predict_from_reports(config, dry_run(config, world_size), world_size, device, per_host)
     print(presentable(str(prediction)))
-    numbers = {  # by the names of metrics, to which `torchtitan report` compares them
+    numbers = {  # by metric name, for the comparison in `torchtitan report`
         "step_time": prediction.seconds,
         "tokens_per_second": prediction.tokens_per_second * world_size,
         "mfu": 100 * prediction.mfu,

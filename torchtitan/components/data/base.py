@@ -116,8 +116,8 @@ class BaseDataLoader(Configurable):
             return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
 
         def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
-            """Return a config that loads validation data in a fixed order, or None if there is none. An empty `dataset`
-            selects the validation split of the training data."""
+            """Return a config that loads validation data in a fixed order, None without such data.
+            An empty `dataset` selects the validation split of the training data."""
             return None
 
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels")
@@ -147,8 +147,9 @@ class BaseDataLoader(Configurable):
         raise NotImplementedError
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
-        """Let the following windows have `seq_len` tokens, a divisor of `longest`, the longest of the run. Called
-        before the first batch too. Raise `UserError` if the windows of this loader cannot change."""
+        """Set the length of the following windows to `seq_len` tokens, a divisor of `longest`, the
+        longest of the run. Also called before the first batch. Raise `UserError` if the windows of
+        this loader cannot change."""
         raise UserError(f"--training.seq_len_schedule: the windows of {type(self).__qualname__} have one length")
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class PretrainDataLoader(TokenizingDataLoader):
             return open_token_cache(source, tokenizer, self.cache_dir, verify=self.verify_caches)
 
         def source(self, dataset: str) -> Source | StreamSource:
-            """Return the documents of a dataset; raise `UserError` if there are none."""
+            """Return the documents of a dataset; raise `UserError` if it has none."""
             return resolve_source(dataset, self.text_column, self.split)
 
         def identity(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @contextmanager
 def writable(root: Path) -> Iterator[None]:
-    """Create the cache folder and turn an `OSError` in the block into a `UserError`."""
+    """Create the cache folder, and convert an `OSError` in the block to a `UserError`."""
     remedy = f"; set --dataloader.cache_dir or ${ENVIRONMENT_VARIABLE} to another folder"
     with os_errors_as(f"cannot write to the cache {root}", remedy):
         durable.make_folder(root)
@@ -170,8 +170,8 @@ def _locked(path: Path, name: str) -> contextlib.AbstractContextManager[object]:
 
 @contextmanager
 def readable(folder: Path | Folder, remedy: str = "") -> Iterator[None]:
-    """Turn errors in the block into `DamagedCache` if a file is missing or changed, else into `UserError`.
-    `remedy` ends the message about damage."""
+    """Convert errors in the block to `DamagedCache` if a file is missing or changed, else to
+    `UserError`. `remedy` ends the message about damage."""
     try:
         yield
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -59,11 +59,11 @@ class Report:
     stops: int = 0
     """Trained turns that end with a stop."""
     only_stops: ExampleCounter = field(default_factory=ExampleCounter)
-    """Samples with turns of which nothing but the stop is trained."""
+    """Samples with turns that train only the stop."""
     options: dict[str, int] = field(default_factory=dict)
-    """Samples by the options of the template that they are rendered with."""
+    """Samples by the template options that render them."""
     lost: dict[str, ExampleCounter] = field(default_factory=dict)
-    """Kept samples by the part of their conversation that the template leaves out."""
+    """Kept samples by the part of their conversation that the template omits."""
     dropped: dict[str, ExampleCounter] = field(default_factory=dict)
     """Dropped rows by the option that drops them."""
     unread: list[str] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Report:
         return cls(**{**document, **counters, **by_kind})
 
     def events(self) -> Iterator[tuple[str, ExampleCounter]]:
-        """Yield what happened to rows and samples, with their counts."""
+        """Yield the changes to rows and samples, with their counts."""
         for reason, counter in self.dropped.items():
             yield f"dropped, {reason}", counter
         yield "samples left out of kept rows", self.left_out

@@ -42,7 +42,7 @@ class _Sequence(NamedTuple):
     """Positions in the flattened batch whose results are in the file."""
     length: int
     is_labeled: Tensor
-    """Whether the loss reads the result of each of these positions, (n,)."""
+    """True for positions whose results the loss reads, (n,)."""
 
 
 class SequenceCache:
@@ -83,7 +83,7 @@ class SequenceCache:
         with contextlib.suppress(OSError, ValueError):
             check, *names = regular_file(mark).read_text().splitlines()
             if check != _check_of(names) or not all(map(_NAME.fullmatch, names)):
-                logger.warning("%s is damaged; it is written again", mark)
+                logger.warning("%s is damaged; it is rewritten", mark)
                 return False
             n_verified = len(names) if self.verify else VERIFIED_FILES
             verified = [self.folder / names[number] for number in evenly_spaced(len(names), n_verified)]
@@ -100,7 +100,7 @@ class SequenceCache:
             self._write(mark, "\n".join([_check_of(listed), *listed, ""]).encode())
 
     def names(self, batch: Batch) -> set[str]:
-        """Return the files of the sequences of a loader's batch, relative to the folder."""
+        """Return the file of each sequence in a loader's batch, relative to the folder."""
         return {sequence.file.relative_to(self.folder).as_posix() for sequence in self._sequences(batch)}
 
     def holds(self, batch: Batch) -> bool:
@@ -247,5 +247,6 @@ def _check_usable(tensors: Mapping[str, Tensor], sequence: _Sequence) -> None:
 
 
 def _name_with_nan(tensors: Mapping[str, Tensor], is_labeled: Tensor) -> str:
-    """Return the name of a tensor that is NaN where the loss reads it; empty if there is none."""
+    """Return the name of a tensor that is NaN at a position that the loss reads; empty if all are
+    valid."""
     return next((name for name, x in tensors.items() if bool(x[is_labeled].isnan().any())), "")
