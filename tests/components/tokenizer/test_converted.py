@@ -16,6 +16,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tests.components.tokenizer.helpers import load_tokenizer, write_sentencepiece, write_tekken
 from tests.components.tokenizer.test_tokenizer import EXTREMES, LOOKS_SPECIAL, SCRIPTS
 from tests.conftest import PROJECT
+from torchtitan.components.tokenizer import sentencepiece_model
 from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -28,6 +29,14 @@ KIMI_LIKE = (
     r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}&&[^\p{Han}]]+(?i:'s|'t)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Set an empty cache folder, so that each test converts."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(folder))
+    return folder
 
 
 def sentences() -> list[str]:
@@ -101,6 +110,40 @@ def test_sentencepiece_model_of_another_kind_is_refused(options: dict[str, Any],
     pieces_folder(tmp_path, **{"byte_fallback": False, **options})
     with pytest.raises(UserError, match=f"SentencePiece model with {reason}.*use the model's tokenizer.json"):
         load_tokenizer(tmp_path)
+
+
+def test_conversions_are_kept_and_checked(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start reads the cache; a damaged file, and another model or setting, are converted again."""
+    folder, reference = pieces_folder(tmp_path)
+    converted = []
+    original = sentencepiece_model._converted
+    monkeypatch.setattr(sentencepiece_model, "_converted", lambda *args: converted.append(1) or original(*args))
+    text = "hi  there, 12345 größer"
+
+    def n_conversions() -> int:
+        assert load_tokenizer(folder).encode(text, add_bos=False) == reference.encode(text)
+        return len(converted)
+
+    assert [n_conversions(), n_conversions()] == [1, 1]
+    [file] = (cache / "tokenizers").iterdir()
+    content = file.read_bytes()
+    for damaged in (content[:-1], content.replace(b'"BPE"', b'"BPX"'), b"", content[:32]):
+        file.write_bytes(damaged)
+        before = len(converted)
+        assert n_conversions() == before + 1 and file.read_bytes() == content
+    (folder / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
+    n_before = len(converted)
+    assert n_conversions() == n_before + 1 and len([*file.parent.iterdir()]) == 2
+
+
+def test_conversions_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A cache folder that cannot be written costs time only."""
+    folder, reference = pieces_folder(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "file"))
+    with caplog.at_level("WARNING", "torchtitan"):
+        assert load_tokenizer(folder).encode("hi", add_bos=False) == reference.encode("hi")
+    assert "each start converts it again" in caplog.text
 
 
 def test_damaged_sentencepiece_model(tmp_path: Path) -> None:

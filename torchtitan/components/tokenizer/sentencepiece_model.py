@@ -1,12 +1,16 @@
 """Conversion of SentencePiece models to tokenizer.json, checked against the library sentencepiece."""
 
+import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan.components.tokenizer import probes
+from torchtitan.components.tokenizer.conversion_cache import cached_conversion
 from torchtitan.components.tokenizer.probes import probe_texts
 from torchtitan.components.tokenizer.tiktoken_model import declared_tokens
 from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors, wrap_errors
+from torchtitan.tools.digests import bytes_digest, digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import open_regular, read_object, read_regular, unreadable_file_error
 
@@ -29,7 +33,7 @@ def is_sentencepiece(path: Path) -> bool:
 
 def convert_sentencepiece(path: Path) -> bytes:
     """Return the tokenizer.json of a SentencePiece model, with the tokens that tokenizer_config.json and
-    added_tokens.json in its folder add.
+    added_tokens.json in its folder add. It is converted once, and then read from the cache folder.
 
     The ids of texts without special tokens are those of the library sentencepiece, which is compared on texts with runs
     of spaces, digits, code, several scripts, all added pieces and parts of the vocabulary. BOS is added if the model
@@ -38,14 +42,30 @@ def convert_sentencepiece(path: Path) -> bytes:
     `UserError` if the library is missing, the file is not a usable model, or the ids differ.
     """
     try:
-        import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
+        import sentencepiece  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"'{path}' is a SentencePiece model, which needs the package sentencepiece (pip install "
             "'torchtitan[sentencepiece]', or EXTRA=sentencepiece ./run_train.sh); or use the model's tokenizer.json"
         ) from error
     content = read_regular(path, most=_MOST_BYTES)
+    folder = path.parent
+    key = digest_of(
+        [
+            *(bytes_digest(Path(module).read_bytes()) for module in (__file__, probes.__file__)),
+            *(importlib.metadata.version(name) for name in ("sentencepiece", "tokenizers")),
+            bytes_digest(content),
+            read_object(folder / "tokenizer_config.json"),
+            read_object(folder / "added_tokens.json"),
+        ]
+    )
+    return cached_conversion(key, lambda: _converted(path, content))
+
+
+def _converted(path: Path, content: bytes) -> bytes:
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
     protobuf: Any = sentencepiece_model_pb2  # its classes are made at run time
     model = protobuf.ModelProto()
     try:
