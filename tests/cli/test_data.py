@@ -328,6 +328,19 @@ def test_unused_columns_are_reported(folder, capsys):
     assert capsys.readouterr().err.count("the columns score, images are ignored (format ") == 1
 
 
+def test_messages_in_other_spellings_are_shown_as_they_are_read(folder):
+    """A row in the normal form, with a null of a table, is not shown."""
+    plain = [{"role": "user", "content": "Hi", "name": None}, {"role": "assistant", "content": "Ho!"}]
+    other = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "<think>Hm.</think>Ho!"}]
+    write(folder / "plain.jsonl", [{"messages": plain}])
+    write(folder / "other.jsonl", [{"conversations": other}] * 2)
+    words = options(dataloader__dataset=["plain.jsonl", "other.jsonl"], training__steps=1)
+    page = inspect(*SFT, *words, "--dataloader.on_loss_of_reasoning", "train")
+    shown = [cells for cells in page.cells if len(cells) == 4 and cells[:2] == ["other.jsonl", "2"]]
+    assert [cells[2] for cells in shown] == ["other.jsonl:1", "other.jsonl:2"]
+    assert all('"reasoning_content": "Hm."' in cells[3] and '"role": "user"' in cells[3] for cells in shown)
+
+
 def test_histogram_adds_up(chats):
     page = inspect(*chat_options(chats))
     counts = [int(cells[1].replace(",", "")) for cells in page.cells if re.fullmatch(r"[\d,]+(-[\d,]+)?", cells[0])]

@@ -113,6 +113,12 @@ def _turn_tables(reports: Sequence[tuple[str, Report]], samples: Sequence[Sample
     if counted:
         columns = ("dataset", "samples", "trained turns", "teach a stop", "only a stop", "options of the template")
         yield "Trained turns", columns, [_turn_cells(name, report) for name, report in counted]
+    respelled: list[list[str]] = []
+    for name, report in reports:
+        respelled += _normal_rows(name, report)
+    if respelled:
+        headings = ("dataset", "rows in another spelling", "row", "normal form")
+        yield "Messages as they are read", headings, respelled
     shown: list[list[str]] = []
     for sample in samples:
         for row in sample.rows:
@@ -120,6 +126,11 @@ def _turn_tables(reports: Sequence[tuple[str, Report]], samples: Sequence[Sample
                 shown += _turns(document)
     if counted and shown:
         yield "Turns in the windows below", ("document", "the prompt ends with", "the model writes"), shown
+
+
+def _normal_rows(name: str, report: Report) -> Iterator[list[str]]:
+    for where, messages in report.normal.examples:
+        yield [name, f"{report.normal.count:,}", where, _shortened(messages, 8 * _SHOWN_CHARACTERS)]
 
 
 def _turn_cells(name: str, report: Report) -> list[str]:
@@ -138,8 +149,7 @@ def _turns(document: Document) -> Iterator[list[str]]:
         before += text
 
 
-def _shortened(text: str) -> str:
-    half = 2 * _SHOWN_CHARACTERS
+def _shortened(text: str, half: int = 2 * _SHOWN_CHARACTERS) -> str:
     return text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}"
 
 

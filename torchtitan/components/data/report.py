@@ -66,6 +66,8 @@ class Report:
     """Kept samples by the part of their conversation that the template omits."""
     dropped: dict[str, ExampleCounter] = field(default_factory=dict)
     """Dropped rows by the option that drops them."""
+    normal: ExampleCounter = field(default_factory=ExampleCounter)
+    """Rows whose messages are read in another spelling than the normal form, with that form."""
     unread: list[str] = field(default_factory=list)
     """Ignored columns whose names suggest an effect on training."""
 
@@ -142,7 +144,7 @@ class Report:
                 yield f"{event}: {counter.count:,}{examples}"
 
 
-_COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops")
+_COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops", "normal")
 _COUNTERS_BY_KIND = ("dropped", "lost")
 
 

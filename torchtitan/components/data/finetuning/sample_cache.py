@@ -22,7 +22,7 @@ import numpy as np
 from torchtitan import components
 from torchtitan.components.data.disk_cache import content_digest, map_array, open_or_build, readable
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample, Text
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Sample, Text
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
@@ -175,8 +175,10 @@ def write_samples(
     """Write the arrays of a source's samples. Raise `UserError` if `filters` reject a row with policy `error`."""
     report = Report(format=format.name)
     with _writer(folder, encoder.has_answers) as add:
-        for row, encoded in _encode(source.rows(advance), format, encoder):
+        for row, converted, encoded in _encode(source.rows(advance), format, encoder):
             report.rows += 1
+            if isinstance(converted, Conversation) and _is_respelled(row, converted):
+                report.normal.add(row.where, json.dumps(converted.messages, ensure_ascii=False))
             report.unread += [
                 column for column in format.unread_columns(row.values or {}) if column not in report.unread
             ]
@@ -196,6 +198,17 @@ def write_samples(
                 _count(report, row.where, sample)
                 add(row.where if len(samples) == 1 else [row.where, number], sample)
     return report
+
+
+def _is_respelled(row: Row, conversation: Conversation) -> bool:
+    """Return whether a row has a list of messages, and in another form than the conversation that is read from it."""
+    listed = [value for value in (row.values or {}).values() if isinstance(value, list)]
+    lists = [value for value in listed if value and all(isinstance(turn, dict) for turn in value)]
+    if not lists or conversation.messages in lists:
+        return False
+    # Tables store every key in every message.
+    known = [[{key: v for key, v in turn.items() if v is not None} for turn in turns] for turns in lists]
+    return [{key: v for key, v in m.items() if v is not None} for m in conversation.messages] not in known
 
 
 def _filtered(
@@ -228,7 +241,7 @@ def _count(report: Report, where: str, sample: EncodedRow) -> None:
 
 def _encode(
     rows: Iterable[Row], format: RowFormat, encoder: RowEncoder
-) -> Iterator[tuple[Row, Sequence[EncodedRow] | BrokenSample | Dropped]]:
+) -> Iterator[tuple[Row, Sample | BrokenSample | Dropped, Sequence[EncodedRow] | BrokenSample | Dropped]]:
     rows, checked = iter(rows), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         converted = [_convert(row, format) for row in batch]
@@ -238,7 +251,7 @@ def _encode(
             checked = True
         encoded = iter(encoder.encode_batch(usable))
         for row, sample in zip(batch, converted, strict=True):
-            yield row, sample if isinstance(sample, (BrokenSample, Dropped)) else next(encoded)
+            yield row, sample, sample if isinstance(sample, (BrokenSample, Dropped)) else next(encoded)
 
 
 def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
