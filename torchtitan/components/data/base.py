@@ -160,6 +160,13 @@ class BaseDataLoader(Configurable):
         """Restore a saved position."""
         raise NotImplementedError
 
+    def present_state(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the `state_dict` of the present position, also after further batches, until
+        `observe` is called. This is called in every step of a run that saves, so a loader with a large state overrides
+        it."""
+        state = self.state_dict()
+        return lambda: state
+
     def describe(self, documents: torch.Tensor) -> str:
         """Return a sample's document names as text. `documents` is a row of a batch's `documents`."""
         return ", ".join(self.document_names(documents)) or "no document (padding)"

@@ -528,7 +528,9 @@ def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
     loader = fresh()
     assert loader.needs_sample_losses and not build(tokenizer).needs_sample_losses
     for step in range(1, 13):
+        before, later = loader.state_dict(), loader.present_state()
         next(loader)
+        assert later() == before
         loader.observe(StepStatistics(step, 2.0, 1.0, np.array([1, 4]), np.array([0.5, step])))
         if step == 7:
             state = json.loads(json.dumps(loader.state_dict()))

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, Self
@@ -321,7 +321,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             yield from itertools.repeat(error)
 
     def state_dict(self) -> dict[str, Any]:
-        position = self._planner.state_dict(self._position)
+        return self._state_at(self._position)
+
+    def present_state(self) -> Callable[[], dict[str, Any]]:
+        return partial(self._state_at, self._position)  # a snapshot refers to arrays, which nothing modifies
+
+    def _state_at(self, snapshot: Snapshot) -> dict[str, Any]:
+        position = self._planner.state_dict(snapshot)
         return {"dataset": self.config.dataset, "data": self._fingerprint, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
