@@ -1,19 +1,24 @@
 """Errors and exits in users' code: they are named, the last complete step is saved, and the run does not succeed."""
 
 import asyncio
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.commands import run_command
 from tests.experiments.test_rl import folder, train_rl  # noqa: F401 (a fixture)
 from tests.processes import run_processes
 from tests.training import TINY, flags, read_metrics, run, tiny_config, train
+from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import SharedError, UserError
 from torchtitan.trainer import Callback, Trainer
 
 OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 100, "training__steps": 4}
@@ -35,6 +40,15 @@ class Failing(Callback):
 
     def on_batches(self, micro_batches):
         self.fail("on_batches")
+
+    @contextlib.contextmanager
+    def around_step(self, step):
+        self.fail("around_step")
+        yield
+        self.fail("after around_step")
+
+    def before_save(self):
+        self.fail("before_save")
 
     def on_step(self, outcome):
         self.fail("on_step")
@@ -183,3 +197,84 @@ def fail_on_second_rank(path: Path) -> None:
     config.parallelism.data_parallel_shard_degree = 2
     with pytest.raises(UserError, match="SystemExit"):
         run(config)
+
+
+class LossAfterForward(Trainer):
+    """Fails on the second rank in step 3, after the model's forward pass."""
+
+    def compute_loss(self, batch):
+        loss = super().compute_loss(batch)
+        if self.step == 2 and self.rank == 1:
+            raise SystemExit
+        return loss
+
+
+class LossBeforeForward(Trainer):
+    def compute_loss(self, batch):
+        if self.step == 2 and self.rank == 1:
+            raise ValueError("mine")
+        return super().compute_loss(batch)
+
+
+class LossInModel(CrossEntropyLoss):
+    """A loss that is the head of the model."""
+
+    calls = 0
+
+    def from_logits(self, logits_NV, labels_N):
+        LossInModel.calls += 1
+        if LossInModel.calls == 3 and dist.get_rank() == 1:
+            raise ValueError("mine")
+        return super().from_logits(logits_NV, labels_N)
+
+
+class FailingData(PretrainDataLoader):
+    calls = 0
+
+    def __next__(self):
+        FailingData.calls += 1
+        if FailingData.calls == 3 and dist.get_rank() == 1:
+            raise ValueError("mine")
+        return super().__next__()
+
+
+DEFERRED = {"on_batches": 3, "around_step": 3, "on_step": 3, "after around_step": 4, "before_save": 4}
+"""Methods that fail at step 3 or its end, and the step that is saved: all ranks learn of it in the next exchange."""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_a_step_ends_all_after_a_save(tmp_path):
+    """Each resumed run has the numbers of the one that never stopped. A step with failed data or loss is not taken."""
+    run_processes(fail_in_steps, 2, tmp_path)
+    for name in ("after", "before", "data", "head"):
+        assert saved_steps(tmp_path / name)[0] == 2, name
+        straight = read_metrics(tmp_path / ("plain" if name in ("data", "head") else "own"), "loss", "grad_norm")
+        numbers = read_metrics(tmp_path / name, "loss", "grad_norm")
+        if name == "head":  # an own loss has its gradients from autograd
+            numbers, straight = np.array(numbers), pytest.approx(np.array(straight), rel=1e-5)
+        assert numbers == straight, name
+    assert {method: saved_steps(tmp_path / method)[0] for method in DEFERRED} == DEFERRED
+
+
+def fail_in_steps(path: Path) -> None:
+    options = OPTIONS | {"parallelism__data_parallel_shard_degree": 2}
+    train(path / "own", trainer_class=OwnLoss, **options)
+    train(path / "plain", **options)
+    for name, failing in {"after": LossAfterForward, "before": LossBeforeForward}.items():
+        with pytest.raises(SharedError, match=r"^rank 1 failed: .*test_failures\.py, line \d+, in compute_loss"):
+            train(path / name, trainer_class=failing, **options)
+        train(path / name, trainer_class=OwnLoss, **options)
+    for name in ("data", "head"):
+        config = tiny_config(path / name, **options)
+        if name == "data":
+            config.dataloader = FailingData.Config(dataset=config.dataloader.dataset)
+        else:
+            config.loss = LossInModel.Config()
+        with pytest.raises(SharedError, match=r"^rank 1 failed: ValueError: mine \(.*test_failures\.py, line \d+, in "):
+            run(config)
+        run(config)
+    for method in DEFERRED:
+        config = with_failing(path / method, method=method, rank=1)
+        config.parallelism.data_parallel_shard_degree = 2
+        with pytest.raises(UserError, match="SystemExit"):
+            run(config)

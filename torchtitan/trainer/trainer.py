@@ -51,14 +51,22 @@ from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
-from torchtitan.tools.user_code import exits_as_errors, is_ctrl_c
+from torchtitan.tools.user_code import exits_as_errors
 from torchtitan.trainer import builder, run_state
 from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.deferred_results import DeferredResults
-from torchtitan.trainer.failures import StepStart, is_user_class, raise_on_all_ranks, save_last_step
+from torchtitan.trainer.failures import (
+    StandIns,
+    StepStart,
+    around_step,
+    deferred,
+    raise_on_all_ranks,
+    raise_shared,
+    save_last_step,
+)
 from torchtitan.trainer.ledger import Ledger
 from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
@@ -186,6 +194,7 @@ class Trainer(Configurable):
         self.checkpoint_loaded = False
         self.is_step_complete, self.step_start = True, None
         self.failure = None
+        self.stand_ins = StandIns(self)
         self.validator = self.build_validator()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
@@ -541,7 +550,7 @@ class Trainer(Configurable):
             self.is_step_complete = False
             with self.watchdog.step(step), contextlib.ExitStack() as stack:
                 for callback in self.callbacks:
-                    stack.enter_context(callback.around_step(step))
+                    stack.enter_context(around_step(self, callback, step))
                 self.prepare_converters(step)
                 outcome = self.train_step(batches)
             if step == first_step:
@@ -577,10 +586,12 @@ class Trainer(Configurable):
         """Return this rank's part of the next global batch; shorter at the end of the data, and empty after it."""
         with self.metrics.timing_data():
             self.skip_data(batches)
-            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
+            read = partial(itertools.islice, batches, self.gradient_accumulation_steps)
+            micro_batches = self.stand_ins.batches(lambda: list(read()))
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
-        for callback in self.callbacks:
-            callback.on_batches(micro_batches)
+        self.notify("on_batches", micro_batches)
+        if self.failure and world_size() == 1:
+            raise self.failure
         return micro_batches
 
     def skip_data(self, batches: Iterator[Batch]) -> None:
@@ -663,7 +674,7 @@ class Trainer(Configurable):
             return self.pipeline.forward_backward(batch, scaled) / degree
         with self.mixed_precision():
             self.watchdog.phase("forward")
-            summed_loss, weight = self.compute_loss(batch)
+            summed_loss, weight = self.stand_ins.loss(batch)
             loss = scaled(summed_loss)
             self.watchdog.phase("backward")
             loss.backward()
@@ -691,7 +702,8 @@ class Trainer(Configurable):
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
-        loss: Tensor = model(batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"])
+        head = self.stand_ins.head(self.loss)
+        loss: Tensor = model(batch["input"], batch.get("attention"), head=head, labels_BL=batch["labels"])
         return loss
 
     def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
@@ -728,7 +740,8 @@ class Trainer(Configurable):
             )
         self.is_divided = False
         stop = self.failure is not None or (self.stop_request is not None and self.stop_request.received)
-        flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
+        failed = self.stand_ins.is_used
+        flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data, failed)]
         # The norm of rank 0, since the last bit may decide whether a step is a spike, on all ranks alike.
         norm = grad_norm if self.rank == 0 else torch.zeros_like(grad_norm)
         local = [value.to(self.device, self.statistics_dtype) for value in (self.local_addend(loss), norm, *flags)]
@@ -736,7 +749,9 @@ class Trainer(Configurable):
         return torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums])
 
     def result_of(self, values: list[float]) -> StepResult:
-        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, *measured = values
+        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, failed_ranks, *measured = values
+        if failed_ranks:
+            raise_shared(self.failure)
         return StepResult(
             loss=total_loss,
             grad_norm=total_norm,
@@ -805,12 +820,8 @@ class Trainer(Configurable):
     def notify(self, method: str, *args: Any) -> None:
         """Call a method of all callbacks. A failure of a user's callback ends the run once the step is complete."""
         for callback in self.callbacks:
-            try:
+            with deferred(self, callback):
                 getattr(callback, method)(*args)
-            except BaseException as error:
-                if not is_user_class(callback) or is_ctrl_c(error):
-                    raise
-                self.failure = self.failure or error
 
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
@@ -835,8 +846,7 @@ class Trainer(Configurable):
         exports, phase = kind != "full", EXPORT if kind == "huggingface" else SAVE
         averaged = self.ema.applied(exports and self.config.ema.for_export)
         with self.metrics.exclude(), self.phases.during(phase), averaged:
-            for callback in self.callbacks:
-                callback.before_save()
+            self.notify("before_save")
             self.metrics.sync()
             self.checkpointer.save(self.step, last=last, stopped=stopped, validation_loss=validation_loss)
 
