@@ -209,3 +209,63 @@ def test_a_failed_store_leaks_no_socket_and_closes_no_other_file(
             process_group._loopback_store(0, 1, timedelta(seconds=60))
         socket.create_server(("127.0.0.1", port)).close()
     os.close(descriptors[0])  # fails if it is already closed
+
+
+UNHANDLED = "NCCL error in: ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.3\n{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("NCCL communicator was aborted on rank 1.  Original reason for failure was: timeout", True),
+        (
+            "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+            "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600004 milliseconds before timing out.",
+            True,
+        ),
+        (
+            UNHANDLED.format(
+                "remote process exited or there was a network error",
+                "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+                "prematurely.\nLast error:\nNET/Socket : peer 10.0.0.2<47534> has closed the connection",
+            ),
+            True,
+        ),
+        (
+            UNHANDLED.format(
+                "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+                "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
+                "\nLast error:\nsocketPollConnect: connect returned Connection refused, exceeded retry limit",
+            ),
+            True,
+        ),
+        ("NCCL timeout in communicator initialization.", True),
+        (
+            "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
+            "'0', but store->get('0') got error: wait timeout after 1800000ms",
+            True,
+        ),
+        (
+            UNHANDLED.format(
+                "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'",
+            ),
+            False,
+        ),
+        (
+            UNHANDLED.format(
+                "invalid usage (run with NCCL_DEBUG=WARN for details)",
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            ),
+            False,
+        ),
+    ],
+)
+def test_errors_of_nccl(text, is_lost):
+    """The texts are those of PyTorch's source, ProcessGroupNCCL.cpp and NCCLUtils.cpp."""
+    error = dist.DistBackendError(text)
+    assert process_group.is_lost_rank(error) is is_lost
+    expected = process_group.RankTimeout if is_lost else dist.DistBackendError
+    with pytest.raises(expected), process_group.timeouts_named(lambda: "save"):
+        raise error

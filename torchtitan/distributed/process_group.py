@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import time
 import uuid
@@ -25,6 +26,15 @@ _POLL_SECONDS = 0.05
 _GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")
 """Parts of gloo's messages about other ranks: a path in its source, and the text after a
 timeout."""
+
+_NCCL_ERRORS = re.compile(
+    "NCCL communicator was aborted on rank|Watchdog caught collective operation timeout|ncclRemoteError"
+    "|Some NCCL operations have failed or timed out|NCCL timeout in communicator initialization"
+    "|retrieving ncclUniqueId from|ncclSystemError"
+)
+"""Parts of the messages of PyTorch's NCCL back end (2.13) about other ranks: a watchdog that aborted a collective, a
+peer that ended, a connection (system call) that failed. Its other errors, such as of CUDA or of wrong usage, are this
+rank's own."""
 
 _created_here = False  # if true, this module destroys the process group
 
@@ -232,9 +242,11 @@ def timeouts_named(phase: Callable[[], str]) -> Iterator[None]:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Return whether a collective failed because another rank did not answer in time, or has ended."""
-    return isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) or any(
-        text in str(error) for text in _GLOO_ERRORS
-    )
+    if isinstance(error, (dist.DistStoreError, dist.DistNetworkError)):
+        return True
+    text = str(error)
+    is_of_nccl = isinstance(error, RuntimeError) and _NCCL_ERRORS.search(text) is not None
+    return is_of_nccl or any(part in text for part in _GLOO_ERRORS)
 
 
 def destroy_process_group() -> None:
