@@ -8,6 +8,7 @@ is renamed and rebuilt.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.data.sources.source import Source, StreamSource
+from torchtitan.components.data.sources.stored import StoredPart
 from torchtitan.tools import durable
 from torchtitan.tools.digests import ENVIRONMENT_VARIABLE, cache_root, digest_of, file_digest, hash_file
 from torchtitan.tools.errors import UserError, os_errors_as
@@ -204,10 +206,20 @@ def data_digest(resolve: Callable[[str], Source | StreamSource], cache_dir: str,
     root = cache_root(cache_dir)
     with contextlib.suppress(UserError), writable(root):
         source = resolve(dataset)
-        if isinstance(source, Source):
+        if isinstance(source, StreamSource):
+            _say_what_is_compared(source.name, "its name")
+        else:
             identity = source.identity(recorded_digest)
+            if any(isinstance(part, StoredPart) for part in source.parts):
+                _say_what_is_compared(source.name, "sizes, and the checksums or times that the store lists")
             return digest_of(digests or identity)
     return ""
+
+
+@functools.cache
+def _say_what_is_compared(name: str, what: str) -> None:
+    """Say once that a change of the data may not be found."""
+    logger.info("%s: a run that resumes compares %s, not the content", name, what)
 
 
 def content_digest(folder: Path, names: Sequence[str]) -> str:

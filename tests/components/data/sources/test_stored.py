@@ -9,8 +9,9 @@ import pytest
 
 from torchtitan.components.checkpoint.catalog import open_checkpoint
 from torchtitan.components.checkpoint.filesystem import folder_at
+from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.sources import stored
-from torchtitan.components.data.sources.source import resolve_source
+from torchtitan.components.data.sources.source import HubDataset, StreamSource, resolve_source
 from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.redact import redact
@@ -98,3 +99,17 @@ def test_what_lasts_is_asked_for_once(path, n_requests, server, monkeypatch, log
     with pytest.raises(UserError, match="reading it failed"):
         with_patience("reading it", read)
     assert len(calls) == n_requests == 1 + log.text.count("trying again")
+
+
+def test_a_log_line_says_once_that_content_is_not_compared(server, tmp_path, log):
+    url = f"http://{server}/200/a.jsonl?X-Amz-Signature=right"
+    for _ in range(2):
+        assert data_digest(resolve_source, str(tmp_path), url)
+        data_digest(
+            lambda name: StreamSource(name=name, dataset=HubDataset(path="a/b"), split="train", text_column="t"),
+            "",
+            "x",
+        )
+    compared = "a run that resumes compares"
+    assert log.text.count(f"{compared} sizes, and the checksums or times that the store lists, not the content") == 1
+    assert log.text.count(f"x: {compared} its name, not the content") == 1

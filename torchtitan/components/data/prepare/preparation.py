@@ -127,6 +127,7 @@ class Preparation:
                 (work / "plan").mkdir()
                 (work / "plan" / PLAN).write_text(json.dumps(self.plan))
                 publish(work / "plan", self.place / "plan", PLAN)
+            logger.info("until it is complete, sources are compared by size and times, not by content")
         self.check()
 
     def is_complete(self) -> bool:
@@ -142,8 +143,9 @@ class Preparation:
                 "that version, or set --out to a new folder"
             )
         if changed := " and ".join(words for key, words in _PLAN_WORDS.items() if plan[key] != begun.get(key)):
+            how = " (compared by size and times)" if plan["sources"] != begun.get("sources") else ""
             raise UserError(
-                f"{self.place} was begun with other {changed}, or they have changed; set --out to a new folder"
+                f"{self.place} was begun with other {changed}, or they have changed{how}; set --out to a new folder"
             )
 
     @contextlib.contextmanager
