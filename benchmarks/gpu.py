@@ -2,7 +2,7 @@
 
 Each row runs in a process forked after the imports, so that a row that fails, hangs or runs out of memory costs only
 itself. Its line of JSON is written at once, so that nothing is lost when time ends: `row`, `seconds`, and either
-`result` or `error`. Rows for which no time remains say so. The first line describes the machine.
+`result` or `error`. Rows that ran out of time are marked. The first line describes the machine.
 
 The rows are in gpu_rows.py. At toy size (without a GPU, or with --toy) their numbers mean nothing.
 """
@@ -77,7 +77,7 @@ def machine(size: Size) -> Numbers:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME")
-    parser.add_argument("--minutes", type=float, default=10.0, help="when time ends, remaining rows are left out")
+    parser.add_argument("--minutes", type=float, default=10.0, help="when time ends, remaining rows are skipped")
     parser.add_argument("--row_seconds", type=float, default=120.0, help="at most this many seconds per row")
     parser.add_argument("--results", type=Path, default=Path("gpu-results.jsonl"), help="lines are appended to it")
     parser.add_argument("--toy", action="store_true", help="toy size, on the CPU; also without a GPU")

@@ -97,7 +97,7 @@ JOBS = {
 def run_rounds(
     name: str, job: Job, precision: str, interpreters: Mapping[str, tuple[str, str]], options: argparse.Namespace
 ) -> list[Run]:
-    """Run a job with all installed systems in turns. A system that fails is left out of the following rounds."""
+    """Run a job with all installed systems in turns. Later rounds skip a system that failed."""
     systems = [system for system in job.systems if system in interpreters]
     runs = []
     for round in range(options.rounds):
@@ -113,7 +113,7 @@ def run_rounds(
                     warm_up=None if job.first_step_only else options.warm_up,
                 )
             except RunFailed as error:
-                print(f"{name}, {precision}: {system} is left out: {error}", file=sys.stderr)
+                print(f"{name}, {precision}: {system} is skipped: {error}", file=sys.stderr)
                 systems.remove(system)
             else:
                 runs.append(Run(job=name, precision=precision, system=system, round=round, **numbers))

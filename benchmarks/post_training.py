@@ -15,7 +15,7 @@ with fused AdamW and clipped gradients.
   reward is the length of the text. Tokens are the sampled ones, and labels the answers: labels/s are samples/s
 
 Processes, rounds, numbers and results are as in benchmarks/peers.py: tokens/s of DPO count the tokens of all
-answers with their prompts, without padding. MFU leaves out the work of the reference.
+answers with their prompts, without padding. MFU excludes the work of the reference.
 """
 
 import json

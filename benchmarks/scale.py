@@ -2,11 +2,12 @@
 
     python benchmarks/scale.py [--tokens 15e12] [--hosts 1024]
 
-One process prepares and reads 40 MB of made-up text here, and looks for duplicates among random hashes. The simulation
-then gives parts of 64 MB to 64 processes per host at this rate; a part takes 0.8 to 1.2 times the mean, and a lost host
-loses the parts that it is writing and returns after an hour. 64 processes of one host look for duplicates and copy the
-rest; what the first process does alone (gathering hashes, counting) is left out. Shared disks and networks are assumed
-to keep up; the table says what they must transfer.
+One process prepares and reads 40 MB of made-up text here, and looks for duplicates among random
+hashes. The simulation then gives parts of 64 MB to 64 processes per host at this rate; a part takes
+0.8 to 1.2 times the mean, and a lost host loses the parts that it is writing and returns after an
+hour. 64 processes of one host look for duplicates and copy the rest, without the first process's
+own work (gathering hashes, counting). Shared disks and networks are assumed to keep up; the table
+says what they must transfer.
 """
 
 import argparse

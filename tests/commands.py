@@ -185,7 +185,7 @@ class _Rank:
         if not self.pid:
             try:
                 os.dup2(stdin, 0)
-                # Including the launcher's connections to the ranks, of which it holds only one end.
+                # Including the launcher's connections to the ranks; it holds only one end of each.
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -278,7 +278,7 @@ def test_layout(matrix, layout):
 
 @pytest.mark.long
 def test_random_layouts_on_a_text(assets):
-    """Not of seed 3, in which two experts of a token have the same score (docs/moe.md)."""
+    """Without seed 3, since two experts of a token have the same score there (docs/moe.md)."""
     extra = {name: assets / "text" / "tinyshakespeare.txt" for name in ("dataloader__dataset", "validator__dataset")}
     with Matrix(extra) as matrix:
         rows = list(matrix.run(draw_layouts(4, seed=4, extra=extra)))

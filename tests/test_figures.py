@@ -18,7 +18,8 @@ def write_run(folder, **metrics):
 
 
 def test_figures_show_the_metrics_of_runs(tmp_path, monkeypatch):
-    """Lines have the points of the metrics, to scale; figures without all of their runs are left out."""
+    """Lines have the points of the metrics, to scale; figures without all of their runs are
+    skipped."""
     figures = runpy.run_path(str(SCRIPT))
     monkeypatch.setitem(figures["main"].__globals__, "HERE", tmp_path)
     write_run(tmp_path / "text", validation_loss=[4.0, 3.0, 2.5])

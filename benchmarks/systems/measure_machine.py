@@ -13,7 +13,7 @@ from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.device import device_description, peak_flops
 
 REPEATS = 3
-"""Measurements of the peak, of which the fastest counts."""
+"""Measurements of the peak; the fastest counts."""
 
 
 def main(text: str) -> None:

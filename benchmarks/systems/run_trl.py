@@ -42,7 +42,8 @@ def main(folder: str) -> None:
 
 
 def train_on_pairs(task: Task, folder: str) -> None:
-    """Train as DPOTrainer's page shows: the model is a folder, of which TRL loads a second copy as the reference."""
+    """Train as DPOTrainer's page shows: the model is a folder, and TRL loads it again as the
+    reference."""
     make_model(task).save_pretrained(f"{folder}/model")
     rows = [json.loads(line) for line in Path(task.data).read_text().splitlines()]
     arguments = training_arguments(task, folder) | {

@@ -1,4 +1,5 @@
-"""No file runs code: every option that names code has a type that says so, and only trusted places may set it."""
+"""No file runs code: every option that names code is marked by its type, and only trusted places
+may set it."""
 
 import ast
 import re
@@ -75,7 +76,9 @@ def test_another_value_on_the_command_line_replaces_the_one_of_the_file(code):
     assert parse(content, "--rewards", "number", "--rollout.function=").rewards == ["number"]
     with pytest.raises(UserError, match="'rollout.function' in run.yaml"):
         parse(content, "--rewards", "number")
-    with pytest.raises(UserError, match="'rewards' in run.yaml"):  # other code, or another option, is no permission
+    with pytest.raises(
+        UserError, match="'rewards' in run.yaml"
+    ):  # permission covers neither other code nor another option
         parse(RL | {"rewards": ["marker.py:score"]}, "--dataloader.format", "marker.py:score")
 
 
@@ -287,7 +290,7 @@ REVIEWED = {
     ("components/checkpoint/writer_process.py", "Popen"): "this program",
     ("cli/run.py", "Popen"): "recipes run commands, and show them before",
 }
-"""Calls in a file whose argument is no option, with the reason."""
+"""Calls in a file whose argument is not an option, with the reason."""
 
 Code = dict[str, ast.Module]
 
@@ -330,7 +333,7 @@ def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def functions_of(code: Code) -> list[Function]:
-    """Return all functions, called by their name or, for `__init__`, by that of the class; and the modules."""
+    """Return all functions by their name (`__init__` by the name of its class), and the modules."""
     found = []
     for file, tree in code.items():
         found.append(Function(file, "", tree))

@@ -220,7 +220,8 @@ def test_memory_and_recomputed_operators_by_mode():
     calls = [count for _, count in measured]
     assert full < op < none and full < every_second < none
     assert every_second == pytest.approx((full + none) / 2, rel=0.01)  # half of the layers are checkpointed
-    # Nothing in a layer needs the result of the last of its 7 products, so PyTorch does not recompute it.
+    # Nothing in a layer needs the result of its seventh, last product, so PyTorch does not
+    # recompute it.
     layers = CONFIG.n_layers
     assert [count["mm"] for count in calls] == [14 * layers, 17 * layers, 17 * layers, 20 * layers]
     attention = "_scaled_dot_product_flash_attention_for_cpu"

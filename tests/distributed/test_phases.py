@@ -61,7 +61,7 @@ def test_marks_that_a_device_has_not_reached_count_later(monkeypatch):
     clock = PhaseClock(torch.device("cuda"))
     for name in ("data", "forward", "data"):
         clock.enter(name)
-    assert clock.seconds() == {}  # marks 0 to 4, of which none is reached
+    assert clock.seconds() == {}  # marks 0 to 4; none is reached
     device.reached = 3
     assert clock.seconds() == {"start-up": 1.0, "data": 1.0, "forward": 1.0}
     device.reached = 5

@@ -349,7 +349,7 @@ class TestRuns:
             ("data", "disabled", "counting tokens"),
             ("forward", "disabled", "(forward|backward)"),
             ("save", "disabled", "save"),
-            ("save", "async", ".*"),  # that of the main thread
+            ("save", "async", ".*"),  # the main thread's phase
             ("save", "async_with_pinned_mem", ".*"),
             ("validation", "disabled", "validation"),
             ("export", "disabled", "export"),

@@ -36,7 +36,7 @@ RUNS = {
         "llama3_70b", 256, f"{_70B} --compile.enable=true", 71.9
     ),
 }
-"""Rows 1, 4, 5 and 11 of tests/foresight/published_runs.csv, of which 1 and 11 chose constants."""
+"""Rows 1, 4, 5 and 11 of tests/foresight/published_runs.csv; 1 and 11 chose constants."""
 
 
 class WholeLogitsLoss(CrossEntropyLoss):

@@ -72,7 +72,8 @@ def choose_layouts(arguments: argparse.Namespace, extra: Options) -> list[Layout
 
 
 def merge(page: Path, rows: Sequence[TableRow]) -> str:
-    """Return the table of a page with these rows in place of the same layouts' rows, in the order of the layouts."""
+    """Return a page's table with these rows replacing the same layouts' rows, in the order of the
+    layouts."""
     merged = stored_rows(page, "matrix") | {row.cells[0]: tuple(row.cells) for row in rows}
     return as_markdown(COLUMNS, [TableRow(merged[layout.name]) for layout in all_layouts() if layout.name in merged])
 

@@ -68,9 +68,9 @@ PENALTIES: Options = {
 }
 """Auxiliary losses so large that a wrong scale changes the run."""
 EXPERTS: Options = {"module": "qwen3_moe", "debug__seed": 1, **PENALTIES}
-"""A model with experts, of which each token passes through four, with a softmax router. With seed 0, rounding chooses
-in step 5: in float64, two experts' probabilities differ by 3e-8, and one process differs by 5e-4 with other local
-batches."""
+"""A model with experts and a softmax router; each token passes through four experts. With seed 0,
+rounding chooses in step 5: in float64, two experts' probabilities differ by 3e-8, and one process
+differs by 5e-4 with other local batches."""
 SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.04, "model__moe__penalties__sequence_loss": 0.3}
 """A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
 LATENTS: Options = {"module": "deepseek_v3", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}

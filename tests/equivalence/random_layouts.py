@@ -52,7 +52,7 @@ _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
 }
 
 _WITH_EXPERTS: Sequence[Options] = (EXPERTS, SIGMOID, {**LATENTS, "model__n_kv_heads": 8}, SINKS, CHUNKS)
-"""Models with experts, of which half of the layouts have one."""
+"""Models with experts; half of the layouts use one of them."""
 
 
 def draw_layouts(count: int, seed: int, extra: Options) -> Iterator[Layout]:

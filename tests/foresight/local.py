@@ -27,7 +27,7 @@ from torchtitan.foresight.planning import layouts, option_words
 from torchtitan.trainer import Trainer
 
 REPEATS, STEPS, FIRST_STEPS = 5, 8, 3
-"""Alternating repeats; steps of each, of which the first are left out."""
+"""Alternating repeats; steps of each, without the first ones."""
 
 BASE = ["--module=llama3", "--config=debugmodel", "--validator.enable=false", "--checkpoint.enable=false"]
 BASE += [f"--training.steps={STEPS}", "--metrics.log_freq=1", "--training.local_batch_size=4"]

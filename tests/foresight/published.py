@@ -25,8 +25,8 @@ PIPELINE_MICROBATCH = 4
 the number of ranks, explains both row 13's speed and its memory; fitted."""
 
 COMPILED_LOSS = ("21", "24")
-"""Rows published later, in which we assume that the loss was compiled, too: otherwise row 21 would need 20 GiB more.
-Fitted."""
+"""Rows published later. We assume that their loss was also compiled: otherwise row 21 would need 20
+GiB more. Fitted."""
 
 DEVICES = {"H100": "h100_96gb", "H200": "h200", "B200": "b200"}
 COLUMNS = ["row", "setup", "tokens/s", "predicted", "error", "GiB", "predicted", "error"]

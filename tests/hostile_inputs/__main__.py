@@ -114,7 +114,7 @@ def prepare() -> None:
 
 
 def make_world(workplace: Path) -> Path:
-    """Build the examples, in which the run can continue from its second step.
+    """Build the examples; their run can continue from its second step.
 
     Raises:
         RuntimeError: if a command that writes them fails.

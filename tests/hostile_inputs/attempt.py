@@ -83,7 +83,7 @@ def draw(subject: Subject, world: Path, seed: int) -> Case:
 
 
 def last_loss(world: Path, subject: Subject) -> float | None:
-    """Return the loss of the last step in the subject's result; None if there is none."""
+    """Return the loss of the last step in the subject's result; None if it has no steps."""
     losses = []
     for line in (world / subject.result).read_bytes().splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):

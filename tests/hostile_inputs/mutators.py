@@ -65,7 +65,7 @@ def web_page(content: bytes, generator: random.Random) -> bytes:
 
 
 def lfs_pointer(content: bytes, generator: random.Random) -> bytes:
-    """The text in place of a file in a clone without Git LFS."""
+    """The text that replaces a file in a clone without Git LFS."""
     return LFS_POINTER
 
 

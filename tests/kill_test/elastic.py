@@ -99,7 +99,7 @@ class Hosts:
         """Wait for the condition; return False if a host ends earlier.
 
         Raises:
-            AttemptFailed: if a host fails, or there is no progress.
+            AttemptFailed: if a host fails, or the run makes no progress.
         """
         deadline, size = time.monotonic() + _TIMEOUT_SECONDS, 0
         while not condition():
@@ -144,7 +144,8 @@ class Outcome:
 
 
 def run(workplace: Path, rounds: int, seed: int) -> Outcome:
-    """Run with 2 to 4 hosts, of which one or two are killed in each round, and compare with one process left alone.
+    """Run with 2 to 4 hosts, kill one or two in each round, and compare with one undisturbed
+    process.
 
     Raises:
         AttemptFailed: if the run ends in another way than by its last step.

@@ -72,7 +72,7 @@ class Difference:
     """Relative; 0 if bit-identical, infinite if an entry is missing or an exact value differs."""
 
     place: str = ""
-    """Name of the entry or line; empty if there is no difference."""
+    """Name of the entry or line; empty without a difference."""
 
 
 def compare_lines(lines: Sequence[Line], expected: Sequence[Line], *, with_gaps: bool = False) -> Difference:

@@ -535,7 +535,7 @@ def to_ours(family: Any, reference: Any) -> tuple[BaseModel, dict[str, Tensor]]:
 
 def to_external(family: Any, model: BaseModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of our model, weights or gradients, under the names and in the layout of transformers' class.
-    Tensors that are not given, such as a buffer's gradient, are left out."""
+    Skips tensors that are not given, such as a buffer's gradient."""
     converted: dict[str, Tensor] = {}
     format = family.FORMATS["hf"]
     for step in (format.other_adapter(model.config) or format.adapter(model.config)).steps:

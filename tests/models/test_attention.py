@@ -53,7 +53,7 @@ def expected_output(q: Tensor, k: Tensor, v: Tensor, seen_BQK: Tensor) -> Tensor
 
 
 def assert_equals_definition(metadata: AttentionMetadata, rows: Sequence[Sequence[int]]) -> None:
-    """Compare output and gradients in float64, in which only the order of sums differs."""
+    """Compare output and gradients in float64, so that only the order of sums differs."""
     inputs = random_inputs(len(rows), 12)
     copies = [x.detach().requires_grad_() for x in inputs]
     out = Attention()(*inputs, metadata)

@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def with_instructions(monkeypatch):
-    """Take this backward pass also on a CPU without products in bfloat16, where it is only slow."""
+    """Also run this backward pass on a CPU without bfloat16 products, where it is just slow."""
     monkeypatch.setattr(cpu_attention, "multiplies", lambda dtype: True)
 
 

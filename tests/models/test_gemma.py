@@ -291,7 +291,7 @@ OLD_GEMMA3: dict[str, Any] = {
         ("3-270M", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
         ("3-4B", OLD_GEMMA3),
         ("3-4B", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}),
-        # These three keys are left out in the files of 4B.
+        # The files of 4B omit these three keys.
         ("3-4B", {**OLD_GEMMA3, "num_attention_heads": ..., "vocab_size": ..., "max_position_embeddings": ...}),
     ],
 )
@@ -445,7 +445,7 @@ def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
 
 
 def test_language_model_of_a_model_with_vision(tmp_path: Path) -> None:
-    """The tensors of vision are left out, under the names of transformers 4 and 5; logits are equal."""
+    """Vision tensors are skipped, under the names of transformers 4 and 5; logits are equal."""
     reference = random_reference("gemma3_text", 0, **{**DISTINCT["gemma3_text"], "tie_word_embeddings": True})
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}

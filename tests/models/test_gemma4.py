@@ -306,7 +306,7 @@ def test_packed_documents_are_separate(kind: str, request: pytest.FixtureRequest
 
 
 def test_unused_keys_in_files_are_left_out(tmp_path: Path, small: Any) -> None:
-    """Published files have them; no other tensor is left out."""
+    """Published files have them; no other tensor is skipped."""
     small.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.4.self_attn.k_proj.weight"] = torch.zeros(32, 32)
@@ -579,7 +579,7 @@ def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, ch
 
 
 def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
-    """Bit for bit, with the layers' factors, which are no parameters."""
+    """Bit for bit, including the layers' factors, which are buffers."""
     assert main(["convert", "--to", "dcp", str(pretrained), str(tmp_path / "dcp")]) == 0
     assert main(["convert", "--to", "hf", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
     original, again = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "again"))
@@ -642,7 +642,7 @@ DESIGNS = {"": DISTINCT, ", small": SMALL, ", experts": EXPERTS}
 def test_language_model_of_a_model_with_vision(
     tmp_path: Path, whole: str, design: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tensors of vision and sound are left out; the language model generates the same tokens."""
+    """Vision and sound tensors are skipped; the language model generates the same tokens."""
     reference = random_reference(f"{whole}_text{design}", 0, **{**DESIGNS[design], "tie_word_embeddings": True})
     save_with_tokenizer(with_vision_and_sound(whole, reference), tmp_path)
     names = load_file(tmp_path / "model.safetensors")

@@ -312,7 +312,7 @@ def test_selection_bias_follows_the_load() -> None:
 
 
 def test_bias_evens_out_the_load() -> None:
-    """With fixed scores, in which some experts always win."""
+    """With fixed scores that always favor some experts."""
     routed = router(scoring_func="sigmoid", selection_bias=True, bias_rate=0.02, bias=True)
     with torch.no_grad():
         routed.bias.copy_(torch.linspace(-1, 1, EXPERTS))

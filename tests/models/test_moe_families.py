@@ -183,7 +183,7 @@ def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Ca
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "flavor", "billions", "active"),
-    # As their publishers state them, where they say how they count; without layers that predict more tokens.
+    # As stated by publishers that explain how they count; without layers that predict more tokens.
     [
         (gpt_oss, "20B", 20.9, None),
         (gpt_oss, "120B", 116.8, None),
@@ -202,7 +202,7 @@ def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Ca
     ],
 )
 def test_published_sizes(family: Any, flavor: str, billions: float, active: float | None) -> None:
-    """All parameters and active ones, from which the count of operations follows."""
+    """All parameters and active ones, which determine the count of operations."""
     config, format = family.FLAVORS[flavor], family.FORMATS["hf"]
     with torch.device("meta"):
         model = family.model_registry(flavor).model.build()

@@ -120,7 +120,8 @@ def _attention(change: Callable[..., Tensor]) -> Callable[[Any], None]:
 
 
 def _queries_and_gates_apart(model: Any) -> None:
-    """The first half of the rows for queries, the second for gates, in place of alternating heads."""
+    """The first half of the rows for queries, the second for gates, instead of alternating
+    heads."""
     for layer in model.layers.values():
         if not isinstance(layer.attention, GatedDeltaNet):
             for parameter in layer.attention.wq.parameters():
@@ -328,7 +329,8 @@ def test_split_heads_and_sequences_are_refused_only_with_delta_nets() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_language_model_of_a_model_with_vision(tmp_path: Path, tied: bool) -> None:
-    """The tensors of vision and of further predicted tokens are left out. The export has only the language model."""
+    """Tensors of vision and of further predicted tokens are skipped. The export has only the
+    language model."""
     from safetensors.torch import load_file, save_file
 
     text = random_reference("qwen3_5_text", 3, **MIXED, vocab_size=2048, tie_word_embeddings=tied).config

@@ -151,7 +151,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def merge(page: Path, rows: Sequence[TableRow]) -> str:
-    """Return the table of a page with these rows instead of those of the same types, below a line that counts them."""
+    """Return a page's table with these rows replacing the same types' rows, below a line that
+    counts them."""
     stored = {name: line for name, line in stored_rows(page, "matrix").items() if name in TYPES}
     merged = stored | {row.cells[0]: tuple(row.cells) for row in rows}
     table = [TableRow(merged[name]) for name in sorted(merged)]

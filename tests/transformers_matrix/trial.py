@@ -36,7 +36,7 @@ are compared in float64."""
 
 _ZERO = 1e-3
 """Gradients below this fraction of the largest gradient of the model are compared with this fraction, since some, such
-as those of key biases, are zero but for rounding."""
+as of key biases, are zero up to rounding."""
 
 _NOISE = 0.02
 """Added to all weights, so that those that start at zero, such as biases, change the result too."""
@@ -59,7 +59,7 @@ class Row:
 
 
 class Different(Exception):
-    """A result that is not that of the class."""
+    """A result that differs from the class's."""
 
 
 def run_trial(model_type: str) -> Row:
@@ -92,7 +92,8 @@ def quiet() -> Iterator[None]:
 
 
 def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str]:
-    """Do one step after another; yield, before each, what is said if it raises an exception. Fill `facts` for a row."""
+    """Do one step after another; before each, yield the text to report if it fails. Fill `facts`
+    for a row."""
     config = tiny_config(decoder_config(model_type))
     document = without_dropout(json.loads(config.to_json_string(use_diff=False)))
     (folder / "config.json").write_text(json.dumps(document))
@@ -174,7 +175,7 @@ def _find(tensors: Mapping[str, Tensor], is_right: Callable[[str, Tensor], bool]
 
 
 def _compare(model: TransformersModel, reference: Any, tokens_BL: Tensor) -> None:
-    """Compare the loss, logits and gradients of a model, which has gradients, with those of the class."""
+    """Compare the loss, logits and gradients of a model, which has gradients, with the class's."""
     names = class_names(model)
     ours = {names[name]: parameter for name, parameter in model.named_parameters()}
     for dtype in (torch.float32, torch.float64):
@@ -209,7 +210,7 @@ def _class_results(reference: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
     types = {"mm_token_type_ids": torch.zeros_like(tokens_BL)} if reference.config.model_type == "molmo2" else {}
     outputs = reference(input_ids=tokens_BL, use_cache=False, **types)
     loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), tokens_BL[:, 1:].flatten())
-    with contextlib.suppress(Exception):  # some classes compute no loss, or not that of the next tokens
+    with contextlib.suppress(Exception):  # some classes compute no loss, or not the loss of the next tokens
         own = reference(input_ids=tokens_BL, labels=tokens_BL, use_cache=False)
         if getattr(own, "aux_loss", None) is not None or abs(own.loss - loss) < TOLERANCE:
             loss = own.loss

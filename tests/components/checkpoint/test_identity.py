@@ -95,7 +95,7 @@ def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict
 
 
 def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
-    """`pretrain` saves full checkpoints, from which `sft` could otherwise resume."""
+    """`pretrain` saves full checkpoints; otherwise `sft` could resume from them."""
     assert torchtitan(*AUTO, "pretrain", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
     code, printed = torchtitan(*AUTO, "sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
     assert code == 2 and "auto.pretrain and is auto.sft" in printed and "dataloader.dataset was" in printed, printed

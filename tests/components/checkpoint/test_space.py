@@ -94,7 +94,7 @@ def test_size_is_predicted_for_a_layout(tmp_path, layout):
     [
         (0.9, {}, "error"),
         (1.1, {}, "fits"),  # the last step only
-        (2.9, {"interval": 1}, "warning"),  # steps 1 to 4, of which two are kept while another is written
+        (2.9, {"interval": 1}, "warning"),  # steps 1 to 4; two are kept while another is written
         (3.1, {"interval": 1}, "fits"),
         (3.9, {"interval": 1, "keep_latest_k": 0}, "warning"),
         (4.1, {"interval": 1, "keep_latest_k": 0}, "fits"),
@@ -107,7 +107,7 @@ def test_size_is_predicted_for_a_layout(tmp_path, layout):
     ],
 )
 def test_space_is_compared_before_the_first_step(tmp_path, monkeypatch, warnings, free, options, expected):
-    """`free` is in full checkpoints, of which the weights are a third."""
+    """`free` counts full checkpoints; the weights are a third of one."""
     config = saving(
         tmp_path, **{f"checkpoint__{name}": value for name, value in {"keep_latest_k": 2, **options}.items()}
     )
@@ -152,7 +152,8 @@ def filling(ballast: Path, n_left: int) -> type[Trainer]:
 
 
 def test_a_last_save_that_fails_keeps_the_weights(disk, tmp_path, monkeypatch):
-    """The message names what is saved, and the step and the command to repeat the rest, which then works."""
+    """The message names the saved files, the step, and the command to repeat the rest, which
+    works."""
     monkeypatch.setenv("TORCHTITAN_COMMAND", "the command")
     options = {"checkpoint__folder": str(disk / "saved"), "checkpoint__interval": 2}
     with pytest.raises(CheckpointSaveError) as caught:
@@ -168,7 +169,7 @@ def test_a_last_save_that_fails_keeps_the_weights(disk, tmp_path, monkeypatch):
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     load_model_state(weights, model)
     for name, value in model.state_dict().items():
-        assert torch.equal(value, trained[name]), "the weights alone are those of the repeated steps"
+        assert torch.equal(value, trained[name]), "the saved weights equal the repeated steps' weights"
 
 
 def test_a_last_save_that_fails_without_any_space_says_so(disk, tmp_path):

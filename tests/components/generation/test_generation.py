@@ -294,7 +294,7 @@ def widths_of(cache: KVCache, model: Llama3Model) -> list[set[int]]:
 
 def test_a_layer_with_a_window_keeps_only_its_window():
     """Any number of tokens may follow the cached ones; tokens that `advance` drops leave no trace. All logits equal a
-    pass over the whole rows, of which the first is padded on the left."""
+    pass over the whole rows; the first is padded on the left."""
     model = mixed_model()
     tokens_BL = torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(0))
     positions_BL = (torch.arange(30) - torch.tensor([[9], [0]])).clamp(min=0)

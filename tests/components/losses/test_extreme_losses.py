@@ -63,7 +63,7 @@ def test_k3_is_the_formula_up_to_its_bound_and_its_tangent_beyond() -> None:
         (gradient,) = torch.autograd.grad(estimate.sum(), log_prob)
         near = min(d, 20.0)
         expected = math.expm1(near) - near + math.expm1(20.0) * max(d - 20.0, 0)
-        # expm1(d) and d of 1e-3 cancel to 5e-7, of which float32 resolves 1e-10.
+        # expm1(d) and d of 1e-3 cancel to 5e-7, which float32 resolves to 1e-10.
         assert estimate.item() == pytest.approx(expected, rel=REL, abs=2e-10)
         # PyTorch's gradient of expm1 adds 1 to its result.
         assert gradient.item() == pytest.approx(-math.expm1(near), rel=REL, abs=1e-7)
@@ -182,7 +182,7 @@ def test_the_loss_of_distillation_is_finite_with_excluded_tokens(kind: Kind, sha
 
 
 def test_cross_entropy_with_excluded_tokens() -> None:
-    """Token 0 stands for labels of other ranks and for none."""
+    """Token 0 represents labels of other ranks and missing labels."""
     student, _ = logits()
     student[:, 0] = -math.inf
     labels = torch.tensor([1, -100, 3, 4, -100, 5])

@@ -87,7 +87,7 @@ def test_without_gradients_the_value_is_the_same(tensors):
     with torch.no_grad():
         value = Spy.Config(chunk_tokens=4).build()(hidden, weight, labels)
     torch.testing.assert_close(value, plain(*tensors), rtol=1e-5, atol=0)
-    assert seen == [False] * 6  # no gradient is computed in vain
+    assert seen == [False] * 6  # no gradient is computed needlessly
 
 
 def test_a_negative_chunk_is_rejected():

@@ -53,7 +53,7 @@ def test_run_that_was_killed_twice():
             "other": 2,
         }
     )
-    assert sum(parts.values()) == pytest.approx(246 - 100)  # nothing is left out or counted twice
+    assert sum(parts.values()) == pytest.approx(246 - 100)  # nothing is missed or counted twice
     assert "21.9% of 0:02:26; restart 45.2%, lost steps 19.2%" in describe_goodput(parts)
 
 

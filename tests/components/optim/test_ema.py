@@ -142,7 +142,7 @@ class Validating(Recorder):
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", [False, True])
 def test_is_validated_and_exported_by_choice(tmp_path, wanted):
-    """Training goes on with the same weights; the Hugging Face folder has the averages."""
+    """Training continues with the same weights; the Hugging Face folder has the averages."""
     options = {**OPTIONS, **SAVING, "validator__enable": True, "validator__freq": 3, "validator__steps": 2}
     options |= {"checkpoint__last_save_in_hf": True, "ema__for_validation": wanted, "ema__for_export": wanted}
     trainer = train(tmp_path / "run", trainer_class=Validating, **options)

@@ -224,7 +224,7 @@ def test_invalid_values_are_rejected(settings, message):
 
 
 def test_tokens_give_the_same_curve_as_steps_of_equal_size():
-    """Steps of 32 tokens: the rates equal those of the schedule in steps, bit for bit."""
+    """With 32 tokens per step, the rates equal the rates of the schedule in steps, bit for bit."""
     shape = {"decay_ratio": 0.4, "decay_type": "cosine", "min_lr_factor": 0.1}
     in_steps = make_scheduler(50, warmup_steps=8, **shape)
     in_tokens = make_scheduler(50 * 32, unit="tokens", warmup_steps=8 * 32, **shape)

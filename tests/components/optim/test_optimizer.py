@@ -545,7 +545,8 @@ def test_parameters_without_gradients_do_not_count():
     assert clip_grad_norm([nn.Parameter(torch.ones(2))], 10.0).item() == 0.0
 
 
-# --- updates that the device leaves out -------------------------------------------------------------------------------
+# --- updates that the device skips
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])

@@ -720,7 +720,7 @@ def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_
         assert f"{base} is not a local folder; set the folder of these weights with --base" in capsys.readouterr().err
         assert main(["generate", "--checkpoint", str(path), "--base", str(tmp_path / "moved"), *words]) == 0
         assert_equal(read_all(path, base=tmp_path / "moved"), expected)
-        # The run can resume, too.
+        # The run can also resume.
         moved = {**SAVING, **from_folder(tmp_path / "moved"), "checkpoint__load_step": 2}
         check(trainable_only, [LORA], **moved, checkpoint__save_trainable_only=True)
     finally:
@@ -781,7 +781,8 @@ def test_an_adapter_cannot_be_opened_as_a_model(trainable_only, tmp_path, capsys
 
 @pytest.mark.slow
 def test_save_trainable_only_without_converted_weights(tmp_path):
-    """Frozen weights are left out regardless of who froze them; without frozen weights, the option is rejected."""
+    """Frozen weights are omitted regardless of who froze them; without frozen weights, the option
+    is rejected."""
     resumed_and_straight(tmp_path, [TrainOutput.Config()], checkpoint__save_trainable_only=True)
     path = step(tmp_path / "straight", 4)
     assert list(DcpSource(path).specs) == ["head.output.weight"]

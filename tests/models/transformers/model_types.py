@@ -69,7 +69,7 @@ def default_config(model_type: str) -> PretrainedConfig:
 
 def decoder_config(model_type: str) -> PretrainedConfig:
     """Return `default_config`, as the decoder that predicts the next token if the type is in the causal mapping: the
-    decoders of BERT and of encoder-decoders are causal only if their configurations say so."""
+    decoders of BERT and of encoder-decoders are causal only if their configurations request it."""
     config = default_config(model_type)
     if model_type in CAUSAL:
         for name, value in {"is_decoder": True, "is_encoder_decoder": False}.items():

@@ -23,7 +23,7 @@ def matrices(model):
 
 @pytest.mark.parametrize(("family", "model_type"), [(llama3, "llama"), (qwen3, "qwen3")])
 def test_equals_the_formula_of_our_families(family, model_type):
-    """Up to norms, which are no products."""
+    """Up to norms, which are not products."""
     ours = family.model_registry("debugmodel").model
     ours.vocab_size = 512
     document = family.FORMATS["hf"].to_external(ours)
