@@ -97,6 +97,11 @@ class PretrainedTokenizer(Tokenizer):
     def changed_files(self) -> dict[str, bytes]:
         return self._backend.changed_files
 
+    @property
+    def backend(self) -> HuggingFace | Tiktoken | None:
+        """What reads the vocabulary and encodes text; None if a subclass changes the ids."""
+        return self._backend if type(self).tokenize is PretrainedTokenizer.tokenize else None
+
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
         return self._backend.tokenize(texts, allow_special=allow_special)
 

@@ -114,6 +114,10 @@ class Tiktoken:
     def id_of(self, token: str) -> int | None:
         return self.file.special.get(token)
 
+    def added_tokens(self) -> dict[str, int]:
+        """Return the text and the id of each special token."""
+        return dict(self.file.special)
+
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._texts)
 

@@ -1,6 +1,7 @@
 """tokenizer.json, the file format of the library `tokenizers`."""
 
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -160,6 +161,22 @@ class HuggingFace:
         with wrap_errors(self.path, "cannot encode a text"):
             return getattr(tokenizer, method)([replace_surrogates(text) for text in texts], add_special_tokens=False)
 
+    def added_tokens(self) -> dict[str, int]:
+        """Return the text and the id of each special or added token."""
+        return {token.content: i for i, token in self._literal.get_added_tokens_decoder().items()}
+
+    def setting_beyond_strings(self) -> str:
+        """Return a setting with which ids depend on more than the vocabulary, and on where a text has the strings of
+        added tokens; empty if there is none."""
+        tokenizer = self._literal
+        if getattr(tokenizer.model, "dropout", None):
+            return "dropout of merges"
+        added = tokenizer.get_added_tokens_decoder().values()
+        texts = [token.content for token in added if token.normalized and not token.special]
+        if texts and not _marks_spaces_alone(tokenizer.normalizer, texts):
+            return "added tokens within normalized text"
+        return ""
+
     def special_ids(self) -> frozenset[int]:
         added = self._literal.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
@@ -168,3 +185,17 @@ class HuggingFace:
         with wrap_errors(self.path, "cannot decode tokens"):
             text: str = self._literal.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _marks_spaces_alone(normalizer: Any, texts: Sequence[str]) -> bool:
+    """Return whether a normalizer does nothing, or only replaces spaces, which do not occur in `texts` before or after
+    that. Then, they are in a normalized text where they are in the text itself."""
+    if normalizer is None:
+        return True
+    state = json.loads(normalizer.__getstate__())
+    parts = state["normalizers"] if state["type"] == "Sequence" else [state]
+    is_marker = all(
+        part["type"] == "Prepend" or part["type"] == "Replace" and part["pattern"] == {"String": " "} for part in parts
+    )
+    marks = {" "}.union(*(part.get("content", part.get("prepend", "")) for part in parts))
+    return is_marker and not any(marks & set(text) for text in texts)
