@@ -31,7 +31,7 @@ from torchtitan.components.data.pretraining.token_cache import (
     split_document,
 )
 from torchtitan.components.data.sources.source import resolve_source
-from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.components.tokenizer import ArrayEncoder, PretrainedTokenizer, Tokenizer
 from torchtitan.tools import digests
 from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError
@@ -117,16 +117,18 @@ def test_document_in_chunks_has_equal_tokens(assets, monkeypatch, folder, newlin
     text = text.replace("\n", newline)
     monkeypatch.setattr(encoding, "PIECE_SIZE", 97)
     chunks = [text[i : i + 1013] for i in range(0, len(text), 1013)]
-    pieces = list(encode_documents([chunks, ["short"]], tokenizer))
-    documents, ids = [], []
-    for piece in pieces:
-        ids = ids + piece.ids
-        if piece.ends_document:
-            documents.append(ids)
-            ids = []
-    assert documents == tokenizer.encode_documents([text, "short"])
+    n_encoded = []
+    encode = ArrayEncoder.encode
+    monkeypatch.setattr(ArrayEncoder, "encode", lambda self, texts: n_encoded.append(len(texts)) or encode(self, texts))
+    monkeypatch.setattr(encoding, "BATCH_SIZE", 50_000)  # documents end in other batches than they begin in
+    batches = list(encode_documents([chunks, ["short"], [" "]], ArrayEncoder(tokenizer)))
+    ids = np.concatenate([batch.ids for batch in batches])
+    before = np.cumsum([0] + [len(batch.ids) for batch in batches])
+    ends = np.concatenate([batch.ends + n for batch, n in zip(batches, before, strict=False)])
+    documents = [of_document.tolist() for of_document in np.split(ids, ends)]
+    assert documents == [*tokenizer.encode_documents([text, "short"]), [], []]
     # Mistral's tokenizer marks the start of a text, so the document must not be split.
-    assert (len(pieces) > 500) == (folder != "mistral-v0.3-tokenizer")
+    assert (sum(n_encoded) > 500) == (folder != "mistral-v0.3-tokenizer") == (len(batches) > 2)
 
 
 def test_chunks_are_bounded_and_read_on_demand():

@@ -21,7 +21,7 @@ from torchtitan.components.data.pretraining import token_cache
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import with_patience
-from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.tokenizer import ArrayEncoder, Tokenizer
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
@@ -57,22 +57,21 @@ class Encoding:
     """Writes the arrays of a source to a folder; returns a report, and a mask of the items to keep, (n,)."""
     finish: Callable[[Path, Report, str], None]
     """Completes the arrays in a folder to a cache, given their counts and the name of their first part."""
+    encoder: ArrayEncoder | None = None
+    """What `write` encodes text with; its ids are always the tokenizer's."""
 
     def items(self, folder: Folder, keep: np.ndarray) -> np.ndarray:
         """Return the items of arrays that a mask (n,) keeps, without splits, in the order of their hashes, `ITEM` (k,).
         Equal items have equal hashes, and keep their order."""
         column = self.columns[0]
         offsets = _array(folder, column.offsets)
-        is_masked = "trained.bin" in column.values
-        trained = _array(folder, "trained.bin", "bool").copy() if is_masked else np.ones(offsets[-1], bool)
-        trained[offsets[:-1][np.diff(offsets) > 0]] = False  # nothing predicts the first token of a sequence
         bounds = offsets[:: column.sequences]
         contents = zip(*(_contents(folder, column) for column in self.columns if column.hashed), strict=True)
         items = np.zeros(len(bounds) - 1, ITEM)
         items["hash"] = [hashlib.blake2b(b"\0".join(content), digest_size=HASH_BYTES).digest() for content in contents]
         items["number"] = np.arange(len(items))
         items["tokens"] = np.diff(bounds)
-        items["trained"] = [trained[start:stop].sum() for start, stop in itertools.pairwise(bounds)]
+        items["trained"] = _n_trained(folder, column, offsets)
         items = items[keep]
         return items[np.argsort(items["hash"], kind="stable")]
 
@@ -89,11 +88,12 @@ class Encoding:
                     selected = np.zeros(len(of_source), bool)
                     selected.reshape(-1, column.sequences)[numbers] = True
                     lengths.append(of_source[selected])
+                    chosen = slice(None) if selected.all() else np.repeat(selected, of_source)
                     for name, dtype in column.values.items():
                         values = _array(source, name, dtype)
                         if len(values) != of_source.sum():
                             raise UserError(f"{source}/{name} is damaged; remove {source}, and run the command again")
-                        files[name].write(values[np.repeat(selected, of_source)].tobytes())
+                        files[name].write(values[chosen].data)
             with durable.new_file(folder / column.offsets) as file:
                 file.write(np.cumsum(np.concatenate(lengths)).tobytes())
 
@@ -101,13 +101,16 @@ class Encoding:
 def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None) -> Encoding:
     """Return the encoding of documents as a token cache, without those that the filters drop."""
     applied, dtype = filters or FilterConfig(), token_cache.token_dtype(tokenizer)
+    encoder = ArrayEncoder(tokenizer)
 
     def write(source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        token_cache.write_tokens(source, tokenizer, folder, lambda n: None)
+        token_cache.write_tokens(source, encoder, folder, lambda n: None)
         offsets, tokens = np.fromfile(folder / "offsets.bin", np.int64), np.fromfile(folder / "tokens.bin", dtype)
-        report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
-        for number, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
-            dropped = applied.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
+        report, keep = Report("text", rows=len(offsets) - 1), np.diff(offsets) > 0
+        to_check = keep if applied != FilterConfig() else np.zeros(len(keep), bool)
+        for number in np.flatnonzero(~keep | to_check).tolist():
+            ids = tokens[offsets[number] : offsets[number + 1]]
+            dropped = applied.drop_reason(ids) if len(ids) else ("empty", "it has no text")
             if dropped:
                 report.drop(f"{source.parts[0].name}, document {number + 1}", *dropped)
                 keep[number] = False
@@ -119,7 +122,7 @@ def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None)
 
     wrapped = [tokenizer.fingerprint, *token_cache.document_wrapping(tokenizer)]
     identity = {"version": token_cache.FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(applied)}
-    return Encoding("tokens", identity, [Column("offsets.bin", {"tokens.bin": dtype})], write, finish)
+    return Encoding("tokens", identity, [Column("offsets.bin", {"tokens.bin": dtype})], write, finish, encoder)
 
 
 def sample_encoding(formats: Mapping[str, RowFormat], encoder: RowEncoder, filters: FilterConfig) -> Encoding:
@@ -161,11 +164,30 @@ def _array(folder: Folder, name: str, dtype: str = "int64") -> np.ndarray:
     return np.frombuffer(read(folder, name), dtype)
 
 
+def _n_trained(folder: Folder, column: Column, offsets: np.ndarray) -> np.ndarray:
+    """Return the tokens of each item that are predicted, (n,); nothing predicts the first one of a sequence."""
+    lengths = np.diff(offsets)
+    if "trained.bin" not in column.values:
+        return (lengths - (lengths > 0)).reshape(-1, column.sequences).sum(1)
+    trained = _array(folder, "trained.bin", "bool").copy()
+    trained[offsets[:-1][lengths > 0]] = False
+    bounds = offsets[:: column.sequences]
+    counts = np.zeros(len(bounds) - 1, np.int64)
+    has_tokens = np.diff(bounds) > 0
+    if has_tokens.any():
+        counts[has_tokens] = np.add.reduceat(trained, bounds[:-1][has_tokens], dtype=np.int64)
+    return counts
+
+
 def _contents(folder: Folder, column: Column) -> Iterator[bytes]:
-    """Yield the values and lengths of each item as bytes."""
-    offsets = _array(folder, column.offsets)
-    arrays = [_array(folder, name, dtype) for name, dtype in column.values.items()]
-    for first in range(0, len(offsets) - 1, column.sequences):
-        bounds = offsets[first : first + column.sequences + 1]
-        values = [array[bounds[0] : bounds[-1]].tobytes() for array in arrays]
-        yield b"".join([(bounds - bounds[0]).tobytes(), *values])
+    """Yield the lengths and values of each item as bytes."""
+    offsets, n = _array(folder, column.offsets), column.sequences
+    bounds = np.column_stack([offsets[:-1].reshape(-1, n), offsets[n::n]])
+    views = [memoryview((bounds - bounds[:, :1]).tobytes())]
+    ends = [np.arange(len(bounds) + 1) * bounds.itemsize * (n + 1)]
+    for name, dtype in column.values.items():
+        views.append(memoryview(read(folder, name)))
+        ends.append(offsets[::n] * np.dtype(dtype).itemsize)
+    spans = [map(slice, of_view[:-1].tolist(), of_view[1:].tolist()) for of_view in ends]
+    for of_item in zip(*spans, strict=True):
+        yield b"".join([view[span] for view, span in zip(views, of_item, strict=True)])

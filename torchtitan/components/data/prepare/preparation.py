@@ -30,10 +30,12 @@ from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, Loca
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, record_blocks
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, Encoding, read, rows_of
+from torchtitan.components.data.pretraining.token_cache import different_ids_message
 from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import divide, with_patience
+from torchtitan.components.tokenizer import DifferentIds
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, digest_of, file_version
 from torchtitan.tools.errors import RunFailure, UserError, os_errors_as
@@ -42,6 +44,10 @@ from torchtitan.tools.process import signal_when_orphaned
 from torchtitan.tools.progress import progress
 
 MANIFEST, PLAN, PART, ITEMS, WORK = "manifest.json", "plan.json", "part.json", "items.bin", ".work-"
+FAST = "gigatoken"
+"""Empty file of a part that gigatoken has encoded."""
+REFUSED = "gigatoken-differs"
+"""Empty file beside the parts after gigatoken had other ids in one of them; those with `FAST` are not complete."""
 TRAIN, VALIDATION = "train", "validation"
 
 INDEX_ROWS = 3
@@ -182,12 +188,18 @@ class Preparation:
         with self._unless_complete():
             files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
             if not self.is_complete():  # asked afterwards, so that the parts were there when they were listed
-                return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
+                invalid = f"/{FAST}" if REFUSED in files else None
+                return [
+                    number
+                    for number in range(len(self.parts))
+                    if f"{number:06}/{PART}" not in files or f"{number:06}{invalid}" in files
+                ]
         return []
 
     def write(self, number: int) -> int:
         """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
         (source, part), report = self.parts[number], Report()
+        is_refused = self._is_refused()
         with self.working() as work:
             folder = work / "part"
             folder.mkdir()
@@ -199,11 +211,44 @@ class Preparation:
             kept = report.kept if self.encoding.kind == "samples" else len(items)
             report = replace(report, kept=kept, samples=len(items), tokens=int(items["tokens"].sum()))
             (folder / PART).write_text(json.dumps(asdict(report)))
-            publish(folder, self.folder(number), PART)
+            if self.encoding.encoder and self.encoding.encoder.is_fast:
+                (folder / FAST).touch()
+            target = self.folder(number)
+            if is_refused and has_file(target, FAST):
+                with_patience(f"removing {target}", lambda: target.remove(PART))
+            publish(folder, target, PART)
         return report.tokens
 
+    def _is_refused(self) -> bool:
+        """Return whether gigatoken had other ids in any part, here or on another host; then, do not use it."""
+        encoder = self.encoding.encoder
+        if encoder is None or not has_file(self._parts_folder, REFUSED):
+            return False
+        encoder.close()
+        return True
+
+    def _refuse(self) -> None:
+        """Mark the parts that gigatoken has encoded, on any host, as incomplete."""
+        with self._unless_complete(), self.working() as work:
+            if not self.is_complete():
+                self._parts_folder.create()
+                write_file(self._parts_folder, REFUSED, b"", work)
+
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
-        """Write parts and show progress and throughput."""
+        """Write parts and show progress and throughput. If gigatoken has other ids than the tokenizer in one of them,
+        write them without it, and also all others that it has encoded."""
+        if self.encoding.encoder:
+            self.encoding.encoder.expect(sum(self.parts[number][1].size() for number in numbers))  # once, before forks
+        try:
+            self._write_all(numbers, workers)
+        except DifferentIds as error:
+            logger.warning(f"{different_ids_message(error)}; the parts that gigatoken has encoded are written again")
+            self._refuse()
+            # The others that are missing belong to other hosts.
+            wrong = [number for number in self.missing() if has_file(self.folder(number), FAST)]
+            self._write_all(sorted({*wrong, *numbers} & {*self.missing()}), workers)
+
+    def _write_all(self, numbers: Sequence[int], workers: int) -> None:
         started, n_tokens = time.monotonic(), 0
         with progress("preparing", len(numbers)) as advance:
             for tokens in run_in_processes(self.write, numbers, workers):

@@ -17,12 +17,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.order import permute
-from torchtitan.components.data.pretraining.token_cache import document_wrapping
+from torchtitan.components.data.pretraining.token_cache import different_ids_message, document_wrapping
 from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, pack, padding_sample
 from torchtitan.components.data.sources.rows import check_text
 from torchtitan.components.data.sources.source import StreamSource
 from torchtitan.components.data.workers import Workers
-from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds, Tokenizer
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 
@@ -61,7 +61,7 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
     """Batches of one rank; each worker packs its own shard of the stream."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
-        self.source, self.tokenizer, self.layout, self.order = source, tokenizer, layout, order
+        self.source, self.encoder, self.layout, self.order = source, ArrayEncoder(tokenizer), layout, order
 
     def __iter__(self) -> "PackedStreamIterator":
         worker = get_worker_info()
@@ -75,6 +75,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self.dataset, self.node, self.n_nodes = dataset, node, n_nodes
+        self._wrapping = document_wrapping(dataset.encoder.tokenizer)
         self._position = StreamPosition(epoch=dataset.order.first_epoch)
         self._windows = self._all_windows(self._position)
 
@@ -185,8 +186,14 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             block, state = block + 1, stream.state_dict()
 
     def _encode(self, texts: list[str]) -> list[Array]:
-        encoded = self.dataset.tokenizer.encode_documents(texts)
-        return [np.array(ids if text.strip() else [], np.int64) for text, ids in zip(texts, encoded, strict=True)]
+        encoder = self.dataset.encoder
+        visible = [text if text.strip() else "" for text in texts]
+        try:
+            encoded = encoder.encode_documents(visible, *self._wrapping)
+        except DifferentIds as error:
+            logger.warning(different_ids_message(error))
+            encoded = encoder.encode_documents(visible, *self._wrapping)
+        return [ids if text else ids[:0] for text, ids in zip(visible, encoded, strict=True)]
 
     def _number(self, position: StreamPosition) -> int:
         return (position.block * self.dataset.order.block_size + position.document) * self.n_nodes + self.node

@@ -2,12 +2,12 @@
 
 `{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for more than 65,536 token ids), `offsets.bin` (int64:
 start of each document, and the total), `meta.json`, and checksums (see `disk_cache`). Documents are encoded in
-batches to use all tokenizer threads with bounded memory.
+batches (see `ArrayEncoder`) to use all threads with bounded memory.
 """
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.components.data.disk_cache import map_array, open_or_build, readable
+from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.tokens import ArrayTokens
 from torchtitan.components.data.sources.rows import Document, OnRead
 from torchtitan.components.data.sources.source import Source
-from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds, Tokenizer
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -65,8 +66,12 @@ def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", 
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
-    with progress(f"tokenizing {source.name}", source.size()) as advance:
-        meta = write_tokens(source, tokenizer, folder, advance)
+    encoder = ArrayEncoder(tokenizer)
+    try:
+        meta = _write_with_progress(source, encoder, folder)
+    except DifferentIds as error:
+        logger.warning(f"{different_ids_message(error)}; {source.name} is tokenized again")
+        meta = _write_with_progress(source, encoder, folder)
     if meta["n_tokens"] < 2:
         raise UserError(f"{source.name} contains no text to train on")
     _warn_of_empty_parts(source, meta["documents_per_part"], folder / "offsets.bin")
@@ -74,20 +79,30 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
     return f"{sum(meta['documents_per_part']):,} documents, {meta['n_tokens']:,} tokens"
 
 
+def different_ids_message(error: DifferentIds) -> str:
+    return f"gigatoken has {error}: text is encoded by the tokenizer's own library from now on"
+
+
+def _write_with_progress(source: Source, encoder: ArrayEncoder, folder: Path) -> dict[str, Any]:
+    with progress(f"tokenizing {source.name}", source.size()) as advance:
+        return write_tokens(source, encoder, folder, advance)
+
+
 def token_dtype(tokenizer: Tokenizer) -> str:
     """Return the type of the stored token ids."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
-def write_tokens(source: Source, tokenizer: Tokenizer, folder: Path, advance: OnRead) -> dict[str, Any]:
+def write_tokens(source: Source, encoder: ArrayEncoder, folder: Path, advance: OnRead) -> dict[str, Any]:
     """Write `tokens.bin` and `offsets.bin` of a source, including empty documents; return the content of
-    `meta.json`."""
-    dtype = np.dtype(token_dtype(tokenizer))
+    `meta.json`. Raise `DifferentIds` if the files must be written again, see `ArrayEncoder`."""
+    dtype = np.dtype(token_dtype(encoder.tokenizer))
     n_tokens = 0
     documents_per_part = [0] * len(source.parts)
 
     def documents() -> Iterator[Document]:
         for index, part in enumerate(source.parts):
+            encoder.sample_next()
             for document in part.documents(advance):
                 documents_per_part[index] += 1
                 yield document
@@ -97,11 +112,10 @@ def write_tokens(source: Source, tokenizer: Tokenizer, folder: Path, advance: On
         durable.new_file(folder / "offsets.bin") as offsets_file,
     ):
         offsets_file.write(np.int64(0).tobytes())
-        for piece in encode_documents(documents(), tokenizer):
-            tokens_file.write(np.array(piece.ids, dtype).tobytes())
-            n_tokens += len(piece.ids)
-            if piece.ends_document:
-                offsets_file.write(np.int64(n_tokens).tobytes())
+        for batch in encode_documents(documents(), encoder):
+            tokens_file.write(batch.ids.astype(dtype, copy=False).data)
+            offsets_file.write((batch.ends + n_tokens).data)
+            n_tokens += len(batch.ids)
     return {"dtype": dtype.name, "n_tokens": n_tokens, "documents_per_part": documents_per_part}
 
 
@@ -114,38 +128,63 @@ def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_
         logger.warning(f"{len(empty)} of {len(source.parts)} files of {source.name} contain no text: {shown}")
 
 
-class Piece(NamedTuple):
-    """Token ids of a piece of a document, including BOS or EOS at the document's ends."""
+class EncodedBatch(NamedTuple):
+    """Token ids of consecutive documents, of which the first and the last may be in other batches, too."""
 
-    ids: list[int]
-    ends_document: bool
+    ids: np.ndarray
+    """Ids with BOS and EOS at the documents' ends, uint32 (n,)."""
+    ends: Array
+    """Number of ids up to the end of each document that ends here, int64 (n_documents,)."""
 
 
-def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Yield the pieces of documents, encoded as by `Tokenizer.encode_documents`. A document without visible characters
-    is one empty piece without BOS and EOS."""
-    is_splittable, wrapping = _is_splittable(tokenizer), document_wrapping(tokenizer)
-    batch: list[tuple[str, bool, bool]] = []
+class _Piece(NamedTuple):
+    """Text of a document, or a part of it."""
+
+    text: str
+    begins: bool
+    """True at the beginning of a document."""
+    ends: bool
+
+    @property
+    def is_blank(self) -> bool:
+        """True for a document without visible characters, which has no ids."""
+        return self.begins and self.ends and (not self.text or self.text.isspace())
+
+
+def encode_documents(documents: Iterable[Document], encoder: ArrayEncoder) -> Iterator[EncodedBatch]:
+    """Yield documents in batches, encoded as by `Tokenizer.encode_documents`, but without ids for those without visible
+    characters. Raise `DifferentIds`, see `ArrayEncoder`."""
+    is_splittable, wrapping = _is_splittable(encoder.tokenizer), document_wrapping(encoder.tokenizer)
+    batch: list[_Piece] = []
     n_characters, begins = 0, True
     for document in documents:
         for text, ends in split_document(document, PIECE_SIZE) if is_splittable else [("".join(document), True)]:
-            batch.append((text, begins, ends))
+            batch.append(_Piece(text, begins, ends))
             n_characters, begins = n_characters + len(text), ends
             if n_characters >= BATCH_SIZE or len(batch) >= BATCH_TEXTS:
-                yield from _encode(batch, tokenizer, *wrapping)
+                yield _encode(batch, encoder, *wrapping)
                 batch, n_characters = [], 0
-    yield from _encode(batch, tokenizer, *wrapping)
+    yield _encode(batch, encoder, *wrapping)
 
 
-def _encode(
-    batch: list[tuple[str, bool, bool]], tokenizer: Tokenizer, prefix: list[int], suffix: list[int]
-) -> Iterator[Piece]:
-    encoded = tokenizer.tokenize([text for text, _, _ in batch], allow_special=False)
-    for (text, begins, ends), ids in zip(batch, encoded, strict=True):
-        if begins and ends and (not text or text.isspace()):
-            yield Piece([], True)
-        else:
-            yield Piece([*(prefix if begins else ()), *ids, *(suffix if ends else ())], ends)
+def _encode(batch: Sequence[_Piece], encoder: ArrayEncoder, prefix: list[int], suffix: list[int]) -> EncodedBatch:
+    is_blank = np.fromiter((piece.is_blank for piece in batch), bool, len(batch))
+    begins = np.fromiter((piece.begins for piece in batch), bool, len(batch)) & ~is_blank
+    ends = np.fromiter((piece.ends for piece in batch), bool, len(batch))
+    encoded = encoder.encode([piece.text for piece, blank in zip(batch, is_blank.tolist(), strict=True) if not blank])
+    lengths = np.zeros(len(batch), np.int64)
+    lengths[~is_blank] = encoded.lengths
+    lengths += begins * len(prefix) + (ends & ~is_blank) * len(suffix)
+    stops = np.cumsum(lengths)
+    ids = np.empty(int(lengths.sum()), np.uint32)
+    is_text = np.ones(len(ids), bool)
+    at_begins = (stops - lengths)[begins][:, None] + np.arange(len(prefix))
+    at_ends = stops[ends & ~is_blank][:, None] + np.arange(-len(suffix), 0)
+    for places, added in ((at_begins, prefix), (at_ends, suffix)):
+        ids[places] = added
+        is_text[places] = False
+    ids[is_text] = encoded.ids
+    return EncodedBatch(ids, stops[ends])
 
 
 def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
