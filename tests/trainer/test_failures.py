@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from torchtitan.components.loss import CrossEntropyLoss
 
 from tests.commands import run_command
 from tests.experiments.test_rl import folder, train_rl  # noqa: F401 (a fixture)
 from tests.processes import run_processes
 from tests.training import TINY, flags, read_metrics, run, tiny_config, train
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.tools.errors import SharedError, UserError
 from torchtitan.trainer import Callback, Trainer
