@@ -56,7 +56,9 @@ use_environment() {
             # torch first and pinned, so that no other package's looser request chooses the build.
             "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' "$root/constraints.txt")" >&2
         fi
-        "$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable "$root${extra:+[$extra]}" >&2
+        # compat: a path that mypy and editors follow, in place of a finder that only a running Python asks.
+        "$venv/bin/python" -m pip install --quiet --constraint "$constraints" \
+            --config-settings editable_mode=compat --editable "$root${extra:+[$extra]}" >&2
         touch "$venv/.installed-$state" "$venv/.installed-$state$extra"
     fi
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH

@@ -98,6 +98,50 @@ def test_installed_command_works_in_another_folder(installed: Callable[..., str]
     assert [step for (step,) in read_metrics(home / "sft")] == [1, 2]
 
 
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return what `mypy --strict` reports on a program in a folder of its own, in a new environment with a copy of the
+    checkout that is installed as scripts/environment.sh installs it."""
+    pytest.importorskip("pip")
+    home = tmp_path_factory.mktemp("editable")
+    source = home / "checkout"
+    shutil.copytree(PROJECT / "torchtitan", source / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
+    venv.create(home / "venv", with_pip=False)
+    (packages,) = (home / "venv").glob("lib/python*/site-packages")
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "others.pth").write_text("\n".join(others))
+    setting = re.search(r"--config-settings (\S+)", (PROJECT / "scripts" / "environment.sh").read_text())
+    assert setting
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    words = [*install, "--config-settings", setting[1], "--editable", source]
+    subprocess.run([sys.executable, "-m", "pip", "--python", home / "venv/bin/python", *words], check=True)
+    elsewhere = home / "elsewhere"
+    elsewhere.mkdir()
+
+    def check(program: str) -> str:
+        (elsewhere / "program.py").write_text(program)
+        # mypy asks the environment's Python for the paths of packages, also those in its .pth files.
+        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", home / "venv/bin/python"]
+        result = subprocess.run([*command, "program.py"], cwd=elsewhere, capture_output=True, text=True, timeout=300)
+        return result.stdout + result.stderr
+
+    return check
+
+
+@pytest.mark.slow
+def test_mypy_follows_the_package_from_another_folder(editable: Callable[[str], str]):
+    (example,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+    assert editable(example) == "Success: no issues found in 1 source file\n"
+    wrong = example.replace("local_batch_size=2", 'local_batch_size="2"').replace('path=""', 'folder=""')
+    report = editable(wrong + "\nreveal_type(tokenizer)\nreveal_type(loader)\nreveal_type(model)\n")
+    assert 'Argument "local_batch_size" to "build" of "Config" has incompatible type "str"; expected "int"' in report
+    assert 'Unexpected keyword argument "folder" for "build" of "Config"' in report
+    for kind in ("pretrained.PretrainedTokenizer", "dataloader.PretrainDataLoader", "model.BaseModel"):
+        assert re.search(rf'Revealed type is "torchtitan\.[\w.]*{kind}"', report), report
+
+
 def test_version_is_consistent():
     assert METADATA["dynamic"] == ["version"]
     assert yaml.safe_load((PROJECT / "CITATION.cff").read_text())["version"] == torchtitan.__version__

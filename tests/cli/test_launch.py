@@ -502,7 +502,8 @@ class TestScripts:
         assert calls == [
             f"-m venv {checkout}/.venv",
             "-m pip install --quiet torch==2.13.0",
-            f"-m pip install --quiet --constraint {checkout}/constraints.txt --editable {checkout}",
+            f"-m pip install --quiet --constraint {checkout}/constraints.txt "
+            f"--config-settings editable_mode=compat --editable {checkout}",
             *train,
         ]
         assert self.run(checkout, "run_train.sh", "--training.steps", "3", MODULE="llama3") == (0, train, "")
@@ -552,7 +553,7 @@ class TestScripts:
         assert code == 0 and "Using the torch that python3 has" in printed
         assert "-m venv --system-site-packages" in " ".join(calls)
         (install,) = [call for call in calls if "pip install" in call]
-        constraints = Path(install.split("--constraint ")[1].split(" --editable")[0])
+        constraints = Path(install.split("--constraint ")[1].split(" --config-settings")[0])
         assert constraints.read_text() == "numpy==2\n"
 
     def test_old_python_is_rejected(self, checkout: Path) -> None:

@@ -3,15 +3,33 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torchtitan.config.code import untrusted_in
 from torchtitan.tools.errors import UserError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
@@ -57,6 +75,30 @@ def holds_list(declared: Any) -> bool:
     return get_origin(declared) in (list, tuple)
 
 
+def builds(
+    owner: Callable[[], Callable[Concatenate[Any, P], T]],
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[Any, P], T]]:
+    """Give `build` of a nested `Config` the parameters and the result of its owner, for type checkers and editors:
+
+        @builds(lambda: LRScheduler)
+        def build(self) -> Any:
+            \"\"\"Build the schedule.\"\"\"
+
+    The method does what `Configurable.Config.build` does, so a configuration of a subclass builds the subclass. `owner`
+    is never called; it names the class before the class exists.
+    """
+
+    def typed(declared: Callable[..., Any]) -> Callable[Concatenate[Any, P], T]:
+        @functools.wraps(declared)
+        def build(self: "Configurable.Config", /, *args: P.args, **runtime: P.kwargs) -> T:
+            built: T = Configurable.Config.build(self, *args, **runtime)
+            return built
+
+        return build
+
+    return typed
+
+
 class Configurable:
     """A component built from a nested `Config` dataclass, with a string literal under each field as its `--help` text.
 
@@ -71,10 +113,11 @@ class Configurable:
 
         _owner: ClassVar[type["Configurable"]]
 
-        def build(self, **runtime: Any) -> Any:
-            """Construct the component as `Owner(copy of this configuration, **runtime)`, after calling `validate`."""
+        def build(self, *args: Any, **runtime: Any) -> Any:
+            """Construct the component as `Owner(copy of this configuration, **runtime)`, after calling `validate`. A
+            component declares the types of its arguments with `builds`."""
             self.validate()
-            return self._owner(copy.deepcopy(self), **runtime)
+            return self._owner(copy.deepcopy(self), *args, **runtime)
 
         def validate(self) -> None:
             """Check the values before anything is built. Raise `UserError` for an unusable value."""

@@ -5,12 +5,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
-from torchtitan.config.configurable import config_key
+from torchtitan.config.configurable import builds, config_key
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
@@ -44,6 +44,10 @@ class ModelConverter(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """A converter's options: `--model_converters.<class name in lower case>.<field>`."""
+
+        @builds(lambda: ModelConverter)
+        def build(self) -> Any:
+            """Build the converter."""
 
         @property
         def option(self) -> str:
@@ -109,6 +113,10 @@ class LayerConverter(ModelConverter):
 
         exclude: list[str] = field(default_factory=list)
         """Regular expressions; layers with matching names are not converted."""
+
+        @builds(lambda: LayerConverter)
+        def build(self) -> Any:
+            """Build the converter."""
 
         def validate(self) -> None:
             check_choice(self.option, self.include, self.exclude, "nothing would be converted")

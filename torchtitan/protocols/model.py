@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.protocols.initializer import DerivedRows
 from torchtitan.tools.errors import UserError
 
@@ -36,6 +37,10 @@ class BaseModel(nn.Module, Configurable):
 
         scores: bool = False
         """Compute one score per token, a reward, instead of logits (`--module reward`)."""
+
+        @builds(lambda: BaseModel)
+        def build(self) -> Any:
+            """Build the model on the current device."""
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan.components.data.base import Batch
 from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.distributed.compile import RecompileMonitor
 from torchtitan.trainer.step_result import StepResult, StopReason
 
@@ -22,6 +23,10 @@ class Callback(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Options of a callback."""
+
+        @builds(lambda: Callback)
+        def build(self) -> Any:
+            """Build the callback of a run."""
 
         def check_run(self, run: Any) -> None:
             """Raise `UserError` if the callback does not support a run, a `Trainer.Config`."""

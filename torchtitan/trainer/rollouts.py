@@ -115,7 +115,7 @@ class RolloutTrainer(Trainer):
         self.rollout = rollout.find_function()
 
     def build_callbacks(self) -> list[Callback]:
-        self.completions = Completions.Config().build(trainer=self)
+        self.completions = Completions(Completions.Config(), trainer=self)
         return [*super().build_callbacks(), self.completions]
 
     def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:

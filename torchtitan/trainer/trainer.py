@@ -29,6 +29,7 @@ from torchtitan.components.optim.spikes import SpikeGuard
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
@@ -87,6 +88,10 @@ class Trainer(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(RunConfig):
         """A whole run. Each field is a section of the command line and of `--config_file`."""
+
+        @builds(lambda: Trainer)
+        def build(self) -> Any:
+            """Build every part of the run."""
 
     # What a subclass changes. A class that overrides the method has the value True, and may say so.
     has_own_loss: ClassVar[bool] = False

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,7 +32,7 @@ from torchtitan.components.checkpoint.resume import (
 from torchtitan.components.checkpoint.saver import Assets, Export, Saver
 from torchtitan.components.checkpoint.space import check_free, total_bytes
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, builds
 from torchtitan.distributed.initialize import local_part
 from torchtitan.distributed.process_group import new_cpu_group
 from torchtitan.tools.errors import UserError, suggest
@@ -76,6 +76,10 @@ class CheckpointManager(Configurable):
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(CheckpointConfig):
         """Options for saving, keeping and loading checkpoints."""
+
+        @builds(lambda: CheckpointManager)
+        def build(self) -> Any:
+            """Build the checkpointer of a run."""
 
         def decide_start(
             self, dump_folder: str, get_identity: Callable[[], RunIdentity] | None = None

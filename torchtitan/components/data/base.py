@@ -13,6 +13,7 @@ from torchtitan.components.data.report import DataSummary
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.code import CacheFolder
+from torchtitan.config.configurable import builds
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
@@ -229,6 +230,10 @@ class TokenizingDataLoader(BaseDataLoader):
         """Folder for tokenized local data; empty: $TORCHTITAN_CACHE or, if it is not set, ~/.cache/torchtitan."""
         verify_caches: bool = False
         """Verify all checksums of the tokenized data before use; False: verify a sample of them."""
+
+        @builds(lambda: TokenizingDataLoader)
+        def build(self) -> Any:
+            """Build the loader of one data-parallel rank."""
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range on any host, without reading data."""

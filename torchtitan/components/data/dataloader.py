@@ -21,6 +21,7 @@ from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.block_cache import BlockCache
 from torchtitan.components.data.sources.source import DOCUMENTS, Source, StreamSource, resolve_source
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config.configurable import builds
 from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError, require
 
@@ -55,6 +56,10 @@ class PretrainDataLoader(TokenizingDataLoader):
         """GiB of the local cache for blocks of remote prepared data, shared by the processes of a host; 0: none."""
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
+
+        @builds(lambda: PretrainDataLoader)
+        def build(self) -> Any:
+            """Build the loader of one data-parallel rank."""
 
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)

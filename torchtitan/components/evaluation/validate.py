@@ -18,6 +18,7 @@ from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss, CrossEntropySum, Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
@@ -65,6 +66,10 @@ class Validator(Configurable):
 
         at_start: bool = False
         """Also validate before the first step."""
+
+        @builds(lambda: Validator)
+        def build(self) -> Any:
+            """Build the validator of a run."""
 
         def validate(self) -> None:
             require_at_least(1, validator__freq=self.freq)

@@ -7,6 +7,7 @@ the full logits, the largest tensor of a training step with a large vocabulary.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torchtitan.components.losses.cross_entropy import (
     labeled_rows,
 )
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.distributed.loss_parallel import LogitsLoss, local_shards, on_sharded_logits
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import require
@@ -41,6 +43,10 @@ class CrossEntropyLoss(Configurable):
 
         chunk_tokens: int | None = None
         """Number of tokens with logits in memory at a time; 0: all at once. None: 4,096 on CUDA, otherwise 1,024."""
+
+        @builds(lambda: CrossEntropyLoss)
+        def build(self) -> Any:
+            """Build the loss."""
 
         def validate(self) -> None:
             tokens = self.chunk_tokens

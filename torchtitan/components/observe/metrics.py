@@ -16,7 +16,7 @@ import torch
 
 from torchtitan.components.observe.metric_sinks import JsonLines, Sink, TensorBoard, WandB
 from torchtitan.config.code import RunFolder
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, builds
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.device import PeakFlops, device_description, memory_gib, peak_flops, synchronize
@@ -95,6 +95,10 @@ class MetricsProcessor(Configurable):
 
         enable_live_view: bool = True
         """Show a progress bar below the log if standard error is a terminal."""
+
+        @builds(lambda: MetricsProcessor)
+        def build(self) -> Any:
+            """Build the metrics of a run."""
 
         def validate(self) -> None:
             require_at_least(1, metrics__log_freq=self.log_freq)

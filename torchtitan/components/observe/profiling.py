@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan.config.code import RunFolder
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, builds
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.device import device_type
@@ -58,6 +58,10 @@ class Profiler(Configurable):
 
         save_memory_snapshot_folder: RunFolder = "memory_snapshot"
         """Folder of the memory snapshots inside the dump folder."""
+
+        @builds(lambda: Profiler)
+        def build(self) -> Any:
+            """Build the profiler of a rank."""
 
         def validate(self) -> None:
             require_at_least(

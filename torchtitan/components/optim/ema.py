@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.tools.errors import UserError, require
 
@@ -37,6 +38,10 @@ class WeightAverage(Configurable):
 
         for_export: bool = False
         """Write the averages with checkpoint.last_save_in_hf or last_save_model_only."""
+
+        @builds(lambda: WeightAverage)
+        def build(self) -> Any:
+            """Build the averages of a model's parts."""
 
         def validate(self) -> None:
             valid = self.decay is None or 0 <= self.decay < 1

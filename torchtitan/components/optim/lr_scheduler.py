@@ -9,6 +9,7 @@ import torch
 
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
@@ -43,6 +44,10 @@ class LRScheduler(Configurable):
 
         min_lr_factor: float = 0.0
         """Final rate as a fraction of the peak."""
+
+        @builds(lambda: LRScheduler)
+        def build(self) -> Any:
+            """Build the schedule of an optimizer, whose rates it sets."""
 
         def validate(self) -> None:
             require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)

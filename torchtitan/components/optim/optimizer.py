@@ -15,6 +15,7 @@ from torchtitan.components.optim.adamw_8bit import make_adamw_8bit
 from torchtitan.components.optim.adamw_offload import AdamWOffload
 from torchtitan.components.optim.muon import Muon
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
+from torchtitan.config.configurable import builds
 from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
@@ -91,6 +92,10 @@ class Optimizer(Configurable):
         early_step_in_backward: bool = False
         """Update each parameter during the backward pass and free its gradient immediately, which saves memory.
         Incompatible with gradient accumulation, clipping and pipeline parallelism."""
+
+        @builds(lambda: Optimizer)
+        def build(self) -> Any:
+            """Build the optimizer of a model's parts."""
 
         def validate(self) -> None:
             rates = {"lr": self.lr, "weight_decay": self.weight_decay}

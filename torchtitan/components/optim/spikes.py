@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import builds
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError, require
 
@@ -48,6 +49,10 @@ class SpikeGuard(Configurable):
         advance_schedule: bool = True
         """Also advance the learning-rate schedule with skipped and undone steps, so that it ends
         with the run."""
+
+        @builds(lambda: SpikeGuard)
+        def build(self) -> Any:
+            """Build the guard."""
 
         def validate(self) -> None:
             valid = self.threshold is None or self.threshold > 0

@@ -19,6 +19,7 @@ from torchtitan.components.tokenizer.tiktoken_model import (
     read_tiktoken,
 )
 from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
+from torchtitan.config.configurable import builds
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import missing_folder_error, read_object
 from torchtitan.tools.logging import logger
@@ -63,6 +64,10 @@ class PretrainedTokenizer(Tokenizer):
         split_pattern: str = ""
         """Regular expression that splits text before merging, for a file in tiktoken's format, which lacks it; in the
         model's code, it is usually called pat_str. Empty: Llama 3's, if the ranks are Llama 3's."""
+
+        @builds(lambda: PretrainedTokenizer)
+        def build(self) -> Any:
+            """Build the tokenizer in the folder `path`; empty: the embedded one."""
 
         def validate(self) -> None:
             if blank := [token for token in self.added_tokens if not token.strip()]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
 
 from torchtitan.components.losses.loss import IGNORE_INDEX
+from torchtitan.config.configurable import builds
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
@@ -36,6 +37,10 @@ class TransformersModel(BaseModel):
 
         document: Suppress[dict[str, Any]]
         """Content of config.json."""
+
+        @builds(lambda: TransformersModel)
+        def build(self) -> Any:
+            """Build the model on the current device."""
 
         @classmethod
         def of(cls, document: Mapping[str, Any]) -> Self:
