@@ -130,6 +130,17 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return check
 
 
+CALLBACK = """
+from torchtitan.trainer import Callback, StepResult
+
+
+class StopAtLoss(Callback):
+    def after_step(self, outcome: StepResult) -> None:
+        if outcome.loss < 1 and self.trainer.config.training.gc_freq > 1:
+            self.trainer.total_steps = self.trainer.steps
+"""
+
+
 @pytest.mark.slow
 def test_mypy_follows_the_package_from_another_folder(editable: Callable[[str], str]):
     (example,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
@@ -138,6 +149,8 @@ def test_mypy_follows_the_package_from_another_folder(editable: Callable[[str], 
     report = editable(wrong + "\nreveal_type(tokenizer)\nreveal_type(loader)\nreveal_type(model)\n")
     assert 'Argument "local_batch_size" to "build" of "Config" has incompatible type "str"; expected "int"' in report
     assert 'Unexpected keyword argument "folder" for "build" of "Config"' in report
+    report_of_callback = editable(CALLBACK)
+    assert '"Run" has no attribute "steps"' in report_of_callback and "Found 1 error" in report_of_callback
     for kind in ("pretrained.PretrainedTokenizer", "dataloader.PretrainDataLoader", "model.BaseModel"):
         assert re.search(rf'Revealed type is "torchtitan\.[\w.]*{kind}"', report), report
 

@@ -12,6 +12,7 @@ from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
 from torchtitan.distributed.compile import RecompileMonitor
+from torchtitan.trainer.run import Run, Sections
 from torchtitan.trainer.step_result import StepResult, StopReason
 
 
@@ -28,10 +29,10 @@ class Callback(Configurable):
         def build(self) -> Any:
             """Build the callback of a run."""
 
-        def check_run(self, run: Any) -> None:
+        def check_run(self, run: Sections) -> None:
             """Raise `UserError` if the callback does not support a run, a `Trainer.Config`."""
 
-    def __init__(self, config: Config, *, trainer: Any):
+    def __init__(self, config: Config, *, trainer: Run):
         super().__init__(config)
         self.trainer = trainer
 
@@ -112,7 +113,7 @@ class GarbageCollection(Callback):
 class RecompileWarning(Callback):
     """Warn if torch.compile compiles after the first step."""
 
-    def __init__(self, config: Callback.Config, *, trainer: Any):
+    def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
         self.monitor = RecompileMonitor()
 
@@ -123,7 +124,7 @@ class RecompileWarning(Callback):
 class Profiling(Callback):
     """Record traces as the section `profiling` says."""
 
-    def __init__(self, config: Callback.Config, *, trainer: Any):
+    def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
         options = trainer.config.profiling
         self.profiler = options.build(dump_folder=trainer.config.dump_folder, device=trainer.device, rank=trainer.rank)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torchtitan.components.evaluation import Scorer
 from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file, read_questions, read_text
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.run import Sections
 from torchtitan.trainer.step_result import StepResult, StopReason
 
 
@@ -45,7 +45,7 @@ class Evaluation(Callback):
                     raise UserError(f"--callbacks.evaluation.files: there is no file '{path}'")
                 _ = read_questions(path, self.limit) if path.suffix == ".jsonl" else read_text(path)
 
-        def check_run(self, run: Any) -> None:
+        def check_run(self, run: Sections) -> None:
             if self.files:
                 user = "--callbacks.evaluation.files (evaluate the checkpoints: torchtitan eval)"
                 run.parallelism.require_one("tensor", "context", "pipeline", user=user)

@@ -13,6 +13,7 @@ from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import RunFailure
 from torchtitan.trainer.callbacks import Callback, Recorder
+from torchtitan.trainer.run import Run
 from torchtitan.trainer.step_result import StepResult
 
 
@@ -24,7 +25,7 @@ class Ledger(Recorder):
     aside. Without `debug.ledger`, nothing is written. Raises `RunFailure` on failure, since a ledger must have no gaps.
     """
 
-    def __init__(self, config: Callback.Config, *, trainer: Any):
+    def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
         self.enabled = trainer.config.debug.ledger
         self.path = Path(trainer.config.dump_folder) / "ledger.jsonl"

@@ -1,12 +1,12 @@
 """The callback that balances the experts of every run's models."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.losses.load_balance import LoadBalancer
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.run import Run
 from torchtitan.trainer.step_result import StepResult
 
 
@@ -20,7 +20,7 @@ class LoadBalance(Callback):
     """Run a `LoadBalancer` through each step. It sits beside the step: a trainer with its own `train_step` has it too.
     Raises `UserError` for auxiliary losses with a loss that is not divided by its tokens beforehand."""
 
-    def __init__(self, config: Callback.Config, *, trainer: Any):
+    def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
         self.balancer = LoadBalancer(trainer.trained_parts, trainer.mesh)
         if trainer.has_own_loss and self.balancer.has_losses:

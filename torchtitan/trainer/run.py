@@ -1,0 +1,92 @@
+"""`Run`: what a callback sees of a `Trainer`."""
+
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.data.base import BaseDataLoader, Batch
+from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.observe.metrics import MetricsProcessor
+from torchtitan.components.observe.profiling import Profiler
+from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.components.optim.spikes import SpikeGuard
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.mixed_precision import MixedPrecision
+from torchtitan.distributed.phases import PhaseClock
+from torchtitan.distributed.watchdog import Watchdog
+from torchtitan.trainer.data_progress import DataProgress
+from torchtitan.trainer.models import RunModel
+
+
+class Sections(Protocol):
+    """Sections of a `Trainer.Config` that every run has."""
+
+    hf_assets_path: str
+    dump_folder: str
+    optimizer: Optimizer.Config
+    lr_scheduler: LRScheduler.Config
+    training: TrainingConfig
+    spikes: SpikeGuard.Config
+    ema: WeightAverage.Config
+    parallelism: ParallelismConfig
+    compile: CompileConfig
+    checkpoint: CheckpointManager.Config
+    metrics: MetricsProcessor.Config
+    validator: Validator.Config
+    profiling: Profiler.Config
+    debug: DebugConfig
+
+
+class Run(Protocol):
+    """A run as its callbacks see it: a `Trainer`, whose attributes these are."""
+
+    has_own_loss: ClassVar[bool]
+
+    step: int
+    total_steps: int
+    """The last step. A callback may set it to `step` to end the run."""
+    n_tokens_seen: int
+    num_parameters: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    parallel_dims: ParallelDims
+    phases: PhaseClock
+    watchdog: Watchdog
+    precision: MixedPrecision
+    tokenizer: Tokenizer
+    run_length: DataProgress
+    models: dict[str, RunModel]
+    model_parts: list[nn.Module]
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    spikes: SpikeGuard
+    ema: WeightAverage
+    metrics: MetricsProcessor
+    checkpointer: CheckpointManager
+    validator: Validator | None
+
+    @property
+    def config(self) -> Sections: ...
+
+    @property
+    def dataloader(self) -> BaseDataLoader: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def trained_parts(self) -> list[nn.Module]: ...
+
+    def mixed_precision(self) -> AbstractContextManager[None]: ...
+
+    def post_dataloading_process(self, batch: Batch) -> Batch: ...
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]: ...
