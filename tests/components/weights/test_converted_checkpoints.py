@@ -870,7 +870,8 @@ def test_killed_and_resumed(tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    newest = catalog.resumable(catalog.folder_at(tmp_path / "killed" / "checkpoint"))[-1].step
+    folder = catalog.folder_at(tmp_path / "killed" / "checkpoint")
+    newest = catalog.resumable(folder, catalog.list_checkpoints(folder))[-1].step
     options = {
         **SAVING,
         "checkpoint__save_trainable_only": True,
