@@ -1,11 +1,13 @@
 """Losses of policies, preferences and distillation at extreme inputs: float32 against formulas in float64."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.processes import run_processes
 from torchtitan.components.losses import policy_loss, preference_losses
 from torchtitan.components.losses.cross_entropy import cross_entropy_
 from torchtitan.components.losses.distillation import DistillationLoss, Kind, Outputs, divergence
@@ -91,6 +93,35 @@ def test_advantages_far_from_0_are_whitened_exactly() -> None:
     expected = (rewards - rewards.mean()) / rewards.std(correction=0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
     assert all((batch["advantages"][batch["labels"] == -100] == 0).all() for batch, _ in batches)
+
+
+def rewards_of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rewards and labels of a rank, of other lengths and around other means."""
+    generator = torch.Generator().manual_seed(rank)
+    length = (40, 17)[rank]
+    labels = torch.full((1, length), 7)
+    labels[0, :: rank + 3] = -100
+    return 1000 + rank + 0.1 * torch.randn(1, length, generator=generator), labels
+
+
+def whiten_on_rank(folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    rewards, labels = rewards_of_rank(rank)
+    samples, values = torch.arange(labels.numel())[None], torch.zeros_like(rewards)
+    batch = {"labels": labels, "samples": samples, "advantages": rewards, "old_values": values}
+    estimate_advantages([batch], 0.95)
+    torch.save(batch["advantages"], folder / f"{rank}.pt")
+
+
+@pytest.mark.slow
+def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
+    """Equal to float64 over the tokens of both ranks: a mean of the ranks' means would differ by 20 deviations."""
+    run_processes(whiten_on_rank, 2, tmp_path)
+    parts = [rewards_of_rank(rank) for rank in range(2)]
+    rewards = torch.cat([rewards[labels != -100].double() for rewards, labels in parts])
+    expected = (rewards - rewards.mean()) / rewards.std(correction=0)
+    found = [torch.load(tmp_path / f"{rank}.pt")[labels != -100] for rank, (_, labels) in enumerate(parts)]
+    torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-6, atol=1e-6)
 
 
 MARGINS = [-1e6, -200.0, -1.0, 0.0, 1.0, 200.0, 1e6]
