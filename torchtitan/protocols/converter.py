@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import builds, config_key
-from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.experts import LinearRouter, StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger, without_logs
@@ -156,7 +156,8 @@ class LayerConverter(ModelConverter):
                     f"model_converters: {name} is already converted by {other}, and {key} cannot convert it again; "
                     f"exclude it from one of them ({config.option}.exclude)"
                 )
-            if type(layers[name]) not in self.layer_types and not isinstance(layers[name], StackedExperts):
+            is_of_base = isinstance(layers[name], (StackedExperts, LinearRouter))
+            if type(layers[name]) not in self.layer_types and not is_of_base:
                 base = next(type_ for type_ in self.layer_types if isinstance(layers[name], type_))
                 raise UserError(
                     f"{config.option}: {name} cannot be converted: it is a {type(layers[name]).__name__}, which "

@@ -110,3 +110,25 @@ class LoadBalanced(nn.Module):
         """Tokens of the global batch that each expert gets with the current weights, for the batch loss."""
         self.is_measuring = False
         """True if forward passes count, because no backward pass follows."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the selection bias moves."""
+        return any(weight.requires_grad for weight in self.parameters())
+
+
+class LinearRouter(LoadBalanced):
+    """A router whose logits are those of a linear layer, `weight` (E, dim) and `bias` (E,)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the selection bias moves: not beside an adapter, whose base model has it."""
+        return self.weight.requires_grad
+
+    def logits(self, x_BLD: Tensor) -> Tensor:
+        """Return the logits of experts, (B, L, E), in float32: rounding would change the choice."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x_BLD.float(), self.weight.float(), bias)

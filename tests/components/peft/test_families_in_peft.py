@@ -29,7 +29,7 @@ from tests.pretrained import assert_equal
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.adapter_tensors import map_to_internal
 from torchtitan.components.peft.rewritten_names import REWRITTEN_NAMES
-from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.experts import LoadBalanced, StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 
@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "default": {},
     "all linear": {"include": [r"\.\d+\.", r"^head\.output$"]},
     "experts only": {"include": ["experts$"]},
+    "routers": {"include": [r"\battention\.w", r"moe\.router$"]},
     "one layer": {"include": [r"layers\.1\.(?!.*\bexperts$)"]},
     "rsLoRA": {"rslora": True},
     "DoRA": {"dora": True},
@@ -73,6 +74,8 @@ def lora_config(kind: str, spec: ModelSpec) -> LoRA.Config:
         model = spec.model.build()
     if kind == "all linear" and model.head.output is None:
         options["include"] = options["include"][:1]
+    if kind == "routers" and not any(isinstance(module, LoadBalanced) for module in model.modules()):
+        pytest.skip("it has no routers")
     if kind == "experts only" and not any(isinstance(module, StackedExperts) for module in model.modules()):
         pytest.skip("it has no experts")
     return LoRA.Config(rank=4, alpha=6.0, **options)
@@ -89,7 +92,7 @@ def all_cases() -> Iterator[Any]:
     fast = {("llama", "default"), ("llama", "DoRA"), *((name, "default") for name in REWRITTEN)}
     for name in CASES:
         for kind in KINDS:
-            is_fast = (name, kind) in fast or (name == "glm4_moe" and kind in ("all linear", "patterns"))
+            is_fast = (name, kind) in fast or (name == "glm4_moe" and kind in ("all linear", "patterns", "routers"))
             yield pytest.param(name, kind, marks=[] if is_fast else [pytest.mark.slow])
 
 
@@ -110,7 +113,9 @@ def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -
     config = lora_config(kind, spec)
     model = adapted(spec, config, plain, seed=1)
     if kind == "DoRA" and name in REWRITTEN:
-        with pytest.raises(UserError, match="PEFT supports no DoRA of layers that it takes for experts: model.layers"):
+        with pytest.raises(
+            UserError, match="PEFT supports no DoRA of layers that it adapts as parameters: model.layers"
+        ):
             write(tmp_path / "adapter", config, model, spec)
         return
     write(tmp_path / "adapter", config, model, spec)
@@ -197,7 +202,7 @@ def names_of_targets(theirs: Any, spec: ModelSpec) -> list[str]:
     ["glm4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(REWRITTEN - {"glm4_moe"}))],
 )
 def test_a_family_with_experts_opens_targets_of_peft(name: str, target: str, tmp_path: Path) -> None:
-    """peft doubles the rank and alpha of fused gates and ups. It has routers in "all-linear", which we do not adapt."""
+    """peft doubles the rank and alpha of fused gates and ups. It has routers in "all-linear"."""
     base = base_folder(name, tmp_path / "base")
     spec, plain = plain_weights(base)
     defaults = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -210,15 +215,8 @@ def test_a_family_with_experts_opens_targets_of_peft(name: str, target: str, tmp
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
     layers = names_of_targets(theirs, spec)
-    routers = [layer for layer in layers if layer.endswith("moe.router")]
-    include = [f"^{re.escape(layer)}$" for layer in layers if layer not in routers]
+    include = [f"^{re.escape(layer)}$" for layer in layers]
     config = LoRA.Config(rank=4, alpha=6.0, rslora=rslora, include=include)
-    if routers:
-        with pytest.raises(
-            UserError, match=r"the adapter has other layers than .*: only in the file: layers\.\d\.moe\.router"
-        ):
-            read(tmp_path / "theirs", doubled(config), spec, adapted(spec, doubled(config), plain))
-        return
     if any("experts" in layer for layer in layers):
         with pytest.raises(
             UserError, match=r"rank_pattern w13=8 and set --model_converters\.lora\.alpha_pattern w13=12$"
@@ -232,3 +230,26 @@ def test_a_family_with_experts_opens_targets_of_peft(name: str, target: str, tmp
     write(tmp_path / "ours", config, model, spec)
     again = open_without_warnings(open_base(base), tmp_path / "ours")
     assert relative_difference(model, again) < TOLERANCE
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_routers_of_all_linear_layers_are_read(dora: bool, tmp_path: Path) -> None:
+    """In Gemma 4, they are linear layers, which peft adapts with the others, also by DoRA."""
+    base = base_folder("gemma4_text, experts", tmp_path / "base")
+    spec, plain = plain_weights(base)
+    options = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(open_base(base), options).eval()
+    randomize(theirs, seed=3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    layers = names_of_targets(theirs, spec)
+    assert "layers.0.moe.router" in layers
+    config = LoRA.Config(rank=4, alpha=6.0, dora=dora, include=[f"^{re.escape(layer)}$" for layer in layers])
+    model = adapted(spec, config, plain)
+    read(tmp_path / "theirs", config, spec, model)
+    assert relative_difference(model, theirs) < TOLERANCE
+    if dora:
+        with pytest.raises(UserError, match="no DoRA of layers that it adapts as parameters: model.layers"):
+            write(tmp_path / "ours", config, model, spec)
+        return
+    write(tmp_path / "ours", config, model, spec)
+    assert relative_difference(model, open_without_warnings(open_base(base), tmp_path / "ours")) < TOLERANCE

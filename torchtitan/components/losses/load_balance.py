@@ -80,7 +80,7 @@ class LoadBalancer:
         self._totals = self._global_totals()
         for index, (router, totals) in enumerate(zip(self._routers.values(), self._totals, strict=True)):
             counts_E = totals[:-1]
-            if router.selection is not None and any(weight.requires_grad for weight in router.parameters()):
+            if router.selection is not None and router.is_trained:
                 router.selection.update(counts_E)
             is_idle_E = counts_E * router.n_experts < _STARVING_SHARE * counts_E.sum()
             self._idle_steps[index] = (self._idle_steps[index] + 1) * is_idle_E

@@ -22,9 +22,9 @@ from torchtitan.components.peft.adapter_tensors import (
     make_entries,
     map_to_internal,
     module_of,
+    parameter_layers,
     peft_sizes,
     refused_layers,
-    rewritten_layers,
 )
 from torchtitan.components.peft.sizes import Size, find_patterns, look_up
 from torchtitan.components.weights import HuggingFaceSource
@@ -131,14 +131,14 @@ def write_adapter(
     if refused := refused_layers(entries.values(), spec):
         names = summarize_names(sorted(refused))
         raise UserError(f"PEFT does not open adapters of {names}; exclude them ({config.option}.exclude)")
-    rewritten = rewritten_layers(entries.values(), spec)
-    if rewritten and config.dora:
-        names = summarize_names(sorted(rewritten))
-        raise UserError(f"PEFT supports no DoRA of layers that it takes for experts: {names}")
-    if rewritten and config.dropout:
+    of_parameters = parameter_layers(entries.values(), spec)
+    if of_parameters and config.dora:
+        names = summarize_names(sorted(of_parameters))
+        raise UserError(f"PEFT supports no DoRA of layers that it adapts as parameters: {names}")
+    if of_parameters and config.dropout:
         logger.warning(
-            "%s has lora_dropout 0 in place of %s: PEFT has no dropout for layers that it takes for experts: %s",
-            *(folder / CONFIG, config.dropout, summarize_names(sorted(rewritten))),
+            "%s has lora_dropout 0 in place of %s: PEFT has no dropout for layers that it adapts as parameters: %s",
+            *(folder / CONFIG, config.dropout, summarize_names(sorted(of_parameters))),
         )
     document = {
         "peft_type": "LORA",
@@ -147,7 +147,7 @@ def write_adapter(
         "inference_mode": True,
         "r": config.rank,
         "lora_alpha": _whole_if_possible(config.alpha),
-        "lora_dropout": 0.0 if rewritten else config.dropout,
+        "lora_dropout": 0.0 if of_parameters else config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "bias": "none",

@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchtitan.components.peft.experts import AdaptedExperts
 from torchtitan.components.peft.lora import AdaptedLayer
 from torchtitan.components.peft.rewritten_names import REFUSED_NAMES, REWRITTEN_NAMES
+from torchtitan.components.peft.routers import AdaptedRouter
 from torchtitan.components.peft.sizes import Size
 from torchtitan.components.weights.export import format_for
 from torchtitan.protocols import ModelSpec
@@ -67,6 +68,7 @@ class Entry:
     """Our name of the layer, or of the experts' matrix."""
     size: Size
     """Size of our adapter."""
+    is_router: bool = field(default=False, kw_only=True)
 
     def file_size(self, rslora: bool) -> Size:
         """Return the size of the file's adapter."""
@@ -273,7 +275,10 @@ def _make_layer_entries(
     for parameter, shape in {**shapes, "weight": plain_shape}.items():  # a 4-bit layer has no parameter `weight`
         rows = features[parameter].index(row_features) if row_features in features[parameter] else None
         key = f"{_PREFIX}{module}.{keys[parameter]}"
-        entries[f"{name}.{parameter}"] = Entry(module, key, shape, step.transform, rows, name, size)
+        is_router = isinstance(layer, AdaptedRouter)
+        entries[f"{name}.{parameter}"] = Entry(
+            module, key, shape, step.transform, rows, name, size, is_router=is_router
+        )
     return entries
 
 
@@ -293,9 +298,12 @@ def module_of(key: str) -> str:
     return re.sub(rf"\.({suffixes})$", "", key.removeprefix(_PREFIX))
 
 
-def rewritten_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
-    """Return the layers, by Hugging Face's names, that peft takes for experts if `target_modules` has them."""
-    return _layers_named(REWRITTEN_NAMES, entries, spec)
+def parameter_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
+    """Return the layers, by Hugging Face's names, whose weights peft adapts as parameters: those that it takes for
+    experts if `target_modules` has them, and routers, most of which are no linear layers there."""
+    entries = list(entries)
+    routers = {entry.module for entry in entries if entry.is_router}
+    return _layers_named(REWRITTEN_NAMES, entries, spec) | routers
 
 
 def refused_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
@@ -315,20 +323,20 @@ def _layers_named(names_of_type: Mapping[str, frozenset[str]], entries: Iterable
 
 def peft_sizes(entries: Collection[Entry], spec: ModelSpec, rslora: bool) -> dict[str, Size]:
     """Return the sizes of the file's adapters, by the names that PEFT's patterns match: of layers, or of parameters."""
-    rewritten = rewritten_layers(entries, spec)
+    of_parameters = parameter_layers(entries, spec)
     return {
-        f"{entry.module}.weight" if entry.module in rewritten else entry.module: entry.file_size(rslora)
+        f"{entry.module}.weight" if entry.module in of_parameters else entry.module: entry.file_size(rslora)
         for entry in entries
     }
 
 
 def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[str]]:
     """Return PEFT's `target_modules` and, if there are any, its `target_parameters`: those of experts, and the weights
-    of layers that peft would take for experts."""
-    rewritten = rewritten_layers(entries, spec)
+    of `parameter_layers`."""
+    of_parameters = parameter_layers(entries, spec)
     parameters = {entry.module for entry in entries if isinstance(entry, ExpertsEntry)}
-    modules = {entry.module for entry in entries} - parameters - rewritten
-    parameters |= {f"{layer}.weight" for layer in rewritten}
+    modules = {entry.module for entry in entries} - parameters - of_parameters
+    parameters |= {f"{layer}.weight" for layer in of_parameters}
     return {
         "target_modules": _find_target_modules(modules, spec),
         **({"target_parameters": sorted(parameters)} if parameters else {}),

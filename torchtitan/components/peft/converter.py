@@ -13,6 +13,7 @@ from torchtitan.components.optim.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
 from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
+from torchtitan.components.peft.routers import adapt_router
 from torchtitan.components.peft.sizes import Size, is_match, look_up
 from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable
@@ -20,7 +21,7 @@ from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
-from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.experts import LinearRouter, StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.errors import UserError, require
@@ -33,13 +34,13 @@ EXPORTED = "adapter"
 
 
 class LoRA(LayerConverter):
-    """Low-rank adapters on linear layers and, if included, on the embedding and routed experts."""
+    """Low-rank adapters on linear layers and, if included, on the embedding, routed experts and routers."""
 
     changes_weights: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
     converts_head: ClassVar[bool] = True
     run_options: ClassVar[frozenset[str]] = frozenset({"include", "exclude", "dropout", "adapter_path"})
-    layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Embedding, StackedExperts)
+    layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Embedding, StackedExperts, LinearRouter)
 
     linear_class: ClassVar[type[LoRALinear]] = LoRALinear
     """Class of adapted linear layers."""
@@ -48,9 +49,10 @@ class LoRA(LayerConverter):
     class Config(LayerConverter.Config):
         """Size and location of adapters."""
 
-        include: list[str] = field(default_factory=lambda: [r"\.\d+\.(?!.*\bexperts$)"])
-        """Regular expressions searched in the layers' names (layers.0.attention.wq, layers.0.moe.experts, head.output,
-        tok_embeddings); matching layers get an adapter. Default: all linear layers inside the blocks."""
+        include: list[str] = field(default_factory=lambda: [r"\.\d+\.(?!.*\bexperts$|moe\.router$)"])
+        """Regular expressions searched in the layers' names (layers.0.attention.wq, layers.0.moe.experts,
+        layers.0.moe.router, head.output, tok_embeddings); matching layers get an adapter. Default: all linear layers
+        inside the blocks."""
 
         rank: int = 16
         """Rank of the adapters, at most the smaller dimension of every adapted layer."""
@@ -158,7 +160,7 @@ class LoRA(LayerConverter):
                 raise self._layer_error(name, reason, advice=f"set rank to at most {min(shape)}, or ")
         if config.dora and isinstance(layer, nn.Embedding):
             raise self._layer_error(name, "DoRA supports only linear layers")
-        if config.dropout and not isinstance(layer, nn.Linear):
+        if config.dropout and not isinstance(layer, (nn.Linear, LinearRouter)):
             raise self._layer_error(name, f"dropout {config.dropout} supports only linear layers")
         if config.dropout and name == HEAD:
             reason = f"dropout {config.dropout} cannot apply to the head's inputs, since the loss reads its weights"
@@ -178,6 +180,8 @@ class LoRA(LayerConverter):
             return adapt_experts(layer, ranks=ranks, scalings=scalings, dora=config.dora)
         size = config.size_of(name)
         scaling = size.scaling(config.rslora)
+        if isinstance(layer, LinearRouter):
+            return adapt_router(layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora)
         if isinstance(layer, nn.Embedding):
             return LoRAEmbedding(layer, rank=size.rank, scaling=scaling)
         assert isinstance(layer, nn.Linear)
@@ -231,6 +235,8 @@ class QLoRA(LoRA):
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         if isinstance(layer, StackedExperts):
             raise self._layer_error(name, "4-bit weights of routed experts are not supported; LoRA adapts them")
+        if isinstance(layer, LinearRouter):
+            raise self._layer_error(name, "4-bit weights of routers are not supported; LoRA adapts them")
         if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
             reason = f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
             raise self._layer_error(name, reason)

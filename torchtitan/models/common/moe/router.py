@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan.config.configurable import Section
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.attention import Documents
-from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig, SelectionBias
+from torchtitan.protocols.experts import LinearRouter, LoadBalanced, PenaltyConfig, SelectionBias
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
 
 
@@ -63,7 +63,7 @@ class RoutingConfig(Section):
         return scores.topk(self.top_k, dim=-1).indices
 
 
-class Router(LoadBalanced):
+class Router(LinearRouter):
     """Linear gate with or without `bias`, scores, choice and weights, in float32: rounding would change the choice."""
 
     def __init__(self, config: RoutingConfig, *, dim: int, bias: bool = False, init_std: float):
@@ -71,7 +71,7 @@ class Router(LoadBalanced):
         super().__init__(config.n_experts, config.top_k, config.penalties, selection)
         self.choose, self.scale = config.choose, config.routed_scaling_factor
         self.is_sigmoid, self.is_normalized = config.scoring_func == "sigmoid", config.norm_topk_prob
-        # Not a linear layer: converters, such as LoRA, take all of them, and the router should keep its precision.
+        # Not a linear layer: converters to 8 and 4 bits take all of them, and the router should keep its precision.
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
         self.bias = nn.Parameter(torch.empty(config.n_experts)) if bias else None
         with_initializers(self, weight=TruncatedNormal(init_std), bias=Constant(0.0))
@@ -79,8 +79,7 @@ class Router(LoadBalanced):
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K). Only tokens of `documents` count for
         balance and auxiliary losses; None: each row is one document."""
-        bias = None if self.bias is None else self.bias.float()
-        logits_BLE = F.linear(x_BLD.float(), self.weight.float(), bias)
+        logits_BLE = self.logits(x_BLD)
         scores_BLE = torch.sigmoid(logits_BLE) if self.is_sigmoid else logits_BLE.softmax(dim=-1)
         with torch.no_grad():
             chosen_BLK = self.choose(scores_BLE if self.selection is None else self.selection(scores_BLE))
@@ -93,13 +92,13 @@ class Router(LoadBalanced):
             probabilities_BLE = scores_BLE / scores_BLE.sum(dim=-1, keepdim=True)
             counts_ME = self._count(chosen_BLK, documents)
             entropy_BL = torch.special.entr(probabilities_BLE.detach()).sum(dim=-1)
-            entropy = entropy_BL.where(documents.has_token_BL, 0).sum(dtype=_widest(entropy_BL))
+            entropy = entropy_BL.where(documents.has_token_BL, 0).sum(dtype=widest(entropy_BL))
             totals = torch.cat((counts_ME.sum(dim=0), (entropy * 2**20).long()[None]))
             if self.is_measuring:
                 self.totals += totals
             elif weights_BLK.requires_grad:
                 losses = self._losses(logits_BLE, probabilities_BLE, counts_ME, documents)
-                weights_BLK = _Observed.apply(weights_BLK, losses, totals, self)
+                weights_BLK = Observed.apply(weights_BLK, losses, totals, self)
         return weights_BLK, chosen_BLK
 
     def _count(self, chosen_BLK: Tensor, documents: Documents) -> Tensor:
@@ -117,13 +116,13 @@ class Router(LoadBalanced):
         total = logits_BLE.new_zeros(())
         if penalties.batch_loss:
             assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-            total = total + penalties.batch_loss * _imbalance(probabilities_BLE, _shares(self.batch_counts_E))
+            total = total + penalties.batch_loss * imbalance(probabilities_BLE, shares_of(self.batch_counts_E))
         if penalties.sequence_loss:
             for group in self.row_groups:
                 dist.all_reduce(counts_ME, group=group)
-            shares_ME = F.pad(_shares(counts_ME), (0, 0, 0, 1))  # a row for padding
+            shares_ME = F.pad(shares_of(counts_ME), (0, 0, 0, 1))  # a row for padding
             shares_BLE = shares_ME[documents.of_token_BL]
-            total = total + penalties.sequence_loss * _imbalance(probabilities_BLE, shares_BLE)
+            total = total + penalties.sequence_loss * imbalance(probabilities_BLE, shares_BLE)
         if penalties.z_loss:  # keeps the logits small (ST-MoE, arXiv:2202.08906, equation 5)
             squares_BL1 = logits_BLE.logsumexp(dim=-1, keepdim=True).square()
             total = total + penalties.z_loss * squares_BL1.where(has_token_BL1, 0).sum()
@@ -148,16 +147,16 @@ def _rows_as_documents(x_BLD: Tensor) -> Documents:
     return Documents(torch.arange(n_rows, device=x_BLD.device)[:, None].expand(n_rows, length), n_rows)
 
 
-def _widest(x: Tensor) -> torch.dtype:
+def widest(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def _shares(counts: Tensor) -> Tensor:
+def shares_of(counts: Tensor) -> Tensor:
     """Return the share of each expert in counts of tokens, (…, E)."""
     return counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
-def _imbalance(probabilities_BLE: Tensor, shares: Tensor) -> Tensor:
+def imbalance(probabilities_BLE: Tensor, shares: Tensor) -> Tensor:
     """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i and P_i its
     probability; the mean is 1 if all experts are equally busy. Shares have no gradient. They come
     from the global batch, (E,) (Switch, arXiv:2101.03961, equation 4; arXiv:2501.11873), or from
@@ -165,12 +164,12 @@ def _imbalance(probabilities_BLE: Tensor, shares: Tensor) -> Tensor:
     return shares.shape[-1] * (probabilities_BLE * shares).sum()
 
 
-class _Observed(torch.autograd.Function):
+class Observed(torch.autograd.Function):
     """Passes the weights unchanged; the backward pass adds to the totals, and adds the auxiliary
     losses' gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: Router) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: LoadBalanced) -> Tensor:
         ctx.router = router
         ctx.save_for_backward(totals)
         return weights.view_as(weights)
