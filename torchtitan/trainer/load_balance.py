@@ -26,7 +26,8 @@ class LoadBalance(Callback):
         if trainer.has_own_loss and self.balancer.has_losses:
             raise UserError(
                 f"{type(trainer).__name__} computes its own loss, which is divided by its weight after the backward "
-                "passes, together with auxiliary losses; set the weights in --model.moe.penalties to 0"
+                "passes, together with auxiliary losses; set the weights in --model.moe.penalties to 0, or "
+                "output_router_logits in config.json to false"
             )
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:

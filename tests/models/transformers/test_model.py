@@ -1,6 +1,7 @@
 """A class of transformers as one of our models: the same loss and gradients as the class itself, for any head, and
 refusals of models that do not train."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchtitan.components.losses.load_balance import LoadBalancer
+from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.peft import LoRA
 from torchtitan.distributed import initialize_weights
@@ -122,6 +125,73 @@ def test_the_auxiliary_loss_leaves_out_padding(padding: int, packed: bool) -> No
     most = max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=TOLERANCE * most.item())
+
+
+def gradients_of_step(batches: list[tuple[torch.Tensor, AttentionMetadata]]) -> dict[str, torch.Tensor]:
+    """Return the gradients of the mean loss over the labels of micro-batches, as a `LoadBalancer` drives a step."""
+    model = model_of(document_of("mixtral", **TYPES["mixtral"]))
+    balancer = LoadBalancer([model])
+    n_tokens = sum(int((tokens != 0).sum()) for tokens, _ in batches)
+    balancer.start_step(n_tokens, 1, torch.device("cpu"))
+    head = CrossEntropyLoss.Config().build()
+
+    def loss_of(tokens: torch.Tensor, attention: AttentionMetadata) -> torch.Tensor:
+        return model(tokens, attention, head=head, labels_BL=tokens.where(tokens != 0, IGNORE_INDEX))
+
+    with balancer.measuring():
+        for batch in batches:
+            loss_of(*batch)
+    for batch in batches:
+        (loss_of(*batch) / n_tokens).backward()
+    balancer.finish_step()
+    metrics = balancer.watch()
+    assert metrics["dropped_tokens/balance"] == 0 < metrics["router_entropy/balance"] <= 1
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def ways_to_divide(documents: torch.Tensor) -> dict[str, list[tuple[torch.Tensor, AttentionMetadata]]]:
+    """Return micro-batches of four documents of 12 tokens."""
+    rows = AttentionMetadata.of_rows(2, 12)
+    positions = torch.arange(12).repeat(4)[None]
+    padded = F.pad(documents, (0, 9))
+    return {
+        "packed": [(documents.view(1, 48), AttentionMetadata.from_positions(positions))],
+        "padded": [(padded, AttentionMetadata.of_rows(4, 21, torch.full((4,), 12)))],
+        "accumulated": [(documents[:2], rows), (documents[2:], rows)],
+        "one by one": [(document[None], AttentionMetadata.of_rows(1, 12)) for document in documents],
+    }
+
+
+def test_the_auxiliary_loss_is_that_of_the_global_batch() -> None:
+    """Equal to the class's own of the whole batch, however it is divided. The sums have other orders."""
+    documents = torch.randint(8, 64, (4, 12), generator=torch.Generator().manual_seed(0))
+    model = model_of(document_of("mixtral", **TYPES["mixtral"]))
+    loss = model(documents, head=CrossEntropyLoss.Config().build(), labels_BL=documents)
+    (loss / documents.numel()).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    most = max(gradient.abs().max().item() for gradient in expected.values())
+    for way, batches in ways_to_divide(documents).items():
+        gradients = gradients_of_step(batches)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6 * most, msg=f"{way}: {name}")
+
+
+def test_log_probabilities_have_no_auxiliary_loss() -> None:
+    model = model_of(document_of("mixtral", **TYPES["mixtral"]))
+    tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    in_training = model(tokens, head=token_log_probs, labels_BL=tokens)
+    torch.testing.assert_close(in_training, model.eval()(tokens, head=token_log_probs, labels_BL=tokens))
+
+
+def test_another_formula_of_the_auxiliary_loss_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    monkeypatch.setattr(module, "load_balancing_loss_func", lambda logits, *sizes: 1.01 * torch.cat(logits).sum())
+    model = model_of(document_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.25))
+    assert model.balance is None
+    message = "MixtralForCausalLM computes the loss of its routers in its own way, for each micro-batch of a rank"
+    assert message in caplog.text
 
 
 def test_a_batch_of_padding_has_a_finite_loss() -> None:

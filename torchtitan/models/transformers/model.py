@@ -13,6 +13,7 @@ from tyro.conf import Suppress
 
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.config.configurable import builds
+from torchtitan.models.transformers.balance import make_balance
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
@@ -89,6 +90,7 @@ class TransformersModel(BaseModel):
         _share_modules(self.model)
         add_initializers(self.model)
         self._freeze_other_modalities()
+        self.balance = make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
         self._block_names = _find_blocks(self.model)
         self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -182,8 +184,9 @@ class TransformersModel(BaseModel):
         head: Head = compute_logits,
         **head_inputs: Any,
     ) -> Tensor:
-        """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
-        loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
+        """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. The
+        auxiliary loss of routers, if the class gives one, is that of the global batch in the steps of a `LoadBalancer`,
+        which do not show it; elsewhere, a loss includes the class's, weighted with the number of labels."""
         captured = self.captured
         if isinstance(attention, NextTokens):
             outputs = attention.cache.run(self.model, tokens_BL, attention)
@@ -192,13 +195,17 @@ class TransformersModel(BaseModel):
             options = {"static": self.is_compiled, "masks_padding": self.training and self.has_auxiliary_loss}
             outputs = self.packing.run(self.model, tokens_BL, attention, **options, return_dict=True)
             hidden_BLD = self.packing.gather(captured.hidden.pop() if captured else outputs.logits, attention)
+            if self.training and self.balance is not None and self.balance.totals is not None:
+                mask_N = self.packing.token_mask(tokens_BL, attention)
+                hidden_BLD = self.balance(hidden_BLD, outputs.router_logits, mask_N)
         if captured:
             tied = captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
-        auxiliary = getattr(outputs, "aux_loss", None)
-        if self.training and isinstance(auxiliary, Tensor) and "labels_BL" in head_inputs:
+        is_loss = self.training and "labels_BL" in head_inputs and result.ndim == 0
+        has_balance = self.balance is not None and self.balance.totals is not None
+        if is_loss and not has_balance and isinstance(auxiliary := getattr(outputs, "aux_loss", None), Tensor):
             result = result + self.auxiliary_weight * auxiliary * (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
         return result
 

@@ -217,6 +217,17 @@ class Packing:
         context.run(_current.set, (attention, static))
         return context.run(model, **text_inputs(model, tokens_BL, **inputs), **options)
 
+    def token_mask(self, tokens_BL: Tensor, attention: AttentionMetadata | None) -> Tensor:
+        """Return whether each place that a class gets is a token of a document, flat, in the order of `run`."""
+        attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
+        documents = attention.with_documents(tokens_BL.device).documents
+        assert documents
+        mask_BL = documents.has_token_BL
+        if self.mode != "rows" or attention.positions_BL is None:
+            return mask_BL.flatten()
+        index_NM, mask_NM = (send(x, tokens_BL.device) for x in _rows(attention))
+        return (mask_BL.flatten()[index_NM] & mask_NM.bool()).flatten()
+
     def gather(self, hidden_NMD: Tensor, attention: AttentionMetadata | None) -> Tensor:
         """Return the results of a class for packed tokens, (B, L, ...), from those of `run`."""
         if self.mode != "rows" or attention is None or attention.positions_BL is None:
