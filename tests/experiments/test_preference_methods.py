@@ -191,6 +191,46 @@ def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch, capl
 
 
 @pytest.mark.slow
+def test_kto_compares_answers_to_other_prompts_where_prompts_repeat(folder, tmp_path, monkeypatch):  # noqa: F811
+    """The estimate of arXiv:2402.01306, section 4.1, has unrelated outputs, so not those of the same prompt, which TRL
+    takes. Computed by transformers in float64."""
+    from transformers import AutoModelForCausalLM
+
+    answers = {(7, 5, 3, 6, 4, 2)[i]: i % 3 for i in range(6)}  # number of words → prompt
+    rows = [
+        {"prompt": f"Is {i} a big number?", "completion": "No, " + "quite " * n + "small.", "label": n % 2 == 1}
+        for n, i in answers.items()
+    ]
+    (data := tmp_path / "repeated.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    seen = []
+    estimate = KTOTrainer.estimate_kl
+    monkeypatch.setattr(
+        KTOTrainer, "estimate_kl", lambda self, batches: seen.append(batches) or estimate(self, batches)
+    )
+    options = {"dataloader__dataset": [data], "reference__path": folder / "other", **STEP}
+    trainer = train(folder, tmp_path / "run", "kto", **options)
+    ((batch,),) = seen
+    models = [AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64) for name in ("model", "other")]
+    bounds = batch["mismatched_attention"].cu_seqlens.tolist()
+    total, n_pairs = 0.0, 0
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        tokens, labels = (batch[f"mismatched_{name}"][:, start:end] for name in ("input", "labels"))
+        if (labels < 0).all():
+            continue
+        text = trainer.tokenizer.decode(tokens[0].tolist())
+        assert f"Is {answers[text.count('quite')]} a" not in text
+        n_pairs += 1
+        with torch.no_grad():
+            scores = [model(tokens).logits.log_softmax(-1) for model in models]
+        own, reference = (x[labels >= 0].gather(1, labels[labels >= 0][:, None]).sum() for x in scores)
+        total += (own - reference).item()
+    ((_, kl),) = read_metrics(tmp_path / "run", "kl")
+    assert n_pairs == len(rows)
+    assert kl == pytest.approx(max(total / n_pairs, 0.0), rel=1e-5, abs=1e-5)
+    assert kl > 1e-3
+
+
+@pytest.mark.slow
 def test_kto_on_two_processes_matches_one(folder, tmp_path):  # noqa: F811
     """The estimate of the divergence covers the global batch, so it does not depend on the layout."""
     options = {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64}
