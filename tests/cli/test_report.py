@@ -338,3 +338,22 @@ def test_errors_of_a_page_are_noticed(runs, tmp_path):
     assert any("Content Security Policy" in line for line in browse(broken)[1])
     broken.write_text("<!doctype html><script>undefined.x</script>")
     assert any("TypeError" in line for line in browse(broken)[1])
+
+
+def test_of_a_file_of_broken_lines_little_is_read(tmp_path, capsys):
+    """Each line takes time, and a file may have millions of them."""
+    record_of(tmp_path, [{"step": 1, "loss": 2.5}])
+    broken = "x\n" * 20_000
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(START)}\n{broken}{json.dumps(LATER)}\n")
+    record = RunRecord(tmp_path)
+    assert [event["event"] for event in record.events] == ["start"]
+    assert record.problems == [
+        f"{tmp_path}: events.jsonl: skipped broken lines: 2, 3, 4, 5, 6, ..., and all after line 10,001"
+    ]
+
+
+def test_of_many_events_the_last_are_shown(tmp_path):
+    record_of(tmp_path, [{"step": 1, "loss": 2.5}])
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(START)}\n" * 2000)
+    (incidents,) = (part.rows for part in sections([RunRecord(tmp_path)]) if part.title == "Incidents")
+    assert len(incidents) == 501 and incidents[0][-1] == "1,500 earlier events are left out"

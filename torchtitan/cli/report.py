@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from torchtitan.config.configurable import leaves
 from torchtitan.config.manager import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, in_words, os_errors_as
-from torchtitan.tools.files import json_lines, read_object
+from torchtitan.tools.files import MOST_BROKEN_LINES, json_lines, read_object
 from torchtitan.tools.logging import presentable, print_error
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
@@ -36,6 +36,7 @@ from torchtitan.tools.tables import open_console, print_table
 
 METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
 _MOST_POINTS = 1000
+_MOST_INCIDENTS = 500
 _UNLISTED = {"event", "time", "step", "seconds"}
 
 
@@ -65,7 +66,8 @@ class RunRecord:
         lines = [*read(broken)]
         if broken:
             shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-            self.problems.append(f"{self.name}: {file}: skipped broken lines: {shown}")
+            rest = f", and all after line {broken[-1]:,}" if len(broken) == MOST_BROKEN_LINES else ""
+            self.problems.append(f"{self.name}: {file}: skipped broken lines: {shown}{rest}")
         return lines
 
     def _values(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -160,18 +162,25 @@ def _moment(when: float) -> str:
     return datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _incidents(run: RunRecord) -> Iterator[list[str]]:
-    for before, event in itertools.pairwise([{}, *run.events]):
-        values = {key: value for key, value in event.items() if key not in _UNLISTED}
-        words = _text(event.get("reason", values))
-        if event["event"] == "start":
-            words = ""
-            if before:
-                how = before.get("reason") if before["event"] == "end" else "killed, or ended by an error"
-                gap = event["begun"] - before["time"]
-                words = f"{gap:.1f} s after the last event, at step {before['step']} ({how})"
-        if event["event"] != "progress":
-            yield [run.name, _moment(event["time"]), f"{event['step']:,}", event["event"], words]
+def _incidents(run: RunRecord) -> list[list[str]]:
+    """Return the rows of the last events, and the number of earlier ones."""
+    found = [pair for pair in itertools.pairwise([{}, *run.events]) if pair[1]["event"] != "progress"]
+    rows = [_row_of_event(run.name, *pair) for pair in found[-_MOST_INCIDENTS:]]
+    if n_more := len(found) - len(rows):
+        return [[run.name, "", "", "", f"{n_more:,} earlier events are left out"], *rows]
+    return rows
+
+
+def _row_of_event(name: str, before: Event, event: Event) -> list[str]:
+    values = {key: value for key, value in event.items() if key not in _UNLISTED}
+    words = _text(event.get("reason", values))
+    if event["event"] == "start":
+        words = ""
+        if before:
+            how = before.get("reason") if before["event"] == "end" else "killed, or ended by an error"
+            gap = event["begun"] - before["time"]
+            words = f"{gap:.1f} s after the last event, at step {before['step']} ({how})"
+    return [name, _moment(event["time"]), f"{event['step']:,}", event["event"], words]
 
 
 def _foresight(run: RunRecord) -> dict[str, str]:

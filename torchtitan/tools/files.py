@@ -17,6 +17,9 @@ DOWNLOADS = Path("assets/hf")
 _MOST_JSON_BYTES = 2**28
 """Ten times the vocabulary of the largest tokenizers."""
 
+MOST_BROKEN_LINES = 10_000
+"""Broken lines after which the rest of a file is not read: it is no record of a run."""
+
 _MOST_JSON_LEVELS = 100
 """Well below Python's recursion limit of about a thousand."""
 
@@ -142,19 +145,22 @@ def parse_json(text: str | bytes, name: str) -> Any:
 
 def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]) -> Iterator[dict[str, Any]]:
     """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines to `broken`; nothing
-    if the file is absent. Raise `UserError` if it cannot be read."""
+    if the file is absent. End after `MOST_BROKEN_LINES` of these, since each takes time. Raise `UserError` if the file
+    cannot be read."""
     if not path.exists():
         return
     with os_errors_as(f"'{path}' cannot be read"), open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             try:
-                value = parse_json(line, "the line")
+                value = parse_json(line, "the line") if line.startswith(b"{") else None
             except UserError:
                 value = None
             if isinstance(value, dict) and usable(value):
                 yield value
-            else:
-                broken.append(number)
+                continue
+            broken.append(number)
+            if len(broken) == MOST_BROKEN_LINES:
+                return
 
 
 def _levels(content: Any) -> int:
