@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from torchtitan.components.checkpoint import RandomState, list_checkpoints
 from torchtitan.components.data.base import Batch
@@ -173,12 +172,11 @@ class StandIns:
             loss: tuple[Tensor, Tensor] = trainer.compute_loss(batch)
             return loss
         except BaseException as error:
-            outputs = [
-                value for value in tree_leaves(self._outputs) if isinstance(value, Tensor) and value.requires_grad
-            ]
+            are_plain = all(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in self._outputs)
             is_inside = self._n_begun != len(self._outputs)
-            if not is_user_class(trainer) or is_inside or any(isinstance(value, DTensor) for value in outputs):
+            if not is_user_class(trainer) or is_inside or not are_plain:
                 raise
+            outputs = [value for value in self._outputs if value.requires_grad]
             self._keep(error)
             return _zero_of(outputs or [trainer.forward(batch)]), torch.zeros((), device=trainer.device)
         finally:
