@@ -25,6 +25,7 @@ _OF_MODELS = {
     "gemma": ("<bos>", "<eos>"),
     "granite": ("<|end_of_text|>", "<|end_of_text|>"),
     "Qwen": ("<|endoftext|>", "<|im_end|>"),
+    "TRL's qwen": ("<|endoftext|>", "<|im_end|>"),
     "rwkv": ("", ""),
 }
 """BOS and EOS of families whose templates write `eos_token` or other names."""
@@ -59,12 +60,32 @@ def generic_tokenizer(source: str, bos: str = BOS, eos: str = EOS) -> Pretrained
     return PretrainedTokenizer.Config().build(path=folder)
 
 
+TRL = "TRL's "
+"""Beginning of the names of published templates that TRL contains."""
+
+
 def published(name: str, folder: Path) -> tuple[ChatTemplate, PretrainedTokenizer]:
     """Return a published template, or a built-in one, and a tokenizer with its tokens."""
+    if name.startswith(TRL):
+        source = trl_template(name)
+        assert source is not None
+        return with_source(name, source)
     file = next((file for file in (_OWN / f"{name}.jinja", folder / f"{name}.jinja") if file.is_file()), None)
     if file is None and name not in BUILT_IN_TEMPLATES:
         pytest.skip(f"{folder} has no {name}.jinja")
-    source = file.read_text() if file else BUILT_IN_TEMPLATES[name]
+    return with_source(name, file.read_text() if file else BUILT_IN_TEMPLATES[name])
+
+
+def trl_template(name: str, kind: str = "chat_template") -> str | None:
+    """Return a model's template by TRL, as published or marked for training; None if TRL has none."""
+    utils = pytest.importorskip("trl.chat_template_utils")
+    source = getattr(utils, f"{name.removeprefix(TRL)}_{kind}", None)
+    assert source is None or isinstance(source, str)
+    return source
+
+
+def with_source(name: str, source: str) -> tuple[ChatTemplate, PretrainedTokenizer]:
+    """Return a template with a name, and a tokenizer with its tokens."""
     known = [tokens for part, tokens in _OF_MODELS.items() if part in name]
     bos, eos = known[0] if known else (BOS, EOS)
     template = ChatTemplate(source, {"bos_token": bos, "eos_token": eos}, name=name, of_model=True)

@@ -384,3 +384,48 @@ def test_trl_masks(name: str, assets: Path, tmp_path: Path) -> None:
         before, after, end = TRL[name]
         ours = [before + tokenizer.decode(completion) + after for _, completion in turns_in_ids(samples)]
         assert [tokenizer.decode(run) for run in runs] == [*ours[:-1], ours[-1] + end], shape
+
+
+TRL_AFTER: dict[str, str] = {
+    "TRL's qwen3_5_nothink": "\n",
+    "TRL's qwen3_5_think": "\n",
+    "TRL's qwen3_8": "\n",
+    "TRL's qwen3": "\n",
+    "TRL's nemotron_3_nano": "\n",
+    "TRL's lfm2_v2": "\n",
+    "TRL's llama3": "",
+    "TRL's gptoss": "",
+    "TRL's glm4moe": "",
+}
+"""Published template in TRL → text that its marks train after each stop. (TRL's template for DeepSeek V3 is not among
+them: it trains no `</think>`, although the generation prompt of the model ends with `<think>`.)"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRL_AFTER)
+def test_trl_marks_what_the_model_writes(name: str, assets: Path, tmp_path: Path) -> None:
+    """Each run of TRL's mask is a turn, perhaps after the end of its prompt, which inference gives to the model."""
+    trl = pytest.importorskip("trl.chat_template_utils")
+    template, tokenizer = with_tokens(name, assets / "templates", (), tmp_path)
+    wrapped = as_transformers(tmp_path, template)
+    source = trl.get_training_chat_template(wrapped)
+    checked = 0
+    for shape in (*PLAIN, "reasoning at the end", "call"):
+        messages, tools = SHAPES[shape], tools_of(SHAPES[shape])
+        samples = encoded(template, tokenizer, messages)
+        if isinstance(samples, BrokenSample):
+            assert name in ("TRL's llama3", "TRL's lfm2_v2")
+            continue
+        made = wrapped.apply_chat_template(
+            messages, tools=tools, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+        )
+        runs = [tokenizer.decode(run) for run in trained_runs(made["assistant_masks"], made["input_ids"])]
+        turns = [(tokenizer.decode(prompt), tokenizer.decode(text)) for prompt, text in turns_in_ids(samples)]
+        for number, (run, (prompt, text)) in enumerate(zip(runs, turns, strict=True), 1):
+            if name == "TRL's gptoss" and number < len(runs):
+                # Inference stops at another token than the template writes after earlier answers.
+                text = text.replace("<|return|>", "<|end|>")
+            assert run.endswith(text + TRL_AFTER[name]), (shape, run)
+            assert prompt.endswith(run.removesuffix(text + TRL_AFTER[name])), (shape, run)
+            checked += 1
+    assert checked >= 6

@@ -123,6 +123,14 @@ STOPS: dict[str, set[str]] = {
     "openai-gpt-oss-120b": {"<|return|>", "<|call|>"},
     "poolside-Laguna-S-2.1": {"</assistant>"},
     "unsloth-Apriel-1.5": {"</s>"},
+    **dict.fromkeys(("TRL's cohere", "TRL's cohere2"), {"<|END_OF_TURN_TOKEN|>"}),
+    "TRL's deepseekv3": {"<｜end▁of▁sentence｜>"},
+    "TRL's gemma3": {"<end_of_turn>"},
+    "TRL's glm4moe": {"<|user|>", "<|observation|>"},
+    "TRL's llama3": {"<|eot_id|>"},
+    **dict.fromkeys(("TRL's lfm2_v2", "TRL's lfm2_2_5_v2"), IM_END),
+    **dict.fromkeys(("TRL's nemotron_3_nano", "TRL's nemotron_3_super", "TRL's nemotron_3_ultra"), IM_END),
+    **dict.fromkeys(("TRL's qwen3_5_nothink", "TRL's qwen3_8", "TRL's qwen3_instruct_2507"), IM_END),
     **{"qwen3": IM_END, "phi-3": {"<|end|>"}, "phi-3.5": {"<|end|>"}, "gpt-oss": {"<|return|>", "<|call|>"}},
     **{"chatml": IM_END, "llama3": {"<|eot_id|>"}, "mistral": {"</s>"}, "alpaca": {"</s>"}},
 }
@@ -176,6 +184,10 @@ REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"),
         dict.fromkeys(TWO_CALLS_SHAPES, "rejects .*only supports single tool-calls"),
+    ),
+    **dict.fromkeys(
+        ("TRL's cohere", "TRL's cohere2", "TRL's gemma3"),
+        {"two answers": "rejects .*must alternate"},
     ),
     **dict.fromkeys(
         ("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"),
