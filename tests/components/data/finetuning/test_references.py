@@ -66,9 +66,11 @@ RENDERERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Gemma4RendererConfig",
         ("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>", "<|think|>"),
     ),
+    "TRL's nemotron_3_nano": ("Nemotron3RendererConfig", ("<think>", "</think>", "<tool_call>", "</tool_call>")),
+    "TRL's nemotron_3_ultra": ("Nemotron3UltraRendererConfig", ("<think>", "</think>", "<tool_call>", "</tool_call>")),
 }
 """Template → its renderer, and tokens that the renderer needs beside those of the template. Others are of another
-revision of the model than the template."""
+revision of the model than the template (DeepSeek V3, MiniMax M2), or need a file of the network (gpt-oss)."""
 
 NOT_SPECIAL = ("/nothink", "<think>", "</think>", "<tool_", "</tool_", "<arg_", "</arg_")
 
@@ -90,13 +92,21 @@ OTHER_TEXT: dict[str, tuple[str, ...]] = {
         *("turns", "system", "empty answer", "call", "call, null", "call, text", "call, reasoning", "calls"),
         *("calls, other order", "two answers", "names"),
     ),
+    # Reasoning between tags stays as it is written; without any, the prompt of a later turn is another one; `developer`
+    # raises.
+    **dict.fromkeys(
+        ("TRL's nemotron_3_nano", "TRL's nemotron_3_ultra"), ("developer", "reasoning inside", "reasoning at the end")
+    ),
 }
 """Conversations of which the renderer writes another text than the template."""
 
-REPEATED_PROMPT = ("Qwen3.5-4B", "google-gemma-4-31B-it")
+REPEATED_PROMPT = ("Qwen3.5-4B", "google-gemma-4-31B-it", "TRL's nemotron_3_nano", "TRL's nemotron_3_ultra")
 """Renderers that train the end of their own generation prompt: an empty block, or the tag that opens reasoning."""
 
-SLOW_RENDERERS = ("Qwen-Qwen3-0.6B", "poolside-Laguna-S-2.1", "google-gemma-4-31B-it")
+SLOW_RENDERERS = (
+    *("Qwen-Qwen3-0.6B", "poolside-Laguna-S-2.1", "google-gemma-4-31B-it"),
+    *("TRL's nemotron_3_nano", "TRL's nemotron_3_ultra"),
+)
 
 
 def with_tokens(name: str, folder: Path, tokens: Sequence[str], to: Path) -> tuple[ChatTemplate, PretrainedTokenizer]:
@@ -268,6 +278,10 @@ V1 = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
     "' [/INST]' }}{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
 )
+V2 = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
+    "'[/INST]' }}{% else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"
+)
 V7 = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
     "'[/INST]' }}{% elif message.role == 'system' %}{{ '[SYSTEM_PROMPT] ' + message.content + '[/SYSTEM_PROMPT]' }}"
@@ -279,6 +293,7 @@ WITH_RESULTS = ("call", "call, null", "calls", "calls, other order")
 
 MISTRAL: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "v1": ("tokenizer.model.v1", V1, ()),
+    "v2": ("mistral_instruct_tokenizer_240216.model.v2", V2, ()),
     "v3": ("mistral_instruct_tokenizer_240323.model.v3", "mistral-v0.3-tokenizer", WITH_RESULTS),
     "v7": ("mistral_instruct_tokenizer_241114.model.v7", V7, ()),
     "tekken": ("tekken_240718.json", "templates/mistralai-Mistral-Nemo-Instruct-2407.jinja", WITH_RESULTS),
@@ -334,8 +349,8 @@ def test_mistral_common(version: str, assets: Path, tmp_path: Path) -> None:
     serving, training = (mistral.MistralTokenizer.from_file(str(name), mode=m) for m in (modes.test, modes.finetuning))
     other_text = set()
     shapes = [*PLAIN, *WITH_RESULTS] if version in WITH_CALLS else [*PLAIN]
-    if version == "v1":
-        shapes.remove("system")  # part of the first user turn, in mistral-common
+    if version in ("v1", "v2"):
+        shapes.remove("system")  # part of the first or last user turn, in mistral-common
     for shape in shapes:
         messages, tools = SHAPES[shape], tools_of(SHAPES[shape])
         samples = encoded(template, tokenizer, messages)
