@@ -20,7 +20,7 @@ from torchtitan.components.generation import KVCache, generate
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models import gemma4
-from torchtitan.models.common import decoder
+from torchtitan.models.common import layer_inputs
 from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
 from torchtitan.models.gemma4 import FLAVORS, FORMATS, model_registry
@@ -137,7 +137,7 @@ def ropes_exchanged(model: Any) -> None:
 
 def frequencies_of_narrow_heads(model: Any) -> None:
     """As if all layers had the heads of layers with windows: half of the cosines repeat."""
-    original = decoder.rope_cos_sin
+    original = layer_inputs.rope_cos_sin
 
     def cos_sin(rope: RoPEConfig, head_dim: int, *positions: Any) -> Any:
         repeats = head_dim // 8
@@ -146,11 +146,11 @@ def frequencies_of_narrow_heads(model: Any) -> None:
     forward = model.forward
 
     def with_narrow(*inputs: Any) -> Tensor:
-        decoder.rope_cos_sin = cos_sin  # type: ignore[assignment]
+        layer_inputs.rope_cos_sin = cos_sin  # type: ignore[assignment]
         try:
             return forward(*inputs)
         finally:
-            decoder.rope_cos_sin = original
+            layer_inputs.rope_cos_sin = original
 
     model.forward = with_narrow
 
@@ -354,13 +354,13 @@ def test_each_layer_has_its_heads(monkeypatch: pytest.MonkeyPatch, reference: An
     model, _ = to_ours(gemma4, reference)
     calls: list[tuple[str, int]] = []
     for name in ("rope_cos_sin", "with_kernel"):
-        original = getattr(decoder, name)
+        original = getattr(layer_inputs, name)
 
         def recorded(*inputs: Any, name: str = name, original: Any = original, **options: Any) -> Any:
             calls.append((name, options["head_dim"] if options else inputs[1]))
             return original(*inputs, **options)
 
-        monkeypatch.setattr(decoder, name, recorded)
+        monkeypatch.setattr(layer_inputs, name, recorded)
     with KVCache(model, 20) as cache, torch.no_grad():
         model(torch.arange(20)[None], cache.attention(torch.arange(20)[None]))
         shapes = [tuple(keys.shape) for _, keys, _ in cache._stored.values()]
