@@ -1,4 +1,4 @@
-"""Compare two results of `peers.py`: what got slower?
+"""Compare two results of `peers.py` or `prepare.py`: what got slower?
 
     python benchmarks/compare.py benchmarks/results/OLD.json benchmarks/results/NEW.json [--tolerance 0.05]
 
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from systems.report import FASTEST, OURS
 
+SPEEDS = ("tokens_per_second", "mb_per_second")
+
 
 class Change(NamedTuple):
     """A system's numbers in a job of both files."""
@@ -22,10 +24,10 @@ class Change(NamedTuple):
     job: str
     system: str
     speed: float
-    """New speed / old speed: of tokens per second, of the first step's time in jobs without tokens per second; for the
-    fastest peer, of torchtitan's speed relative to it."""
-    memory: float
-    """New memory / old memory."""
+    """New speed / old speed: of tokens or MB per second, of the first step's time in jobs without them; for the fastest
+    peer, of torchtitan's speed relative to it."""
+    memory: float | None
+    """New memory / old memory; None if it was not measured."""
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
@@ -35,10 +37,10 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
         for system in [name for name in before if name in after]:
             was, now = before[system], after[system]
             is_ratio = system == FASTEST
-            speed, memory = ("speed_ratio", "memory_ratio") if is_ratio else ("tokens_per_second", "memory_gib")
-            has_speed = speed in was
-            faster = median_ratio(now, was, speed) if has_speed else median_ratio(was, now, "first_step_seconds")
-            yield Change(job, system, faster, median_ratio(now, was, memory))
+            speeds, memory = (("speed_ratio",), "memory_ratio") if is_ratio else (SPEEDS, "memory_gib")
+            speed = next((name for name in speeds if name in was), None)
+            faster = median_ratio(now, was, speed) if speed else median_ratio(was, now, "first_step_seconds")
+            yield Change(job, system, faster, median_ratio(now, was, memory) if memory in was else None)
 
 
 def median_ratio(above: Mapping[str, Any], below: Mapping[str, Any], name: str) -> float:
@@ -58,13 +60,12 @@ def main() -> int:
     if not same_machine:
         print("different machines or threads: only the ratio to the fastest peer is comparable")
     slower = []
-    for change in sorted(changes(old, new)):
+    for change in sorted(changes(old, new), key=lambda change: change[:2]):
         is_slower = change.system == judged and change.speed < 1 - options.tolerance
         slower += [change.job] * is_slower
-        print(
-            f"{change.job:12} {change.system:17} speed {change.speed - 1:+7.1%}  memory {change.memory - 1:+7.1%}"
-            f"{'  SLOWER' if is_slower else ''}"
-        )
+        memory = "" if change.memory is None else f"  memory {change.memory - 1:+7.1%}"
+        slow = "  SLOWER" if is_slower else ""
+        print(f"{change.job:12} {change.system:17} speed {change.speed - 1:+7.1%}{memory}{slow}")
     return 1 if slower else 0
 
 

@@ -22,6 +22,11 @@ OLD: dict[str, Any] = {
             "torchtitan": {"first_step_seconds": [5.0, 5.0, 5.0], "memory_gib": [1.0, 1.0, 1.0]},
             "fastest peer": {"speed_ratio": [2.0, 2.0, 2.0], "memory_ratio": [0.5, 0.5, 0.5]},
         },
+        "P, gpt2": {
+            "torchtitan": {"mb_per_second": [20.0, 19.0, 21.0]},
+            "before": {"mb_per_second": [1.0, 1.0, 1.0], "speed_ratio": [20.0, 20.0, 20.0]},
+            "fastest peer": {"speed_ratio": [20.0, 20.0, 20.0]},
+        },
     },
 }
 
@@ -50,6 +55,9 @@ def changed(job: str, system: str, name: str, median: float, **document: Any) ->
         (("A, float32", "torchtitan", "memory_gib", 3.0), 0),  # not slower
         (("D, float32", "torchtitan", "first_step_seconds", 6.0), 1),
         (("D, float32", "torchtitan", "first_step_seconds", 4.0), 0),
+        (("P, gpt2", "torchtitan", "mb_per_second", 10.0), 1),
+        (("P, gpt2", "torchtitan", "mb_per_second", 30.0), 0),
+        (("P, gpt2", "before", "mb_per_second", 0.5), 0),
     ],
 )
 def test_slower_torchtitan_fails(change: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -74,7 +82,7 @@ def test_another_machine_is_compared_by_the_ratio_to_peers(
 
 def test_jobs_and_systems_of_one_file_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     new = copy.deepcopy(OLD)
-    del new["jobs"]["D, float32"], new["jobs"]["A, float32"]["trainer"]
+    del new["jobs"]["D, float32"], new["jobs"]["P, gpt2"], new["jobs"]["A, float32"]["trainer"]
     assert {(change.job, change.system) for change in compare.changes(OLD, new)} == {
         ("A, float32", "torchtitan"),
         ("A, float32", "fastest peer"),
