@@ -60,7 +60,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
     """Make a model's attention cover the tokens of all ranks, in place, without changing weights.
 
     Args:
-        mesh: the dimension of context parallelism, over which `shard_sequences` splits batches.
+        mesh: the dimension of context parallelism; `shard_sequences` splits batches over it.
         plan: names the attention modules.
     """
 

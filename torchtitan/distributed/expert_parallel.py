@@ -1,8 +1,9 @@
 """Expert parallelism: ranks have different experts, and exchange tokens (GShard, arXiv:2006.16668).
 
-Experts have a mesh of their own, "efsdp" x "ep": ranks of "ep" divide a layer's experts, and those of "efsdp" shard
-the weights of the same experts. A token travels to the ranks of its experts, and the results travel back. Expert tensor
-parallelism also splits each expert's width over "tp", whose ranks gather their tokens first.
+Experts have their own mesh, "efsdp" x "ep": ranks of "ep" divide a layer's experts, and ranks of
+"efsdp" shard the weights of the same experts. A token travels to the ranks of its experts, and the
+results travel back. Expert tensor parallelism also splits each expert's width over "tp", whose
+ranks gather their tokens first.
 
 R rows, one for each token and chosen expert; E experts in all; M rows that a rank receives.
 """
@@ -29,8 +30,9 @@ from torchtitan.tools.torch_private import (
 
 
 class TokenExchange:
-    """An `Exchange` over the ranks of a mesh dimension, each of which has an equal part of the experts, in order. The
-    process waits for the device once, to read the numbers of rows to send and receive."""
+    """An `Exchange` over the ranks of a mesh dimension; each has an equal part of the experts, in
+    order. The process waits for the device once, to read the numbers of rows to send and
+    receive."""
 
     is_balanced = False
     """Assume the same number of rows of each expert instead of reading it: a dry run's tensors have no values."""

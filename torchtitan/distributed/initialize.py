@@ -88,7 +88,7 @@ def _set_value(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor; a plain tensor as it is."""
+    """Return this process's shard of a tensor; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -32,7 +32,7 @@ class VocabularyShard:
 def local_shards(hidden_BLD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
     """Return plain tensors for a linear layer on this rank's part of the vocabulary: all hidden states, this rank's
     rows of the weights, and their position. Gradients of a rank are its own part of the gradients. Plain tensors stay
-    as they are, without a position.
+    unchanged, without a position.
 
     Args:
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.

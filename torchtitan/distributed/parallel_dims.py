@@ -149,7 +149,8 @@ class ParallelDims:
 
     @property
     def gradient_degree(self) -> int:
-        """Number of ranks with the same weights and different tokens, over which gradients are averaged."""
+        """Number of ranks with the same weights and different tokens; gradients are averaged over
+        them."""
         return self.dp_degree * self.cp
 
     @property

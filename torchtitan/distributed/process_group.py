@@ -105,7 +105,7 @@ def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh whose dimensions are joined to one, with a group of its own."""
+    """Return a mesh whose dimensions are joined to one, with its own group."""
     flat: DeviceMesh = _flatten(mesh)
     return flat
 
@@ -188,8 +188,8 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | None]:
-    """Reply to the other processes, one of which may have died and been replaced. Yield None until all have confirmed
-    the prefix, then the prefix."""
+    """Reply to the other processes; one may have died and been replaced. Yield None until all have
+    confirmed the prefix, then the prefix."""
     keys = {rank: f"hello/{rank}" for rank in range(1, world_size)}
     replied: dict[int, str] = {}
     while True:

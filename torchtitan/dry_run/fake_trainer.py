@@ -171,7 +171,7 @@ class FakeTrainer(Trainer):
             self.train_step(itertools.repeat(batch))
 
     def local_parameters(self, *, offloaded: bool = False) -> list[Tensor]:
-        """Return this rank's shards of the weights of all models, or only of offloaded models."""
+        """Return this rank's weight shards of all models, or only of offloaded models."""
         models = [model for model in self.models.values() if model.offloaded or not offloaded]
         parts = [part for model in models for part in model.parts]
         parameters = [parameter for part in parts for parameter in part.parameters()]

@@ -26,7 +26,7 @@ _MOST_SPECIAL_LAYERS = 8
 
 
 class Split(NamedTuple):
-    """Division of a micro-batch, as far as the work of a layer depends on it."""
+    """Division of a micro-batch: the parts that change a layer's work."""
 
     tp: int
     cp: int

@@ -51,7 +51,7 @@ class Family:
         return self.module.rpartition(".")[2]
 
     def spec(self, model: BaseModel.Config, flavor: str) -> ModelSpec:
-        """Return the specification of a model of any sizes, called `flavor`."""
+        """Return the specification of a model with any sizes, called `flavor`."""
         return ModelSpec(
             name=self.name,
             flavor=flavor,

@@ -30,7 +30,7 @@ class Documents:
         return self.of_token_BL < self.count
 
     def tokens(self, part: slice) -> "Documents":
-        """Describe a part of the tokens of each row."""
+        """Describe a part of each row's tokens."""
         return replace(self, of_token_BL=self.of_token_BL[:, part])
 
     def before_last(self, n_tokens: int) -> "Documents":
@@ -183,7 +183,8 @@ class AttentionMetadata:
         )
 
     def shard(self, query_places_L: Tensor, key_places_S: Tensor) -> "AttentionMetadata":
-        """Describe a rank's part of the tokens of each row, given the places of its tokens and of the gathered keys."""
+        """Describe a rank's part of each row's tokens, given the places of its tokens and of the
+        gathered keys."""
         whole_BL = self.positions_BL
         positions_BL = query_places_L.expand(self.n_rows, -1) if whole_BL is None else whole_BL[:, query_places_L]
         return replace(self, positions_BL=positions_BL, query_places_L=query_places_L, key_places_S=key_places_S)

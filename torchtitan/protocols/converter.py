@@ -51,7 +51,7 @@ class ModelConverter(Configurable):
 
         @property
         def option(self) -> str:
-            """Beginning of the names of these options, for messages."""
+            """Common prefix of these option names, for messages."""
             return f"--model_converters.{config_key(self)}"
 
         def check_run(

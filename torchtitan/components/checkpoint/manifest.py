@@ -66,7 +66,7 @@ class Marker:
     torch_version: str = torch.__version__
 
     format_version: int = _FORMAT_VERSION
-    """Version of the layout of folder and entries."""
+    """Version of the folder's structure and its entries."""
 
 
 class MarkerError(Exception):

@@ -23,7 +23,8 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def total_bytes(states: Mapping[str, Entries], ranks: Ranks) -> int:
-    """Return the size of a checkpoint of `states`, of which each rank has a part. All ranks call this together."""
+    """Return the size of a checkpoint of `states`; each rank has a part. All ranks call this
+    together."""
     shares, whole = 0.0, dict[str, int]()
     for name, entries in states.items():
         for key, value in entries.items():

@@ -127,10 +127,11 @@ class Validator(Configurable):
     def validate(self) -> dict[str, float]:
         """Run the validation and return its metrics.
 
-        These are `validation_loss`, the mean per valid token of all sets (NaN without valid tokens);
-        `validation_bits_per_byte`, the plain cross entropy in bits per byte of predicted text, whatever the loss is,
-        or nothing if the loss does not give it; both for each named set, as
-        `validation_loss/NAME`; `validation_time` in seconds; and `validation_tokens_per_second`, over all ranks.
+        These are `validation_loss`, the mean per valid token of all sets (NaN without valid
+        tokens); `validation_bits_per_byte`, the plain cross entropy in bits per byte of predicted
+        text for any loss, or nothing if the loss does not give it; both for each named set, as
+        `validation_loss/NAME`; `validation_time` in seconds; and `validation_tokens_per_second`,
+        over all ranks.
         """
         start_time = time.perf_counter()
         for part in self.model_parts:

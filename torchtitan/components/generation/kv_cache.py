@@ -92,8 +92,9 @@ class KVCache:
         return not self.states and all(keys.shape[1] == self.max_slots for _, keys, _ in self._stored.values())
 
     def static_attention(self, positions_B1: Tensor, slot_1: Tensor, n_keys: int) -> AttentionMetadata:
-        """Return the attention of a token of each row, stored in the slot `slot_1`, (1,), to the first `n_keys` slots,
-        of which later ones are masked: its operations and shapes are the same at each slot."""
+        """Return the attention of one token per row, stored in the slot `slot_1`, (1,), to the
+        first `n_keys` slots. Later slots are masked, so that operations and shapes are the same at
+        each slot."""
         attention = self._attention(positions_B1, slot_1, torch.arange(n_keys, device=slot_1.device))
         return replace(attention, is_static=True)
 

@@ -85,10 +85,11 @@ def divergence(
 def top_logits(
     student_NV: Tensor, ids_NK: Tensor, log_p_NE: Tensor, temperature: float, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Return the logits (N, V) of a teacher of which K tokens are known, to compare them with `student_NV`. The others
-    get the student's shares of the rest, and so count as one event: the divergence is at most the full one. K
-    renormalized probabilities instead would teach overconfidence (arXiv:2503.16870). `log_p_NE` are log-probabilities
-    at the temperature of the K tokens and, if there are others, of these together."""
+    """Return the logits (N, V) of a teacher with K known tokens, to compare them with `student_NV`.
+    The other tokens get the student's shares of the rest, and so count as one event: the divergence
+    is at most the full one. K renormalized probabilities instead would teach overconfidence
+    (arXiv:2503.16870). `log_p_NE` are log-probabilities at the temperature of the K tokens and, if
+    there are others, of these together."""
     size, n_ids = student_NV.shape[1], ids_NK.shape[1]
     columns_NK = ids_NK - (shard.first if shard else 0)
     columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)  # a column for other ranks' tokens

@@ -17,7 +17,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 class Method(NamedTuple):
-    """Choices in which the methods differ."""
+    """Choices that distinguish the methods."""
 
     advantage: Literal["normalized", "centered", "leave_one_out", "critic"] = "normalized"  # `group_advantages`
     token_weight: Literal["mean", "constant", "sum"] = "mean"  # 1 / length of the sample, 1 / max_new_tokens, or 1

@@ -24,8 +24,8 @@ from torchtitan.tools.errors import os_errors_as
 from torchtitan.tools.logging import logger
 
 SHOWN_PARTS = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-"""Numbers called NAME/PART that the console and the progress bar show, and their titles there: those by which a run of
-preference optimization, or of a reward model, is judged."""
+"""Numbers called NAME/PART that the console and the progress bar show, and their titles there: they
+judge runs of preference optimization and reward models."""
 
 _RESET = "\033[0m"
 _DIM = "\033[2m"

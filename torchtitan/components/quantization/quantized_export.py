@@ -77,7 +77,7 @@ def export_quantized(
 
 
 def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantization: QAT.Config) -> set[str]:
-    """Return the names of Hugging Face's tensors that consist of weights of the selected layers."""
+    """Return the Hugging Face tensor names that consist of the selected layers' weights."""
     with torch.device("meta"):
         layers = quantization.build().select(spec.model.build())
     weights = {f"{name}.weight" for name in layers}

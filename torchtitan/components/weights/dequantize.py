@@ -24,7 +24,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _POWERS = (torch.float8_e8m0fnu, torch.uint8)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, *_POWERS)
 _OTHER_SCALES = ("activation_scale", ".input_scale", ".input_scale_ub", ".qscale_act", ".k_scale", ".v_scale")
-"""Ends of the names of scales that are not for weights and are not used."""
+"""Name endings of unused scales, which are not for weights."""
 
 _COMPUTED_ELEMENTS = 2**24
 _PACKED = "_blocks"

@@ -91,7 +91,8 @@ def open_source(path: str | Path) -> TensorSource:
 
 
 def _stored(folder: Path, source_format: Format) -> TensorSource:
-    """Return the tensors of a checkpoint in Hugging Face's or Meta's format as they are in its files."""
+    """Return a checkpoint's tensors in Hugging Face's or Meta's format, unchanged from its
+    files."""
     if source_format == "meta":
         return torch_files.MetaSource(folder)
     if formats_in(folder)["hf"] in _PICKLED:

@@ -71,8 +71,8 @@ class View(TensorSource):
 
 
 class RenamedView(View):
-    """Tensors of a checkpoint under the names that `name_of` returns, without those for which it returns None. Raises
-    `UserError` if two tensors get the same name."""
+    """Tensors of a checkpoint under the names that `name_of` returns, except tensors with the
+    result None. Raises `UserError` if two tensors get the same name."""
 
     def __init__(self, source: TensorSource, name_of: Callable[[str], str | None]):
         given: dict[str, str] = {}
@@ -106,8 +106,8 @@ class InternalView(View):
 
 
 class ExternalView(View):
-    """All tensors of one of our models in another format. Raises `UserError`, naming the tensors, if `source` does not
-    have exactly the tensors in the adapter's table."""
+    """All tensors of a model of ours in another format. Raises `UserError`, naming the tensors,
+    unless `source` has exactly the tensors in the adapter's table."""
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter):
         recipes = [

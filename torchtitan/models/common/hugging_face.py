@@ -69,7 +69,8 @@ class ModelType:
 
     @property
     def ropes(self) -> dict[str, str | None]:
-        """Field of `config` → its section of `rope_parameters`, if layers with windows have a RoPE of their own."""
+        """Field of `config` → its section of `rope_parameters`, if layers with windows have their
+        own RoPE."""
         has_local = any(field.name == "local_rope" for field in dataclasses.fields(self.config))
         return {"rope": "full_attention", "local_rope": "sliding_attention"} if has_local else {"rope": None}
 

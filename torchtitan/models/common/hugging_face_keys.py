@@ -31,7 +31,7 @@ REQUIRED = {"dim", "ffn_dim", "n_layers", "n_heads", "vocab_size", "max_seq_len"
 """Fields whose keys must be present."""
 
 OPTIONAL = {"layer_types", "no_rope_layers", "rope_parameters"}
-"""Keys of which transformers does not distinguish null from absence."""
+"""Keys for which transformers treats null as absent."""
 
 DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
 """`ModelType.defaults` of all types."""

@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         **stds: float,
     ):
         super().__init__()
-        norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have
+        norm = partial(RMSNorm, eps=1e-6)  # in the published models, independent of their other norms
         dim = config.dim
         bias = config.attention_bias
         init_std = stds["init_std"]

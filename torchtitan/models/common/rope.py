@@ -52,7 +52,7 @@ class RoPEConfig(Section):
     """Divisor of each pair's frequency in longer documents (`longrope`)."""
 
     def rotated_dim(self, head_dim: int) -> int:
-        """Return the number of elements of a head, from its first, that form pairs with a frequency."""
+        """Return how many of a head's first elements form pairs with a frequency."""
         return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated_fraction + 1e-6)
 
     @property

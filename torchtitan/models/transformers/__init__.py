@@ -1,4 +1,4 @@
-"""Any class of transformers that predicts the next token, for models without a family of their own."""
+"""Any class of transformers that predicts the next token, for models without a built-in family."""
 
 from typing import Any
 

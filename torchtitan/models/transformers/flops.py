@@ -1,4 +1,4 @@
-"""Operations of a class of transformers, counted in its forward pass on tensors without memory."""
+"""Counts the operations of a transformers class in its forward pass on tensors without memory."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The cache that a class of transformers keeps in generation: keys and values, windows of them, states."""
+"""The generation cache of a transformers class: keys and values, windows of them, states."""
 
 import inspect
 from collections.abc import Mapping

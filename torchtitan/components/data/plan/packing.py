@@ -1,4 +1,4 @@
-"""Packing of the samples of one source into windows, chunk by chunk, without splitting samples.
+"""Packs one source's samples into windows, chunk by chunk, without splitting samples.
 
 The bin-packing functions take the samples' lengths (n,), each from 1 to `capacity`, and return the sample indices of
 each window in ascending order. They are deterministic.

@@ -1,4 +1,4 @@
-"""Global order of the windows of all sources, planned from sample lengths."""
+"""Plans the global order of all sources' windows from sample lengths."""
 
 import copy
 import itertools
