@@ -25,6 +25,8 @@ _END = "<|endoftext|>"
 
 
 class Tagged(NamedTuple):
+    """A text that ends with calls."""
+
     text: str
     """Text before the calls."""
     calls: list[Any]
