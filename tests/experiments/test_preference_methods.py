@@ -301,7 +301,8 @@ def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
     with pytest.raises(UserError, match=r"--loss\.label_smoothing is 0\.5, but must be from 0 to below 0\.5"):
         train(folder, tmp_path, "dpo", loss__kind="cdpo", loss__label_smoothing=0.5)
     with pytest.raises(
-        UserError, match=r"--loss\.kind robust: --loss\.label_smoothing is 0\.0, but must be above 0; dpo is without it"
+        UserError,
+        match=r"--loss\.kind robust: --loss\.label_smoothing is 0\.0, but must be above 0; dpo does not use it",
     ):
         train(folder, tmp_path, "dpo", loss__kind="robust")
     with pytest.raises(UserError, match=r"kind dpo: .* is 0\.1, but must be 0; cdpo and robust use it"):
