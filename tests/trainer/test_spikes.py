@@ -210,7 +210,7 @@ class TestReturn:
     def test_twice_to_the_same_checkpoint_ends_the_run(self, tmp_path, text):
         options = {**OPTIONS, **SAVING, "checkpoint__interval": 16, "spikes__max_in_a_row": 3}
         options["training__steps"] = 32
-        with pytest.raises(RunFailure, match="the run has returned to step 16 before; leave out more"):
+        with pytest.raises(RunFailure, match="the run has returned to step 16 before; skip more"):
             train(tmp_path, dataloader__dataset=text, **options, spikes__action="repeat")
 
     def test_without_a_checkpoint_ends_the_run(self, tmp_path, text):

@@ -33,7 +33,7 @@ class LoadBalance(Callback):
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         trainer, dims = self.trainer, self.trainer.parallel_dims
         n_tokens = 0
-        # An own loss may pass other tokens, such as sampled answers. Some ranks have parts of the same rows.
+        # A custom loss may pass other tokens, such as sampled answers. Some ranks have parts of the same rows.
         if not trainer.has_own_loss and dims.coordinate("cp") == dims.coordinate("tp") == 0:
             n_tokens = sum(map(count_tokens, micro_batches))
         self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)

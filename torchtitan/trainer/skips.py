@@ -46,15 +46,15 @@ def return_to_checkpoint(trainer: Any) -> None:
         trainer.follow_weights()
     if returned_to == before:
         raise RunFailure(
-            f"steps {last_taken + 1} to {step} are skipped, and the run has returned to step {before} before; leave "
-            "out more data (--training.skip_data), or increase --spikes.max_in_a_row or --spikes.threshold"
+            f"steps {last_taken + 1} to {step} are skipped, and the run has returned to step {before} before; skip "
+            "more data (--training.skip_data), or increase --spikes.max_in_a_row or --spikes.threshold"
         )
     trainer.step, trainer.n_tokens_seen = step, n_tokens_seen
     guard.in_a_row, guard.n_skipped, guard.returned_to = 0, n_skipped, returned_to
     trainer.update_length()
     for callback in trainer.callbacks:
         callback.on_return(returned_to)
-    data = "is read again" if action == "repeat" else "is left out"
+    data = "is read again" if action == "repeat" else "is skipped"
     logger.warning(
         f"steps {returned_to + 1} to {step} are undone: the run continues after step {step} with the weights and "
         f"optimizer state of step {returned_to}; the data of these steps {data} (--spikes.action {action})"

@@ -773,7 +773,7 @@ class Trainer(Configurable):
         skip_step(self, outcome, micro_batches)
 
     def follow_weights(self) -> None:
-        """Let the converters compute again what depends on the weights."""
+        """Refresh converter state derived from the weights."""
         for converter in self.converters:
             converter.post_optimizer_hook(self.model_parts)
 

@@ -84,7 +84,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
         advantages = group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist() if groups else []
         if on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages)) and groups and self.rank == 0:
-            logger.warning("no answer has a higher reward than another: the rewards of this step teach nothing")
+            logger.warning("all rewards in each group are equal, so this step has no learning signal")
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
             self.completions.write(log_completions(self.step + 1, groups, self.tokenizer))
         return self.packed(groups, advantages)
