@@ -89,7 +89,7 @@ def number_in_sentence(text: str) -> Number | None:
         before, after = before[:-1], after[1:]
     if not _stands_alone(text, match, before, after):
         return None
-    *_, previous, line = ("", *before.split("\n"))
+    previous, line = ["", *before.split("\n")][-2:]
     if not line.strip() and read_numbers(previous):
         return None  # an element of a list
     if is_excluded(before) or is_changed_by(text[match.end("number") :], after):
