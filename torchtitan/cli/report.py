@@ -144,7 +144,9 @@ def _text(value: Any) -> str:
         return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else f"{value:,}" if type(value) is int else str(value)
+    if value is None:
+        return ""
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:

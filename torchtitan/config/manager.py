@@ -46,7 +46,9 @@ from torchtitan.tools.user_code import exits_as_errors
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """Default module and configuration."""
 
-_MAX_BYTES, _MAX_NODES, _MAX_DIGITS = 2**20, 100_000, 100
+_MAX_BYTES = 2**20
+_MAX_NODES = 100_000
+_MAX_DIGITS = 100
 """Limits of a configuration file, about 100 times the needs of a resolved configuration."""
 
 _BOOLEANS = {"true": True, "false": False}
@@ -229,7 +231,9 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
     the first wrong one; of an option that is repeated, the last value counts."""
     values: dict[str, list[str]] = {}
     for place, word in enumerate(words):
-        key, assigned, value = _key_of(word), "=" in word, word.partition("=")[2]
+        key = _key_of(word)
+        assigned = "=" in word
+        value = word.partition("=")[2]
         if key in types and types[key] is not bool:
             rest = takewhile(lambda other: not _is_option(other, types), words[place + 1 :])
             values[key] = [value] if assigned else list(rest)

@@ -232,7 +232,9 @@ class ActivationCheckpointConfig(Section):
     """Fraction of mode `none`'s memory that the compiler may use, from 0 (recompute as much as possible) to 1."""
 
     def validate(self) -> None:
-        section, option, budget = "--activation_checkpoint", self.selective_option, self.memory_budget
+        section = "--activation_checkpoint"
+        option = self.selective_option
+        budget = self.memory_budget
         valid = option == "op" or option.isdecimal() and int(option) >= 1
         require(valid, f"{section}.selective_option", f"'{option}'", "`op` or a number of layers from 1")
         require(0 <= budget <= 1, f"{section}.memory_budget", budget, "from 0 to 1")

@@ -54,8 +54,9 @@ def device_type() -> Literal["cuda", "mps", "cpu"]:
     if n_gpus := torch.cuda.device_count():
         version = _DRIVER.read_text() if _DRIVER.is_file() else ""
         found = re.search(r"Module\D*(\d+[.\d]+)", version)
+        release = f" {found[1]}" if found else ""
         raise UserError(
-            f"{n_gpus} GPU(s) are present, but the NVIDIA driver{f' {found[1]}' if found else ''} cannot run CUDA "
+            f"{n_gpus} GPU(s) are present, but the NVIDIA driver{release} cannot run CUDA "
             f"{torch.version.cuda}, for which torch {torch.__version__} is built: update the driver, install a build "
             "of torch for an older CUDA (docs/performance.md), or set CUDA_VISIBLE_DEVICES= to use the CPU"
         )

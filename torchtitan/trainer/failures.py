@@ -167,7 +167,9 @@ class StandIns:
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss and weight of a batch; after an error, zeros that depend on the outputs of the models."""
-        trainer, self._n_begun, self._outputs = self._trainer, 0, []
+        trainer = self._trainer
+        self._n_begun = 0
+        self._outputs = []
         try:
             loss: tuple[Tensor, Tensor] = trainer.compute_loss(batch)
             return loss

@@ -32,7 +32,9 @@ class LiveView(Callback):
     def on_step(self, outcome: StepResult) -> None:
         if not self._advance:
             return
-        step, total, seen = self.trainer.step, self.trainer.total_steps, self.trainer.n_tokens_seen
+        step = self.trainer.step
+        total = self.trainer.total_steps
+        seen = self.trainer.n_tokens_seen
         self._recent.append((time.perf_counter(), seen, outcome))
         seconds, n_tokens = self._recent[-1][0] - self._recent[0][0], seen - self._recent[0][1]
         known = [each for *_, each in self._recent if each.is_read]  # the newest may still be on the device

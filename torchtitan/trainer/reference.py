@@ -164,7 +164,9 @@ class ReferenceTrainer(FrozenModelTrainer):
     frozen = "reference"
 
     def build_models(self) -> dict[str, RunModel]:
-        models, config, spec = super().build_models(), self.config.reference, self.config.model_spec
+        models = super().build_models()
+        config = self.config.reference
+        spec = self.config.model_spec
         if self.needs_reference and config.kind != "adapters_off":
             weights = config.path or self.config.checkpoint.initial_load_path
             models["reference"] = self.build_other_model(spec, weights=weights, offloaded=config.offload)

@@ -38,11 +38,15 @@ from torchtitan.trainer.trainer import Trainer
 
 def check_rollouts(config: Any) -> None:
     """Raise `UserError` for a run that cannot sample with its section `rollout`."""
-    rollout, parallelism, training = config.rollout, config.parallelism, config.training
+    rollout = config.rollout
+    parallelism = config.parallelism
+    training = config.training
     require_at_least(1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows)
     require_at_least(1, rollout__group_size=rollout.group_size)
     rollout.find_function()
-    unit, sizes, windows = config.lr_scheduler.unit, training.batch_schedule, training.seq_len_schedule
+    unit = config.lr_scheduler.unit
+    sizes = training.batch_schedule
+    windows = training.seq_len_schedule
     why = "since rollouts do not know the tokens of a step"
     require(unit == "steps", "--lr_scheduler.unit", unit, f"steps, {why}")
     require(not any("t:" in change for change in sizes), "--training.batch_schedule", sizes, f"in steps, {why}")
@@ -101,7 +105,9 @@ class RolloutTrainer(Trainer):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        rollout, tokenizer, template = self.config.rollout, self.tokenizer, self.dataloader.template
+        rollout = self.config.rollout
+        tokenizer = self.tokenizer
+        template = self.dataloader.template
         assert template
         folders = [tokenizer.folder] if tokenizer.folder else []
         self.stop_ids = stop_ids(tokenizer, *folders) | {*Stops(template, tokenizer).ids()}
@@ -121,7 +127,9 @@ class RolloutTrainer(Trainer):
     def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:
         """Return `size` trajectories, by default `group_size`, of each prompt in the batches that `load` returns,
         held-out ones in the phase "validation". Raise `UserError` if it, a rollout or a reward fails on any rank."""
-        most, size, texts = self.config.rollout.max_new_tokens, size or self.config.rollout.group_size, []
+        most = self.config.rollout.max_new_tokens
+        size = size or self.config.rollout.group_size
+        texts = []
         prompts: list[tuple[list[int], dict[str, Any], int]] = []
         leader = self.rank - self.parallel_dims.coordinate("tp")
 
@@ -188,7 +196,9 @@ class RolloutTrainer(Trainer):
 def huggingface_weights(trainer: Trainer) -> TensorSource:
     """Return the current weights of a trainer's model under Hugging Face's names, without adapters. Specifications
     have the type of the computation, except that buffers keep theirs."""
-    spec, converters, state = trainer.config.model_spec, trainer.converters, ModelState(trainer.model_parts)
+    spec = trainer.config.model_spec
+    converters = trainer.converters
+    state = ModelState(trainer.model_parts)
     source = PlainView(LiveSource(state.state_dict()), converted_model(spec.model, converters), converters)
     dtype, buffers = getattr(torch, trainer.config.training.mixed_precision_param), state.buffers
     source.specs = {

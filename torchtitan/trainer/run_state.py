@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 def build_checkpointer(trainer: Any) -> CheckpointManager:
     """Build the checkpointer of everything that a resumed run of a `Trainer` needs."""
-    config, spec, tokenizer = trainer.config, trainer.config.model_spec, trainer.tokenizer
+    config = trainer.config
+    spec = config.model_spec
+    tokenizer = trainer.tokenizer
     data_files = {name: text.encode() for name, text in trainer.dataloader.assets().items()}
     changed_files = {**tokenizer.changed_files, **data_files}
     files = files_in(tokenizer.folder) if config.checkpoint.saves else {}

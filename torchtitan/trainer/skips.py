@@ -36,7 +36,10 @@ def return_to_checkpoint(trainer: Any) -> None:
     continues, so that metrics, ledger and checkpoints never go back. Raise `RunFailure` if there is no such checkpoint,
     or the run has returned to it before."""
     guard, action = trainer.spikes, trainer.spikes.config.action
-    step, n_tokens_seen, n_skipped, before = trainer.step, trainer.n_tokens_seen, guard.n_skipped, guard.returned_to
+    step = trainer.step
+    n_tokens_seen = trainer.n_tokens_seen
+    n_skipped = guard.n_skipped
+    before = guard.returned_to
     last_taken = step - guard.in_a_row
     kept = {"random"} if action == "repeat" else {"random", "trainer", "dataloader"}
     if guard.config.advance_schedule:
@@ -50,7 +53,9 @@ def return_to_checkpoint(trainer: Any) -> None:
             "more data (--training.skip_data), or increase --spikes.max_in_a_row or --spikes.threshold"
         )
     trainer.step, trainer.n_tokens_seen = step, n_tokens_seen
-    guard.in_a_row, guard.n_skipped, guard.returned_to = 0, n_skipped, returned_to
+    guard.in_a_row = 0
+    guard.n_skipped = n_skipped
+    guard.returned_to = returned_to
     trainer.update_length()
     for callback in trainer.callbacks:
         callback.on_return(returned_to)

@@ -178,11 +178,9 @@ class Trainer(Configurable):
             has_own_forward=self.has_own_forward,
         )
         main = self.models["model"]
-        self.model_parts, self.num_parameters, self.num_trained = (
-            main.parts,
-            main.num_parameters,
-            main.num_trained,
-        )
+        self.model_parts = main.parts
+        self.num_parameters = main.num_parameters
+        self.num_trained = main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.start: StartDecision | None = None

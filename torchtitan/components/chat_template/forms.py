@@ -26,7 +26,9 @@ WRITTEN = "written"
 KEYS = (REASONING, "reasoning", WRITTEN)
 """Keys of reasoning to try; `thinking` comes with each (see `ChatTemplate`)."""
 
-_QUESTION, _ANSWER, _BEFORE = "Question1", "Answer1", "Before1"
+_QUESTION = "Question1"
+_ANSWER = "Answer1"
+_BEFORE = "Before1"
 _LONGEST_TAG, _LONGEST_END = 40, 200
 
 BLOCK = re.compile(

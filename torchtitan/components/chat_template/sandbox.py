@@ -38,7 +38,9 @@ _BUDGET = 2**28
 _SECONDS = 10.0
 """Limit on the CPU time of each rendering, for operations that take longer than their price suggests."""
 
-_STEP, _ITEM, _GROWTH = 512, 64, 16
+_STEP = 512
+_ITEM = 64
+_GROWTH = 16
 """Prices of a loop iteration or call, a list item, and a character that may be escaped; other characters cost 1."""
 
 _MAX_NUMBER = 9999
@@ -255,7 +257,9 @@ def literals(tree: nodes.Node) -> list[str]:
     return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
 
-_ITERATION, _VALUE, _CONCAT = "an iteration", "a value", "a concatenation"
+_ITERATION = "an iteration"
+_VALUE = "a value"
+_CONCAT = "a concatenation"
 """Filters inserted by `_Charges`, with names that templates cannot use: the cheapest way to call a function."""
 
 
@@ -332,7 +336,9 @@ def _priced_filter(environment: _Sandbox, name: str) -> Callable[..., Any]:
     key: Any = object()  # templates cannot use it
     environment.filters[key] = plain
     needs_context = hasattr(plain, "jinja_pass_arg")  # set by `jinja2.pass_context` and similar decorators
-    rate = 1 if name in (*_LIGHT, *_TEXT) else _GROWTH if name in _DEEP else _ITEM
+    rate = _GROWTH if name in _DEEP else _ITEM
+    if name in (*_LIGHT, *_TEXT):
+        rate = 1
     reads_all, growing = name in (*_TEXT, *_DEEP), _GROWING.get("%" if name == "format" else name)
 
     @jinja2.pass_context

@@ -13,7 +13,10 @@ from torchtitan.tools.errors import UserError
 Kind = Literal["answer", "call"]
 """Turn of the assistant that the user answers; turn with calls, which tools answer."""
 
-QUESTION, ANSWER, VALUE, FOLLOWING = "Question1", "Answer1", "Value1", "Following1"
+QUESTION = "Question1"
+ANSWER = "Answer1"
+VALUE = "Value1"
+FOLLOWING = "Following1"
 """Texts of trial conversations that no template writes by itself."""
 
 _OTHER_VALUE = "Value0"

@@ -79,7 +79,9 @@ class ChatTemplate:
             raise UserError(f"{name} is nested too deeply") from error
         except Exception as error:  # Jinja generates Python code, which may be invalid
             raise UserError(f"{name} is not valid Jinja: {in_words(error)}") from error
-        self.source, self.name, self.of_model = source, name, of_model
+        self.source = source
+        self.name = name
+        self.of_model = of_model
         self.variables, self.required_tokens = dict(variables or {}), tuple(required_tokens)
 
     def render(

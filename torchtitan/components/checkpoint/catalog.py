@@ -164,8 +164,9 @@ def reject_outer_folder(path: AnyFolder, option: str = "") -> None:
     """Raise `UserError` if the folder `path`, the value of `option`, is a run's or contains complete checkpoints."""
     for folder in (folder_at(path), folder_at(path) / "checkpoint"):
         if complete := [info for info in list_checkpoints(folder) if info.is_complete]:
+            prefix = f"{option}: " if option else ""
             raise UserError(
-                f"{f'{option}: ' if option else ''}{path} is not a checkpoint but contains some; use one of them, such "
+                f"{prefix}{path} is not a checkpoint but contains some; use one of them, such "
                 f"as the newest, {complete[-1].path}"
             )
 

@@ -261,7 +261,9 @@ class CheckpointManager(Configurable):
         if start is None:
             return 0
         if start.resumes:
-            self._saver.step = self._resumed_step = step = start.checkpoint.step
+            step = start.checkpoint.step
+            self._resumed_step = step
+            self._saver.step = step
             self._saver.best_loss = _best_loss([info for info in decision.checkpoints if info.step <= step])
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
 

@@ -60,7 +60,9 @@ class SequenceCache:
     """
 
     def __init__(self, folder: Path, setting: Any, *, results: Mapping[str, TokenResult], verify: bool = False):
-        self.folder, self.results, self.verify = folder, results, verify
+        self.folder = folder
+        self.results = results
+        self.verify = verify
         self._setting = json.dumps([FORMAT_VERSION, setting]).encode()
         self._unfinished = folder / "unfinished"
         for file in self._unfinished.glob("*"):

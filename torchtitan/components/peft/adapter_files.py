@@ -185,7 +185,9 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, Any]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{config.option}.adapter_path: the folder '{folder}' has no {name}")
-    option, file, document = config.option, folder / CONFIG, read_object(folder / CONFIG)
+    option = config.option
+    file = folder / CONFIG
+    document = read_object(folder / CONFIG)
     for key, supported in _SUPPORTED.items():
         if document.get(key, supported[0]) not in supported:
             raise UserError(f"{file}: {key} {document[key]!r} is not supported (only {supported[0]!r})")
@@ -195,7 +197,8 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, Any]:
     for key, (field, default) in _SETTINGS.items():
         saved, configured = document.get(key, default), getattr(config, field)
         if saved != configured:
-            flag = field if saved is True else f"no_{field}" if saved is False else f"{field} {saved}"
+            flags = {True: field, False: f"no_{field}"}
+            flag = flags[saved] if isinstance(saved, bool) else f"{field} {saved}"
             raise UserError(f"{file}: {key} is {saved}, but {option}.{field} is {configured}; set {option}.{flag}")
     return document
 

@@ -86,7 +86,9 @@ def adapt_experts(
             starts[f"{name}_{part}"], split_dims[f"{name}_{part}"] = start, split_dim
     experts.__class__ = type(f"Adapted{type(experts).__name__}", (AdaptedExperts, type(experts)), {})
     assert isinstance(experts, AdaptedExperts)
-    experts.scalings, experts.is_adapted, experts.adapter = dict(scalings), True, tuple(split_dims)
+    experts.scalings = dict(scalings)
+    experts.is_adapted = True
+    experts.adapter = tuple(split_dims)
     experts.hidden_dims = {**experts.hidden_dims, **split_dims}
     experts.device_type = "cuda"  # its algorithm calls `product`
     experts._add_initializers(**starts)

@@ -56,7 +56,9 @@ def adapt_router(router: LinearRouter, *, rank: int, scaling: float, dropout: fl
     n_experts, dim = router.weight.shape
     router.__class__ = type(f"Adapted{type(router).__name__}", (AdaptedRouter, type(router)), {})
     assert isinstance(router, AdaptedRouter)
-    router.rank, router.scaling, router.dropout = rank, scaling, dropout
+    router.rank = rank
+    router.scaling = scaling
+    router.dropout = dropout
     router.is_adapted, router.adapter = True, ("lora_A", "lora_B")
     router.lora_A = nn.Parameter(router.weight.new_empty(rank, dim))
     router.lora_B = nn.Parameter(router.weight.new_empty(n_experts, rank))

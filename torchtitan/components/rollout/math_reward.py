@@ -177,7 +177,9 @@ def _kind_of(text: str) -> tuple[Kind, Any]:
 
 def _minutes(match: re.Match[str]) -> tuple[Any, ...]:
     """Return hour, minute and second; the hour is of the day unless it may be of either half."""
-    hour, minute, second = int(match[1]), int(match[2]), int(match[3] or 0)
+    hour = int(match[1])
+    minute = int(match[2])
+    second = int(match[3] or 0)
     if match[4]:
         return hour % 12 + 12 * (match[4].lower() == "p"), minute, second, "day"
     return hour, minute, second, "either" if 1 <= hour <= 12 else "day"
@@ -186,10 +188,16 @@ def _minutes(match: re.Match[str]) -> tuple[Any, ...]:
 def _elements(text: str) -> tuple[str, str, list[str]] | None:
     """Return brackets and elements of a list, set, tuple or interval; no brackets around `1, x`; None for others."""
     text = text.replace(r"\{", "⦃").replace(r"\}", "⦄")
-    opening, closing, inside = "", "", text
+    opening = ""
+    closing = ""
+    inside = text
     if text[:1] in tuple("([⦃{") and text[-1:] in tuple(")]⦄}") and _closes_at_end(text):
-        opening, closing, inside = text[0].replace("⦃", "{"), text[-1].replace("⦄", "}"), text[1:-1]
-    elements, depth, start = [], 0, 0
+        opening = text[0].replace("⦃", "{")
+        closing = text[-1].replace("⦄", "}")
+        inside = text[1:-1]
+    elements = []
+    depth = 0
+    start = 0
     for place, character in enumerate(inside):
         depth += (character in "([{⦃") - (character in ")]}⦄")
         if character == "," and depth == 0:

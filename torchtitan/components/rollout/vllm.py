@@ -52,7 +52,10 @@ class VLLMEngine:
     types of their specifications; all ranks read them in one order. Raises as `check_server` and `request`."""
 
     def __init__(self, url: str, weights: TensorSource, stop_ids: AbstractSet[int], max_rows: int, ranks: Ranks):
-        self._url, self._ranks, self._max_rows, self._stop_ids = url, ranks, max_rows, sorted(stop_ids)
+        self._url = url
+        self._ranks = ranks
+        self._max_rows = max_rows
+        self._stop_ids = sorted(stop_ids)
         self._model, self.context, n_workers = check_server(url)
         self._transfer = _transfer(url, weights, ranks.rank, n_workers)
 

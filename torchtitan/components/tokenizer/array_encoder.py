@@ -87,7 +87,9 @@ class ArrayEncoder:
 
     def close(self) -> None:
         """Use the tokenizer itself from now on."""
-        self._fast, self._load, self._is_closed = None, None, True
+        self._fast = None
+        self._load = None
+        self._is_closed = True
 
     def sample_next(self) -> None:
         """Compare a sample of the next batch, whatever its size."""

@@ -133,7 +133,9 @@ def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix))
     if name in ("LlamaTokenizer", "CodeLlamaTokenizer"):
         always = name == "LlamaTokenizer" and settings.get("legacy")
-        scheme = "never" if prefix is False else "always" if always else "first"
+        scheme = "always" if always else "first"
+        if prefix is False:
+            scheme = "never"
         return None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     if name == "GemmaTokenizer":
         return normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", behavior="merged_with_previous")

@@ -22,7 +22,11 @@ _MOST_BYTES = 2**27
 
 # Values of the enumerations in sentencepiece_model.proto.
 _BPE = 2
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 
 
 def is_sentencepiece(path: Path) -> bool:
@@ -201,9 +205,10 @@ def _add_declared(folder: Path, tokenizer: Any) -> None:
         n_ids = tokenizer.get_vocab_size(with_added_tokens=True)
         present = tokenizer.token_to_id(text)
         if present not in (None, token_id) or present is None and token_id != n_ids:
+            given = n_ids if present is None else present
             raise UserError(
                 f"'{folder}' declares the added token {text!r} with id {token_id}, but the SentencePiece model gives "
-                f"it {n_ids if present is None else present}; use the model's tokenizer.json"
+                f"it {given}; use the model's tokenizer.json"
             )
         declared = flags.get(text, {})
         token = AddedToken(

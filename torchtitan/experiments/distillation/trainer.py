@@ -82,7 +82,9 @@ class DistillationTrainer(FrozenModelTrainer):
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch, and the number of its valid tokens."""
-        inputs, labels_BL, has_grad = (batch["input"], batch.get("attention")), batch["labels"], torch.is_grad_enabled()
+        inputs = (batch["input"], batch.get("attention"))
+        labels_BL = batch["labels"]
+        has_grad = torch.is_grad_enabled()
         sums: list[Tensor] = []
 
         def learn_from(teacher: Outputs | TopTokens) -> Tensor:

@@ -75,4 +75,6 @@ class LossSampler(Sampler):
         return {"seed": self.seed, "drawn": self._drawn, "losses": self._losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self._drawn, self._losses = state["seed"], state["drawn"], np.array(state["losses"])
+        self.seed = state["seed"]
+        self._drawn = state["drawn"]
+        self._losses = np.array(state["losses"])

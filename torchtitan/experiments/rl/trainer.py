@@ -92,7 +92,9 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts. With a method that resamples, only groups with unequal rewards,
         fewer at the end of the data; raise `UserError` if there is none in ten global batches."""
-        load, step, resamples = super().next_micro_batches, self.step + 1, self.policy.method.resample
+        load = super().next_micro_batches
+        step = self.step + 1
+        resamples = self.policy.method.resample
         wanted = self.gradient_accumulation_steps * self.config.training.local_batch_size
         groups: list[Group] = []
         self.watchdog.phase("rollouts")

@@ -141,7 +141,9 @@ def _objects(text: str) -> list[Any]:
 
 
 def _consecutive(text: str) -> list[Any]:
-    decoder, position, found = json.JSONDecoder(), 0, []
+    decoder = json.JSONDecoder()
+    position = 0
+    found = []
     while position < len(text):
         if text[position].isspace() or text[position] == ",":
             position += 1

@@ -145,7 +145,9 @@ class ChatEncoder:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn, accepted: Sequence[Part] = ()
     ):
-        self._tokenizer, self._template, self._train_on = tokenizer, template, train_on
+        self._tokenizer = tokenizer
+        self._template = template
+        self._train_on = train_on
         self._accepted = sorted(accepted)
         self._special_ids = tokenizer.special_ids
         self._special = special_pattern(tokenizer)
@@ -433,7 +435,10 @@ class _Tokens:
     """Tokens of a text, with their spans in characters, in order."""
 
     def __init__(self, text: str, ids: list[int], offsets: Offsets, special_ids: frozenset[int]):
-        self._text, self.ids, self._offsets, self._special_ids = text, ids, offsets, special_ids
+        self._text = text
+        self.ids = ids
+        self._offsets = offsets
+        self._special_ids = special_ids
 
     def start(self, token: int) -> int:
         """Return the first character of a token."""

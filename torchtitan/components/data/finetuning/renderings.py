@@ -29,7 +29,9 @@ _ADVICE = (
     "continues its generation prompt"
 )
 
-MARK, _REASONING_MARK, _VALUE_MARK = "ContentMark", "ReasoningMark", "ValueMark"
+MARK = "ContentMark"
+_REASONING_MARK = "ReasoningMark"
+_VALUE_MARK = "ValueMark"
 
 
 class Turn(NamedTuple):
@@ -442,7 +444,9 @@ def _kind_of(message: Message) -> str:
 
 def _marked(message: Message) -> Message:
     """Return a message of the assistant with markers in place of its texts."""
-    content, reasoning, written = message.get("content"), message.get(REASONING), message.get(WRITTEN)
+    content = message.get("content")
+    reasoning = message.get(REASONING)
+    written = message.get(WRITTEN)
     marked = dict(message)
     if isinstance(content, str) and content:
         marked["content"] = MARK

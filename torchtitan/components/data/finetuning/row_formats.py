@@ -241,7 +241,9 @@ def _mismatch_error(columns: Sequence[str], format: RowFormat | None, kind: Kind
             "prompt, in the columns chosen and rejected"
         )
     if format:
-        problem, suggested, formats = f"but {format.name!r} needs {_needs(format)}", "OURS=THEIRS", ""
+        problem = f"but {format.name!r} needs {_needs(format)}"
+        suggested = "OURS=THEIRS"
+        formats = ""
     else:
         problem, formats = "which match no format", f": {_overview(kind)}"
         suggested = suggested_columns(columns) if kind == "sft" else "OURS=THEIRS"

@@ -295,7 +295,9 @@ class _Column:
     """Writes consecutive items to one file, and their start offsets and the total to another."""
 
     def __init__(self, items: BinaryIO, offsets: BinaryIO):
-        self._items, self._offsets, self._end = items, offsets, 0
+        self._items = items
+        self._offsets = offsets
+        self._end = 0
         self.add(b"", 0)
 
     def add(self, item: bytes, size: int) -> None:

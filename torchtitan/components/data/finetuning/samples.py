@@ -39,7 +39,9 @@ class LengthFilteredDataset:
     """
 
     def __init__(self, cache: SampleCache, max_length: int, too_long: TooLong, untrained: Policy | None, name: str):
-        self._cache, self._too_long, self._untrained = cache, too_long, untrained
+        self._cache = cache
+        self._too_long = too_long
+        self._untrained = untrained
         self.max_length = max_length
         self.report: Report = copy.deepcopy(cache.report)
         """Report of the cache, updated for samples that are too long."""
@@ -125,7 +127,9 @@ class LengthFilteredDataset:
 
     def _handle_too_long(self, index: int, length: int) -> Dropped | None:
         """Count a sample that is too long and kept, or return why it is dropped."""
-        where, sample, report = self._cache.describe(index), self._cache.sample(index), self.report
+        where = self._cache.describe(index)
+        sample = self._cache.sample(index)
+        report = self.report
         limit = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
         size = f"{length:,} tokens, {limit}"
         result = self._truncate_or_drop(sample, where, size)
@@ -228,7 +232,10 @@ class WindowDataset(Dataset[Batch | UserError]):
     def __init__(
         self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch], vocab_size: int | None
     ):
-        self.samples, self.seq_len, self.collate, self.vocab_size = samples, seq_len, collate, vocab_size
+        self.samples = samples
+        self.seq_len = seq_len
+        self.collate = collate
+        self.vocab_size = vocab_size
 
     def __getitem__(self, windows: Sequence[Sequence[int]] | UserError) -> Batch | UserError:
         if isinstance(windows, UserError):

@@ -43,7 +43,11 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.process import signal_when_orphaned
 from torchtitan.tools.progress import progress
 
-MANIFEST, PLAN, PART, ITEMS, WORK = "manifest.json", "plan.json", "part.json", "items.bin", ".work-"
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+PART = "part.json"
+ITEMS = "items.bin"
+WORK = ".work-"
 FAST = "gigatoken"
 """Empty file of a part that gigatoken has encoded."""
 REFUSED = "gigatoken-differs"
@@ -284,7 +288,9 @@ class _Merge:
     """The items of all parts, in files in the folder `work`."""
 
     def __init__(self, preparation: Preparation, workers: int, work: Path):
-        self.preparation, self.workers, self.work = preparation, workers, work
+        self.preparation = preparation
+        self.workers = workers
+        self.work = work
         self.splits = {TRAIN: 1, VALIDATION: 2} if preparation.held_out else {TRAIN: 1}
         folders = [preparation.folder(part) for part in range(len(preparation.parts))]
         with ThreadPoolExecutor(16) as pool, durable.new_file(work / "items") as file:  # a store takes long to answer
@@ -311,7 +317,9 @@ class _Merge:
 
     def write(self) -> dict[str, Any]:
         """Write the caches and the index of each split; return the manifest."""
-        preparation, encoding, parts = self.preparation, self.preparation.encoding, range(len(self.found))
+        preparation = self.preparation
+        encoding = preparation.encoding
+        parts = range(len(self.found))
         reports = {split: [self._report(part, split) for part in parts] for split in self.splits}
         for split, of_parts in reports.items():
             if not any(report.kept for report in of_parts):
@@ -333,7 +341,9 @@ class _Merge:
 
     def _report(self, part: int, split: str) -> Report:
         """Return the counts of a part's items in a split; the others are dropped rows."""
-        report, items, kept = self.found[part], self.items[part], self._kept(part, split)
+        report = self.found[part]
+        items = self.items[part]
+        kept = self._kept(part, split)
         tokens, trained = (int(kept[name].sum()) for name in ("tokens", "trained"))
         rows = rows_of(self.preparation.folder(part), items, report)
         kept_rows = {*rows[items["split"] == self.splits[split]].tolist()}
@@ -354,7 +364,9 @@ class _Merge:
 
     def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, Any]:
         """Write the caches and the index of a split, with the reports of its parts; return its counts."""
-        preparation, encoding, parts = self.preparation, self.preparation.encoding, range(len(reports))
+        preparation = self.preparation
+        encoding = preparation.encoding
+        parts = range(len(reports))
         groups = [[*parts]] if encoding.kind == "samples" else [[part] for part in parts if reports[part].kept]
         totals = [Report.total(reports[part] for part in group) for group in groups]
 
@@ -385,7 +397,9 @@ def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int =
     part's items in the order of their hashes, `ITEM` (n,). A pass compares one of `n_passes` ranges of hashes."""
     low, high = (number * 256**HASH_BYTES // n_passes for number in (index, index + 1))
     first, last = low.to_bytes(HASH_BYTES), (high - 1).to_bytes(HASH_BYTES)
-    hashes, indices, n_before = [], [], 0
+    hashes = []
+    indices = []
+    n_before = 0
     for items in parts:
         start, stop = np.searchsorted(items["hash"], first), np.searchsorted(items["hash"], last, side="right")
         hashes.append(items["hash"][start:stop])

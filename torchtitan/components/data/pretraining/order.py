@@ -39,7 +39,10 @@ class BlockOrder:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] = (), *, shuffle: bool, seed: int):
-        self._sizes, self._weights, self._shuffle, self._seed = sizes, weights, shuffle, seed
+        self._sizes = sizes
+        self._weights = weights
+        self._shuffle = shuffle
+        self._seed = seed
         self._ends = list(itertools.accumulate(sizes))
         self._groups = sizes if weights else self._ends[-1:]
         """Blocks of each set; without weights, of all sets as one."""

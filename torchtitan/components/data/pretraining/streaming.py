@@ -61,7 +61,10 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
     """Batches of one rank; each worker packs its own shard of the stream."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
-        self.source, self.encoder, self.layout, self.order = source, ArrayEncoder(tokenizer), layout, order
+        self.source = source
+        self.encoder = ArrayEncoder(tokenizer)
+        self.layout = layout
+        self.order = order
 
     def __iter__(self) -> "PackedStreamIterator":
         worker = get_worker_info()
@@ -74,7 +77,9 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
     """Batches of one node; the state is the start of the next window. Errors are returned as items, see `Workers`."""
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
-        self.dataset, self.node, self.n_nodes = dataset, node, n_nodes
+        self.dataset = dataset
+        self.node = node
+        self.n_nodes = n_nodes
         self._wrapping = document_wrapping(dataset.encoder.tokenizer)
         self._position = StreamPosition(epoch=dataset.order.first_epoch)
         self._windows = self._all_windows(self._position)
@@ -119,7 +124,9 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             position = StreamPosition(epoch=position.epoch + 1)
 
     def _epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
-        seq_len, skip, n_rest = self.dataset.layout.seq_len, position.token, 0
+        seq_len = self.dataset.layout.seq_len
+        skip = position.token
+        n_rest = 0
         rest: list[Piece] = []
         for begin, ids in self._documents(position):
             rest.append((begin._replace(token=skip), ids[skip:]))
@@ -226,7 +233,9 @@ class StreamBatches(BatchIterator):
     with a warning and is shuffled differently."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
-        self._source, self._tokenizer, self._order = source, tokenizer, order
+        self._source = source
+        self._tokenizer = tokenizer
+        self._order = order
         self._workers_state: dict[str, Any] | None = None
         data = [source.dataset.path, source.dataset.name, source.split, source.text_column]
         windowing = [layout.seq_len, order.shuffle, order.block_size]

@@ -128,8 +128,10 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
             _check_end(path, _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize, "its header")
             return TokenFile(path, dtype, _LLM_C_HEADER)
         return TokenFile(path, "uint16")
+    except UserError:
+        raise
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise error if isinstance(error, UserError) else UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def _numpy(path: Path) -> TokenFile:

@@ -87,7 +87,9 @@ class ArrayTokens(Tokens):
     """
 
     def __init__(self, key: str, tokens: Any, offsets: Array, names: Sequence[str], documents_per_part: Sequence[int]):
-        self.key, self.n_tokens, self.names = key, len(tokens), names
+        self.key = key
+        self.n_tokens = len(tokens)
+        self.names = names
         self.place = key
         """Where the tokens are, for messages."""
         self._tokens, self._offsets = tokens, offsets
@@ -126,7 +128,9 @@ class JoinedTokens(Tokens):
 
     def __init__(self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]):
         self._arguments: tuple[Any, ...] = (key, first_tokens, n_tokens, open_stream)
-        self.key, self._first_tokens, self.n_tokens = key, first_tokens, n_tokens
+        self.key = key
+        self._first_tokens = first_tokens
+        self.n_tokens = n_tokens
         self._stream = functools.lru_cache(128)(open_stream)  # an open one may have files mapped into memory
 
     def __reduce__(self) -> tuple[Any, ...]:

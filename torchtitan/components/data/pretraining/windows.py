@@ -133,7 +133,11 @@ class PackedDataset(Dataset[Batch | UserError]):
     multiple of `seq_len`; the windows of a block follow each other. See `BlockOrder`."""
 
     def __init__(self, sets: Sequence[Tokens], layout: Layout, order: BlockOrder, *, block: int, n_samples: int | None):
-        self.sets, self.layout, self.order, self.block, self.n_samples = sets, layout, order, block, n_samples
+        self.sets = sets
+        self.layout = layout
+        self.order = order
+        self.block = block
+        self.n_samples = n_samples
         self.is_remote = any(tokens.is_remote for tokens in sets)
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[Sample]] = {}
@@ -195,7 +199,11 @@ class CachedBatches(BatchIterator):
         shuffle: bool,
         seed: int,
     ):
-        self._names, self._sets, self._weights, self._shuffle, self._seed = names, sets, weights, shuffle, seed
+        self._names = names
+        self._sets = sets
+        self._weights = weights
+        self._shuffle = shuffle
+        self._seed = seed
         self._block, self._position = layout.seq_len, 0
         order = self._order(layout.seq_len)
         n_samples = None if layout.epochs is None else order.blocks_in(layout.epochs)
@@ -263,7 +271,9 @@ class CachedBatches(BatchIterator):
         seq_len, n_tokens = self._layout.seq_len, 0
         windows = [count_windows(tokens.n_tokens, seq_len) for tokens in self._sets]
         order = self._order(seq_len)
-        summaries, sources, read = [], [], order.blocks_of_sets(n_samples)
+        summaries = []
+        sources = []
+        read = order.blocks_of_sets(n_samples)
         for name, tokens, n_windows, n_read in zip(self._names, self._sets, windows, read, strict=True):
             report = tokens.report()
             if not self._layout.document_mask:
