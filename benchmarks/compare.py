@@ -1,9 +1,11 @@
 """Compare two results of `peers.py` or `prepare.py`: what got slower?
 
-    python benchmarks/compare.py benchmarks/results/OLD.json benchmarks/results/NEW.json [--tolerance 0.05]
+    python benchmarks/compare.py benchmarks/results/OLD.json benchmarks/results/NEW.json
+    [--tolerance 0.05]
 
-Prints the change of speed and memory of each system. Exits with 1 if torchtitan got slower by more than the tolerance
-in a job of both files: in speed on the same machine, or else relative to the fastest peer.
+Prints the change of speed and memory of each system. Exits with 1 if torchtitan got slower by more
+than the tolerance in a job of both files: in speed on the same machine, or else relative to the
+fastest peer.
 """
 
 import argparse
@@ -24,8 +26,8 @@ class Change(NamedTuple):
     job: str
     system: str
     speed: float
-    """New speed / old speed: of tokens or MB per second, of the first step's time in jobs without them; for the fastest
-    peer, of torchtitan's speed relative to it."""
+    """New speed / old speed: of tokens or MB per second, of the first step's time in jobs without
+    them; for the fastest peer, of torchtitan's speed relative to it."""
     memory: float | None
     """New memory / old memory; None if it was not measured."""
 
@@ -37,10 +39,18 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
         for system in [name for name in before if name in after]:
             was, now = before[system], after[system]
             is_ratio = system == FASTEST
-            speeds, memory = (("speed_ratio",), "memory_ratio") if is_ratio else (SPEEDS, "memory_gib")
+            speeds, memory = (
+                (("speed_ratio",), "memory_ratio") if is_ratio else (SPEEDS, "memory_gib")
+            )
             speed = next((name for name in speeds if name in was), None)
-            faster = median_ratio(now, was, speed) if speed else median_ratio(was, now, "first_step_seconds")
-            yield Change(job, system, faster, median_ratio(now, was, memory) if memory in was else None)
+            faster = (
+                median_ratio(now, was, speed)
+                if speed
+                else median_ratio(was, now, "first_step_seconds")
+            )
+            yield Change(
+                job, system, faster, median_ratio(now, was, memory) if memory in was else None
+            )
 
 
 def median_ratio(above: Mapping[str, Any], below: Mapping[str, Any], name: str) -> float:
@@ -49,10 +59,14 @@ def median_ratio(above: Mapping[str, Any], below: Mapping[str, Any], name: str) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--tolerance", type=float, default=0.05, help="permitted loss of speed, as a fraction")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, help="permitted loss of speed, as a fraction"
+    )
     options = parser.parse_args()
     old, new = (json.loads(path.read_text()) for path in (options.old, options.new))
     same_machine = all(old[name] == new[name] for name in ("processor", "threads"))

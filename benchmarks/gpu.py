@@ -1,8 +1,10 @@
-"""Speed of this project on one GPU, row by row, in at most ten minutes; started by benchmarks/gpu.sh.
+"""Speed of this project on one GPU, row by row, in at most ten minutes; started by
+benchmarks/gpu.sh.
 
-Each row runs in a process forked after the imports, so that a row that fails, hangs or runs out of memory costs only
-itself. Its line of JSON is written at once, so that nothing is lost when time ends: `row`, `seconds`, and either
-`result` or `error`. Rows that ran out of time are marked. The first line describes the machine.
+Each row runs in a process forked after the imports, so that a row that fails, hangs or runs out of
+memory costs only itself. Its line of JSON is written at once, so that nothing is lost when time
+ends: `row`, `seconds`, and either `result` or `error`. Rows that ran out of time are marked. The
+first line describes the machine.
 
 The rows are in gpu_rows.py. At toy size (without a GPU, or with --toy) their numbers mean nothing.
 """
@@ -64,7 +66,8 @@ def run_row(row: str, size: Size, limit: float) -> Numbers:
 
 
 def machine(size: Size) -> Numbers:
-    """Describe the machine, in a process of its own: CUDA must not start before the rows are forked."""
+    """Describe the machine, in a process of its own: CUDA must not start before the rows are
+    forked."""
     return {
         "device": device_description(size.device),
         "torch": torch.__version__,
@@ -75,15 +78,26 @@ def machine(size: Size) -> Numbers:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME")
-    parser.add_argument("--minutes", type=float, default=10.0, help="when time ends, remaining rows are skipped")
-    parser.add_argument("--row_seconds", type=float, default=120.0, help="at most this many seconds per row")
-    parser.add_argument("--results", type=Path, default=Path("gpu-results.jsonl"), help="lines are appended to it")
-    parser.add_argument("--toy", action="store_true", help="toy size, on the CPU; also without a GPU")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="when time ends, remaining rows are skipped"
+    )
+    parser.add_argument(
+        "--row_seconds", type=float, default=120.0, help="at most this many seconds per row"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("gpu-results.jsonl"), help="lines are appended to it"
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="toy size, on the CPU; also without a GPU"
+    )
     options = parser.parse_args()
     deadline = time.perf_counter() + 60 * options.minutes - IMPORT_SECONDS
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other check starts CUDA, and then no fork can
+    # the other check starts CUDA, and then no fork can
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     size = Size(toy=options.toy or device_type() != "cuda")
     if size.toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

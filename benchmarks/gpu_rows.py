@@ -1,8 +1,9 @@
 """The rows of `gpu.py`: what each measures.
 
-Training rows take steps on the built-in texts with random weights, the published sizes, and AdamW in float32 under
-bfloat16. Speed is measured over the steps after the warm-up, with the device synchronized before and after; MFU is
-relative to the published peak. At toy size the numbers mean nothing.
+Training rows take steps on the built-in texts with random weights, the published sizes, and AdamW
+in float32 under bfloat16. Speed is measured over the steps after the warm-up, with the device
+synchronized before and after; MFU is relative to the published peak. At toy size the numbers mean
+nothing.
 """
 
 import contextlib
@@ -55,10 +56,13 @@ class Size:
         return torch.device("cpu" if self.toy else device_type())
 
     def pretraining(self, *, packed: bool = False, **options: bool) -> Any:
-        """Return a run of Llama 3.2 1B on 4 windows of 2,048 tokens; `packed` windows hold many documents."""
+        """Return a run of Llama 3.2 1B on 4 windows of 2,048 tokens; `packed` windows hold many
+        documents."""
         config = small_run(model_registry("debugmodel" if self.toy else "1B"))
         config.dataloader = PretrainDataLoader.Config(document_mask=packed)
-        config.training.seq_len, config.training.local_batch_size = (64, 2) if self.toy else (2048, 4)
+        config.training.seq_len, config.training.local_batch_size = (
+            (64, 2) if self.toy else (2048, 4)
+        )
         config.training.mixed_precision_param = "float32" if self.toy else "bfloat16"
         return self._with(config, **options)
 
@@ -67,7 +71,9 @@ class Size:
         config = self.pretraining()
         config.model_spec = model_registry("debugmodel" if self.toy else "8B")
         config.dataloader = SFTDataLoader.Config(chat_template="alpaca")
-        config.training.seq_len, config.training.local_batch_size = (512, 1) if self.toy else (4096, 1)
+        config.training.seq_len, config.training.local_batch_size = (
+            (512, 1) if self.toy else (4096, 1)
+        )
         return self._with(with_adapters(config, converter), **options)
 
     def _with(self, config: Any, *, selective: bool = False, compiled: bool = False) -> Any:
@@ -75,7 +81,9 @@ class Size:
         if selective:
             config.activation_checkpoint.mode = "selective"
         if compiled:
-            config.compile = CompileConfig(enable=True, backend="aot_eager" if self.toy else "inductor")
+            config.compile = CompileConfig(
+                enable=True, backend="aot_eager" if self.toy else "inductor"
+            )
         return config
 
     @property
@@ -88,7 +96,8 @@ class Size:
 
 
 def train(size: Size, config: Any, around_step: Callable[[int], Any] | None = None) -> Numbers:
-    """Train; return speed, memory and seconds to the first step. `around_step` gives a context manager for a step."""
+    """Train; return speed, memory and seconds to the first step. `around_step` gives a context
+    manager for a step."""
     marks: dict[int, float] = {}
     saves: dict[int, float] = {}
 
@@ -124,7 +133,9 @@ def train(size: Size, config: Any, around_step: Callable[[int], Any] | None = No
             trainer.checkpointer.save = timed_save  # type: ignore[method-assign]
         trainer.train()
         trainer.close()
-    saving = sum(taken for step, taken in saves.items() if size.warm_up < step < config.training.steps)
+    saving = sum(
+        taken for step, taken in saves.items() if size.warm_up < step < config.training.steps
+    )
     seconds = (marks[config.training.steps] - marks[size.warm_up] - saving) / size.steps
     speed = trainer.tokens_per_step / seconds
     peak = peak_flops(trainer.device, trainer.metrics.compute_dtype)
@@ -139,7 +150,8 @@ def train(size: Size, config: Any, around_step: Callable[[int], Any] | None = No
 
 
 def profiled(size: Size) -> Numbers:
-    """Profile one step: time by class of kernel, the time in which no kernel ran, and waits for the device."""
+    """Profile one step: time by class of kernel, the time in which no kernel ran, and waits for the
+    device."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if not size.toy:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -180,7 +192,9 @@ def kernel_class(name: str) -> str:
         "copies": ("memcpy", "memset", "copy", "::to", "fill"),
         "compiled": ("triton",),
     }
-    return next((kind for kind, parts in words.items() if any(part in lowered for part in parts)), "other")
+    return next(
+        (kind for kind, parts in words.items() if any(part in lowered for part in parts)), "other"
+    )
 
 
 def median_seconds(device: torch.device, function: Callable[[], Any], repeats: int = 10) -> float:
@@ -196,7 +210,8 @@ def median_seconds(device: torch.device, function: Callable[[], Any], repeats: i
 
 
 def attention_kernels(size: Size) -> Numbers:
-    """Measure forward and backward pass of each kernel at the 1B model's shape, with whole rows and eight documents."""
+    """Measure forward and backward pass of each kernel at the 1B model's shape, with whole rows and
+    eight documents."""
     from torchtitan.models.common.attention import Attention, with_kernel
     from torchtitan.protocols.attention import AttentionMetadata
 
@@ -206,13 +221,20 @@ def attention_kernels(size: Size) -> Numbers:
         torch.randn(batch, length, n, width, device=size.device, dtype=dtype, requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
     ]
-    documents = AttentionMetadata.from_positions(torch.arange(length).remainder(length // 8).expand(batch, -1))
+    documents = AttentionMetadata.from_positions(
+        torch.arange(length).remainder(length // 8).expand(batch, -1)
+    )
     rows = AttentionMetadata.of_rows(batch, length)
     results: Numbers = {}
     packed = ("documents", "dense") if size.toy else ("varlen", "flex", "dense")
-    for name, attention in (("causal", rows), *((kernel, documents.to(size.device)) for kernel in packed)):
+    for name, attention in (
+        ("causal", rows),
+        *((kernel, documents.to(size.device)) for kernel in packed),
+    ):
         chosen = dataclasses.replace(attention, kernel=name)
-        prepared = with_kernel(chosen, device=size.device, dtype=dtype, head_dim=width, static=False)
+        prepared = with_kernel(
+            chosen, device=size.device, dtype=dtype, head_dim=width, static=False
+        )
 
         def compute(prepared: Any = prepared) -> None:
             torch.autograd.grad(Attention()(*inputs, prepared).sum(), inputs)
@@ -230,15 +252,21 @@ def experts(size: Size) -> Numbers:
     from torchtitan.models.common.moe.layer import MixtureOfExperts
     from torchtitan.models.common.moe.router import Router, RoutingConfig
 
-    tokens, dim, hidden, n_experts, k = (64, 32, 16, 8, 2) if size.toy else (4096, 2048, 768, 128, 8)
+    tokens, dim, hidden, n_experts, k = (
+        (64, 32, 16, 8, 2) if size.toy else (4096, 2048, 768, 128, 8)
+    )
     router = Router(RoutingConfig(n_experts=n_experts, top_k=k), dim=dim, init_std=0.02)
     stds = {"init_std": 0.02, "out_init_std": 0.02}
-    layer = MixtureOfExperts(router, RoutedExperts(n_experts=n_experts, top_k=k, dim=dim, hidden_dim=hidden, **stds))
+    layer = MixtureOfExperts(
+        router, RoutedExperts(n_experts=n_experts, top_k=k, dim=dim, hidden_dim=hidden, **stds)
+    )
     layer = layer.to(size.device, torch.float32 if size.toy else torch.bfloat16)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.02)
-    x_BLD = torch.randn(1, tokens, dim, device=size.device, dtype=next(layer.parameters()).dtype, requires_grad=True)
+    x_BLD = torch.randn(
+        1, tokens, dim, device=size.device, dtype=next(layer.parameters()).dtype, requires_grad=True
+    )
     inputs = [x_BLD, *layer.parameters()]
     seconds = median_seconds(size.device, lambda: torch.autograd.grad(layer(x_BLD).sum(), inputs))
     flops = 6 * tokens * k * 3 * dim * hidden
@@ -246,7 +274,8 @@ def experts(size: Size) -> Numbers:
 
 
 def generation(size: Size) -> Numbers:
-    """Measure generation with the 1B model and random weights: the prompts, then new tokens, greedy and sampled."""
+    """Measure generation with the 1B model and random weights: the prompts, then new tokens, greedy
+    and sampled."""
     from torchtitan.components.generation import Sampling
     from torchtitan.distributed import initialize_weights
 
@@ -264,10 +293,14 @@ def generation(size: Size) -> Numbers:
         ("sampled, batch 8", 8, Sampling(temperature=1.0, top_p=0.9)),
     ):
         prompts = torch.randint(config.vocab_size, (batch, prompt_tokens)).tolist()
-        timed = [token_times(model, prompts, new, sampling) for _ in range(3)][1:]  # the first one warms up
+        # the first one warms up
+        timed = [token_times(model, prompts, new, sampling) for _ in range(3)][1:]
         prompt_seconds = statistics.median(first - start for start, first, _ in timed)
         new_seconds = statistics.median(last - first for _, first, last in timed)
-        results[name] = {"prompt_seconds": prompt_seconds, "tokens_per_second": batch * (new - 1) / new_seconds}
+        results[name] = {
+            "prompt_seconds": prompt_seconds,
+            "tokens_per_second": batch * (new - 1) / new_seconds,
+        }
     return results
 
 
@@ -279,8 +312,11 @@ def generation_without_graphs(size: Size) -> Numbers:
     return generation(size)
 
 
-def token_times(model: Any, prompts: list[list[int]], new: int, sampling: Any) -> tuple[float, float, float]:
-    """Return the times at which generation starts, and has the first and the last of `new` tokens."""
+def token_times(
+    model: Any, prompts: list[list[int]], new: int, sampling: Any
+) -> tuple[float, float, float]:
+    """Return the times at which generation starts, and has the first and the last of `new`
+    tokens."""
     from torchtitan.components.generation import generate
 
     times = [time.perf_counter()]
@@ -297,13 +333,17 @@ def save_stall(size: Size) -> Numbers:
     """Measure how long saves of a whole checkpoint block training; the first one pins memory."""
     config = size.pretraining()
     config.checkpoint = CheckpointManager.Config(
-        enable=True, interval=2 if size.toy else 5, keep_latest_k=2, async_mode="async_with_pinned_mem"
+        enable=True,
+        interval=2 if size.toy else 5,
+        keep_latest_k=2,
+        async_mode="async_with_pinned_mem",
     )
     return train(size, config)
 
 
 def start_up(size: Size) -> Numbers:
-    """Measure the whole command from a local folder of 8B weights to the end of the first step of LoRA."""
+    """Measure the whole command from a local folder of 8B weights to the end of the first step of
+    LoRA."""
     from torchtitan.components.weights.export import config_json
     from torchtitan.components.weights.huggingface import write_huggingface
     from torchtitan.protocols.state_dict_adapter import model_tensor_specs
@@ -311,11 +351,15 @@ def start_up(size: Size) -> Numbers:
     spec = model_registry("debugmodel" if size.toy else "8B")
     spec.model.vocab_size = spec.model.vocab_size or 2050
     external = FORMAT.adapter(spec.model).external_specs(model_tensor_specs(spec.model))
-    specs = {name: dataclasses.replace(each, dtype=torch.bfloat16) for name, each in external.items()}
+    specs = {
+        name: dataclasses.replace(each, dtype=torch.bfloat16) for name, each in external.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder, "weights")
         weights.mkdir()
-        write_huggingface(weights, specs, lambda name: torch.full(specs[name].shape, 1e-3, dtype=torch.bfloat16))
+        write_huggingface(
+            weights, specs, lambda name: torch.full(specs[name].shape, 1e-3, dtype=torch.bfloat16)
+        )
         (weights / "config.json").write_text(json.dumps(config_json(spec, {}, torch.bfloat16)))
         started = time.perf_counter()
         for file in weights.glob("*.safetensors"):
@@ -324,16 +368,33 @@ def start_up(size: Size) -> Numbers:
                     pass
         read = time.perf_counter() - started
         words = ["--module", "llama3", "--config", "debugmodel_lora" if size.toy else "8b_lora"]
-        words += ["--hf_assets_path=", "--dataloader.dataset", "chats", "--dataloader.chat_template", "alpaca"]
-        words += ["--dump_folder", f"{folder}/run", "--training.steps=1", "--training.local_batch_size=1"]
+        words += [
+            "--hf_assets_path=",
+            "--dataloader.dataset",
+            "chats",
+            "--dataloader.chat_template",
+            "alpaca",
+        ]
+        words += [
+            "--dump_folder",
+            f"{folder}/run",
+            "--training.steps=1",
+            "--training.local_batch_size=1",
+        ]
         words += ["--checkpoint.initial_load_path", str(weights), "--checkpoint.initial_load_in_hf"]
-        words += ["--checkpoint.no_last_save_in_hf", "--checkpoint.export_dtype=None", "--checkpoint.no_enable"]
+        words += [
+            "--checkpoint.no_last_save_in_hf",
+            "--checkpoint.export_dtype=None",
+            "--checkpoint.no_enable",
+        ]
         if size.toy:
             words += [f"--model.vocab_size={spec.model.vocab_size}"]
         started = time.perf_counter()
         command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words]
         environment = {**os.environ, "NGPU": "1"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         seconds = time.perf_counter() - started
         assert done.returncode == 0, done.stdout[-600:]
     n_bytes = sum(each.n_bytes for each in specs.values())
@@ -344,10 +405,16 @@ def cuda_tests(size: Size) -> Numbers:
     """Run the tests that need CUDA; without it, only collect them."""
     words = ["-q", "-n0", "-k", "cuda", *(["--collect-only"] if size.toy else [])]
     command = [sys.executable, "-m", "pytest", *words, *CUDA_TESTS]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
-    return {"exit_code": done.returncode, "summary": lines[-1] if lines else "", "failed": failed[:10]}
+    return {
+        "exit_code": done.returncode,
+        "summary": lines[-1] if lines else "",
+        "failed": failed[:10],
+    }
 
 
 def float8(size: Size) -> Numbers:

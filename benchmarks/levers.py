@@ -2,14 +2,15 @@
 
     python benchmarks/levers.py [--steps 40] [--base_steps 80] [--only lora qlora]
 
-A Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536, vocabulary 2,050) is trained on the built-in stories
-first; the measured runs start from it, on the built-in conversations: batches of 4 windows of 512 tokens, in bfloat16
-unless the option changes it. Each measurement is a separate process, one after the other. Speed is the median over
-steps after the first two; memory is the process's peak resident set (on CUDA: peak reserved); `state` is
-the memory between steps, for weights and optimizer state; the loss is on held-out conversations after the last step.
+A Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536, vocabulary 2,050) is trained on
+the built-in stories first; the measured runs start from it, on the built-in conversations: batches
+of 4 windows of 512 tokens, in bfloat16 unless the option changes it. Each measurement is a separate
+process, one after the other. Speed is the median over steps after the first two; memory is the
+process's peak resident set (on CUDA: peak reserved); `state` is the memory between steps, for
+weights and optimizer state; the loss is on held-out conversations after the last step.
 
-Then the memory of one GPU for Llama 3.1 8B: the peak of a step with full activation checkpointing, by a dry run
-(docs/dry_run.md).
+Then the memory of one GPU for Llama 3.1 8B: the peak of a step with full activation checkpointing,
+by a dry run (docs/dry_run.md).
 """
 
 import argparse
@@ -64,7 +65,9 @@ def adapters(converter: Any) -> Lever:
 
     def apply(config: Any) -> None:
         config.model_converters = [converter]
-        config.optimizer = dataclasses.replace(config.optimizer, lr=5e-3, weight_decay=0.0, param_groups={})
+        config.optimizer = dataclasses.replace(
+            config.optimizer, lr=5e-3, weight_decay=0.0, param_groups={}
+        )
 
     return apply
 
@@ -95,7 +98,9 @@ def train_base(folder: str, steps: int) -> None:
     config.dump_folder, config.validator.enable, config.training.steps = folder, False, steps
     config.training.mixed_precision_param = "bfloat16"
     config.optimizer.lr = 1e-3
-    config.checkpoint = CheckpointManager.Config(enable=True, interval=steps, last_save_model_only=True)
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=steps, last_save_model_only=True
+    )
     trainer = config.build()
     trainer.train()
     trainer.close()
@@ -115,11 +120,18 @@ def measure(lever: str, base: str, steps: int) -> dict[str, float]:
         trainer = config.build()
         trainer.train()
         trainer.close()
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        ]
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
     seconds = [line["step_time"] for line in lines if "step_time" in line][WARMUP_STEPS:]
     held = [p for part in trainer.model_parts for p in part.parameters()]
-    states = [v for o in trainer.optimizer.optimizers for state in o.state.values() for v in state.values()]
+    states = [
+        v
+        for o in trainer.optimizer.optimizers
+        for state in o.state.values()
+        for v in state.values()
+    ]
     held += [value for value in states if isinstance(value, torch.Tensor)]
     return {
         "trained": trainer.num_trained / trainer.num_parameters,
@@ -148,20 +160,32 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="of each measurement")
-    parser.add_argument("--base_steps", type=int, default=80, help="of the model that they start from")
-    parser.add_argument("--only", nargs="+", choices=list(LEVERS), default=list(LEVERS), help="which levers")
+    parser.add_argument(
+        "--base_steps", type=int, default=80, help="of the model that they start from"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(LEVERS), default=list(LEVERS), help="which levers"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         in_process(train_base, folder, options.base_steps)
         base = f"{folder}/checkpoint/step-{options.base_steps}"
-        print("| lever | trained | state, GiB | memory, GiB | tokens/s | held-out loss |\n|---|---|---|---|---|---|")
+        print(
+            "| lever | trained | state, GiB | memory, GiB | tokens/s | held-out loss "
+            "|\n|---|---|---|---|---|---|"
+        )
         for lever in options.only:
             row = in_process(measure, lever, base, options.steps)
             if lever == options.only[0]:
                 print(f"| before | | | | | {row['before']:.3f} |")
-            numbers = f"{row['state']:.2f} | {row['memory']:.2f} | {row['speed']:,.0f} | {row['loss']:.3f}"
+            numbers = (
+                f"{row['state']:.2f} | {row['memory']:.2f} | {row['speed']:,.0f} | "
+                f"{row['loss']:.3f}"
+            )
             print(f"| {lever} | {row['trained']:.1%} | {numbers} |", flush=True)
     print("\n| Llama 3.1 8B, one GPU | weights, GiB | peak of a step, GiB |\n|---|---|---|")
     for name in ("sft", "lora", "qlora"):

@@ -1,31 +1,38 @@
-"""Speed and memory of torchtitan compared with other trainers, in one run on the processor of a Linux machine.
+"""Speed and memory of torchtitan compared with other trainers, in one run on the processor of a
+Linux machine.
 
     python benchmarks/peers.py [--jobs A B C D E F G H I J K] [--precisions float32] [--rounds 3]
-        [--systems torchtitan trainer ...] [--pythons PYTHON ...] [--data gsm8k_train.jsonl --tokenizer FOLDER]
+        [--systems torchtitan trainer ...] [--pythons PYTHON ...] [--data gsm8k_train.jsonl
+        --tokenizer FOLDER]
 
-All train a Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536) in batches of 4 windows, with fused AdamW
-and clipped gradients; bfloat16 is mixed precision, over weights in float32.
+All train a Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536) in batches of 4
+windows, with fused AdamW and clipped gradients; bfloat16 is mixed precision, over weights in
+float32.
 
 - A: pre-training, vocabulary 8,192, windows of 512 tokens
 - B: the same with vocabulary 128,256
-- C: fine-tuning on questions and answers such as GSM8K (`--data`), windows of up to 1,024 tokens, GPT-2's vocabulary
-  (`--tokenizer`). torchtitan and TRL pack samples; transformers' Trainer pads them, and accumulates micro-batches
-  until a step has about the same number of tokens
+- C: fine-tuning on questions and answers such as GSM8K (`--data`), windows of up to 1,024 tokens,
+  GPT-2's vocabulary (`--tokenizer`). torchtitan and TRL pack samples; transformers' Trainer pads
+  them, and accumulates micro-batches until a step has about the same number of tokens
 - D: time from the start of the command to the end of the first step of A
-- E, F, G: pre-training Qwen3, Gemma 3 and a hybrid with delta nets, tied, vocabulary 32,768, windows of 512 tokens;
-  torchtitan trains the class of transformers, as the Trainer does
+- E, F, G: pre-training Qwen3, Gemma 3 and a hybrid with delta nets, tied, vocabulary 32,768,
+  windows of 512 tokens; torchtitan trains the class of transformers, as the Trainer does
 - H: C with the Qwen3 of E
-- I: a layer of Qwen3's experts scaled down (dim 512, 128 experts of width 192, 8 per token), forward and backward over
-  2,048 tokens, compared with the implementations of transformers; its batched one would copy 20 GB of weights
-- J, K: greedy generation with the Llama of A and a key/value cache, 1 prompt (J) and 8 prompts (K) of 128 tokens, 128
-  new tokens each; a step is one batch of prompts, and bfloat16 includes the weights
+- I: a layer of Qwen3's experts scaled down (dim 512, 128 experts of width 192, 8 per token),
+  forward and backward over 2,048 tokens, compared with the implementations of transformers; its
+  batched one would copy 20 GB of weights
+- J, K: greedy generation with the Llama of A and a key/value cache, 1 prompt (J) and 8 prompts (K)
+  of 128 tokens, 128 new tokens each; a step is one batch of prompts, and bfloat16 includes the
+  weights
 
-Each run is a process, and the systems take turns: once per round, in rotated order. A run's step time and tokens/s are
-medians over its steps after the warm-up; padding does not count. Memory is the process's peak resident set, reported by
-the operating system. MFU is relative to the fastest matrix product measured before the job in the same type. Ratios
-compare runs of one round. Tables show the median over rounds, the minimum and the maximum.
+Each run is a process, and the systems take turns: once per round, in rotated order. A run's step
+time and tokens/s are medians over its steps after the warm-up; padding does not count. Memory is
+the process's peak resident set, reported by the operating system. MFU is relative to the fastest
+matrix product measured before the job in the same type. Ratios compare runs of one round. Tables
+show the median over rounds, the minimum and the maximum.
 
-Results are written to benchmarks/results/DATE-PROCESSOR.json; benchmarks/compare.py compares two such files.
+Results are written to benchmarks/results/DATE-PROCESSOR.json; benchmarks/compare.py compares two
+such files.
 """
 
 import argparse
@@ -90,12 +97,20 @@ JOBS = {
     "I": Job(kind="experts", systems=(OURS, "grouped_mm", "eager")),
     "J": Job(kind="generate", seq_len=128, batch_size=1, systems=(OURS, "generate")),
     "K": Job(kind="generate", seq_len=128, batch_size=8, systems=(OURS, "generate")),
-    "D": Job(precisions=("float32",), systems=(OURS, "loop", "trainer", "litgpt", "trl"), first_step_only=True),
+    "D": Job(
+        precisions=("float32",),
+        systems=(OURS, "loop", "trainer", "litgpt", "trl"),
+        first_step_only=True,
+    ),
 }
 
 
 def run_rounds(
-    name: str, job: Job, precision: str, interpreters: Mapping[str, tuple[str, str]], options: argparse.Namespace
+    name: str,
+    job: Job,
+    precision: str,
+    interpreters: Mapping[str, tuple[str, str]],
+    options: argparse.Namespace,
 ) -> list[Run]:
     """Run a job with all installed systems in turns. Later rounds skip a system that failed."""
     systems = [system for system in job.systems if system in interpreters]
@@ -116,7 +131,9 @@ def run_rounds(
                 print(f"{name}, {precision}: {system} is skipped: {error}", file=sys.stderr)
                 systems.remove(system)
             else:
-                runs.append(Run(job=name, precision=precision, system=system, round=round, **numbers))
+                runs.append(
+                    Run(job=name, precision=precision, system=system, round=round, **numbers)
+                )
     return runs
 
 
@@ -132,35 +149,56 @@ def read_processor(cpuinfo: str) -> dict[str, Any]:
 
 
 def result_path(folder: Path, date: str, processor: Mapping[str, Any]) -> Path:
-    """Return an unused path for results: `DATE-PROCESSOR-CORES.json`, with a number from the second file on."""
+    """Return an unused path for results: `DATE-PROCESSOR-CORES.json`, with a number from the second
+    file on."""
     slug = re.sub(r"[^a-z0-9]+", "-", processor["name"].lower()).strip("-")
     stem = f"{date}-{slug}-{processor['cores']}-cores"
-    paths = (folder / f"{stem}{suffix}.json" for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+    paths = (
+        folder / f"{stem}{suffix}.json"
+        for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    )
     return next(path for path in paths if not path.exists())
 
 
-def parser_of(jobs: Mapping[str, Job], default: list[str], description: str | None) -> argparse.ArgumentParser:
+def parser_of(
+    jobs: Mapping[str, Job], default: list[str], description: str | None
+) -> argparse.ArgumentParser:
     """Return the parser of the options that all benchmarks of jobs share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", nargs="+", default=default, choices=jobs)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each system")
     parser.add_argument("--steps", type=int, default=8, help="steps of a run, with the warm-up")
-    parser.add_argument("--warm_up", type=int, default=2, help="steps that are not timed, at least 1")
     parser.add_argument(
-        "--limit", type=float, default=900, help="seconds of a run, which counts if it has enough steps"
+        "--warm_up", type=int, default=2, help="steps that are not timed, at least 1"
     )
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
-    parser.add_argument("--pythons", nargs="+", default=[], help="further interpreters to search for peers")
-    parser.add_argument("--tokenizer", default="", help="folder with GPT-2's tokenizer.json, for jobs with text")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=900,
+        help="seconds of a run, which counts if it has enough steps",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core"
+    )
+    parser.add_argument(
+        "--pythons", nargs="+", default=[], help="further interpreters to search for peers"
+    )
+    parser.add_argument(
+        "--tokenizer", default="", help="folder with GPT-2's tokenizer.json, for jobs with text"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     return parser
 
 
 def main() -> None:
     parser = parser_of(JOBS, ["A", "B", "C", "D"], __doc__)
-    parser.add_argument("--data", default="", help="for C and H: JSON Lines with the columns question and answer")
+    parser.add_argument(
+        "--data", default="", help="for C and H: JSON Lines with the columns question and answer"
+    )
     options = parser.parse_args()
     if {"C", "H"} & set(options.jobs) and not (options.data and options.tokenizer):
         parser.error("jobs C and H need --data and --tokenizer; --jobs A B D leaves them out")
@@ -170,13 +208,22 @@ def main() -> None:
 def run(jobs: Mapping[str, Job], options: argparse.Namespace) -> None:
     """Run the jobs of the options, print their tables, and store the results."""
     if not 1 <= options.warm_up < options.steps:
-        sys.exit(f"--warm_up is {options.warm_up}, but must be at least 1 and below --steps, {options.steps}")
+        sys.exit(
+            f"--warm_up is {options.warm_up}, but must be at least 1 and below --steps, "
+            f"{options.steps}"
+        )
     interpreters = find_interpreters(options.systems, [sys.executable, *options.pythons])
     for system in options.systems:
         print(f"{system}: {interpreters[system][1] if system in interpreters else 'not installed'}")
 
-    processor, date = read_processor(Path("/proc/cpuinfo").read_text()), datetime.date.today().isoformat()
-    print(f"{processor['name']}, {processor['cores']} cores, {' '.join(processor['flags'])}, {options.threads} threads")
+    processor, date = (
+        read_processor(Path("/proc/cpuinfo").read_text()),
+        datetime.date.today().isoformat(),
+    )
+    print(
+        f"{processor['name']}, {processor['cores']} cores, {' '.join(processor['flags'])}, "
+        f"{options.threads} threads"
+    )
     document: dict[str, Any] = {
         "date": date,
         "processor": processor,
@@ -190,18 +237,22 @@ def run(jobs: Mapping[str, Job], options: argparse.Namespace) -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     path = result_path(options.results, date, processor)
     for name in options.jobs:
-        for precision in [precision for precision in jobs[name].precisions if precision in options.precisions]:
+        for precision in [
+            precision for precision in jobs[name].precisions if precision in options.precisions
+        ]:
             facts = measure_machine(jobs[name].task(precision, OURS, options), options.threads)
             runs = run_rounds(name, jobs[name], precision, interpreters, options)
             title = f"{name}, {precision}"
             summary = summarize(runs, facts["flops_per_token"], facts["peak_flops"])
             print(
-                f"\nPeak: {facts['peak_flops'] / 1e9:,.1f} GFLOP/s ({facts['peak_source']})\n\n{table(title, summary)}"
+                f"\nPeak: {facts['peak_flops'] / 1e9:,.1f} GFLOP/s "
+                f"({facts['peak_source']})\n\n{table(title, summary)}"
             )
             sys.stdout.flush()
             document["machine"][title], document["jobs"][title] = facts, summary
             document["runs"] += map(dataclasses.asdict, runs)
-            path.write_text(json.dumps(document, indent=1) + "\n")  # after each job, in case the next is interrupted
+            # after each job, in case the next is interrupted
+            path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"\n{path}")
 
 

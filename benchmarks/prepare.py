@@ -1,13 +1,16 @@
-"""Job P: MB of text per processor second of preparing data, compared with an earlier build and with other libraries.
+"""Job P: MB of text per processor second of preparing data, compared with an earlier build and with
+other libraries.
 
-    python benchmarks/prepare.py --text FILE.jsonl --tokenizers FOLDER ... [--before CHECKOUT] [--rounds 3]
+    python benchmarks/prepare.py --text FILE.jsonl --tokenizers FOLDER ... [--before CHECKOUT]
+    [--rounds 3]
         [--systems torchtitan before datatrove litdata] [--peer_python PYTHON]
 
-The text is a JSON Lines file with the column `text`, the folders have a tokenizer.json. Each run is a command in one
-process, and its time is the processor time of the whole command, also of processes that it starts, so other work on the
-machine matters little. torchtitan and `before`, a checkout of an earlier revision (git worktree add), read, tokenize,
-remove duplicates, write and merge; their tokens must be equal. datatrove (`DocumentTokenizer`) and litdata (`optimize`
-with `TokensLoader`) only read, tokenize and write, as their documentation shows.
+The text is a JSON Lines file with the column `text`, the folders have a tokenizer.json. Each run is
+a command in one process, and its time is the processor time of the whole command, also of processes
+that it starts, so other work on the machine matters little. torchtitan and `before`, a checkout of
+an earlier revision (git worktree add), read, tokenize, remove duplicates, write and merge; their
+tokens must be equal. datatrove (`DocumentTokenizer`) and litdata (`optimize` with `TokensLoader`)
+only read, tokenize and write, as their documentation shows.
 
 Systems take turns in rounds; results are stored like those of benchmarks/peers.py.
 """
@@ -37,15 +40,45 @@ def command_of(system: str, text: Path, tokenizer: Path, folder: Path, python: s
     """Return the command that writes the tokens of a text to a folder."""
     if system in PEERS:
         program = ROOT / "benchmarks" / "systems" / "run_tokenizer.py"
-        return [python, str(program), system, str(text), str(tokenizer / "tokenizer.json"), str(folder)]
-    arguments = ["--workers", "1", "--module", "llama3", "--config", "debugmodel", "--hf_assets_path", str(tokenizer)]
-    return [python, "-m", "torchtitan", "data", "prepare", str(text), "--out", str(folder), *arguments]
+        return [
+            python,
+            str(program),
+            system,
+            str(text),
+            str(tokenizer / "tokenizer.json"),
+            str(folder),
+        ]
+    arguments = [
+        "--workers",
+        "1",
+        "--module",
+        "llama3",
+        "--config",
+        "debugmodel",
+        "--hf_assets_path",
+        str(tokenizer),
+    ]
+    return [
+        python,
+        "-m",
+        "torchtitan",
+        "data",
+        "prepare",
+        str(text),
+        "--out",
+        str(folder),
+        *arguments,
+    ]
 
 
 def processor_seconds(command: Sequence[str], checkout: Path) -> float:
-    """Run a command with the package of a checkout; return its processor time. Raise `CalledProcessError` if it
-    fails."""
-    environment = os.environ | {"PYTHONPATH": str(checkout), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    """Run a command with the package of a checkout; return its processor time. Raise
+    `CalledProcessError` if it fails."""
+    environment = os.environ | {
+        "PYTHONPATH": str(checkout),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
 
     def spent() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -74,13 +107,17 @@ def measure(text: Path, tokenizer: Path, options: argparse.Namespace) -> dict[st
             checkout = options.before.resolve() if system == BEFORE else ROOT
             python = options.python_of.get(system, sys.executable)
             with tempfile.TemporaryDirectory() as folder:
-                command = command_of(system, text.resolve(), tokenizer.resolve(), Path(folder) / "out", python)
+                command = command_of(
+                    system, text.resolve(), tokenizer.resolve(), Path(folder) / "out", python
+                )
                 rounds[system].append(megabytes / processor_seconds(command, checkout))
                 if system not in PEERS:
                     digests.add(digest_of_tokens(Path(folder) / "out"))
     if len(digests) > 1:
         sys.exit(f"{tokenizer}: {OURS} and {BEFORE} wrote different tokens")
-    summary: dict[str, dict[str, Any]] = {name: {"mb_per_second": spread(speeds)} for name, speeds in rounds.items()}
+    summary: dict[str, dict[str, Any]] = {
+        name: {"mb_per_second": spread(speeds)} for name, speeds in rounds.items()
+    }
     for name in [name for name in systems if name != OURS]:
         pairs = zip(rounds[OURS], rounds[name], strict=True)
         summary[name]["speed_ratio"] = spread(ours / theirs for ours, theirs in pairs)
@@ -92,17 +129,26 @@ def measure(text: Path, tokenizer: Path, options: argparse.Namespace) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokenizers", type=Path, nargs="+", required=True)
     parser.add_argument("--before", type=Path, help="checkout of an earlier revision")
-    parser.add_argument("--systems", nargs="+", default=[OURS, BEFORE], choices=[OURS, BEFORE, *PEERS])
+    parser.add_argument(
+        "--systems", nargs="+", default=[OURS, BEFORE], choices=[OURS, BEFORE, *PEERS]
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer_python", default=sys.executable, help="interpreter that has the peers")
+    parser.add_argument(
+        "--peer_python", default=sys.executable, help="interpreter that has the peers"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.python_of = dict.fromkeys(PEERS, options.peer_python)
-    processor, date = read_processor(Path("/proc/cpuinfo").read_text()), datetime.date.today().isoformat()
+    processor, date = (
+        read_processor(Path("/proc/cpuinfo").read_text()),
+        datetime.date.today().isoformat(),
+    )
     document: dict[str, Any] = {"date": date, "processor": processor, "threads": 1, "jobs": {}}
     document["text_mb"] = options.text.stat().st_size / BYTES_PER_MB
     options.results.mkdir(parents=True, exist_ok=True)
@@ -112,8 +158,13 @@ def main() -> None:
         document["jobs"][title] = summary = measure(options.text, tokenizer, options)
         print(f"\n{title}")
         for system, numbers in summary.items():
-            print(f"{system:13}", *(f"{name} {value[0]:.2f}" for name, value in numbers.items()), flush=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")  # after each job, in case the next is interrupted
+            print(
+                f"{system:13}",
+                *(f"{name} {value[0]:.2f}" for name, value in numbers.items()),
+                flush=True,
+            )
+        # after each job, in case the next is interrupted
+        path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"\n{path}")
 
 

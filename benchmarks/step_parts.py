@@ -1,9 +1,11 @@
-"""Parts of a training step computed in several ways, each measured alone: forward and backward pass, in turns.
+"""Parts of a training step computed in several ways, each measured alone: forward and backward
+pass, in turns.
 
     python benchmarks/step_parts.py [--rounds 7] [--threads 1] [--dtype float32]
 
-The shapes belong to a Llama with dim 512, 8 heads, 4 key/value heads and ffn 1,536 on 2,048 tokens. Time is the median
-processor time of all threads, so that other programs on the machine matter less; ratios compare calls of one round.
+The shapes belong to a Llama with dim 512, 8 heads, 4 key/value heads and ffn 1,536 on 2,048 tokens.
+Time is the median processor time of all threads, so that other programs on the machine matter less;
+ratios compare calls of one round.
 """
 
 import argparse
@@ -33,7 +35,11 @@ class AutogradLoss(CrossEntropyLoss):
 
 
 def parameter(*shape: int) -> Tensor:
-    return (torch.randn(shape, device="cpu") / shape[-1] ** 0.5).to(torch.get_default_dtype()).requires_grad_()
+    return (
+        (torch.randn(shape, device="cpu") / shape[-1] ** 0.5)
+        .to(torch.get_default_dtype())
+        .requires_grad_()
+    )
 
 
 def loss_parts(vocabulary: int, tokens: int) -> dict[str, Part]:
@@ -58,11 +64,15 @@ def attention_in_bfloat16() -> dict[str, Part]:
     weight = torch.randn_like(inputs[0])
 
     def library() -> Tensor:
-        return (F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True) * weight).sum()
+        return (
+            F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True) * weight
+        ).sum()
 
     return {
         "PyTorch's kernel": library,
-        "batched products (used)": lambda: (BFloat16CausalAttention.apply(*inputs, HEAD_DIM**-0.5) * weight).sum(),
+        "batched products (used)": lambda: (
+            BFloat16CausalAttention.apply(*inputs, HEAD_DIM**-0.5) * weight
+        ).sum(),
     }
 
 
@@ -72,7 +82,9 @@ def attention_inputs() -> dict[str, Part]:
     ones = [torch.ones(TOKENS, width) for width in widths]
 
     def total(parts: list[Tensor]) -> Tensor:
-        return sum(((one * part).sum() for one, part in zip(ones, parts, strict=True)), torch.zeros(()))
+        return sum(
+            ((one * part).sum() for one, part in zip(ones, parts, strict=True)), torch.zeros(())
+        )
 
     return {
         "three products (used)": lambda: total([F.linear(x, weight) for weight in separate]),
@@ -82,7 +94,8 @@ def attention_inputs() -> dict[str, Part]:
 
 def gated_feed_forward() -> dict[str, Part]:
     x, w1, w3, both, w2 = (
-        parameter(*shape) for shape in ((TOKENS, DIM), (FFN, DIM), (FFN, DIM), (2 * FFN, DIM), (DIM, FFN))
+        parameter(*shape)
+        for shape in ((TOKENS, DIM), (FFN, DIM), (FFN, DIM), (2 * FFN, DIM), (DIM, FFN))
     )
 
     def one_product() -> Tensor:
@@ -90,7 +103,9 @@ def gated_feed_forward() -> dict[str, Part]:
         return F.linear(F.silu(gate) * up, w2).sum()
 
     return {
-        "two products (used)": lambda: F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2).sum(),
+        "two products (used)": lambda: F.linear(
+            F.silu(F.linear(x, w1)) * F.linear(x, w3), w2
+        ).sum(),
         "one product": one_product,
     }
 
@@ -107,7 +122,8 @@ def rotary_embedding() -> dict[str, Part]:
 
 
 def linear_layers_without_gradients(rows: int) -> dict[str, Part]:
-    """Weights of 24 layers are larger than the processor's cache, as in generation. The result is for `compare`."""
+    """Weights of 24 layers are larger than the processor's cache, as in generation. The result is
+    for `compare`."""
     weights, x = [torch.randn(FFN, DIM) for _ in range(24)], torch.randn(rows, DIM)
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
     linear, rest = onednn_linear(), (None, "none", [], "")
@@ -123,8 +139,12 @@ def linear_layers_without_gradients(rows: int) -> dict[str, Part]:
 
     return {
         "MKL": part(F.linear, weights),
-        "oneDNN (used on AMD with AVX-512)": part(lambda x, weight: linear(x, weight, *rest), weights),
-        "oneDNN, copies of the weights in its own order": part(lambda x, weight: linear(x, weight, *rest), packed),
+        "oneDNN (used on AMD with AVX-512)": part(
+            lambda x, weight: linear(x, weight, *rest), weights
+        ),
+        "oneDNN, copies of the weights in its own order": part(
+            lambda x, weight: linear(x, weight, *rest), packed
+        ),
     }
 
 
@@ -146,7 +166,9 @@ def compare(title: str, parts: dict[str, Part], rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -155,8 +177,14 @@ def main() -> None:
     torch.set_default_dtype(getattr(torch, options.dtype))
     torch.manual_seed(0)
     compare("loss, vocabulary 8,192, 2,048 tokens", loss_parts(8192, TOKENS), options.rounds)
-    compare("loss, vocabulary 128,256, 1,024 tokens", loss_parts(128_256, TOKENS // 2), options.rounds)
-    compare("causal attention in bfloat16, windows of 512 tokens", attention_in_bfloat16(), options.rounds)
+    compare(
+        "loss, vocabulary 128,256, 1,024 tokens", loss_parts(128_256, TOKENS // 2), options.rounds
+    )
+    compare(
+        "causal attention in bfloat16, windows of 512 tokens",
+        attention_in_bfloat16(),
+        options.rounds,
+    )
     compare("queries, keys and values", attention_inputs(), options.rounds)
     compare("gated feed-forward network", gated_feed_forward(), options.rounds)
     compare("rotary position embedding", rotary_embedding(), options.rounds)

@@ -2,8 +2,8 @@
 
     python recipes/prepare_ray.py 64 SOURCE... --out PLACE --module llama3 --config debugmodel
 
-The hosts share PLACE and the sources, folders or URLs. Ray repeats tasks that are killed; after a failure, run the same
-command again, which writes only the missing parts.
+The hosts share PLACE and the sources, folders or URLs. Ray repeats tasks that are killed; after a
+failure, run the same command again, which writes only the missing parts.
 """
 
 import subprocess
@@ -23,7 +23,9 @@ def prepare(arguments: list[str]) -> int:
 def main() -> int:
     n_shares, arguments = int(sys.argv[1]), sys.argv[2:]
     ray.init()
-    shares = [prepare.remote([*arguments, "--part", f"{i + 1}/{n_shares}"]) for i in range(n_shares)]
+    shares = [
+        prepare.remote([*arguments, "--part", f"{i + 1}/{n_shares}"]) for i in range(n_shares)
+    ]
     return max(ray.get(shares)) or ray.get(prepare.remote([*arguments, "--merge"]))
 
 

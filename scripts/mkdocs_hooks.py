@@ -1,8 +1,9 @@
-"""Hooks of the documentation site (mkdocs.yml): pages are written for GitHub, and read on the site unchanged.
+"""Hooks of the documentation site (mkdocs.yml): pages are written for GitHub, and read on the site
+unchanged.
 
-Pages of the repository outside `docs/` appear on the site under `project/`. Relative links lead to a page of the site,
-if the site has one, and become plain text otherwise. Lists need no blank line before them and no four-column indent,
-and `<details>` may hold Markdown.
+Pages of the repository outside `docs/` appear on the site under `project/`. Relative links lead to
+a page of the site, if the site has one, and become plain text otherwise. Lists need no blank line
+before them and no four-column indent, and `<details>` may hold Markdown.
 """
 
 import posixpath
@@ -14,7 +15,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT_PAGES = ["CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md", "benchmarks/README.md"]
+PROJECT_PAGES = [
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "RELEASING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+]
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
 ITEM = re.compile(r" *([-*+]|\d+\.) ")
 
@@ -44,7 +51,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             on_site = in_repository.removeprefix("docs/")
         if files.get_file_from_path(on_site):
             return f"[{text}]({posixpath.relpath(on_site, posixpath.dirname(here) or '.')}{anchor})"
-        # A file that the site does not show; a target that does not exist stays, so that the build reports it.
+        # A file that the site does not show; a target that does not exist stays, so that the build
+        # reports it.
         return text if (ROOT / in_repository).exists() else match[0]
 
     lines: list[str] = []

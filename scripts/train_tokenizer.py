@@ -1,7 +1,7 @@
 """Trains the embedded tokenizer on the training stories: `python scripts/train_tokenizer.py`.
 
-Writes `tokenizer.json` and `tokenizer_config.json` into the folder named as the only argument, by default the one that
-the package has. Run it again when the stories change.
+Writes `tokenizer.json` and `tokenizer_config.json` into the folder named as the only argument, by
+default the one that the package has. Run it again when the stories change.
 """
 
 import json
@@ -18,7 +18,8 @@ BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 
 
 def train() -> Tokenizer:
-    """A byte-level BPE: its alphabet has all 256 bytes, so that it encodes any text. Special tokens come first."""
+    """A byte-level BPE: its alphabet has all 256 bytes, so that it encodes any text. Special tokens
+    come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,7 +31,9 @@ def train() -> Tokenizer:
     )
     tokenizer.train_from_iterator(Stories("train"), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
     )
     return tokenizer
 
@@ -46,7 +49,9 @@ def main(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     train().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Run Python commands in processes forked from one that has already imported the libraries. This replaces `subprocess`
-in tests and saves the seconds that a new interpreter takes to import them. Tests of interpreter startup, such as the
-import path or variables read on import, use `subprocess`."""
+"""Run Python commands in processes forked from one that has already imported the libraries. This
+replaces `subprocess` in tests and saves the seconds that a new interpreter takes to import them.
+Tests of interpreter startup, such as the import path or variables read on import, use
+`subprocess`."""
 
 import atexit
 import os
@@ -26,14 +27,17 @@ def run_command(
     timeout: float = 300,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `words`, which begin with `sys.executable`, and return the exit code, standard output and error.
+    """Run `words`, which begin with `sys.executable`, and return the exit code, standard output and
+    error.
 
     Raises:
-        subprocess.TimeoutExpired: after `timeout` seconds; the command and its processes are killed.
-        subprocess.CalledProcessError: for an exit code other than 0, with `check`.
+        subprocess.TimeoutExpired: after `timeout` seconds; the command and its processes are
+        killed. subprocess.CalledProcessError: for an exit code other than 0, with `check`.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with RunningCommand(words, cwd=cwd, env=env, **pipes, text=True, start_new_session=True) as command:
+    with RunningCommand(
+        words, cwd=cwd, env=env, **pipes, text=True, start_new_session=True
+    ) as command:
         try:
             stdout, stderr = command.communicate(timeout)
         finally:
@@ -45,7 +49,8 @@ def run_command(
 
 
 class RunningCommand:
-    """A command that was started, with the parameters, attributes and methods of `subprocess.Popen` that tests use."""
+    """A command that was started, with the parameters, attributes and methods of `subprocess.Popen`
+    that tests use."""
 
     def __init__(
         self,
@@ -148,7 +153,14 @@ class RunningCommand:
 class _Start:
     """The data that a new process needs to become the command; sent to it."""
 
-    def __init__(self, words: list[str], folder: str, environment: dict[str, str], output: list[int], session: bool):
+    def __init__(
+        self,
+        words: list[str],
+        folder: str,
+        environment: dict[str, str],
+        output: list[int],
+        session: bool,
+    ):
         self.words, self.folder, self.environment, self.output = words, folder, environment, output
         self.session = session
 
@@ -223,7 +235,9 @@ def _become(words: list[str], environment: Mapping[str, str], path: Sequence[str
     os.environ.update(environment)
     sys.stdin = open(0, closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = sys.__stderr__ = open(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
     safe = words[0] == "-P"
     kind, *words = words[safe:]
     begin: Callable[[], Any]
@@ -232,7 +246,10 @@ def _become(words: list[str], environment: Mapping[str, str], path: Sequence[str
         sys.argv = ["-m", *words]
         if not hasattr(sys.modules.get(name), "__path__"):
             sys.modules.pop(name, None)  # `runpy` warns about a module that is already imported
-        first, begin = os.getcwd(), lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
+        first, begin = (
+            os.getcwd(),
+            lambda: runpy.run_module(name, run_name="__main__", alter_sys=True),
+        )
     elif kind == "-c":
         text, *words = words
         sys.argv = ["-c", *words]

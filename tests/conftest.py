@@ -20,8 +20,8 @@ from torchtitan.tools.process import COMMAND_VARIABLE
 # Tiny models gain nothing from threads, and on a busy machine threads wait for each other.
 torch.set_num_threads(1)
 
-# A run first measures the machine's peak speed for half a second, longer than a tiny run takes. Tests measure only
-# briefly, also in processes forked from `tests.preloaded`.
+# A run first measures the machine's peak speed for half a second, longer than a tiny run takes.
+# Tests measure only briefly, also in processes forked from `tests.preloaded`.
 device._MEASURING_SECONDS, device._CPU_SIZES = 0.005, (512,)
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,8 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Run in an empty folder outside the package, with one process; unload the folder's modules after the test."""
+    """Run in an empty folder outside the package, with one process; unload the folder's modules
+    after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NGPU", "1")
     monkeypatch.setenv(COMMAND_VARIABLE, "set back afterwards")
@@ -77,7 +78,8 @@ def workers() -> Iterator[Workers]:
 
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Make writes beyond `size` bytes of a file raise OSError, as on a full disk (Python ignores SIGXFSZ)."""
+    """Make writes beyond `size` bytes of a file raise OSError, as on a full disk (Python ignores
+    SIGXFSZ)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -88,6 +90,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log() -> None:
-    """Undo the logging setup of commands that earlier tests called in this process, which bypasses `caplog`."""
+    """Undo the logging setup of commands that earlier tests called in this process, which bypasses
+    `caplog`."""
     logger.handlers[:], logger.propagate = [], True
     logger.setLevel(logging.NOTSET)

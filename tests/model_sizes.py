@@ -1,4 +1,5 @@
-"""The table torchtitan/assets/model_sizes.json: numbers of parameters (`python -m tests.model_sizes` writes it)."""
+"""The table torchtitan/assets/model_sizes.json: numbers of parameters (`python -m
+tests.model_sizes` writes it)."""
 
 import gc
 import json

@@ -1,4 +1,5 @@
-"""The page docs/models.md: model families, and what they support (`python -m tests.models_page > docs/models.md`)."""
+"""The page docs/models.md: model families, and what they support (`python -m tests.models_page >
+docs/models.md`)."""
 
 import json
 from collections.abc import Iterator
@@ -41,17 +42,28 @@ def page() -> Iterator[str]:
     for family in families_with("hf"):
         name = short_name(family)
         flavors = [with_size(flavor, sizes[name].get(flavor)) for flavor in family.FLAVORS]
-        types = [f"{name}: {architecture}" for name, architecture in family.FORMATS["hf"].model_types.items()]
+        types = [
+            f"{name}: {architecture}"
+            for name, architecture in family.FORMATS["hf"].model_types.items()
+        ]
         refusals: dict[str, list[str]] = {}
         for flavor, config in family.FLAVORS.items():
             for option in config.unsupported_parallelisms():
-                refusals.setdefault(option.replace("_degree", "").replace("_", " "), []).append(flavor)
+                refusals.setdefault(option.replace("_degree", "").replace("_", " "), []).append(
+                    flavor
+                )
         missing = [
             option if len(refused) == len(family.FLAVORS) else f"{option}: {', '.join(refused)}"
             for option, refused in refusals.items()
         ]
         formats = [_FORMATS.get(format, format) for format in family.FORMATS]
-        cells = (name, "<br>".join(types), "<br>".join(flavors), ", ".join(formats), "<br>".join(missing))
+        cells = (
+            name,
+            "<br>".join(types),
+            "<br>".join(flavors),
+            ", ".join(formats),
+            "<br>".join(missing),
+        )
         yield f"| {' | '.join(cells)} |"
     yield _END
     yield TABLE.read_text().rstrip()

@@ -1,5 +1,6 @@
-"""Imports for the fork server of `tests.processes`, from which processes start in tens of milliseconds. Nothing here
-may start a thread or compute, since only the forking thread exists in the new process."""
+"""Imports for the fork server of `tests.processes`, from which processes start in tens of
+milliseconds. Nothing here may start a thread or compute, since only the forking thread exists in
+the new process."""
 
 import gc
 import sys
@@ -21,7 +22,9 @@ import torchtitan.cli.train  # noqa: F401
 import torchtitan.models.llama3  # noqa: F401
 import torchtitan.models.qwen3  # noqa: F401
 
-PATH = [folder for folder in sys.path if folder not in ("", str(Path(__file__).resolve().parent.parent))]
+PATH = [
+    folder for folder in sys.path if folder not in ("", str(Path(__file__).resolve().parent.parent))
+]
 """The import path of an interpreter, without folders that depend on the way it is started."""
 
 gc.freeze()  # collections in forked processes neither scan nor copy these objects

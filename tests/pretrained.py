@@ -6,12 +6,16 @@ from typing import Any
 import torch
 
 FLOAT32 = {"training__mixed_precision_param": "float32"}
-LAST_IN_HF = {"checkpoint__enable": True, "checkpoint__interval": 3, "checkpoint__last_save_in_hf": True}
+LAST_IN_HF = {
+    "checkpoint__enable": True,
+    "checkpoint__interval": 3,
+    "checkpoint__last_save_in_hf": True,
+}
 
 
 def make_pretrained(folder: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
-    """Save a random Llama of transformers in `folder`, with the sizes of the tiny runs except the vocabulary; `fields`
-    of its configuration may differ. Return `folder`."""
+    """Save a random Llama of transformers in `folder`, with the sizes of the tiny runs except the
+    vocabulary; `fields` of its configuration may differ. Return `folder`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)

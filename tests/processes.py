@@ -19,8 +19,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def forking() -> ForkServerContext:
-    """Return the context whose processes are forked from a server that has imported the libraries (`preloaded`). They
-    have the server's environment variables; pass on the variables of this process if they matter."""
+    """Return the context whose processes are forked from a server that has imported the libraries
+    (`preloaded`). They have the server's environment variables; pass on the variables of this
+    process if they matter."""
     multiprocessing.set_forkserver_preload(["tests.preloaded"])
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     # One thread each: the libraries' thread pools do not survive the fork.
@@ -30,10 +31,12 @@ def forking() -> ForkServerContext:
 
 
 def run_processes(function: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Run `function(*args)` in `world_size` processes with a common process group; it must be a module's function.
+    """Run `function(*args)` in `world_size` processes with a common process group; it must be a
+    module's function.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: with the traceback of the first process that failed.
+        torch.multiprocessing.ProcessRaisedException: with the traceback of the first process that
+        failed.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -48,14 +51,17 @@ def run_processes(function: Callable[..., None], world_size: int, *args: Any) ->
 
 
 class Surroundings:
-    """Environment variables and standard output and error of this process, to send to a new process."""
+    """Environment variables and standard output and error of this process, to send to a new
+    process."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._output: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_output": [multiprocessing.reduction.DupFd(number) for number in (1, 2)]}
+        return self.__dict__ | {
+            "_output": [multiprocessing.reduction.DupFd(number) for number in (1, 2)]
+        }
 
     def take(self) -> None:
         """Apply them to this process."""
@@ -88,6 +94,7 @@ def _run(
         # Another rank's error about the lost connection may reach the parent first.
         traceback.print_exc()
         raise
-    # All ranks leave together: a rank that tears down early can abort one that is still communicating.
+    # All ranks leave together: a rank that tears down early can abort one that is still
+    # communicating.
     dist.barrier()
     dist.destroy_process_group()

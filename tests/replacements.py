@@ -1,4 +1,5 @@
-"""Ways in which other programs replace the content of a file, with its size and its time of modification as before."""
+"""Ways in which other programs replace the content of a file, with its size and its time of
+modification as before."""
 
 import mmap
 import os
@@ -95,7 +96,8 @@ def moved(path: Path) -> Replace:
 
 
 def switched_link(path: Path) -> Replace:
-    """It is a link, which is switched to another file, older than the first digest, of the same time."""
+    """It is a link, which is switched to another file, older than the first digest, of the same
+    time."""
     first, second = path.with_name("first"), path.with_name("second")
     path.rename(first)
     path.symlink_to(first)
@@ -111,7 +113,10 @@ def switched_link(path: Path) -> Replace:
 
 def switched_folder(path: Path) -> Replace:
     """It is in a folder that is a link, which is switched to another folder."""
-    folder, other = path.parent.with_name(f"{path.parent.name}.1"), path.parent.with_name(f"{path.parent.name}.2")
+    folder, other = (
+        path.parent.with_name(f"{path.parent.name}.1"),
+        path.parent.with_name(f"{path.parent.name}.2"),
+    )
     path.parent.rename(folder)
     path.parent.symlink_to(folder)
     shutil.copytree(folder, other)
@@ -153,7 +158,8 @@ def mapped(path: Path) -> Replace:
 
 
 def still_mapped(path: Path) -> Replace:
-    """It is written through a memory map that has already written to the same page, and stays open."""
+    """It is written through a memory map that has already written to the same page, and stays
+    open."""
     file = path.open("r+b")
     pages = mmap.mmap(file.fileno(), 0)
     pages[:] = path.read_bytes()

@@ -37,7 +37,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Row]) -> None
 
 
 def as_markdown(columns: Sequence[str], rows: Iterable[Row], *, counts: bool = False) -> str:
-    """Return the table for the documentation; with `counts`, all columns but the first are aligned to the right."""
+    """Return the table for the documentation; with `counts`, all columns but the first are aligned
+    to the right."""
     ruler = ["---", *["---:" if counts else "---"] * (len(columns) - 1)]
     lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(ruler)}|"]
     return "\n".join([*lines, *(f"| {' | '.join(row.cells)} |" for row in rows)])
@@ -47,7 +48,11 @@ def stored_rows(page: Path, name: str) -> dict[str, tuple[str, ...]]:
     """Return the first cell → all cells of each line of the table `name` on a page."""
     begin, end = markers(name)
     text = page.read_text().partition(begin)[2].partition(end)[0]
-    lines = [tuple(re.split(r" ?\| ?", line)[1:-1]) for line in text.splitlines() if line.startswith("| ")]
+    lines = [
+        tuple(re.split(r" ?\| ?", line)[1:-1])
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
     return {line[0]: line for line in lines}
 
 
@@ -61,7 +66,8 @@ def write_docs(page: Path, name: str, text: str) -> None:
 
 
 def describe(tool: str, arguments: argparse.Namespace, *options: str) -> str:
-    """Describe the command, date and machine of a table; `options` are named if they have a value."""
+    """Describe the command, date and machine of a table; `options` are named if they have a
+    value."""
     values = {option: getattr(arguments, option) for option in options}
     words = [
         word
@@ -69,5 +75,8 @@ def describe(tool: str, arguments: argparse.Namespace, *options: str) -> str:
         if value not in (None, "")
         for word in (f"--{option}", value.name if isinstance(value, Path) else str(value))
     ]
-    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    machine = (
+        f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}"
+    )
     return f"`{shlex.join(['python', '-m', tool, *words])}`, {datetime.date.today()}, {machine}:"

@@ -59,7 +59,9 @@ def name_of(path: Path) -> str:
 
 def sources() -> dict[str, ast.Module]:
     """Modules of the library by name, without files that users copy."""
-    paths = [path for path in PACKAGE.rglob("*.py") if not {"assets", "templates"} & set(path.parts)]
+    paths = [
+        path for path in PACKAGE.rglob("*.py") if not {"assets", "templates"} & set(path.parts)
+    ]
     return {name_of(path): ast.parse(path.read_text()) for path in paths}
 
 
@@ -67,8 +69,9 @@ SOURCES = sources()
 
 
 def imports_of(tree: ast.AST, package: str) -> list[str]:
-    """Modules of this project, or names in them, that a module inside `package` imports: anywhere in it, also inside
-    functions and for type checking alone, since whoever reads the one needs the other."""
+    """Modules of this project, or names in them, that a module inside `package` imports: anywhere
+    in it, also inside functions and for type checking alone, since whoever reads the one needs the
+    other."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -94,8 +97,8 @@ def node_of(module: str) -> str:
 
 
 def import_graph(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
-    """Module → the modules that it imports. The `__init__` of a package above a module does not count unless it is
-    named: it may re-export names of the module."""
+    """Module → the modules that it imports. The `__init__` of a package above a module does not
+    count unless it is named: it may re-export names of the module."""
     graph = {}
     for name, tree in sources.items():
         imported = {module_of(one, sources) for one in imports_of(tree, name.rpartition(".")[0])}
@@ -108,7 +111,9 @@ def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     packages: dict[str, set[str]] = {}
     for name, imported in graph.items():
         if name != "torchtitan.__init__":
-            packages.setdefault(node_of(name), set()).update(map(node_of, imported - {"torchtitan.__init__"}))
+            packages.setdefault(node_of(name), set()).update(
+                map(node_of, imported - {"torchtitan.__init__"})
+            )
     return {name: imported - {name} for name, imported in packages.items()}
 
 
@@ -131,7 +136,10 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
         ("from .registry import suggest", ["torchtitan.config.registry.suggest"]),
         ("from .. import trainer", ["torchtitan.trainer"]),
         ("def f():\n    from ..cli.main import main", ["torchtitan.cli.main.main"]),
-        ("if TYPE_CHECKING:\n    from torchtitan.trainer import Trainer", ["torchtitan.trainer.Trainer"]),
+        (
+            "if TYPE_CHECKING:\n    from torchtitan.trainer import Trainer",
+            ["torchtitan.trainer.Trainer"],
+        ),
     ],
 )
 def test_every_kind_of_import_is_detected(line, found):
@@ -157,7 +165,9 @@ def test_every_package_is_in_a_layer():
     found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     found |= {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
     assert found == set(LAYERS)
-    assert {path.parent.name for path in PACKAGE.glob("components/*/__init__.py")} == set(COMPONENTS)
+    assert {path.parent.name for path in PACKAGE.glob("components/*/__init__.py")} == set(
+        COMPONENTS
+    )
 
 
 def test_imports_have_no_cycles():
@@ -177,7 +187,12 @@ def test_cycles_are_detected():
     [cycle] = cycles(graph)
     assert set(cycle) == {"torchtitan.tools.a", "torchtitan.tools.b"}
     x, y = "torchtitan.components.x", "torchtitan.components.y"
-    between: dict[str, set[str]] = {f"{x}.a": {f"{y}.a"}, f"{y}.b": {f"{x}.b"}, f"{x}.b": set(), f"{y}.a": set()}
+    between: dict[str, set[str]] = {
+        f"{x}.a": {f"{y}.a"},
+        f"{y}.b": {f"{x}.b"},
+        f"{x}.b": set(),
+        f"{y}.a": set(),
+    }
     assert cycles(between) == [] and cycles(package_graph(between)) != []
 
 
@@ -203,7 +218,8 @@ def is_private(name: str) -> bool:
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
-    """Private names defined in this library: functions, classes, variables, attributes of `self`."""
+    """Private names defined in this library: functions, classes, variables, attributes of
+    `self`."""
     names = set()
     for tree in trees:
         for node in ast.walk(tree):
@@ -218,8 +234,9 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
 
 
 def private_names_of_torch(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
-    """Yield what a module takes from PyTorch that has a private name: by an import, as an attribute of anything (unless
-    the attribute is one of `allowed`), by `getattr` and its kin, and by a module's name in a string."""
+    """Yield what a module takes from PyTorch that has a private name: by an import, as an attribute
+    of anything (unless the attribute is one of `allowed`), by `getattr` and its kin, and by a
+    module's name in a string."""
     bound = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -235,7 +252,11 @@ def private_names_of_torch(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
             if node.attr not in allowed or ast.unparse(node).split(".")[0] in bound:
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call):
-            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            texts = [
+                one.value
+                for one in node.args
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
             for text in filter(is_private, texts):
                 called = ast.unparse(node.func)
                 if called in ("getattr", "setattr", "hasattr", "delattr") and text not in allowed:
@@ -254,7 +275,10 @@ def private_names_of_torch(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
         ("from torch.distributed.tensor import _utils", "torch.distributed.tensor._utils"),
         ("def f():\n    from torch._ops import OpOverload", "torch._ops.OpOverload"),
         ("import torch\ntorch._C.f()", "torch._C"),
-        ("import torch.distributed as dist\ndist.distributed_c10d._world", "dist.distributed_c10d._world"),
+        (
+            "import torch.distributed as dist\ndist.distributed_c10d._world",
+            "dist.distributed_c10d._world",
+        ),
         ("from torch import cuda\ncuda._own()", "cuda._own"),
         ("def f(mesh):\n    return mesh['tp']._flatten()", "mesh['tp']._flatten"),
         ("f(x)[0]._spec = 1", "f(x)[0]._spec"),
@@ -282,8 +306,17 @@ def test_private_names_of_torch_exist_and_are_used():
     from torchtitan.tools import torch_private
 
     own = "torchtitan.tools.torch_private"
-    imported = {one for name, tree in SOURCES.items() if name != own for one in imports_of(tree, "torchtitan")}
-    functions = [node.name for node in SOURCES[own].body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    imported = {
+        one
+        for name, tree in SOURCES.items()
+        if name != own
+        for one in imports_of(tree, "torchtitan")
+    }
+    functions = [
+        node.name
+        for node in SOURCES[own].body
+        if isinstance(node, ast.FunctionDef) and node.name[0] != "_"
+    ]
     offered = {f"{own}.{name}" for name in (*torch_private._SOURCES, *functions)}
     assert {one for one in imported if one.startswith(f"{own}.")} == offered
     for name in torch_private._SOURCES:
@@ -293,20 +326,37 @@ def test_private_names_of_torch_exist_and_are_used():
 
 
 def test_arrays_are_written_by_one_function():
-    """`durable.new_file` checks that they arrive; NumPy's `tofile` and `save` raise nothing on some full disks."""
-    assert "tofile" in {node.attr for node in ast.walk(ast.parse("x.tofile(y)")) if isinstance(node, ast.Attribute)}
+    """`durable.new_file` checks that they arrive; NumPy's `tofile` and `save` raise nothing on some
+    full disks."""
+    assert "tofile" in {
+        node.attr for node in ast.walk(ast.parse("x.tofile(y)")) if isinstance(node, ast.Attribute)
+    }
     for name, tree in SOURCES.items():
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert used.isdisjoint({"tofile", "savez"}), name
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_numpy_save(node)], name
+        assert not [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and _is_numpy_save(node)
+        ], name
 
 
 def _is_numpy_save(node: ast.Attribute) -> bool:
-    return node.attr == "save" and isinstance(node.value, ast.Name) and node.value.id in ("np", "numpy")
+    return (
+        node.attr == "save"
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("np", "numpy")
+    )
 
 
 MAKERS_OF_GROUPS = {
-    *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+    *(
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+    ),
     *("shrink_group", "init_device_mesh", "DeviceMesh", "from_group", "_flatten", "_unflatten"),
 }
 
@@ -326,7 +376,11 @@ def groups_made(tree: ast.Module) -> list[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan.")
         for alias in node.names
     }
-    plain = [names.get(one.id, one.id) for one in called if isinstance(one, ast.Name) and one.id not in own]
+    plain = [
+        names.get(one.id, one.id)
+        for one in called
+        if isinstance(one, ast.Name) and one.id not in own
+    ]
     attributes = [one.attr for one in called if isinstance(one, ast.Attribute)]
     return [one for one in (*plain, *attributes) if one in MAKERS_OF_GROUPS]
 
@@ -354,7 +408,11 @@ def test_only_one_module_makes_process_groups():
     found = {name: made for name, tree in SOURCES.items() if (made := groups_made(tree))}
     assert len(found.pop(own)) >= 4 and found == {}
     # Private makers, by the names under which they are offered.
-    private = {name for name, source in torch_private._SOURCES.items() if source.rpartition(".")[2] in MAKERS_OF_GROUPS}
+    private = {
+        name
+        for name, source in torch_private._SOURCES.items()
+        if source.rpartition(".")[2] in MAKERS_OF_GROUPS
+    }
     users = {
         name
         for name, tree in SOURCES.items()
@@ -367,8 +425,8 @@ def test_only_one_module_makes_process_groups():
 
 @pytest.mark.slow
 def test_help_imports_no_heavy_library():
-    """Heavy libraries are imported on first use of the feature that needs them, and neither with the trainer nor with a
-    module's configurations."""
+    """Heavy libraries are imported on first use of the feature that needs them, and neither with
+    the trainer nor with a module's configurations."""
     heavy = [
         *(
             "datasets",
@@ -381,7 +439,13 @@ def test_help_imports_no_heavy_library():
             "tiktoken",
             "tokenizers",
         ),
-        *("transformers", "wandb", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining"),
+        *(
+            "transformers",
+            "wandb",
+            "torch._dynamo",
+            "torch.distributed.checkpoint",
+            "torch.distributed.pipelining",
+        ),
     ]
     code = (
         "import contextlib, sys\n"
@@ -390,7 +454,9 @@ def test_help_imports_no_heavy_library():
         "    main('train --module llama3 --config debugmodel --help'.split())\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert "--training.steps" in result.stdout
     assert result.stdout.splitlines()[-1] == "[]"
 
@@ -411,11 +477,14 @@ def test_other_distribution_with_our_name_is_ignored(tmp_path: Path, files: list
             (tmp_path / "site/torchtitan" / name).touch()
 
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # only installed packages
+    # only installed packages
+    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     (tmp_path / "bin/python").chmod(0o755)
     assert not suffices()
     (tmp_path / "site/torchtitan-1.0.dist-info").mkdir(parents=True)
-    (tmp_path / "site/torchtitan-1.0.dist-info/METADATA").write_text("Name: torchtitan\nVersion: 1.0\n")
+    (tmp_path / "site/torchtitan-1.0.dist-info/METADATA").write_text(
+        "Name: torchtitan\nVersion: 1.0\n"
+    )
     install(files)
     assert not suffices()
     install(["__init__.py", "cli/__init__.py", "cli/main.py"])
@@ -433,8 +502,8 @@ WALKS = {
 
 
 def walks() -> dict[str, list[tuple[Path, list[str]]]]:
-    """Walkthroughs in docs/architecture.md: heading → files, and names in them. A second list below a heading is for
-    conversations."""
+    """Walkthroughs in docs/architecture.md: heading → files, and names in them. A second list below
+    a heading is for conversations."""
     found: dict[str, list[tuple[Path, list[str]]]] = {}
     heading = ""
     for line in (PROJECT / "docs/architecture.md").read_text().splitlines():
@@ -443,7 +512,11 @@ def walks() -> dict[str, list[tuple[Path, list[str]]]]:
         elif match := re.match(r"(\d+)\. `(torchtitan/[\w/]+\.py)`: (.*)", line):
             if match[1] == "1" and heading in found:
                 heading += ", in a conversation"
-            names = [name for name in re.findall(r"`([\w.]+)`", match[3]) if not name.islower() or "_" in name]
+            names = [
+                name
+                for name in re.findall(r"`([\w.]+)`", match[3])
+                if not name.islower() or "_" in name
+            ]
             found.setdefault(heading, []).append((PROJECT / match[2], names))
     return found
 
@@ -456,7 +529,16 @@ def test_walkthroughs_name_existing_files_and_names():
         for name in names:
             scope: list[ast.stmt] = tree.body
             for part in name.split("."):
-                defined = {node.name: node for node in scope if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-                targets = [target for node in scope if isinstance(node, ast.Assign) for target in node.targets]
+                defined = {
+                    node.name: node
+                    for node in scope
+                    if isinstance(node, ast.ClassDef | ast.FunctionDef)
+                }
+                targets = [
+                    target
+                    for node in scope
+                    if isinstance(node, ast.Assign)
+                    for target in node.targets
+                ]
                 assert part in defined or part in map(ast.unparse, targets), f"{path}: {name}"
                 scope = defined[part].body if part in defined else []

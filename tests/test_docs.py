@@ -7,8 +7,18 @@ import pytest
 
 from tests.conftest import PROJECT
 
-PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
-SLOW_PAGES = ("configuration.md", "dry_run.md", "foresight.md", "memory_and_speed.md", "extending.md")
+PAGES = [
+    PROJECT / "README.md",
+    PROJECT / "CONTRIBUTING.md",
+    *sorted((PROJECT / "docs").glob("*.md")),
+]
+SLOW_PAGES = (
+    "configuration.md",
+    "dry_run.md",
+    "foresight.md",
+    "memory_and_speed.md",
+    "extending.md",
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -17,7 +27,8 @@ def blocks(page, language):
 
 
 def documented_class(page, name):
-    """Execute a class of a page with only its own lines and the page's imports; return the class."""
+    """Execute a class of a page with only its own lines and the page's imports; return the
+    class."""
     body = [node for code in blocks(page, "python") for node in ast.parse(code).body]
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     (definition,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
@@ -28,7 +39,10 @@ def documented_class(page, name):
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW_PAGES else page for page in PAGES],
+    [
+        pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW_PAGES else page
+        for page in PAGES
+    ],
     ids=lambda page: page.name,
 )
 def test_python_blocks_run(page, tmp_path, monkeypatch):
@@ -47,15 +61,23 @@ def test_links_resolve(page):
 
 
 def test_options_in_commands_exist():
-    """Every --section.key in a shell block is an option of a debug model: adapters, fine-tuning, distillation,
-    reinforcement learning, mixture of experts."""
+    """Every --section.key in a shell block is an option of a debug model: adapters, fine-tuning,
+    distillation, reinforcement learning, mixture of experts."""
     from torchtitan.config.configurable import leaves
     from torchtitan.experiments.distillation.config_registry import distillation_debugmodel
     from torchtitan.experiments.rl.config_registry import rl_debugmodel
     from torchtitan.models.glm4_moe.config_registry import glm4_moe_debugmodel
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel_lora, llama3_debugmodel_sft
+    from torchtitan.models.llama3.config_registry import (
+        llama3_debugmodel_lora,
+        llama3_debugmodel_sft,
+    )
 
-    configs = [llama3_debugmodel_lora(), llama3_debugmodel_sft(), distillation_debugmodel(), rl_debugmodel()]
+    configs = [
+        llama3_debugmodel_lora(),
+        llama3_debugmodel_sft(),
+        distillation_debugmodel(),
+        rl_debugmodel(),
+    ]
     configs.append(glm4_moe_debugmodel())
     known = {key for config in configs for key in leaves(config.to_dict())}
     known |= {f"{key.rpartition('.')[0]}.no_{key.rpartition('.')[2]}" for key in known}

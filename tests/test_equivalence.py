@@ -15,7 +15,14 @@ from tests.equivalence.__main__ import COLUMNS, cells, choose_layouts, merge, pa
 from tests.equivalence.layouts import PROBLEM, Layout, all_layouts
 from tests.equivalence.matrix import Matrix, Row
 from tests.equivalence.random_layouts import draw_layouts
-from tests.equivalence.runs import TOLERANCE, Differences, InconsistentRanks, Outcome, compare, merge_weights
+from tests.equivalence.runs import (
+    TOLERANCE,
+    Differences,
+    InconsistentRanks,
+    Outcome,
+    compare,
+    merge_weights,
+)
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, markers, write_docs
 from tests.training import RaggedDataLoader
@@ -110,7 +117,8 @@ def layout_parameters() -> Iterator[Any]:
             yield pytest.param(layout, id=name, marks=pytest.mark.long)
 
 
-# --- mistakes are detected --------------------------------------------------------------------------------------------
+# --- mistakes are detected
+# --------------------------------------------------------------------------------------------
 
 
 class ForgetfulDims(ParallelDims):
@@ -127,7 +135,9 @@ class WrongScale(Trainer):
     def __init__(self, config: Trainer.Config):
         super().__init__(config)
         dims = self.parallel_dims
-        self.parallel_dims = ForgetfulDims(**{name: getattr(dims, name) for name in dims.__dataclass_fields__})
+        self.parallel_dims = ForgetfulDims(
+            **{name: getattr(dims, name) for name in dims.__dataclass_fields__}
+        )
 
 
 class ZeroedGradient(Trainer):
@@ -186,16 +196,20 @@ class SeparateGradients(Trainer):
 
 
 class UnscaledExperts(Trainer):
-    """Sum the gradients of experts over the ranks that send tokens, but divide them as if these were others."""
+    """Sum the gradients of experts over the ranks that send tokens, but divide them as if these
+    were others."""
 
     def parallelize(self, model: Any) -> Any:
         local = expert_parallel._local
-        with mock.patch.object(expert_parallel, "_local", lambda experts, factor, *rest: local(experts, 1.0, *rest)):
+        with mock.patch.object(
+            expert_parallel, "_local", lambda experts, factor, *rest: local(experts, 1.0, *rest)
+        ):
             return super().parallelize(model)
 
 
 class Swapping(RaggedDataLoader):
-    """Return two consecutive batches in the wrong order; the first of them has the index `swapped`."""
+    """Return two consecutive batches in the wrong order; the first of them has the index
+    `swapped`."""
 
     swapped: int
 
@@ -224,10 +238,30 @@ MISTAKES = {
     "gradient scale": ("CP 2", WrongScale, RaggedDataLoader, {"grad_norm", "weights"}),
     "gradient of a layer": ("FSDP 2", ZeroedGradient, RaggedDataLoader, {"grad_norm", "weights"}),
     "data order": ("FSDP 2", Trainer, SwapsSteps, {"loss", "grad_norm", "weights"}),
-    "micro-batch": ("PP 2 1F1B", DroppedMicroBatch, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
-    "head": ("PP 2 1F1B, tied embeddings", HeadGradientLost, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
-    "expert gradient scale": ("EP 2, experts", UnscaledExperts, RaggedDataLoader, {"grad_norm", "weights"}),
-    "norm": ("PP 2 ZBVZeroBubble, tied embeddings", CountedTwice, RaggedDataLoader, {"grad_norm", "weights"}),
+    "micro-batch": (
+        "PP 2 1F1B",
+        DroppedMicroBatch,
+        RaggedDataLoader,
+        {"loss", "grad_norm", "weights"},
+    ),
+    "head": (
+        "PP 2 1F1B, tied embeddings",
+        HeadGradientLost,
+        RaggedDataLoader,
+        {"loss", "grad_norm", "weights"},
+    ),
+    "expert gradient scale": (
+        "EP 2, experts",
+        UnscaledExperts,
+        RaggedDataLoader,
+        {"grad_norm", "weights"},
+    ),
+    "norm": (
+        "PP 2 ZBVZeroBubble, tied embeddings",
+        CountedTwice,
+        RaggedDataLoader,
+        {"grad_norm", "weights"},
+    ),
 }
 """Layout, the mistake, and the numbers that must detect it."""
 
@@ -240,12 +274,16 @@ def test_a_mistake_is_detected(matrix, mistake):
     differences = compare(matrix.outcome(layout, trainer_class, loader), matrix.reference(layout))
     assert not differences.agree
     # Ten times the tolerance, so the detection is not by chance.
-    assert {field for field in detected_by if getattr(differences, field) > 1e-4} == detected_by, differences
+    assert {field for field in detected_by if getattr(differences, field) > 1e-4} == detected_by, (
+        differences
+    )
 
 
 @pytest.mark.slow
 def test_separate_gradients_of_copies_are_detected(matrix):
-    with pytest.raises(InconsistentRanks, match=r"tok_embeddings\.weight differs from copy to copy"):
+    with pytest.raises(
+        InconsistentRanks, match=r"tok_embeddings\.weight differs from copy to copy"
+    ):
         matrix.outcome(LAYOUTS["PP 2 1F1B, tied embeddings"], SeparateGradients, RaggedDataLoader)
 
 
@@ -258,7 +296,8 @@ def test_the_order_within_a_global_batch_does_not_matter(matrix):
 
 @pytest.mark.slow
 def test_the_problem_is_sensitive_to_mistakes(matrix):
-    """Only some of the steps are clipped, and each tensor changes by much more than the tolerance."""
+    """Only some of the steps are clipped, and each tensor changes by much more than the
+    tolerance."""
     trained = matrix.reference(Layout("", 1, {}))
     assert min(trained.grad_norms) < PROBLEM["training__max_norm"] < max(trained.grad_norms)
     initial = matrix.reference(Layout("", 1, {"optimizer__lr": 0.0})).weights
@@ -266,12 +305,14 @@ def test_the_problem_is_sensitive_to_mistakes(matrix):
         assert (weight - initial[name]).norm() > 20 * TOLERANCE * weight.norm(), name
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
+# --- layouts
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", layout_parameters())
 def test_layout(matrix, layout):
-    """Compare loss, gradient norm and validation loss of ten steps, and the final weights; or expect a rejection."""
+    """Compare loss, gradient norm and validation loss of ten steps, and the final weights; or
+    expect a rejection."""
     row = matrix.run_one(layout)
     assert row.passed, f"{row.verdict} {row.differences}\n{row.failure}"
 
@@ -279,16 +320,22 @@ def test_layout(matrix, layout):
 @pytest.mark.long
 def test_random_layouts_on_a_text(assets):
     """Without seed 3, since two experts of a token have the same score there (docs/moe.md)."""
-    extra = {name: assets / "text" / "tinyshakespeare.txt" for name in ("dataloader__dataset", "validator__dataset")}
+    extra = {
+        name: assets / "text" / "tinyshakespeare.txt"
+        for name in ("dataloader__dataset", "validator__dataset")
+    }
     with Matrix(extra) as matrix:
         rows = list(matrix.run(draw_layouts(4, seed=4, extra=extra)))
     assert [row.verdict for row in rows] == ["equal"] * 4
 
 
-# --- comparison and command line --------------------------------------------------------------------------------------
+# --- comparison and command line
+# --------------------------------------------------------------------------------------
 
 
-ONES = Outcome(losses=[2.0, 1.0], grad_norms=[1.0, 1.0], validation_losses=[3.0], weights={"w": torch.ones(4)})
+ONES = Outcome(
+    losses=[2.0, 1.0], grad_norms=[1.0, 1.0], validation_losses=[3.0], weights={"w": torch.ones(4)}
+)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +409,9 @@ def test_rows_of_other_layouts_stay(tmp_path):
     page, layouts = tmp_path / "page.md", [LAYOUTS[name] for name in ("FSDP 2", "TP 2", "CP 4")]
     old = [TableRow((layout.name, "2", *("",) * 4, "old")) for layout in layouts]
     page.write_text("\n".join(markers("matrix")))
-    write_docs(page, "matrix", as_markdown(COLUMNS, [*old, TableRow(("no longer a layout", *("",) * 6))]))
+    write_docs(
+        page, "matrix", as_markdown(COLUMNS, [*old, TableRow(("no longer a layout", *("",) * 6))])
+    )
     new = TableRow(("TP 2", "2", *("",) * 4, "new"))
     assert merge(page, [new]) == as_markdown(COLUMNS, [old[0], new, old[2]])
 
@@ -373,7 +422,9 @@ def test_the_command_line_chooses_layouts():
     everything = choose_layouts(parse_arguments(["--long"]), {})
     assert {layout.processes for layout in short} == {2, 4}
     assert {layout.processes for layout in everything} == {2, 4, 8}
-    assert [layout.name for layout in choose_layouts(parse_arguments(["--only", "^CP 4$"]), {})] == ["CP 4"]
+    assert [
+        layout.name for layout in choose_layouts(parse_arguments(["--only", "^CP 4$"]), {})
+    ] == ["CP 4"]
     drawn = choose_layouts(parse_arguments(["--random", "6", "--seed", "1"]), {})
     assert drawn == choose_layouts(parse_arguments(["--random", "6", "--seed", "1"]), {})
     assert drawn != choose_layouts(parse_arguments(["--random", "6", "--seed", "2"]), {})

@@ -13,7 +13,10 @@ SCRIPT = PROJECT / "docs/figures/post_training.py"
 
 def write_run(folder, **metrics):
     folder.mkdir()
-    lines = [{"step": 10 * step, **{key: values[step] for key, values in metrics.items()}} for step in range(3)]
+    lines = [
+        {"step": 10 * step, **{key: values[step] for key, values in metrics.items()}}
+        for step in range(3)
+    ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
@@ -31,7 +34,9 @@ def test_figures_show_the_metrics_of_runs(tmp_path, monkeypatch):
         [tuple(map(float, point.split(","))) for point in line.get("points").split()]
         for line in root.iter("{http://www.w3.org/2000/svg}polyline")
     )
-    assert text[0] == distilled[0] and text[1][0] - text[0][0] == pytest.approx(text[2][0] - text[1][0], abs=0.2)
+    assert text[0] == distilled[0] and text[1][0] - text[0][0] == pytest.approx(
+        text[2][0] - text[1][0], abs=0.2
+    )
     heights = [y for _, y in (*text, *distilled)]
     # Heights are rounded to 0.1; values 4, 3, 2.5, 4, 2, 2.25 lie on one straight line with them.
     per_unit = (heights[4] - heights[0]) / 2

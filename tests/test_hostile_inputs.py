@@ -111,7 +111,9 @@ def test_different_result_is_silent_damage(folder: Path) -> None:
     assert judge(folder, accepts, subject, expected=1.25) == "silent"
 
 
-@pytest.mark.parametrize("mutator", dict.fromkeys(mutator for subject in SUBJECTS for mutator in subject.mutators))
+@pytest.mark.parametrize(
+    "mutator", dict.fromkeys(mutator for subject in SUBJECTS for mutator in subject.mutators)
+)
 def test_mutators_are_seeded_and_change_something(mutator) -> None:
     content = {
         "changed_line": b'{"a": [1, 2], "b": "c"}\n' * 3,

@@ -16,7 +16,14 @@ from tests import tables
 from tests.commands import RunningCommand
 from tests.kill_test import __main__ as command
 from tests.kill_test import attempts, campaign, elastic
-from tests.kill_test.attempts import Attempt, AttemptFailed, Event, Moment, draw_moment, furthest_save
+from tests.kill_test.attempts import (
+    Attempt,
+    AttemptFailed,
+    Event,
+    Moment,
+    draw_moment,
+    furthest_save,
+)
 from tests.kill_test.campaign import Campaign, Checkpoints, Outcome
 from tests.kill_test.disks import Disk
 from tests.kill_test.modes import INTERVAL, MODES, ROUNDING, RUN
@@ -38,12 +45,14 @@ from torchtitan.trainer import Trainer
 MODE = {mode.name: mode for mode in MODES}
 
 
-# --- runs that are killed ---------------------------------------------------------------------------------------------
+# --- runs that are killed
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["forked", pytest.param("new interpreter", marks=pytest.mark.long)])
 def start_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the runs, without the imports of new interpreters; the long tests start interpreters, as users do."""
+    """Fork the runs, without the imports of new interpreters; the long tests start interpreters, as
+    users do."""
     if request.param == "forked":
         monkeypatch.setattr(attempts, "start_process", RunningCommand)
 
@@ -54,7 +63,9 @@ def start_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     [
         ("1 process, async", 1),
         pytest.param("1 process, async", 3, marks=pytest.mark.long),
-        pytest.param("1 process, async_with_pinned_mem, one rank killed", 3, marks=pytest.mark.slow),
+        pytest.param(
+            "1 process, async_with_pinned_mem, one rank killed", 3, marks=pytest.mark.slow
+        ),
         pytest.param("2 processes, async, one rank killed", 3, marks=pytest.mark.slow),
         pytest.param("1, 2 or 4 processes, async", 3, marks=pytest.mark.long),
     ],
@@ -99,7 +110,9 @@ def test_other_interruptions_leave_no_trace(tmp_path: Path, name: str, kills: in
     pytest.fail("no moment came")
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+)
 def test_lost_hosts_leave_no_trace(tmp_path: Path, rounds: int) -> None:
     """The hosts that are left, and new ones, continue with the same documents and losses."""
     outcome = elastic.run(tmp_path, rounds, seed=0)
@@ -123,10 +136,14 @@ def test_disk_that_loses_unsynced_data(tmp_path: Path) -> None:
         with disk.full(spared=0), pytest.raises(OSError, match="No space left"):
             (disk.path / "large").write_bytes(bytes(1 << 20))
         (disk.path / "large").write_bytes(bytes(1 << 20))
-    assert list((tmp_path / "disk").iterdir()) == [tmp_path / "disk/mounted"] and not any(disk.path.iterdir())
+    assert list((tmp_path / "disk").iterdir()) == [tmp_path / "disk/mounted"] and not any(
+        disk.path.iterdir()
+    )
 
 
-def test_modes_without_a_disk_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+def test_modes_without_a_disk_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
     monkeypatch.setattr(Disk, "obstacle", staticmethod(lambda: "mounting a disk image needs root"))
     monkeypatch.setattr(Campaign, "run", lambda *_: pytest.fail("it was run"))
     assert command.main(["--only", "power cut|full disk"]) == 0
@@ -138,7 +155,9 @@ def test_modes_without_a_disk_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_forgotten_state_is_caught(tmp_path: Path) -> None:
     text = command.write_text(tmp_path / "text.txt", seed=0)
     options = {"checkpoint.exclude_from_loading": ["optimizer"]}
-    outcome = Campaign(tmp_path, text, kills=2, seed=0, options=options).run(MODE["1 process, disabled"])
+    outcome = Campaign(tmp_path, text, kills=2, seed=0, options=options).run(
+        MODE["1 process, disabled"]
+    )
     assert not outcome.passed and not outcome.faults
     assert outcome.lines.value > ROUNDING and outcome.state.value > ROUNDING
 
@@ -154,7 +173,8 @@ def test_run_that_exits_early_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_p
             attempt.check_success()
 
 
-# --- resumed runs that lose state -------------------------------------------------------------------------------------
+# --- resumed runs that lose state
+# -------------------------------------------------------------------------------------
 
 STEPS = 2 * INTERVAL
 
@@ -211,24 +231,35 @@ def without(name: str) -> dict[str, Any]:
     ],
 )
 def test_state_lost_on_resume_is_caught(
-    whole_run: Any, tmp_path: Path, trainer_class: type[Trainer], options: dict[str, Any], caught: bool
+    whole_run: Any,
+    tmp_path: Path,
+    trainer_class: type[Trainer],
+    options: dict[str, Any],
+    caught: bool,
 ) -> None:
     """The metrics and the last checkpoint show it, beyond the largest tolerance."""
     text, folder, lines, state = whole_run
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    resumed = train_noisy(tmp_path, text, trainer_class, **{"checkpoint.load_step": INTERVAL, **options})
-    differences = [compare_lines(resumed[0], lines), compare_states(resumed[1], state)]
-    assert [difference.value > (ROUNDING if caught else 0) for difference in differences] == [caught, caught], (
-        differences
+    resumed = train_noisy(
+        tmp_path, text, trainer_class, **{"checkpoint.load_step": INTERVAL, **options}
     )
+    differences = [compare_lines(resumed[0], lines), compare_states(resumed[1], state)]
+    assert [difference.value > (ROUNDING if caught else 0) for difference in differences] == [
+        caught,
+        caught,
+    ], differences
 
 
-# --- comparisons ------------------------------------------------------------------------------------------------------
+# --- comparisons
+# --------------------------------------------------------------------------------------------------
 
 
 def make_lines(count: int) -> list[Line]:
     numbers = range(1, count + 1)
-    return [{"step": n, "lr": 0.1 * n, "n_tokens_seen": 8 * n, "loss": 1 / n, "grad_norm": 2.0 * n} for n in numbers]
+    return [
+        {"step": n, "lr": 0.1 * n, "n_tokens_seen": 8 * n, "loss": 1 / n, "grad_norm": 2.0 * n}
+        for n in numbers
+    ]
 
 
 class TestComparison:
@@ -244,10 +275,16 @@ class TestComparison:
             (lambda lines: [lines[0] | {"lr": math.nextafter(0.1, 1)}], math.inf, "lr of line 1"),
             (lambda lines: [lines[0] | {"loss": math.nan}], math.inf, "loss of line 1"),
             (lambda lines: [lines[0] | {"loss": 1.0 + 2**-52}], 2**-52, "loss of line 1"),
-            (lambda lines: [lines[0] | {"grad_norm": 2.5, "loss": 1.125}], 0.25, "grad_norm of line 1"),
+            (
+                lambda lines: [lines[0] | {"grad_norm": 2.5, "loss": 1.125}],
+                0.25,
+                "grad_norm of line 1",
+            ),
         ],
     )
-    def test_lines(self, change: Callable[[list[Line]], list[Line]], value: float, place: str) -> None:
+    def test_lines(
+        self, change: Callable[[list[Line]], list[Line]], value: float, place: str
+    ) -> None:
         assert compare_lines(change(make_lines(3)), make_lines(3)) == Difference(value, place)
 
     @pytest.mark.parametrize(
@@ -279,7 +316,10 @@ class TestComparison:
     def test_lines_lost_to_a_full_disk(self) -> None:
         lines = make_lines(5)
         assert compare_lines(lines[:2] + lines[3:], lines, with_gaps=True) == Difference()
-        assert compare_lines([lines[0], lines[2] | {"lr": 7.0}], lines, with_gaps=True).place == "lr of line 2"
+        assert (
+            compare_lines([lines[0], lines[2] | {"lr": 7.0}], lines, with_gaps=True).place
+            == "lr of line 2"
+        )
         assert compare_lines([lines[1], lines[0]], lines, with_gaps=True).value == math.inf
         assert compare_lines([lines[0], lines[0]], lines, with_gaps=True).value == math.inf
 
@@ -291,11 +331,19 @@ class TestComparison:
 
     def test_recent_losses_are_ignored(self) -> None:
         """Counts of the spike guard are compared, in whatever entry they are."""
-        states = [{f"spikes.json-{loss}": json.dumps({"recent": [[loss, 1.0]], "n_skipped": 2})} for loss in (3.0, 3.1)]
+        states = [
+            {f"spikes.json-{loss}": json.dumps({"recent": [[loss, 1.0]], "n_skipped": 2})}
+            for loss in (3.0, 3.1)
+        ]
         assert [without_ranks(state) for state in states] == [{"spikes": '{"n_skipped": 2}'}] * 2
 
     def test_process_specific_values_are_ignored(self) -> None:
-        names = ["model.rank0.weight", "random.rank0.cpu", "dataloader.rank0.json-1", "dataloader.rank1.json-1"]
+        names = [
+            "model.rank0.weight",
+            "random.rank0.cpu",
+            "dataloader.rank0.json-1",
+            "dataloader.rank1.json-1",
+        ]
         assert list(without_ranks(dict.fromkeys(names, ""))) == ["dataloader.rank0.json-1"]
         assert list(without_ranks({"model.layers.0.rank0.weight": "", "optimizer.rank": ""})) == [
             "model.layers.0.rank0.weight",
@@ -311,7 +359,8 @@ class TestComparison:
         assert not Outcome(elastic, faults=["a step is missing"]).passed
 
 
-# --- other checks -----------------------------------------------------------------------------------------------------
+# --- other checks
+# --------------------------------------------------------------------------------------------------
 
 
 class FakeAttempt:
@@ -352,7 +401,9 @@ class FakeAttempt:
             (self.checkpoints / f"step-{step}").mkdir(parents=True, exist_ok=True)
             (self.checkpoints / f"step-{step}/complete.json").touch()
         for name in ("metrics.jsonl", "ledger.jsonl"):
-            (self.folder / name).write_text("".join(json.dumps(line) + "\n" for line in make_lines(last)))
+            (self.folder / name).write_text(
+                "".join(json.dumps(line) + "\n" for line in make_lines(last))
+            )
 
 
 def loses_checkpoint(attempt: FakeAttempt) -> None:
@@ -397,36 +448,52 @@ class TestFaults:
             (leaves_partial, "left behind: checkpoint/step-1.partial"),
             (loses_last_line, "23 of 24 steps are logged at the end"),
             (loses_documents, "the ledger does not have the steps 1 to 24"),
-            (calls_a_lost_checkpoint_saved, "the checkpoint of step 6 is gone, and there is no later one"),
+            (
+                calls_a_lost_checkpoint_saved,
+                "the checkpoint of step 6 is gone, and there is no later one",
+            ),
             (loses_last_checkpoint, "there is no complete checkpoint of step 24"),
         ],
     )
     def test_each_is_reported(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: Callable[[FakeAttempt], None], fault: str | None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        wrong: Callable[[FakeAttempt], None],
+        fault: str | None,
     ) -> None:
         monkeypatch.setattr(FakeAttempt, "wrong", staticmethod(wrong))
         monkeypatch.setattr(FakeAttempt, "number", 0)
         monkeypatch.setattr(campaign, "Attempt", FakeAttempt)
         monkeypatch.setattr(campaign, "read_state", lambda path: {"w": torch.ones(1)})
-        outcome = Campaign(tmp_path, tmp_path / "text.txt", kills=4, seed=0).run(MODE["1 process, async"])
+        outcome = Campaign(tmp_path, tmp_path / "text.txt", kills=4, seed=0).run(
+            MODE["1 process, async"]
+        )
         assert outcome.passed == (fault is None)
         assert fault is None or fault in outcome.faults
 
     def test_kill_inside_a_save(self, tmp_path: Path) -> None:
-        """A partial checkpoint newer than the newest complete one is unfinished; an older one is being removed."""
+        """A partial checkpoint newer than the newest complete one is unfinished; an older one is
+        being removed."""
         for name in ("step-3", "step-6", "step-9", "step-12.partial"):
             (tmp_path / "checkpoint" / name).mkdir(parents=True)
         (tmp_path / "checkpoint/step-6/complete.json").touch()
         before = Checkpoints.read(tmp_path)
-        assert before.newest == 6 and {name for name, _ in before.unfinished} == {"step-9", "step-12.partial"}
+        assert before.newest == 6 and {name for name, _ in before.unfinished} == {
+            "step-9",
+            "step-12.partial",
+        }
         (tmp_path / "checkpoint/step-15.partial").mkdir()
         (tmp_path / "checkpoint/step-12.partial").rename(tmp_path / "checkpoint/step-12")
         (tmp_path / "checkpoint/step-12/complete.json").touch()
         after = Checkpoints.read(tmp_path)
-        assert after.newest == 12 and {name for name, _ in after.unfinished - before.unfinished} == {"step-15.partial"}
+        assert after.newest == 12 and {
+            name for name, _ in after.unfinished - before.unfinished
+        } == {"step-15.partial"}
 
 
-# --- moments ----------------------------------------------------------------------------------------------------------
+# --- moments
+# --------------------------------------------------------------------------------------------------
 
 
 class TestMoments:
@@ -450,13 +517,23 @@ class TestMoments:
     def test_all_precede_the_next_but_one_save(self) -> None:
         generator = random.Random(0)
         moments = [draw_moment(generator, kill, saved=30, start_seconds=5) for kill in range(200)]
-        assert {moment.event for moment in moments[:8]} == {"start", "step", "save", "written", "renamed", "complete"}
+        assert {moment.event for moment in moments[:8]} == {
+            "start",
+            "step",
+            "save",
+            "written",
+            "renamed",
+            "complete",
+        }
         assert {moment.step for moment in moments} == set(range(31, 31 + 2 * INTERVAL))
         assert max(moment.delay for moment in moments if moment.event == "start") > 4
-        assert max(moment.delay for moment in moments if moment.event not in ("start", "step")) < 0.01
+        assert (
+            max(moment.delay for moment in moments if moment.event not in ("start", "step")) < 0.01
+        )
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------
 
 
 class TestCommand:
@@ -469,7 +546,12 @@ class TestCommand:
         ],
     )
     def test_mistakes(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, words: list[str], message: str
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        capsys: Any,
+        words: list[str],
+        message: str,
     ) -> None:
         page = tmp_path / "docs/checkpoints.md"
         page.parent.mkdir()
@@ -481,37 +563,53 @@ class TestCommand:
 
     def test_list(self, capsys: Any) -> None:
         assert command.main(["--list", "--only", "^1"]) == 0
-        assert capsys.readouterr().out.splitlines() == [mode.name for mode in MODES if mode.name[0] == "1"]
+        assert capsys.readouterr().out.splitlines() == [
+            mode.name for mode in MODES if mode.name[0] == "1"
+        ]
 
     def test_table_is_written_between_its_markers(self, tmp_path: Path) -> None:
         page = tmp_path / "page.md"
         begin, end = tables.markers("kill")
         page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-        passed = Outcome(MODE["1 process, async"], kills=20, kills_in_save=9, resumed_steps=[0, 3, 3])
+        passed = Outcome(
+            MODE["1 process, async"], kills=20, kills_in_save=9, resumed_steps=[0, 3, 3]
+        )
         rounded = Difference(2e-7, "loss of line 3")
-        elastic = Outcome(MODE["1, 2 or 4 processes, async"], lines=rounded, state=replace(rounded, value=1.0))
+        elastic = Outcome(
+            MODE["1, 2 or 4 processes, async"], lines=rounded, state=replace(rounded, value=1.0)
+        )
         rows = [tables.Row(command.cells(outcome)) for outcome in (passed, elastic)]
         tables.write_docs(page, "kill", tables.as_markdown(command.COLUMNS, rows))
         lines = page.read_text().splitlines()
         assert lines[:2] == ["before", begin] and lines[-2:] == [end, "after"]
         assert lines[4] == "| 1 process, async | 20 | 9 | 0, 3, 3 | identical | identical |"
-        assert lines[5] == "| 1, 2 or 4 processes, async | 0 | 0 |  | equal to 2e-07 | DIFFERENT by 1e+00 |"
+        assert (
+            lines[5]
+            == "| 1, 2 or 4 processes, async | 0 | 0 |  | equal to 2e-07 | DIFFERENT by 1e+00 |"
+        )
 
     def test_failure_is_reported(self) -> None:
         different = Difference(0.5, "loss of line 3")
         outcome = Outcome(MODE["1 process, async"], lines=different, faults=["a step is missing"])
         assert command.verdict(outcome) == (
-            "logged numbers DIFFERENT by 5e-01 loss of line 3, last checkpoint identical, a step is missing"
+            "logged numbers DIFFERENT by 5e-01 loss of line 3, last checkpoint identical, a step "
+            "is missing"
         )
 
     def test_table_names_its_command_and_machine(self) -> None:
-        arguments = command.parse_arguments(["--kills", "3", "--only", "^1 process, async$", "--dataset", "a/b.txt"])
+        arguments = command.parse_arguments(
+            ["--kills", "3", "--only", "^1 process, async$", "--dataset", "a/b.txt"]
+        )
         told = tables.describe("tests.kill_test", arguments, "kills", "seed", "only", "dataset")
         assert told.startswith(
-            "`python -m tests.kill_test --kills 3 --seed 0 --only '^1 process, async$' --dataset b.txt`, 2"
+            "`python -m tests.kill_test --kills 3 --seed 0 --only '^1 process, async$' --dataset "
+            "b.txt`, 2"
         )
         assert f"torch {torch.__version__}" in told
 
     def test_text_depends_only_on_the_seed(self, tmp_path: Path) -> None:
-        texts = [command.write_text(tmp_path / str(number), seed).read_text() for number, seed in enumerate((0, 0, 1))]
+        texts = [
+            command.write_text(tmp_path / str(number), seed).read_text()
+            for number, seed in enumerate((0, 0, 1))
+        ]
         assert texts[0] == texts[1] != texts[2]

@@ -1,4 +1,5 @@
-"""Files that another file names: they are regular, in its folder and bounded, and pipes stop nothing."""
+"""Files that another file names: they are regular, in its folder and bounded, and pipes stop
+nothing."""
 
 import ast
 import json
@@ -82,7 +83,9 @@ def unless_it_hangs(operation: Callable[[], object]) -> BaseException | None:
     return found[0]
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "../secret.bin", "a/../../secret.bin", "link", "down/secret.bin"])
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../secret.bin", "a/../../secret.bin", "link", "down/secret.bin"]
+)
 def test_an_index_names_only_files_in_its_folder(tmp_path, outside, name):
     folder = Path(write_litdata(tmp_path / "data", DOCUMENTS))
     (folder / "link").symlink_to(outside)
@@ -90,13 +93,19 @@ def test_an_index_names_only_files_in_its_folder(tmp_path, outside, name):
     index = json.loads((folder / "index.json").read_text())
     index["chunks"][0]["filename"] = name
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="not a path inside its folder|outside the folder; replace it with a copy"):
+    with pytest.raises(
+        UserError, match="not a path inside its folder|outside the folder; replace it with a copy"
+    ):
         open_tokens(folder)
 
 
-@pytest.mark.parametrize("name", [None, 3, "", "x" * 300, "é" * 200, "a\0b", "\ud800", "a/", "x/" * 600 + "x", ["a"]])
+@pytest.mark.parametrize(
+    "name", [None, 3, "", "x" * 300, "é" * 200, "a\0b", "\ud800", "a/", "x/" * 600 + "x", ["a"]]
+)
 def test_what_is_no_name_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match="i.json names the file .*, which is not a path inside its folder"):
+    with pytest.raises(
+        UserError, match="i.json names the file .*, which is not a path inside its folder"
+    ):
         named_file(tmp_path, name, "i.json")
 
 
@@ -136,7 +145,12 @@ def test_pipes_devices_sockets_and_folders_are_named(tmp_path, make, name):
 @pytest.mark.parametrize("make", ODD)
 def test_every_reader_of_named_files(tmp_path, make):
     make(tmp_path / "file")
-    readers = [open_regular, read_regular, lambda path: read_config_file(path, "it"), LocalFolder(tmp_path).read]
+    readers = [
+        open_regular,
+        read_regular,
+        lambda path: read_config_file(path, "it"),
+        LocalFolder(tmp_path).read,
+    ]
     for reader in [*readers, lambda path: map_array(path, "uint8", 1)]:
         error = unless_it_hangs(lambda reader=reader: reader(tmp_path / "file"))
         assert isinstance(error, OSError | UserError) and re.search(REFUSED, str(error))
@@ -159,8 +173,20 @@ def test_size_limit(tmp_path):
 def test_prepared_data_stays_in_its_folder(tmp_path, outside):
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 3)
     out = tmp_path / "out"
-    assert main(["data", "prepare", str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1"]) == 0
-    words = ["data", "inspect", "--module", "llama3", "--config", "debugmodel", "--dataloader.dataset", str(out)]
+    assert (
+        main(["data", "prepare", str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1"])
+        == 0
+    )
+    words = [
+        "data",
+        "inspect",
+        "--module",
+        "llama3",
+        "--config",
+        "debugmodel",
+        "--dataloader.dataset",
+        str(out),
+    ]
     tokens = next(out.rglob("tokens.bin"))
     (tmp_path / "moved.bin").write_bytes(tokens.read_bytes())
     tokens.unlink()

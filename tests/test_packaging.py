@@ -1,4 +1,5 @@
-"""The wheel's files and its use outside the checkout; versions and pins that several files repeat."""
+"""The wheel's files and its use outside the checkout; versions and pins that several files
+repeat."""
 
 import os
 import re
@@ -29,14 +30,27 @@ def pins() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a clean copy; folders of earlier builds in the checkout would hide missing files."""
+    """The wheel of a clean copy; folders of earlier builds in the checkout would hide missing
+    files."""
     pytest.importorskip("pip")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(PROJECT / "torchtitan", source / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        PROJECT / "torchtitan", source / "torchtitan", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(PROJECT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        folder,
+        source,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = folder.glob("*.whl")
@@ -45,26 +59,41 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Run a program in a new environment with the wheel and the other packages of this environment."""
+    """Run a program in a new environment with the wheel and the other packages of this
+    environment."""
     home = tmp_path_factory.mktemp("installed")
     venv.create(home / "venv", with_pip=False)
     (packages,) = (home / "venv").glob("lib/python*/site-packages")
-    # Folders named in a .pth file come after the environment's own, and .pth files in them (an editable install of the
-    # checkout is one) have no effect.
+    # Folders named in a .pth file come after the environment's own, and .pth files in them (an
+    # editable install of the checkout is one) have no effect.
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "others.pth").write_text("\n".join(others))
     install = ["install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", wheel]
-    subprocess.run([sys.executable, "-m", "pip", "--python", home / "venv/bin/python", *install], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", home / "venv/bin/python", *install], check=True
+    )
 
     def run(program: str, *words: str) -> str:
-        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        environment |= {"TORCHTITAN_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1", "NGPU": "1"}
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("PYTHONPATH", "VIRTUAL_ENV")
+        }
+        environment |= {
+            "TORCHTITAN_CACHE": str(home / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "NGPU": "1",
+        }
         command = [home / "venv/bin" / program, *words]
-        result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(
+            command, cwd=home, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    assert Path(run("python", "-c", "import torchtitan; print(torchtitan.__file__)")).is_relative_to(packages)
+    assert Path(
+        run("python", "-c", "import torchtitan; print(torchtitan.__file__)")
+    ).is_relative_to(packages)
     return run
 
 
@@ -93,38 +122,69 @@ def test_installed_command_works_in_another_folder(installed: Callable[..., str]
     small = flags({**TINY, "training.steps": 2})
     installed("torchtitan", "train", "--module", "./mine", "--config", "debugmodel", *small)
     assert [step for (step,) in read_metrics(home / "outputs")] == [1, 2]
-    chats = ["--config", "llama3_debugmodel_sft", *small, "--training.seq_len", "512", "--dump_folder", "sft"]
+    chats = [
+        "--config",
+        "llama3_debugmodel_sft",
+        *small,
+        "--training.seq_len",
+        "512",
+        "--dump_folder",
+        "sft",
+    ]
     installed("torchtitan", "train", *chats)
     assert [step for (step,) in read_metrics(home / "sft")] == [1, 2]
 
 
 @pytest.fixture(scope="module")
 def editable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Return what `mypy --strict` reports on a program in a folder of its own, in a new environment with a copy of the
-    checkout that is installed as scripts/environment.sh installs it."""
+    """Return what `mypy --strict` reports on a program in a folder of its own, in a new environment
+    with a copy of the checkout that is installed as scripts/environment.sh installs it."""
     pytest.importorskip("pip")
     home = tmp_path_factory.mktemp("editable")
     source = home / "checkout"
-    shutil.copytree(PROJECT / "torchtitan", source / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        PROJECT / "torchtitan", source / "torchtitan", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(PROJECT / name, source)
     venv.create(home / "venv", with_pip=False)
     (packages,) = (home / "venv").glob("lib/python*/site-packages")
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "others.pth").write_text("\n".join(others))
-    setting = re.search(r"--config-settings (\S+)", (PROJECT / "scripts" / "environment.sh").read_text())
+    setting = re.search(
+        r"--config-settings (\S+)", (PROJECT / "scripts" / "environment.sh").read_text()
+    )
     assert setting
-    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    install = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--ignore-installed",
+    ]
     words = [*install, "--config-settings", setting[1], "--editable", source]
-    subprocess.run([sys.executable, "-m", "pip", "--python", home / "venv/bin/python", *words], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", home / "venv/bin/python", *words], check=True
+    )
     elsewhere = home / "elsewhere"
     elsewhere.mkdir()
 
     def check(program: str) -> str:
         (elsewhere / "program.py").write_text(program)
-        # mypy asks the environment's Python for the paths of packages, also those in its .pth files.
-        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", home / "venv/bin/python"]
-        result = subprocess.run([*command, "program.py"], cwd=elsewhere, capture_output=True, text=True, timeout=300)
+        # mypy asks the environment's Python for the paths of packages, also those in its .pth
+        # files.
+        command = [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--python-executable",
+            home / "venv/bin/python",
+        ]
+        result = subprocess.run(
+            [*command, "program.py"], cwd=elsewhere, capture_output=True, text=True, timeout=300
+        )
         return result.stdout + result.stderr
 
     return check
@@ -145,19 +205,33 @@ class StopAtLoss(Callback):
 def test_mypy_follows_the_package_from_another_folder(editable: Callable[[str], str]):
     (example,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
     assert editable(example) == "Success: no issues found in 1 source file\n"
-    wrong = example.replace("local_batch_size=2", 'local_batch_size="2"').replace('path=""', 'folder=""')
+    wrong = example.replace("local_batch_size=2", 'local_batch_size="2"').replace(
+        'path=""', 'folder=""'
+    )
     report = editable(wrong + "\nreveal_type(tokenizer)\nreveal_type(loader)\nreveal_type(model)\n")
-    assert 'Argument "local_batch_size" to "build" of "Config" has incompatible type "str"; expected "int"' in report
+    assert (
+        'Argument "local_batch_size" to "build" of "Config" has incompatible type "str"; expected '
+        '"int"' in report
+    )
     assert 'Unexpected keyword argument "folder" for "build" of "Config"' in report
     report_of_callback = editable(CALLBACK)
-    assert '"Run" has no attribute "steps"' in report_of_callback and "Found 1 error" in report_of_callback
-    for kind in ("pretrained.PretrainedTokenizer", "dataloader.PretrainDataLoader", "model.BaseModel"):
+    assert (
+        '"Run" has no attribute "steps"' in report_of_callback
+        and "Found 1 error" in report_of_callback
+    )
+    for kind in (
+        "pretrained.PretrainedTokenizer",
+        "dataloader.PretrainDataLoader",
+        "model.BaseModel",
+    ):
         assert re.search(rf'Revealed type is "torchtitan\.[\w.]*{kind}"', report), report
 
 
 def test_version_is_consistent():
     assert METADATA["dynamic"] == ["version"]
-    assert yaml.safe_load((PROJECT / "CITATION.cff").read_text())["version"] == torchtitan.__version__
+    assert (
+        yaml.safe_load((PROJECT / "CITATION.cff").read_text())["version"] == torchtitan.__version__
+    )
 
 
 def test_every_development_dependency_is_pinned():
@@ -175,7 +249,9 @@ def test_commit_hooks_use_the_pinned_versions():
 
 def test_every_supported_python_is_tested():
     prefix = "Programming Language :: Python :: 3."
-    supported = [f"3.{one.removeprefix(prefix)}" for one in METADATA["classifiers"] if one.startswith(prefix)]
+    supported = [
+        f"3.{one.removeprefix(prefix)}" for one in METADATA["classifiers"] if one.startswith(prefix)
+    ]
     workflow = yaml.safe_load((PROJECT / ".github/workflows/ci.yml").read_text())
     assert workflow["jobs"]["tests"]["strategy"]["matrix"]["python"] == supported
     assert METADATA["requires-python"] == f">={supported[0]}"

@@ -1,5 +1,6 @@
-"""Parts replaced from outside the package: components by subclasses in a configuration function, single methods of the
-Trainer, and a model's layers by a converter, each with an option and an effect."""
+"""Parts replaced from outside the package: components by subclasses in a configuration function,
+single methods of the Trainer, and a model's layers by a converter, each with an option and an
+effect."""
 
 import json
 import math
@@ -57,7 +58,8 @@ def losses(folder: Path) -> list[float]:
     return [loss for _, loss in read_metrics(folder, "loss")]
 
 
-# --- components -------------------------------------------------------------------------------------------------------
+# --- components
+# --------------------------------------------------------------------------------------------------
 
 
 def test_optimizer():
@@ -108,7 +110,9 @@ def own_debugmodel():
     run = train("own_run", *own, optimizer__lr=0.01, lr_scheduler__every=2, training__steps=5)
     assert read_metrics(run, "lr") == [(1, 0.01), (2, 0.01), (3, 0.005), (4, 0.005), (5, 0.0025)]
     # The optimizer really had these rates.
-    constant = train("constant", optimizer__lr=0.01, lr_scheduler__decay_ratio=0.0, training__steps=5)
+    constant = train(
+        "constant", optimizer__lr=0.01, lr_scheduler__decay_ratio=0.0, training__steps=5
+    )
     assert losses(run)[:3] == losses(constant)[:3]
     assert losses(run)[3] != losses(constant)[3]
 
@@ -133,7 +137,8 @@ def own_debugmodel():
     return config
 ''')
     none, half, full = (
-        losses(train(f"smoothed_{smoothing}", *own, loss__smoothing=smoothing))[0] for smoothing in (0.0, 0.5, 1.0)
+        losses(train(f"smoothed_{smoothing}", *own, loss__smoothing=smoothing))[0]
+        for smoothing in (0.0, 0.5, 1.0)
     )
     # float32 sums over 64 tokens, in another order: the built-in loss uses its closed form.
     assert none == pytest.approx(losses(train("built_in"))[0], rel=1e-6)
@@ -223,9 +228,17 @@ def own_debugmodel():
 ''')
     Path("abab.txt").write_text("ab" * 2000)
     options = {"dataloader__dataset": "abab.txt", "dataloader__cache_dir": "cache"}
-    run = train("own_run", *own, tokenizer__alphabet="abcdef", training__steps=8, optimizer__lr=0.01, **options)
+    run = train(
+        "own_run",
+        *own,
+        tokenizer__alphabet="abcdef",
+        training__steps=8,
+        optimizer__lr=0.01,
+        **options,
+    )
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["vocab_size"] == 8
-    # The first loss is close to guessing among 8 characters; the model soon learns that b follows a.
+    # The first loss is close to guessing among 8 characters; the model soon learns that b follows
+    # a.
     assert losses(run)[0] == pytest.approx(math.log(8), abs=0.3)
     assert losses(run)[-1] < 0.3
 
@@ -293,7 +306,8 @@ def own_debugmodel():
     assert losses(again) == straight
 
 
-# --- the Trainer ------------------------------------------------------------------------------------------------------
+# --- the Trainer
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -326,7 +340,10 @@ def own_debugmodel() -> MyTrainer.Config:
         main(["train", *own, "--help"])
     assert ended.value.code == 0
     help_text = " ".join(capsys.readouterr().out.split())
-    assert "--custom_config.how_is_your_day" in help_text and "Answer to the question. (default: great)" in help_text
+    assert (
+        "--custom_config.how_is_your_day" in help_text
+        and "Answer to the question. (default: great)" in help_text
+    )
 
     run = train("default", *own)
     assert "my day is great" in capsys.readouterr().out
@@ -341,7 +358,8 @@ def own_debugmodel() -> MyTrainer.Config:
 
 
 def own_trainer(methods: str) -> list[str]:
-    """Return code of the debug model with a Trainer that has an option `--knob` and overrides `methods`."""
+    """Return code of the debug model with a Trainer that has an option `--knob` and overrides
+    `methods`."""
     return write_module(f"""
 from dataclasses import fields
 from pathlib import Path
@@ -366,10 +384,17 @@ def test_override_forward():
     def forward(self, batch):
         return self.config.knob * super().forward(batch)
 """)
-    options = {"training__steps": 1, "validator__enable": True, "validator__steps": 1, "optimizer__lr": 0.0}
+    options = {
+        "training__steps": 1,
+        "validator__enable": True,
+        "validator__steps": 1,
+        "optimizer__lr": 0.0,
+    }
     doubled, built_in = train("own_run", *own, knob=2.0, **options), train("built_in", **options)
     assert losses(doubled) == [2 * loss for loss in losses(built_in)]
-    assert read_validation(doubled) == [(step, 2 * loss) for step, loss in read_validation(built_in)]
+    assert read_validation(doubled) == [
+        (step, 2 * loss) for step, loss in read_validation(built_in)
+    ]
 
 
 def test_override_forward_backward_step():
@@ -378,7 +403,8 @@ def test_override_forward_backward_step():
         return super().forward_backward_step(batch, n_tokens / self.config.knob)
 """)
     doubled, built_in = (
-        read_metrics(run, "loss", "grad_norm")[0] for run in (train("own_run", *own, knob=2.0), train("built_in"))
+        read_metrics(run, "loss", "grad_norm")[0]
+        for run in (train("own_run", *own, knob=2.0), train("built_in"))
     )
     assert doubled == (1, 2 * built_in[1], 2 * built_in[2])
 
@@ -402,7 +428,10 @@ def test_override_train_step():
         return super().train_step(batches)
 """)
     every_second = train("own_run", *own, knob=1.0, optimizer__lr=0.0)
-    assert losses(every_second) == losses(train("built_in", training__steps=6, optimizer__lr=0.0))[1::2]
+    assert (
+        losses(every_second)
+        == losses(train("built_in", training__steps=6, optimizer__lr=0.0))[1::2]
+    )
 
 
 def test_override_should_continue_training():
@@ -450,7 +479,8 @@ def test_override_state_dict():
     assert float((run / "first_loss").read_text()) == losses(run)[0]
 
 
-# --- converters -------------------------------------------------------------------------------------------------------
+# --- converters
+# --------------------------------------------------------------------------------------------------
 
 CONVERTERS = '''
 import json
@@ -524,7 +554,14 @@ def headless():
 def test_converters_are_called_in_order():
     """With two processes, so that weights are sharded."""
     own = write_module(CONVERTERS)
-    words = flags({**TINY, "dump_folder": "run", "training.steps": 2, "model_converters.second.log": "hooks.jsonl"})
+    words = flags(
+        {
+            **TINY,
+            "dump_folder": "run",
+            "training.steps": 2,
+            "model_converters.second.log": "hooks.jsonl",
+        }
+    )
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *own, *words]
     environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1"}
     result = run_command(command, env=environment)
@@ -539,7 +576,8 @@ def test_converters_are_called_in_order():
         assert line["devices"] == ["meta"] if before_sharding else "meta" not in line["devices"]
         assert line["sharded"] is not before_sharding
     _, initial, first, second = (line["output"] for line in lines[::2])
-    assert len({initial, first, second}) == 3  # weights exist at post_init, and each step changes them
+    # weights exist at post_init, and each step changes them
+    assert len({initial, first, second}) == 3
 
 
 def test_converter_option_is_set_by_name():

@@ -28,15 +28,20 @@ def make_model() -> nn.Module:
 
 
 def titan_schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    return LRScheduler.Config(warmup_steps=2, decay_type="cosine").build(optimizer=optimizer, training_steps=STEPS)
+    return LRScheduler.Config(warmup_steps=2, decay_type="cosine").build(
+        optimizer=optimizer, training_steps=STEPS
+    )
 
 
 def torch_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
 
-def train(make_optimizer, make_schedule, folder: Path | None, last_step: int) -> tuple[int, list[tuple[float, float]]]:
-    """Run, stop and rerun as a script does; return the first step, and rate and loss of each step."""
+def train(
+    make_optimizer, make_schedule, folder: Path | None, last_step: int
+) -> tuple[int, list[tuple[float, float]]]:
+    """Run, stop and rerun as a script does; return the first step, and rate and loss of each
+    step."""
     model = make_model()
     optimizer = make_optimizer(model)
     schedule = make_schedule(optimizer)
@@ -97,7 +102,9 @@ def test_torch_optimizer_resumes_exactly(make_optimizer, make_schedule, tmp_path
 
 def test_parameters_without_gradient_have_zero_moments():
     """Frozen parameters have no moments; existing moments and gradients are kept."""
-    layers = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("used", "unused", "frozen")})
+    layers = nn.ModuleDict(
+        {name: nn.Linear(2, 2, bias=False) for name in ("used", "unused", "frozen")}
+    )
     layers["frozen"].requires_grad_(False)
     optimizer = torch.optim.AdamW(layers.parameters(), lr=LR)
     layers["used"](torch.ones(1, 2)).sum().backward()
@@ -107,8 +114,12 @@ def test_parameters_without_gradient_have_zero_moments():
     state = OptimizerState(layers, optimizer).state_dict()
     moments = {key: value for key, value in state.items() if key.startswith("state.")}
     kinds = ("step", "exp_avg", "exp_avg_sq")
-    assert set(moments) == {f"state.{name}.weight.{kind}" for name in ("used", "unused") for kind in kinds}
-    assert moments["state.used.weight.step"] == 1 and torch.equal(moments["state.used.weight.exp_avg"], before)
+    assert set(moments) == {
+        f"state.{name}.weight.{kind}" for name in ("used", "unused") for kind in kinds
+    }
+    assert moments["state.used.weight.step"] == 1 and torch.equal(
+        moments["state.used.weight.exp_avg"], before
+    )
     assert not any(moments[f"state.unused.weight.{kind}"].any() for kind in kinds)
     assert layers["used"].weight.grad is not None and layers["unused"].weight.grad is None
     assert all(torch.equal(weights[name], weight) for name, weight in layers.named_parameters())
@@ -117,7 +128,11 @@ def test_parameters_without_gradient_have_zero_moments():
 
 def test_optimizer_of_another_model_is_rejected(tmp_path):
     states = {"model": ModelState([make_model()]), "optimizer": adamw(make_model())}
-    message = r"state 'optimizer' is a torch\.optim\.AdamW, but no ModelState among the states has its parameters"
+    message = (
+        r"state 'optimizer' is a torch\.optim\.AdamW, but no ModelState among the states "
+        r"has its "
+        r"parameters"
+    )
     with pytest.raises(UserError, match=message):
         CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states=states)
 
@@ -128,7 +143,10 @@ def test_schedule_keeps_the_ratio_of_groups():
     optimizer = torch.optim.SGD(groups)
     schedule = LRScheduler.Config(warmup_steps=4).build(optimizer=optimizer, training_steps=8)
     for expected in (0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0):
-        assert [group["lr"] for group in optimizer.param_groups] == [LR * expected, LR / 4 * expected]
+        assert [group["lr"] for group in optimizer.param_groups] == [
+            LR * expected,
+            LR / 4 * expected,
+        ]
         assert schedule.lr == LR * expected
         schedule.step()
 
@@ -140,5 +158,7 @@ def test_configuration_manager_builds_the_parts():
 
 
 def test_missing_vocabulary_size_is_reported():
-    with pytest.raises(UserError, match=r"vocab_size is None.*config\.vocab_size = tokenizer\.vocab_size"):
+    with pytest.raises(
+        UserError, match=r"vocab_size is None.*config\.vocab_size = tokenizer\.vocab_size"
+    ):
         model_registry("debugmodel").model.build()

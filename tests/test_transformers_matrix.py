@@ -40,7 +40,8 @@ KINDS = {
     "granitemoe": "experts, multipliers",
     "deepseek_v3": "latent attention",
     "mamba": "states",
-    "falcon_h1": "states and attention, an infinite number in config.json, buffers that the whole model fills",
+    "falcon_h1": "states and attention, an infinite number in config.json, buffers that the whole "
+    "model fills",
     "qwen3_next": "delta nets",
     "lfm2": "convolutions",
     "qwen2_vl": "images and text",
@@ -79,7 +80,8 @@ def test_mechanisms_are_equal_in_two_processes_resumed_and_packed() -> None:
     assert [row.packing for row in rows] == ["masks", "rows", "rows"]
 
 
-# --- mistakes are detected --------------------------------------------------------------------------------------------
+# --- mistakes are detected
+# --------------------------------------------------------------------------------------------
 
 
 def _unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +90,9 @@ def _unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _shifted_states(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = OutputPlace.forward
-    monkeypatch.setattr(OutputPlace, "forward", lambda self, hidden_BLD: forward(self, hidden_BLD * 1.001))
+    monkeypatch.setattr(
+        OutputPlace, "forward", lambda self, hidden_BLD: forward(self, hidden_BLD * 1.001)
+    )
 
 
 def _frozen_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +129,9 @@ def test_mistakes_are_found(
     assert row.outcome == "different" and found in row.details
 
 
-def test_a_leak_between_packed_documents_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_between_packed_documents_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model("gpt_oss", tmp_path / "model")
     mode, leak = compare_packed(tmp_path / "model")
     assert mode == "masks" and leak < 1e-5
@@ -135,11 +141,18 @@ def test_a_leak_between_packed_documents_is_found(tmp_path: Path, monkeypatch: p
 
 def test_differences_of_mechanisms_are_named() -> None:
     outcome = Outcome([2.0, 1.0], [0.5, 0.5], [1.5], {"weight": torch.ones(2)})
-    other = replace(outcome, grad_norms=[0.5, 0.5 + 1e-9], weights={"weight": torch.tensor([1.0, 1.01])})
-    assert list(changed(outcome, outcome)) == [] and list(changed(other, outcome)) == ["grad norms", "weights"]
+    other = replace(
+        outcome, grad_norms=[0.5, 0.5 + 1e-9], weights={"weight": torch.tensor([1.0, 1.01])}
+    )
+    assert list(changed(outcome, outcome)) == [] and list(changed(other, outcome)) == [
+        "grad norms",
+        "weights",
+    ]
     row = MechanismRow("llama", 1.0, "kernel", 1e-4, compare(other, outcome), "weights")
     kinds = ["packed documents differ by 1.0e-04", "FSDP differs", "resumed: other weights"]
-    assert [problem.split(":")[0] if "FSDP" in problem else problem for problem in row.problems] == kinds
+    assert [
+        problem.split(":")[0] if "FSDP" in problem else problem for problem in row.problems
+    ] == kinds
     assert "equal" not in mechanism_cells(row)
     assert not MechanismRow("llama", 1.0, "kernel", 0.0, compare(outcome, outcome)).problems
 
@@ -155,10 +168,21 @@ def test_a_table_is_written_in_parts(tmp_path: Path) -> None:
     assert choose_types("^qwen2", "2/2") == choose_types("^qwen2")[1::2]
     page = tmp_path / "page.md"
     page.write_text("\n".join(markers("matrix")))
-    for verdict, names in {"equal": ("llama", "bert"), "refused: it needs images": ("bert", "blip")}.items():
+    for verdict, names in {
+        "equal": ("llama", "bert"),
+        "refused: it needs images": ("bert", "blip"),
+    }.items():
         write_docs(
-            page, "matrix", merge(page, [TableRow((name, "Class", "rows", "no", "own", verdict)) for name in names])
+            page,
+            "matrix",
+            merge(
+                page, [TableRow((name, "Class", "rows", "no", "own", verdict)) for name in names]
+            ),
         )
     text = page.read_text()
     assert "has 3 types. 3 (100.0%) build; of these, 1 (33.3%) train equally, 2 are refused" in text
-    assert [line.split()[1] for line in text.splitlines() if "| Class |" in line] == ["bert", "blip", "llama"]
+    assert [line.split()[1] for line in text.splitlines() if "| Class |" in line] == [
+        "bert",
+        "blip",
+        "llama",
+    ]

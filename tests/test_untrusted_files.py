@@ -1,4 +1,5 @@
-"""Untrusted small files that describe a model, tokenizer or run: a malformed one quickly gives a one-line error."""
+"""Untrusted small files that describe a model, tokenizer or run: a malformed one quickly gives a
+one-line error."""
 
 import json
 import os
@@ -23,7 +24,8 @@ from torchtitan.protocols.conversion import converters_from_records
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import parse_json, read_object
 
-# --- JSON ------------------------------------------------------------------------------------------------------------
+# --- JSON
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,9 @@ def test_invalid_json(tmp_path, content, message):
 def test_json_size_limit(tmp_path):
     with open(tmp_path / "x.json", "wb") as file:
         file.truncate(2**40)  # a sparse file
-    with pytest.raises(UserError, match=r"x\.json' has 1,099,511,627,776 bytes, and may have 268,435,456"):
+    with pytest.raises(
+        UserError, match=r"x\.json' has 1,099,511,627,776 bytes, and may have 268,435,456"
+    ):
         read_object(tmp_path / "x.json")
 
 
@@ -58,7 +62,10 @@ def test_json_size_limit(tmp_path):
         (os.mkdir, "is not a regular file"),
         (lambda path: os.symlink("/dev/zero", path), "is not a regular file"),
         (lambda path: os.symlink("gone", path), "is a link to 'gone', which does not exist"),
-        (lambda path: os.symlink("x.json", path), "cannot be read: Too many levels of symbolic links"),
+        (
+            lambda path: os.symlink("x.json", path),
+            "cannot be read: Too many levels of symbolic links",
+        ),
     ],
 )
 def test_json_must_be_a_regular_file(tmp_path, make, message):
@@ -72,11 +79,17 @@ def test_json_nesting_limit(tmp_path):
     assert parse_json('{"a":' * 100 + "1" + "}" * 100, "x")
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes
+# --------------------------------------------------------------------------------------------------
 
 DEBUG = FLAVORS["debugmodel"]
 CONFIG_JSON = {**FORMATS["hf"].to_external(DEBUG), "vocab_size": 2048}
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
 
 
@@ -89,18 +102,28 @@ PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
             "config.json: hidden_size is 10{18}, but must be a whole number from 1 to",
         ),
         ({"vocab_size": 2**25}, "--model.vocab_size is 33554432, but must be from 1 to 16777216"),
-        ({"max_position_embeddings": 10**18}, "config.json: max_position_embeddings is 10{18}, but must be"),
-        ({"intermediate_size": 2**25}, "--model.ffn_dim is 33554432, but must be from 1 to 16777216"),
+        (
+            {"max_position_embeddings": 10**18},
+            "config.json: max_position_embeddings is 10{18}, but must be",
+        ),
+        (
+            {"intermediate_size": 2**25},
+            "--model.ffn_dim is 33554432, but must be from 1 to 16777216",
+        ),
         ({"head_dim": 2**26}, "--model.head_dim is 67108864, but must be from 1 to 16777216"),
         (
             {"hidden_size": 2**20, "num_hidden_layers": 1999, "intermediate_size": 2**24},
-            r"--model.dim 1048576, n_layers 1999, .* make a model of .* parameters, and 1.8e\+13 are the most",
+            r"--model.dim 1048576, n_layers 1999, .* make a model of .* parameters, and 1.8e\+13 "
+            r"are the most",
         ),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"rope_theta": 1e308}, r"rope_theta is 1e\+308, but must be a number above 0, from 1e-18 to 1e\+18"),
+        (
+            {"rope_theta": 1e308},
+            r"rope_theta is 1e\+308, but must be a number above 0, from 1e-18 to 1e\+18",
+        ),
         ({"rope_theta": int("9" * 4000)}, "rope_theta is 9999"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor is inf"),
         ({"rope_scaling": {**LLAMA3_ROPE, "factor": 1e308}}, r"factor is 1e\+308"),
@@ -143,8 +166,14 @@ def test_params_json_sizes(changes, message):
         ({"tie_embeddings": "no"}, "'tie_embeddings' is 'no', but must be true or false"),
         ({"norm_eps": "x"}, "'norm_eps' is 'x', but must be a number"),
         ({"rope": {"theta": None}}, "'rope.theta' is None, but must be a number"),
-        ({"rope": {"scaling": ["linear"]}}, "'rope.scaling' is .*, but must be one of llama3, linear"),
-        ({"rope": {"original_max_seq_len": 0}}, "--model.rope.original_max_seq_len is 0, but must be from 1"),
+        (
+            {"rope": {"scaling": ["linear"]}},
+            "'rope.scaling' is .*, but must be one of llama3, linear",
+        ),
+        (
+            {"rope": {"original_max_seq_len": 0}},
+            "--model.rope.original_max_seq_len is 0, but must be from 1",
+        ),
     ],
 )
 def test_model_json_values(changes, message):
@@ -153,10 +182,13 @@ def test_model_json_values(changes, message):
     assert Llama3Model.Config.from_dict(DEBUG.to_dict()) == DEBUG
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
+# --- tokenizers
+# --------------------------------------------------------------------------------------------------
 
 
-def tokenizer_with(folder: Path, files: dict[str, Any] | None = None, **changes: Any) -> PretrainedTokenizer:
+def tokenizer_with(
+    folder: Path, files: dict[str, Any] | None = None, **changes: Any
+) -> PretrainedTokenizer:
     document = json.loads((EMBEDDED_TOKENIZER / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**document, **changes}))
     for name, content in (files or {}).items():
@@ -165,15 +197,27 @@ def tokenizer_with(folder: Path, files: dict[str, Any] | None = None, **changes:
     return tokenizer
 
 
-TEXT, SPECIAL = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<nope>", "type_id": 0}}
-TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [TEXT], "pair": [], "special_tokens": {}}
+TEXT, SPECIAL = (
+    {"Sequence": {"id": "A", "type_id": 0}},
+    {"SpecialToken": {"id": "<nope>", "type_id": 0}},
+)
+TEMPLATE: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "single": [TEXT],
+    "pair": [],
+    "special_tokens": {},
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"post_processor": {**TEMPLATE, "single": []}}, "has a post_processor that omits the text"),
-        ({"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}}, "is not a valid tokenizer"),  # a panic
+        (
+            {"post_processor": {**TEMPLATE, "single": []}},
+            "has a post_processor that omits the text",
+        ),
+        # a panic
+        ({"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}}, "is not a valid tokenizer"),
         (
             {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
             "is not a valid tokenizer",
@@ -223,9 +267,17 @@ def test_panic_while_encoding_names_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer_config.json", {"add_bos_token": "yes"}, "has add_bos_token 'yes', not true or false"),
+        (
+            "tokenizer_config.json",
+            {"add_bos_token": "yes"},
+            "has add_bos_token 'yes', not true or false",
+        ),
         ("generation_config.json", {"bos_token_id": True}, "has bos_token_id True, not an id"),
-        ("generation_config.json", {"bos_token_id": [1e30]}, r"has bos_token_id \[1e\+30\], not an id"),
+        (
+            "generation_config.json",
+            {"bos_token_id": [1e30]},
+            r"has bos_token_id \[1e\+30\], not an id",
+        ),
         ("config.json", {"bos_token_id": [{}]}, r"has bos_token_id \[\{\}\], not an id"),
     ],
 )
@@ -234,10 +286,15 @@ def test_files_next_to_a_tokenizer(tmp_path, file, content, message):
         tokenizer_with(tmp_path, {file: content})
 
 
-@pytest.mark.parametrize("added", [3, {"a": 1}, {"1": {"content": 5}}, {"1": {"content": "x", "special": "yes"}}])
+@pytest.mark.parametrize(
+    "added", [3, {"a": 1}, {"1": {"content": 5}}, {"1": {"content": "x", "special": "yes"}}]
+)
 def test_malformed_added_tokens(tmp_path, added):
     tokenizer = tokenizer_with(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": added}})
-    with pytest.raises(UserError, match="tokenizer_config.json' is not a valid tokenizer of the library `tokenizers`"):
+    with pytest.raises(
+        UserError,
+        match="tokenizer_config.json' is not a valid tokenizer of the library `tokenizers`",
+    ):
         warn_of_different_ids(tokenizer)
 
 
@@ -247,11 +304,14 @@ def test_ids_outside_a_tiktoken_vocabulary_have_no_text(assets):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "Hi"
 
 
-# --- YAML ------------------------------------------------------------------------------------------------------------
+# --- YAML
+# --------------------------------------------------------------------------------------------------
 
 
 def laughs(first: str, line: str) -> str:
-    return f"a0: &a0 {first}\n" + "".join(line.format(n=n, of=", ".join([f"*a{n - 1}"] * 10)) for n in range(1, 11))
+    return f"a0: &a0 {first}\n" + "".join(
+        line.format(n=n, of=", ".join([f"*a{n - 1}"] * 10)) for n in range(1, 11)
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,8 +320,14 @@ def laughs(first: str, line: str) -> str:
         ("a: &a [*a]", "is not valid YAML: a value contains itself"),
         ("&a {*a : 1}", "is not valid YAML: a value contains itself"),
         ("a: &a {b: &b {<<: *a}}", "is not valid YAML: a value contains itself"),
-        (laughs("[x, x]", "a{n}: &a{n} [{of}]\n"), "it has more than 100000 values after expanding aliases"),
-        (laughs("{k: x}", "a{n}: &a{n} {{<<: [{of}]}}\n"), "it has more than 100000 values after expanding aliases"),
+        (
+            laughs("[x, x]", "a{n}: &a{n} [{of}]\n"),
+            "it has more than 100000 values after expanding aliases",
+        ),
+        (
+            laughs("{k: x}", "a{n}: &a{n} {{<<: [{of}]}}\n"),
+            "it has more than 100000 values after expanding aliases",
+        ),
         ("training: {steps: " + "1" * 5000 + "}", "a number has more than 100 digits"),
         ("training: {steps: 0x" + "f" * 5000 + "}", "a number has more than 100 digits"),
         ("[" * 600, "is nested too deeply"),
@@ -270,8 +336,14 @@ def laughs(first: str, line: str) -> str:
         ("[a, b]: 1", "is not valid YAML: a key is a list or a mapping"),
         ("dump_folder: !!binary 'aGk='", "'dump_folder' in .* is b'hi', but must be a string"),
         ("dump_folder: !!set {a}", "'dump_folder' in .* is {'a'}, but must be a string"),
-        ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
-        ("checkpoint: {exclude_from_loading: ['-h']}", "has the item '-h'; items must not begin with '-'"),
+        (
+            "a: !!python/object/apply:os.getcwd []",
+            "is not valid YAML: could not determine a constructor",
+        ),
+        (
+            "checkpoint: {exclude_from_loading: ['-h']}",
+            "has the item '-h'; items must not begin with '-'",
+        ),
         ("# " + "x" * 2**20, "has 1,048,578 bytes; the limit is 1,048,576"),
     ],
 )
@@ -283,12 +355,19 @@ def test_unreadable_configuration_files(tmp_path, text, message):
 
 
 def test_yaml_alias_and_value_like_an_option(tmp_path):
-    (tmp_path / "run.yaml").write_text("training: {steps: &n 7, seq_len: *n}\ndump_folder: --training.steps=3\n")
+    (tmp_path / "run.yaml").write_text(
+        "training: {steps: &n 7, seq_len: *n}\ndump_folder: --training.steps=3\n"
+    )
     config = ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")]).config
-    assert (config.training.steps, config.training.seq_len, config.dump_folder) == (7, 7, "--training.steps=3")
+    assert (config.training.steps, config.training.seq_len, config.dump_folder) == (
+        7,
+        7,
+        "--training.steps=3",
+    )
 
 
-# --- code ------------------------------------------------------------------------------------------------------------
+# --- code
+# --------------------------------------------------------------------------------------------------
 
 
 def test_configuration_file_runs_no_code(tmp_path):
@@ -297,12 +376,16 @@ def test_configuration_file_runs_no_code(tmp_path):
     for name in ("__init__.py", "config_registry.py"):
         (module / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     (tmp_path / "run.yaml").write_text(f"module: {module}\nconfig: x\n")
-    with pytest.raises(UserError, match=f"'module' in .* is '{module}', code that is neither .*: --module {module}"):
+    with pytest.raises(
+        UserError, match=f"'module' in .* is '{module}', code that is neither .*: --module {module}"
+    ):
         ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
     assert not (tmp_path / "executed").exists()
     rows = f"dataloader: {{format: '{module}/config_registry.py:f'}}\n"
     (tmp_path / "run.yaml").write_text(f"module: llama3\nconfig: debugmodel_sft\n{rows}")
-    with pytest.raises(UserError, match=r"'dataloader.format' in .*: --dataloader.format .*config_registry.py:f"):
+    with pytest.raises(
+        UserError, match=r"'dataloader.format' in .*: --dataloader.format .*config_registry.py:f"
+    ):
         ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
     given = f"--dataloader.format={module}/other.py:f"
     config = ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml"), given]).config
@@ -333,10 +416,13 @@ def test_current_folder_does_not_hide_a_library(tmp_path):
     assert result.returncode == 0 and "--dump_folder" in result.stdout
 
 
-# --- records on resume -----------------------------------------------------------------------------------------------
+# --- records on resume
+# -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", [b"null\n", b"[]\n", b"garbage\n", b'{"step": null}\n', b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    "damage", [b"null\n", b"[]\n", b"garbage\n", b'{"step": null}\n', b"[" * 100_000 + b"\n"]
+)
 def test_damaged_lines_are_skipped_and_saved(tmp_path, damage, caplog, monkeypatch):
     monkeypatch.setattr("torchtitan.components.observe.metric_sinks.logger.propagate", True)
     path = tmp_path / "metrics.jsonl"
@@ -364,7 +450,10 @@ def test_records_must_be_regular_files(tmp_path):
 
 def test_configuration_file_must_be_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
-    with pytest.raises(UserError, match="^--config_file .*run.yaml is not a regular file; save its content to a file,"):
+    with pytest.raises(
+        UserError,
+        match="^--config_file .*run.yaml is not a regular file; save its content to a file,",
+    ):
         ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
 
 
@@ -387,11 +476,20 @@ def test_damaged_file_is_not_copied_by_convert(tmp_path):
 )
 def test_configuration_file_imports_no_module(tmp_path, monkeypatch, module):
     monkeypatch.chdir(tmp_path)
-    for folder in ("evil", "torchtitan.models.x/evil", "torchtitan.models.", "torchtitan.models.llama3"):
+    for folder in (
+        "evil",
+        "torchtitan.models.x/evil",
+        "torchtitan.models.",
+        "torchtitan.models.llama3",
+    ):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "config_registry.py").write_text("open('canary', 'w')\ndef debugmodel(): pass\n")
+        (tmp_path / folder / "config_registry.py").write_text(
+            "open('canary', 'w')\ndef debugmodel(): pass\n"
+        )
     (tmp_path / "run.yaml").write_text(f"module: {module}\nconfig: debugmodel\n")
-    with pytest.raises(UserError, match="'module' in run.yaml is .*, code that is neither built in nor installed"):
+    with pytest.raises(
+        UserError, match="'module' in run.yaml is .*, code that is neither built in nor installed"
+    ):
         ConfigManager().parse_args(["--config_file", "run.yaml"])
     assert not (tmp_path / "canary").exists()
 
@@ -399,4 +497,7 @@ def test_configuration_file_imports_no_module(tmp_path, monkeypatch, module):
 def test_configuration_file_may_name_a_built_in_module(tmp_path):
     for module in ("llama3", "torchtitan.models.llama3"):
         (tmp_path / "run.yaml").write_text(f"module: {module}\nconfig: debugmodel\n")
-        assert ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")]).module == module
+        assert (
+            ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")]).module
+            == module
+        )

@@ -54,20 +54,39 @@ class RaggedDataLoader(PretrainDataLoader):
 
 
 def llama_config(**options: Any) -> Llama3Model.Config:
-    """Return the configuration of a tiny Llama model of a few thousand parameters; `options` override it."""
-    sizes = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
+    """Return the configuration of a tiny Llama model of a few thousand parameters; `options`
+    override it."""
+    sizes = {
+        "vocab_size": 99,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 50,
+    }
     return Llama3Model.Config(**{"rope": RoPEConfig(), **sizes, **options})
 
 
 def lay_out(model: nn.Module, parallelism: ParallelismConfig, **options: Any) -> None:
-    """Divide a model of Llama's layers among two processes, in float32; `options` go to `parallelize_model`."""
+    """Divide a model of Llama's layers among two processes, in float32; `options` go to
+    `parallelize_model`."""
     dims = ParallelDims.from_config(parallelism, 2)
-    common = {"mesh": dims.build_mesh("cpu"), "training": TrainingConfig(mixed_precision_param="float32")}
-    parallelize_model(model, parallel_dims=dims, sharding=SHARDING, parallelism=parallelism, **{**common, **options})
+    common = {
+        "mesh": dims.build_mesh("cpu"),
+        "training": TrainingConfig(mixed_precision_param="float32"),
+    }
+    parallelize_model(
+        model,
+        parallel_dims=dims,
+        sharding=SHARDING,
+        parallelism=parallelism,
+        **{**common, **options},
+    )
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """Return options as words of the command line; a boolean becomes its switch, a list several words."""
+    """Return options as words of the command line; a boolean becomes its switch, a list several
+    words."""
     words = []
     for key, value in options.items():
         section, _, name = key.rpartition(".")
@@ -83,7 +102,11 @@ def flags(options: dict[str, Any]) -> list[str]:
 def tiny_config(folder: Path, **options: Any) -> Any:
     """Return the configuration of a tiny run in `folder`; write options with `__` for `.`."""
     overrides = {key.replace("__", "."): value for key, value in options.items()}
-    chosen = {key: value for key, value in {**TINY, "dump_folder": folder, **overrides}.items() if value != ABSENT}
+    chosen = {
+        key: value
+        for key, value in {**TINY, "dump_folder": folder, **overrides}.items()
+        if value != ABSENT
+    }
     return ConfigManager().parse_args(flags(chosen)).config
 
 
@@ -97,9 +120,11 @@ def run(config: Any, trainer_class: type[Trainer] | None = None) -> Trainer:
     return trainer
 
 
-def train(folder: Path, *converters: Any, trainer_class: type[Trainer] | None = None, **options: Any) -> Any:
-    """Run a tiny training with `converters` (configurations; None: no converter) to its end, in this process or in all
-    of `run_processes`; return the trainer."""
+def train(
+    folder: Path, *converters: Any, trainer_class: type[Trainer] | None = None, **options: Any
+) -> Any:
+    """Run a tiny training with `converters` (configurations; None: no converter) to its end, in
+    this process or in all of `run_processes`; return the trainer."""
     config = tiny_config(folder, **options)
     config.model_converters += filter(None, converters)
     config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
@@ -112,7 +137,8 @@ class Killed(BaseException):
 
 @contextlib.contextmanager
 def killed_in(owner: type, method: str, call: int) -> Iterator[None]:
-    """Let this call of a method, counted from 1, end the run of the block; fail if it does not come."""
+    """Let this call of a method, counted from 1, end the run of the block; fail if it does not
+    come."""
     original, calls = getattr(owner, method), itertools.count(1)
 
     def stop(*args: Any) -> Any:

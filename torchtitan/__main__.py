@@ -3,7 +3,8 @@
 import os
 import sys
 
-# Like the installed command, keep the current folder, which may be untrusted, from shadowing libraries.
+# Like the installed command, keep the current folder, which may be untrusted, from shadowing
+# libraries.
 if not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 

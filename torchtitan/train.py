@@ -1,10 +1,12 @@
-"""Entry point of one training process: `python -m torchtitan.train --module M --config C …`, also under torchrun."""
+"""Entry point of one training process: `python -m torchtitan.train --module M --config C …`, also
+under torchrun."""
 
 # ruff: noqa: E402 (imports must follow the change of sys.path)
 import os
 import sys
 
-# As in torchtitan/__main__.py, keep the current folder, which may be untrusted, from shadowing libraries.
+# As in torchtitan/__main__.py, keep the current folder, which may be untrusted, from shadowing
+# libraries.
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 
@@ -32,8 +34,9 @@ _FIRST_RANK_SECONDS = 5.0
 
 
 def run(resolved: "ResolvedConfig") -> None:
-    """Train with a validated configuration, then shut down together with the other ranks. After an error there is no
-    orderly shutdown, since a process group that has lost a rank cannot be destroyed cleanly."""
+    """Train with a validated configuration, then shut down together with the other ranks. After an
+    error there is no orderly shutdown, since a process group that has lost a rank cannot be
+    destroyed cleanly."""
     from torchtitan.tools.cpu_products import onednn_products
     from torchtitan.tools.device import device_type
 
@@ -55,24 +58,28 @@ def _run(resolved: "ResolvedConfig") -> None:
         trainer.load_checkpoint()
         # Save only now, so that a run that cannot start does not replace the previous run's file.
         if trainer.rank == 0:
-            _save_config(dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0)
+            _save_config(
+                dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0
+            )
         trainer.train()
         trainer.close()
 
 
 def _check_same_mode(mode: str) -> None:
-    """Raise `UserError` if hosts with different GPUs chose different recomputation, which would not communicate
-    alike."""
+    """Raise `UserError` if hosts with different GPUs chose different recomputation, which would not
+    communicate alike."""
     from torchtitan.distributed.process_group import gather_objects
 
     if len(modes := sorted(set(gather_objects(mode)))) > 1:
         raise UserError(
-            f"--activation_checkpoint.mode auto chose {' and '.join(modes)} on different hosts; set one of them"
+            f"--activation_checkpoint.mode auto chose {' and '.join(modes)} on different hosts; "
+            "set one of them"
         )
 
 
 def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
-    """Write the resolved configuration to the run's folder; a fresh run keeps the previous run's file."""
+    """Write the resolved configuration to the run's folder; a fresh run keeps the previous run's
+    file."""
     from torchtitan.components.observe.metric_sinks import set_aside
 
     folder = resolved.config.dump_folder
@@ -84,7 +91,8 @@ def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return 2 for a user's mistake, 3 for a failure with a stated reason, 1 for a crash, 0 for a completed run."""
+    """Return 2 for a user's mistake, 3 for a failure with a stated reason, 1 for a crash, 0 for a
+    completed run."""
     if isinstance(error, RunComplete):
         return 0
     if isinstance(error, UserError):
@@ -104,7 +112,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if process.is_launched():
         process.exit_with_launcher()
     elif "RANK" not in os.environ:
-        os.environ[process.COMMAND_VARIABLE] = redact(f"python -m torchtitan.train {shlex.join(words)}")
+        os.environ[process.COMMAND_VARIABLE] = redact(
+            f"python -m torchtitan.train {shlex.join(words)}"
+        )
     process.use_expandable_segments()
     try:
         _parse_and_run(words)
@@ -128,7 +138,9 @@ def _parse_and_run(words: list[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
     if "COMM_MODE" in os.environ:
-        raise UserError("the environment variable COMM_MODE is supported only by `torchtitan train`")
+        raise UserError(
+            "the environment variable COMM_MODE is supported only by `torchtitan train`"
+        )
     resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not process.is_launched():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -145,12 +157,15 @@ def with_preflight(resolved: "ResolvedConfig", preflight: "Preflight | None") ->
 
 
 def with_fitting_mode(resolved: "ResolvedConfig", world_size: int) -> "ResolvedConfig":
-    """Return the configuration with activation checkpointing that fits, if it leaves the choice open."""
+    """Return the configuration with activation checkpointing that fits, if it leaves the choice
+    open."""
     if resolved.config.activation_checkpoint.mode != "auto":
         return resolved
     from torchtitan.dry_run.fitting import with_fitting_checkpoints
 
-    return dataclasses.replace(resolved, config=with_fitting_checkpoints(resolved.config, world_size))
+    return dataclasses.replace(
+        resolved, config=with_fitting_checkpoints(resolved.config, world_size)
+    )
 
 
 def _is_repeating() -> bool:

@@ -1,5 +1,5 @@
-"""Configurations of torchtitan for `benchmarks/peers.py` and `post_training.py`, which set sizes, lengths and files on
-the command line."""
+"""Configurations of torchtitan for `benchmarks/peers.py` and `post_training.py`, which set sizes,
+lengths and files on the command line."""
 
 import time
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from .task import StepLog
 
 
 class Steps(Callback):
-    """Log the end of each step with its useful tokens and labels; in `grpo`, with sampled tokens and samples."""
+    """Log the end of each step with its useful tokens and labels; in `grpo`, with sampled tokens
+    and samples."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Callback.Config):
@@ -43,23 +44,33 @@ class Steps(Callback):
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         if "prompts" in micro_batches[0]:
-            self.labels = sum(len(batch["prompts"]) for batch in micro_batches) * self.trainer.config.rollout.group_size
+            self.labels = (
+                sum(len(batch["prompts"]) for batch in micro_batches)
+                * self.trainer.config.rollout.group_size
+            )
             return
         self.tokens = sum(map(useful_tokens, micro_batches))
         self.labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
 
     def after_step(self, outcome: StepResult) -> None:
-        tokens = round(outcome.measures["length"] * self.labels) if "length" in outcome.measures else self.tokens
+        tokens = (
+            round(outcome.measures["length"] * self.labels)
+            if "length" in outcome.measures
+            else self.tokens
+        )
         self.log.end_step(time.monotonic(), tokens, self.labels)
 
 
 def useful_tokens(batch: Batch) -> int:
-    """Return the tokens of a batch without padding, which is the last document of a window. Each answer of a pair is a
-    document."""
+    """Return the tokens of a batch without padding, which is the last document of a window. Each
+    answer of a pair is a document."""
     positions_BL = batch["attention"].positions_BL if "attention" in batch else None
     if positions_BL is None:
         return batch["input"].numel()
-    total, n_documents_B = 0, (batch["documents"] != NO_DOCUMENT).sum(dim=1) * (2 if "sequences" in batch else 1)
+    total, n_documents_B = (
+        0,
+        (batch["documents"] != NO_DOCUMENT).sum(dim=1) * (2 if "sequences" in batch else 1),
+    )
     for positions, n_documents in zip(positions_BL, n_documents_B.tolist(), strict=True):
         starts = (positions == 0).nonzero().flatten().tolist()
         total += starts[n_documents] if len(starts) > n_documents else len(positions)
@@ -67,7 +78,8 @@ def useful_tokens(batch: Batch) -> int:
 
 
 def pretrain() -> Trainer.Config:
-    """Pre-train on windows of the built-in stories, each as one document, which is more work than several."""
+    """Pre-train on windows of the built-in stories, each as one document, which is more work than
+    several."""
     return Trainer.Config(
         model_spec=model_registry("debugmodel"),
         dataloader=PretrainDataLoader.Config(document_mask=False),
@@ -92,8 +104,11 @@ def dpo() -> Trainer.Config:
 
 
 def grpo() -> Trainer.Config:
-    """Sample groups of answers, all of the same length if none ends, and learn from the length of their text."""
-    return RLTrainer.Config.based_on(sft(), dataloader=PromptDataLoader.Config(), rewards=["length=500"])
+    """Sample groups of answers, all of the same length if none ends, and learn from the length of
+    their text."""
+    return RLTrainer.Config.based_on(
+        sft(), dataloader=PromptDataLoader.Config(), rewards=["length=500"]
+    )
 
 
 def class_pretrain(hf_assets_path: str) -> Trainer.Config:

@@ -40,7 +40,8 @@ def random_windows(task: Task) -> list[torch.Tensor]:
 
 
 def read_rows(task: Task) -> list[tuple[str, str]]:
-    """Return prompts and completions, rendered as by `question_answer.jinja`; the completion lacks its final token."""
+    """Return prompts and completions, rendered as by `question_answer.jinja`; the completion lacks
+    its final token."""
     rows = map(json.loads, Path(task.data).read_text().splitlines())
     return [(f"{row['question']}\n", row["answer"]) for row in rows]
 
@@ -56,8 +57,8 @@ def make_tokenizer(task: Task) -> transformers.PreTrainedTokenizerFast:
 
 
 def training_arguments(task: Task, folder: str, micro_batches: int = 1) -> dict[str, Any]:
-    """Return the arguments of transformers' Trainer, as its page on CPUs recommends: `use_cpu`, and `bf16` for mixed
-    precision. Optimizer and clipping are the same in all systems."""
+    """Return the arguments of transformers' Trainer, as its page on CPUs recommends: `use_cpu`, and
+    `bf16` for mixed precision. Optimizer and clipping are the same in all systems."""
     return dict(
         output_dir=folder,
         max_steps=task.steps,
@@ -78,8 +79,11 @@ def training_arguments(task: Task, folder: str, micro_batches: int = 1) -> dict[
     )
 
 
-def train(trainer: transformers.Trainer, folder: str, count: Callable[[dict[str, Any]], tuple[int, int]]) -> None:
-    """Train, and log each step. `count` returns the useful tokens and the labels of a micro-batch."""
+def train(
+    trainer: transformers.Trainer, folder: str, count: Callable[[dict[str, Any]], tuple[int, int]]
+) -> None:
+    """Train, and log each step. `count` returns the useful tokens and the labels of a
+    micro-batch."""
     log, collate, counts = StepLog(folder), trainer.data_collator, []
 
     def counting_collator(rows: list[Any]) -> dict[str, Any]:

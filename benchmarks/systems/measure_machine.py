@@ -1,5 +1,5 @@
-"""Print as JSON what the speed of a task, given as JSON, is relative to: the peak of matrix products in its precision,
-and the operations per token."""
+"""Print as JSON what the speed of a task, given as JSON, is relative to: the peak of matrix
+products in its precision, and the operations per token."""
 
 import json
 import sys
@@ -32,7 +32,9 @@ def main(text: str) -> None:
 
 def expert_flops() -> int:
     """Return the operations of forward and backward pass of the layer of experts, per token."""
-    dim, hidden, n_experts, top_k = (EXPERTS[name] for name in ("dim", "hidden_dim", "n_experts", "top_k"))
+    dim, hidden, n_experts, top_k = (
+        EXPERTS[name] for name in ("dim", "hidden_dim", "n_experts", "top_k")
+    )
     return 6 * (top_k * 3 * dim * hidden + n_experts * dim)
 
 
@@ -48,7 +50,8 @@ def model_flops(task: Task) -> float:
             setattr(sizes, name, size)
     with torch.device("meta"):
         flops: float = sizes.build().flops_per_token(task.seq_len)
-    return flops / 3 if task.kind == "generate" else flops  # a backward pass computes twice a forward pass
+    # a backward pass computes twice a forward pass
+    return flops / 3 if task.kind == "generate" else flops
 
 
 if __name__ == "__main__":

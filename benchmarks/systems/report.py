@@ -21,7 +21,8 @@ class Run:
     """Time from the start of the command to the end of the first step."""
 
     step_seconds: float | None
-    """Median, without the warm-up; this and the following two are None if only the first step was timed."""
+    """Median, without the warm-up; this and the following two are None if only the first step was
+    timed."""
 
     tokens_per_second: float | None
     labels_per_second: float | None
@@ -35,21 +36,30 @@ class Run:
     @property
     def speed(self) -> float:
         """Tokens per second, or else first steps per second."""
-        return 1 / self.first_step_seconds if self.tokens_per_second is None else self.tokens_per_second
+        return (
+            1 / self.first_step_seconds
+            if self.tokens_per_second is None
+            else self.tokens_per_second
+        )
 
 
 Rounds = dict[int, Run]
 """Round → run."""
 
 
-def summarize(runs: Sequence[Run], flops_per_token: float, peak_flops: float) -> dict[str, dict[str, Any]]:
-    """Return the numbers of each system in a job, as [median, minimum, maximum] over the rounds. Peers have ratios, of
-    torchtitan to them; those to the fastest peer of each round are under `fastest peer`."""
+def summarize(
+    runs: Sequence[Run], flops_per_token: float, peak_flops: float
+) -> dict[str, dict[str, Any]]:
+    """Return the numbers of each system in a job, as [median, minimum, maximum] over the rounds.
+    Peers have ratios, of torchtitan to them; those to the fastest peer of each round are under
+    `fastest peer`."""
     by_system: dict[str, Rounds] = {}
     fastest: Rounds = {}
     for run in runs:
         by_system.setdefault(run.system, {})[run.round] = run
-        if run.system != OURS and (run.round not in fastest or run.speed > fastest[run.round].speed):
+        if run.system != OURS and (
+            run.round not in fastest or run.speed > fastest[run.round].speed
+        ):
             fastest[run.round] = run
     ours = by_system.get(OURS, {})
     summary = {}
@@ -57,7 +67,9 @@ def summarize(runs: Sequence[Run], flops_per_token: float, peak_flops: float) ->
         names = ["first_step_seconds", "memory_gib", "cores_used"]
         if all(run.tokens_per_second is not None for run in rounds.values()):
             names += ["tokens_per_second", "labels_per_second", "step_seconds"]
-        numbers: dict[str, Any] = {name: spread(getattr(run, name) for run in rounds.values()) for name in names}
+        numbers: dict[str, Any] = {
+            name: spread(getattr(run, name) for run in rounds.values()) for name in names
+        }
         if "tokens_per_second" in numbers:
             numbers["mfu"] = numbers["tokens_per_second"][0] * flops_per_token / peak_flops
         summary[system] = numbers | (ratios(ours, rounds) if system != OURS else {})
@@ -65,7 +77,8 @@ def summarize(runs: Sequence[Run], flops_per_token: float, peak_flops: float) ->
 
 
 def ratios(ours: Rounds, theirs: Rounds) -> dict[str, list[float]]:
-    """Return the ratios of torchtitan's speed and memory to a peer's, over the rounds that both have."""
+    """Return the ratios of torchtitan's speed and memory to a peer's, over the rounds that both
+    have."""
     both = ours.keys() & theirs.keys()
     if not both:
         return {}
@@ -84,7 +97,9 @@ def spread(values: Iterable[float]) -> list[float]:
 def table(title: str, summary: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the summary of a job in Markdown: median (minimum–maximum)."""
     header = [title, *(column for column, _ in _COLUMNS)]
-    rows = [[system, *(cell(numbers) for _, cell in _COLUMNS)] for system, numbers in summary.items()]
+    rows = [
+        [system, *(cell(numbers) for _, cell in _COLUMNS)] for system, numbers in summary.items()
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
 
 

@@ -1,6 +1,8 @@
-"""Compute a layer of routed experts, forward and backward, on the task in a folder: each step is one pass over a batch.
+"""Compute a layer of routed experts, forward and backward, on the task in a folder: each step is
+one pass over a batch.
 
-All systems compute the block of a Qwen3-MoE layer (router, experts, weighted sum); see `benchmarks/peers.py`."""
+All systems compute the block of a Qwen3-MoE layer (router, experts, weighted sum); see
+`benchmarks/peers.py`."""
 
 import sys
 import time
@@ -13,7 +15,9 @@ from torchtitan.tools.process import keep_freed_memory
 
 
 def make_block(system: str) -> nn.Module:
-    dim, hidden, n_experts, top_k = (EXPERTS[name] for name in ("dim", "hidden_dim", "n_experts", "top_k"))
+    dim, hidden, n_experts, top_k = (
+        EXPERTS[name] for name in ("dim", "hidden_dim", "n_experts", "top_k")
+    )
     if system == "torchtitan":
         from torchtitan.models.common.moe.experts import RoutedExperts
         from torchtitan.models.common.moe.layer import MixtureOfExperts
@@ -22,7 +26,8 @@ def make_block(system: str) -> nn.Module:
         stds = {"init_std": 0.02, "out_init_std": 0.02}
         router = Router(RoutingConfig(n_experts=n_experts, top_k=top_k), dim=dim, init_std=0.02)
         return MixtureOfExperts(
-            router, RoutedExperts(n_experts=n_experts, top_k=top_k, dim=dim, hidden_dim=hidden, **stds)
+            router,
+            RoutedExperts(n_experts=n_experts, top_k=top_k, dim=dim, hidden_dim=hidden, **stds),
         )
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -42,7 +47,9 @@ def main(folder: str, system: str) -> None:
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     block = block.to(dtype)
-    x_BLD = torch.randn(1, task.batch_size * task.seq_len, EXPERTS["dim"]).to(dtype).requires_grad_()
+    x_BLD = (
+        torch.randn(1, task.batch_size * task.seq_len, EXPERTS["dim"]).to(dtype).requires_grad_()
+    )
     for _ in range(task.steps):
         x_BLD.grad = None
         block.zero_grad()  # as at the first micro-batch of a step

@@ -1,4 +1,5 @@
-"""Continue random prompts greedily with a system, on the task in a folder: each step is one batch of continuations.
+"""Continue random prompts greedily with a system, on the task in a folder: each step is one batch
+of continuations.
 
 Both systems have the same random weights and key/value caches; see `benchmarks/peers.py`."""
 
@@ -21,15 +22,24 @@ def main(folder: str, system: str) -> None:
     theirs.config.use_cache = theirs.generation_config.use_cache = True
     if system == "torchtitan":
         theirs.save_pretrained(folder)
-        theirs, ours = None, load_model(folder, device="cpu", dtype=getattr(torch, task.precision)).model
+        theirs, ours = (
+            None,
+            load_model(folder, device="cpu", dtype=getattr(torch, task.precision)).model,
+        )
     for _ in range(task.steps):
         prompts = torch.randint(task.vocab_size, (task.batch_size, task.seq_len))
         if system == "torchtitan":
-            texts = [text.ids for text in generate(ours, prompts.tolist(), max_new_tokens=NEW_TOKENS)]
+            texts = [
+                text.ids for text in generate(ours, prompts.tolist(), max_new_tokens=NEW_TOKENS)
+            ]
         else:
             mask = torch.ones_like(prompts)
             out = theirs.generate(
-                prompts, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+                prompts,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
             )
             texts = out[:, task.seq_len :].tolist()
         count = sum(map(len, texts))

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Windows(IterableDataset):
-    """Windows of random ids. As litgpt asks for the first window of a step, the previous step has ended."""
+    """Windows of random ids. As litgpt asks for the first window of a step, the previous step has
+    ended."""
 
     def __init__(self, task: Task, log: StepLog):
         self.task, self.log = task, log
@@ -25,9 +26,12 @@ class Windows(IterableDataset):
         windows = torch.randint(task.vocab_size, (task.steps * task.batch_size, task.seq_len + 1))
         for step in range(task.steps + 1):
             if step:
-                self.log.end_step(time.monotonic(), task.batch_size * task.seq_len, task.batch_size * task.seq_len)
+                self.log.end_step(
+                    time.monotonic(), task.batch_size * task.seq_len, task.batch_size * task.seq_len
+                )
             if step == task.steps:
-                os._exit(0)  # without validation and a last checkpoint, which other systems do not have
+                # without validation and a last checkpoint, which other systems do not have
+                os._exit(0)
             yield from windows[step * task.batch_size : (step + 1) * task.batch_size]
 
 
@@ -37,7 +41,9 @@ class Data(litgpt.data.DataModule):
     def __init__(self, task: Task, log: StepLog):
         self.task, self.log = task, log
 
-    def connect(self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
+    def connect(
+        self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int | None = None
+    ) -> None:
         pass
 
     def train_dataloader(self) -> DataLoader:
@@ -80,7 +86,12 @@ def main(folder: str) -> None:
         eval=EvalArgs(initial_validation=False, final_validation=False),
         optimizer={
             "class_path": "torch.optim.AdamW",
-            "init_args": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": list(BETAS), "fused": True},
+            "init_args": {
+                "lr": LEARNING_RATE,
+                "weight_decay": WEIGHT_DECAY,
+                "betas": list(BETAS),
+                "fused": True,
+            },
         },
         devices=1,
         logger_name="csv",

@@ -1,4 +1,5 @@
-"""Write the tokens of a JSON Lines file with datatrove or litdata, as their documentation shows, in one process.
+"""Write the tokens of a JSON Lines file with datatrove or litdata, as their documentation shows, in
+one process.
 
 python run_tokenizer.py {datatrove|litdata} FILE.jsonl TOKENIZER.json FOLDER
 """
@@ -16,8 +17,12 @@ def with_datatrove(source: Path, tokenizer: Path, folder: Path) -> None:
     from datatrove.pipeline.tokens import DocumentTokenizer
 
     reader = JsonlReader(str(source.parent), glob_pattern=source.name)
-    writer = DocumentTokenizer(str(folder / "tokens"), tokenizer_name_or_path=str(tokenizer), eos_token=None)
-    LocalPipelineExecutor([reader, writer], tasks=1, workers=1, logging_dir=str(folder / "logs")).run()
+    writer = DocumentTokenizer(
+        str(folder / "tokens"), tokenizer_name_or_path=str(tokenizer), eos_token=None
+    )
+    LocalPipelineExecutor(
+        [reader, writer], tasks=1, workers=1, logging_dir=str(folder / "logs")
+    ).run()
 
 
 class _Tokens:
@@ -33,7 +38,9 @@ class _Tokens:
         tokenizer = Tokenizer.from_file(self.path)
         with open(source) as lines:
             for line in lines:
-                yield torch.tensor(tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids)
+                yield torch.tensor(
+                    tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
+                )
 
 
 def with_litdata(source: Path, tokenizer: Path, folder: Path) -> None:

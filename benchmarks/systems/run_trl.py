@@ -1,5 +1,5 @@
-"""Run TRL's SFTTrainer, DPOTrainer or GRPOTrainer on the task in a folder; SFTTrainer packs samples, with its default
-strategy."""
+"""Run TRL's SFTTrainer, DPOTrainer or GRPOTrainer on the task in a folder; SFTTrainer packs
+samples, with its default strategy."""
 
 import json
 import sys
@@ -10,7 +10,14 @@ from typing import Any
 import datasets
 import transformers
 import trl
-from hugging_face import make_model, make_tokenizer, random_windows, read_rows, train, training_arguments
+from hugging_face import (
+    make_model,
+    make_tokenizer,
+    random_windows,
+    read_rows,
+    train,
+    training_arguments,
+)
 from task import GROUP_SIZE, NEW_TOKENS, StepLog, Task
 
 
@@ -25,7 +32,9 @@ def main(folder: str) -> None:
     if task.kind == "pretrain":
         rows = [{"input_ids": window.tolist()} for window in random_windows(task)]
     else:
-        rows = [{"prompt": prompt, "completion": completion} for prompt, completion in read_rows(task)]
+        rows = [
+            {"prompt": prompt, "completion": completion} for prompt, completion in read_rows(task)
+        ]
     arguments = training_arguments(task, folder) | {
         "max_length": task.seq_len,
         "packing": task.kind == "sft",
@@ -54,14 +63,17 @@ def train_on_pairs(task: Task, folder: str) -> None:
     trainer = trl.DPOTrainer(
         model=f"{folder}/model",
         args=trl.DPOConfig(**arguments),
-        train_dataset=datasets.Dataset.from_list([{**row, "prompt": f"{row['prompt']}\n"} for row in rows]),
+        train_dataset=datasets.Dataset.from_list(
+            [{**row, "prompt": f"{row['prompt']}\n"} for row in rows]
+        ),
         processing_class=make_tokenizer(task),
     )
     train(trainer, folder, count_pairs)
 
 
 def train_on_samples(task: Task, folder: str) -> None:
-    """Train as GRPOTrainer's page shows, sampling with transformers and its key/value cache; no text ends early."""
+    """Train as GRPOTrainer's page shows, sampling with transformers and its key/value cache; no
+    text ends early."""
     model = make_model(task)
     model.config.use_cache = model.generation_config.use_cache = True
     model.save_pretrained(f"{folder}/model")

@@ -25,7 +25,8 @@ KIB_PER_GIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """A trainer: its package, and the program in this folder that runs it (torchtitan has a command)."""
+    """A trainer: its package, and the program in this folder that runs it (torchtitan has a
+    command)."""
 
     package: str
     program: str = ""
@@ -54,19 +55,24 @@ class RunFailed(Exception):
 
 
 def find_interpreters(systems: Iterable[str], pythons: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return system → (interpreter, version of its package) for the first of `pythons` that has the package."""
+    """Return system → (interpreter, version of its package) for the first of `pythons` that has the
+    package."""
     program = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
     found = {}
     for system, python in itertools.product(systems, pythons):
         if system not in found:
             command = [python, "-c", program, SYSTEMS[system].package]
-            outcome = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            outcome = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
             if outcome.returncode == 0:
                 found[system] = (python, outcome.stdout.strip())
     return found
 
 
-def measure(system: str, task: Task, python: str, *, threads: int, limit: float, warm_up: int | None) -> dict[str, Any]:
+def measure(
+    system: str, task: Task, python: str, *, threads: int, limit: float, warm_up: int | None
+) -> dict[str, Any]:
     """Run a task in a process of its own, and return the numbers of a `Run`.
 
     Args:
@@ -81,17 +87,24 @@ def measure(system: str, task: Task, python: str, *, threads: int, limit: float,
         with open(f"{folder}/log.txt", "w") as log:
             started = time.monotonic()
             process = subprocess.Popen(
-                command_of(system, task, python, folder), stdout=log, stderr=log, env=environment_of(threads)
+                command_of(system, task, python, folder),
+                stdout=log,
+                stderr=log,
+                env=environment_of(threads),
             )
             usage = wait(process, started + limit)
         seconds = time.monotonic() - started
         path = Path(folder) / "steps.jsonl"
-        steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        steps = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        )
         try:
             numbers = numbers_of(steps, started, warm_up)
         except RunFailed as error:
             last_lines = " | ".join(Path(log.name).read_text().splitlines()[-2:])
-            raise RunFailed(f"{error}, {seconds:.0f} s, exit code {process.returncode}: {last_lines}") from None
+            raise RunFailed(
+                f"{error}, {seconds:.0f} s, exit code {process.returncode}: {last_lines}"
+            ) from None
     return numbers | {
         "memory_gib": usage.ru_maxrss / KIB_PER_GIB,
         "cores_used": (usage.ru_utime + usage.ru_stime) / seconds,
@@ -116,8 +129,11 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     options |= {
         "training.steps": task.steps,
         "training.seq_len": task.seq_len,
-        # A window has room for two answers of the greatest length: two pairs of half of it, the mean in job DPO.
-        "training.local_batch_size": task.batch_size // 2 if task.kind == "dpo" else task.batch_size,
+        # A window has room for two answers of the greatest length: two pairs of half of it, the
+        # mean in job DPO.
+        "training.local_batch_size": task.batch_size // 2
+        if task.kind == "dpo"
+        else task.batch_size,
         "training.mixed_precision_param": task.precision,
         "dataloader.cache_dir": f"{folder}/cache",
         "dump_folder": f"{folder}/out",
@@ -133,7 +149,17 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
         options |= {"rollout.group_size": GROUP_SIZE, "rollout.max_new_tokens": NEW_TOKENS}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     config = f"class_{task.kind}" if task.model else task.kind
-    return [python, "-m", "torchtitan", "train", "--module", str(PROGRAMS), "--config", config, *arguments]
+    return [
+        python,
+        "-m",
+        "torchtitan",
+        "train",
+        "--module",
+        str(PROGRAMS),
+        "--config",
+        config,
+        *arguments,
+    ]
 
 
 def environment_of(threads: int) -> dict[str, str]:
@@ -143,7 +169,8 @@ def environment_of(threads: int) -> dict[str, str]:
 
 
 def wait(process: subprocess.Popen[bytes], deadline: float) -> Any:
-    """Wait for a process, kill it at the deadline (`time.monotonic()`), and return its `os.wait4` resource usage."""
+    """Wait for a process, kill it at the deadline (`time.monotonic()`), and return its `os.wait4`
+    resource usage."""
     try:
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
@@ -157,8 +184,11 @@ def wait(process: subprocess.Popen[bytes], deadline: float) -> Any:
     return usage
 
 
-def numbers_of(steps: Sequence[Mapping[str, float]], started: float, warm_up: int | None) -> dict[str, Any]:
-    """Return the numbers of a `Run` that follow from the log of its steps; for the arguments, see `measure`.
+def numbers_of(
+    steps: Sequence[Mapping[str, float]], started: float, warm_up: int | None
+) -> dict[str, Any]:
+    """Return the numbers of a `Run` that follow from the log of its steps; for the arguments, see
+    `measure`.
 
     Raises:
         RunFailed: if there are too few steps.
@@ -168,16 +198,27 @@ def numbers_of(steps: Sequence[Mapping[str, float]], started: float, warm_up: in
     numbers: dict[str, Any] = {"first_step_seconds": steps[0]["time"] - started}
     if warm_up is None:
         return numbers | dict.fromkeys(("step_seconds", "tokens_per_second", "labels_per_second"))
-    timed = [(later["time"] - earlier["time"], later) for earlier, later in itertools.pairwise(steps[warm_up - 1 :])]
+    timed = [
+        (later["time"] - earlier["time"], later)
+        for earlier, later in itertools.pairwise(steps[warm_up - 1 :])
+    ]
     numbers["step_seconds"] = statistics.median(seconds for seconds, _ in timed)
     for name in ("tokens", "labels"):
-        numbers[f"{name}_per_second"] = statistics.median(step[name] / seconds for seconds, step in timed)
+        numbers[f"{name}_per_second"] = statistics.median(
+            step[name] / seconds for seconds, step in timed
+        )
     return numbers
 
 
 def measure_machine(task: Task, threads: int) -> dict[str, Any]:
     """Return the peak of matrix products in the task's precision, and its operations per token."""
-    command = [sys.executable, str(PROGRAMS / "measure_machine.py"), json.dumps(dataclasses.asdict(task))]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment_of(threads)).stdout
+    command = [
+        sys.executable,
+        str(PROGRAMS / "measure_machine.py"),
+        json.dumps(dataclasses.asdict(task)),
+    ]
+    output = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=environment_of(threads)
+    ).stdout
     facts: dict[str, Any] = json.loads(output.splitlines()[-1])
     return facts

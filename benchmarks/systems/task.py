@@ -1,4 +1,5 @@
-"""The interface between `benchmarks/peers.py` and the programs it runs: a task to read, a log of steps to write."""
+"""The interface between `benchmarks/peers.py` and the programs it runs: a task to read, a log of
+steps to write."""
 
 import json
 from dataclasses import dataclass, field
@@ -26,9 +27,15 @@ _CLASS = {
 CLASSES: dict[str, dict[str, Any]] = {
     "qwen3": {**_CLASS, "head_dim": 64},
     "gemma3_text": {**_CLASS, "head_dim": 64, "sliding_window": 256},
-    "qwen3_5_text": {**_CLASS, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "qwen3_5_text": {
+        **_CLASS,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
 }
-"""model_type → sizes in config.json of the models that torchtitan trains through their class in transformers."""
+"""model_type → sizes in config.json of the models that torchtitan trains through their class in
+transformers."""
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 8e-4, 0.1, (0.9, 0.95), 1.0
 """Settings of AdamW and gradient clipping in all systems: torchtitan's defaults."""
@@ -39,8 +46,8 @@ class Task:
     """A run of one system."""
 
     kind: str
-    """`pretrain` on windows full of text, `sft` on questions and answers, `dpo` on pairs, `grpo` on prompts, `generate`
-    after prompts, or compute one layer of `experts`."""
+    """`pretrain` on windows full of text, `sft` on questions and answers, `dpo` on pairs, `grpo` on
+    prompts, `generate` after prompts, or compute one layer of `experts`."""
 
     vocab_size: int
     seq_len: int
@@ -56,8 +63,8 @@ class Task:
     """Use torch.compile, in systems that leave the choice to the user."""
 
     data: str
-    """JSON Lines file with the columns `question` and `answer` for `sft`, or `prompt`, `chosen` and `rejected`, or
-    `prompt` alone."""
+    """JSON Lines file with the columns `question` and `answer` for `sft`, or `prompt`, `chosen` and
+    `rejected`, or `prompt` alone."""
 
     tokenizer: str
     """Folder with `tokenizer.json`; only `pretrain` needs none."""
@@ -78,7 +85,12 @@ class Task:
     def document(self) -> dict[str, Any]:
         """Content of config.json of a model in `CLASSES`."""
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        return {"model_type": self.model, **CLASSES[self.model], **ids, "vocab_size": self.vocab_size}
+        return {
+            "model_type": self.model,
+            **CLASSES[self.model],
+            **ids,
+            "vocab_size": self.vocab_size,
+        }
 
     @classmethod
     def read(cls, folder: str) -> "Task":

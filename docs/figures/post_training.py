@@ -25,7 +25,10 @@ FIGURES: dict[str, list[tuple[str, list[tuple[str, str, str]]]]] = {
     "distillation": [
         (
             "cross entropy of held-out stories",
-            [("text", "validation_loss", "text alone"), ("distilled", "validation_cross_entropy", "distilled")],
+            [
+                ("text", "validation_loss", "text alone"),
+                ("distilled", "validation_cross_entropy", "distilled"),
+            ],
         )
     ],
 }
@@ -39,7 +42,11 @@ def points(folder: Path, metric: str) -> list[tuple[float, float]]:
     """Return (step, value) of each line of a run's metrics.jsonl that has the metric."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     # Before the first step, all pairs are ties, which an accuracy counts as wrong.
-    found = [(x["step"], x[metric]) for x in lines if metric in x and (x["step"] or "accurac" not in metric)]
+    found = [
+        (x["step"], x[metric])
+        for x in lines
+        if metric in x and (x["step"] or "accurac" not in metric)
+    ]
     if not found:
         raise SystemExit(f"{folder}/metrics.jsonl has no {metric}")
     return found
@@ -61,32 +68,49 @@ def panel(title: str, lines: list[tuple[str, list[tuple[float, float]]]], left: 
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - min(xs)) / (max(xs) - min(xs))
-        return left + MARGIN + across * (WIDTH - 1.5 * MARGIN), HEIGHT - MARGIN - (y - low) / (high - low) * (
-            HEIGHT - 2 * MARGIN
-        )
+        return left + MARGIN + across * (WIDTH - 1.5 * MARGIN), HEIGHT - MARGIN - (y - low) / (
+            high - low
+        ) * (HEIGHT - 2 * MARGIN)
 
-    parts = [f'<text x="{left + WIDTH / 2}" y="20" text-anchor="middle" font-weight="bold">{escape(title)}</text>']
+    parts = [
+        f'<text x="{left + WIDTH / 2}" y="20" text-anchor="middle" '
+        f'font-weight="bold">{escape(title)}</text>'
+    ]
     for y in ticks(low, high):
         (x0, height), (x1, _) = place(min(xs), y), place(max(xs), y)
         parts.append(f'<path d="M{x0:.1f} {height:.1f}H{x1:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{x0 - 5:.1f}" y="{height + 4:.1f}" text-anchor="end">{y:g}</text>')
     for x in ticks(min(xs), max(xs)):
-        parts.append(f'<text x="{place(x, low)[0]:.1f}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{x:g}</text>')
+        parts.append(
+            f'<text x="{place(x, low)[0]:.1f}" y="{HEIGHT - MARGIN + 16}" '
+            f'text-anchor="middle">{x:g}</text>'
+        )
     parts.append(f'<text x="{left + WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
     for number, (label, part) in enumerate(lines):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in part))
         color = COLORS[number]
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         right, below = left + WIDTH - MARGIN / 2, MARGIN + 16 * (number + 1)
-        parts.append(f'<text x="{right}" y="{below}" text-anchor="end" fill="{color}">{escape(label)}</text>')
+        parts.append(
+            f'<text x="{right}" y="{below}" text-anchor="end" fill="{color}">{escape(label)}</text>'
+        )
     return parts
 
 
 def draw(panels: list[tuple[str, list[tuple[str, list[tuple[float, float]]]]]]) -> str:
-    """Return an SVG document with panels side by side, of a title and lines with labels and points."""
+    """Return an SVG document with panels side by side, of a title and lines with labels and
+    points."""
     width = WIDTH * len(panels)
-    parts = [part for number, (title, lines) in enumerate(panels) for part in panel(title, lines, number * WIDTH)]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}"'
+    parts = [
+        part
+        for number, (title, lines) in enumerate(panels)
+        for part in panel(title, lines, number * WIDTH)
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" '
+        f'width="{width}" '
+        f'height="{HEIGHT}"'
+    )
     return "\n".join(
         [
             f'{head} font-family="sans-serif" font-size="12">',
@@ -102,7 +126,8 @@ def main(folder: Path) -> None:
     for name, panels in FIGURES.items():
         if all((folder / run).is_dir() for _, lines in panels for run, _, _ in lines):
             known = [
-                (title, [(label, points(folder / run, key)) for run, key, label in lines]) for title, lines in panels
+                (title, [(label, points(folder / run, key)) for run, key, label in lines])
+                for title, lines in panels
             ]
             (HERE / f"{name}.svg").write_text(draw(known))
             print(HERE / f"{name}.svg")

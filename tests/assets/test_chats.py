@@ -31,7 +31,11 @@ def validation() -> list[Chat]:
 def exchanges(chat: Chat) -> list[tuple[str, str, str]]:
     """Each question and answer, with all text before the answer."""
     turns = [message["content"] for message in chat]
-    return [(turns[i - 1], turns[i], " ".join(turns[:i])) for i in range(len(chat)) if chat[i]["role"] == "assistant"]
+    return [
+        (turns[i - 1], turns[i], " ".join(turns[:i]))
+        for i in range(len(chat))
+        if chat[i]["role"] == "assistant"
+    ]
 
 
 def is_short(chat: Chat) -> bool:
@@ -51,7 +55,10 @@ def test_pair_of_children_is_in_one_split(train, validation):
     names = {name for name, _ in CHILDREN}
 
     def pairs(chats: list[Chat]) -> set[frozenset[str]]:
-        spoken = [names & set(re.findall(r"\w+", " ".join(message["content"] for message in chat))) for chat in chats]
+        spoken = [
+            names & set(re.findall(r"\w+", " ".join(message["content"] for message in chat)))
+            for chat in chats
+        ]
         assert all(len(pair) in (1, 2) for pair in spoken)
         return {frozenset(pair) for pair in spoken if len(pair) == 2}
 
@@ -68,7 +75,9 @@ def test_chat_depends_only_on_split_and_index(train):
 def test_chat_is_the_same_in_every_process(hash_seed, train):
     program = "from torchtitan.assets.chats import *; print(VERSION); print(Chats('train')[123])"
     env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    output = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert output == f"{VERSION}\n{train[123]}\n"
 
 
@@ -85,12 +94,16 @@ def test_turns_are_well_formed(train, validation):
         assert normalize(chat).messages == chat
         roles = [message["role"] for message in chat]
         first = int(roles[0] == "system")
-        assert roles[first:] == ["user", "assistant"] * (len(roles[first:]) // 2) and len(roles) > first
+        assert (
+            roles[first:] == ["user", "assistant"] * (len(roles[first:]) // 2)
+            and len(roles) > first
+        )
         for message in chat:
             text = message["content"]
             assert re.fullmatch(r"[A-Z0-9].*[.!?]", text, re.DOTALL), text
             assert not re.search(
-                r"[{}/]|[.?]\w|  |\ba [aeiou]|\ban [^aeiou]|\b1 (?!is)[a-z]+s\b|\b([a-z]+) \1\b", text
+                r"[{}/]|[.?]\w|  |\ba [aeiou]|\ban [^aeiou]|\b1 (?!is)[a-z]+s\b|\b([a-z]+) \1\b",
+                text,
             ), text
 
 
@@ -113,7 +126,11 @@ def test_sums_are_correct(train, validation):
             assert len(numbers) in (1, 2)
             start, change = numbers if len(numbers) == 2 else (total, numbers[0])
             assert start is not None, question
-            total = start - change if re.search("gives .* of them|loses|takes", question) else start + change
+            total = (
+                start - change
+                if re.search("gives .* of them|loses|takes", question)
+                else start + change
+            )
             assert total >= 2
             assert re.search(r"(?:are )?(\d+)[^\d]*$", answer)[1] == str(total), (question, answer)
             n_sums += 1
@@ -121,9 +138,15 @@ def test_sums_are_correct(train, validation):
 
 
 def test_answers_follow_from_the_tale(train, validation):
-    """Each word of such an answer appears before it, except words that all answers to the question share."""
-    asked = [*TABLES["first_questions"], *(question for event in TABLES["events"] for question in event["questions"])]
-    patterns = [(re.sub(r"\\\{\w+\\\}", ".+", re.escape(question)), full) for question, _, full in asked]
+    """Each word of such an answer appears before it, except words that all answers to the question
+    share."""
+    asked = [
+        *TABLES["first_questions"],
+        *(question for event in TABLES["events"] for question in event["questions"]),
+    ]
+    patterns = [
+        (re.sub(r"\\\{\w+\\\}", ".+", re.escape(question)), full) for question, _, full in asked
+    ]
     n_checked: Counter[str] = Counter()
     for chat in train + validation:
         for question, answer, before in exchanges(chat):
@@ -136,7 +159,8 @@ def test_answers_follow_from_the_tale(train, validation):
 
 
 def test_facts_match_the_table(train):
-    """Statements about an animal match the table, in the length that the system message asks for."""
+    """Statements about an animal match the table, in the length that the system message asks
+    for."""
     answers: dict[str, dict[bool, set[str]]] = {}
     for chat in train:
         for question, answer, _ in exchanges(chat):
@@ -167,16 +191,21 @@ def test_requested_short_answers_are_short(train):
 
 
 def test_text_is_learnable_but_not_certain(train, validation):
-    """A model of word triples, trained on the answers of one split, predicts the answers of the other far better
-    than by frequency, but not exactly. The bounds are wide: a language model that reads the question does better."""
+    """A model of word triples, trained on the answers of one split, predicts the answers of the
+    other far better than by frequency, but not exactly. The bounds are wide: a language model that
+    reads the question does better."""
 
     def words(chats: list[Chat]) -> list[list[str]]:
         return [
-            re.findall(r"\w+|[^\w\s]", f"{question} {answer} .") for c in chats for question, answer, _ in exchanges(c)
+            re.findall(r"\w+|[^\w\s]", f"{question} {answer} .")
+            for c in chats
+            for question, answer, _ in exchanges(c)
         ]
 
     singles = Counter(word for text in words(train) for word in text)
-    triples = Counter(triple for text in words(train) for triple in zip(text, text[1:], text[2:], strict=False))
+    triples = Counter(
+        triple for text in words(train) for triple in zip(text, text[1:], text[2:], strict=False)
+    )
     contexts = Counter(pair for text in words(train) for pair in pairwise(text))
     total = sum(singles.values())
     single_loss = triple_loss = n = 0.0
@@ -184,7 +213,9 @@ def test_text_is_learnable_but_not_certain(train, validation):
         for first, second, third in zip(text, text[1:], text[2:], strict=False):
             frequency = (singles[third] + 1) / (total + len(singles))
             single_loss -= math.log(frequency)
-            triple_loss -= math.log((triples[first, second, third] + frequency) / (contexts[first, second] + 1))
+            triple_loss -= math.log(
+                (triples[first, second, third] + frequency) / (contexts[first, second] + 1)
+            )
             n += 1
     assert triple_loss < single_loss / 3
     assert triple_loss / n > 0.3

@@ -50,9 +50,13 @@ def test_story_depends_only_on_split_and_index(train: list[str]) -> None:
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_story_is_the_same_in_every_process(hash_seed: str, train: list[str]) -> None:
-    program = "from torchtitan.assets.stories import *; print(VERSION); print(Stories('train')[123])"
+    program = (
+        "from torchtitan.assets.stories import *; print(VERSION); print(Stories('train')[123])"
+    )
     env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    output = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert output == f"{VERSION}\n{train[123]}\n"
 
 
@@ -72,7 +76,8 @@ def test_lengths_vary(train: list[str]) -> None:
 
 
 def test_characters_are_consistent(train: list[str]) -> None:
-    """Two children in each story, and "she" or "he" only where one of the people is a girl or a boy."""
+    """Two children in each story, and "she" or "he" only where one of the people is a girl or a
+    boy."""
     kinds = dict(grammar.CHILDREN)
     elders = dict(grammar.ELDERS)
     for story in train[:2000]:
@@ -89,7 +94,9 @@ def test_characters_are_consistent(train: list[str]) -> None:
 def test_sentences_are_well_formed(train: list[str], validation: list[str]) -> None:
     for story in train + validation:
         assert not re.search(r"[{}/]|[.?]\w|  |\b(\w+) \1\b", story), story
-        assert not re.search(r"\ba [aeiou]|\ban (?!hour|honest)[^aeiou]", story, re.IGNORECASE), story
+        assert not re.search(r"\ba [aeiou]|\ban (?!hour|honest)[^aeiou]", story, re.IGNORECASE), (
+            story
+        )
         for paragraph in story.split("\n\n"):
             assert re.fullmatch(r'["A-Z].*[.!?]"?', paragraph), story
 
@@ -97,11 +104,21 @@ def test_sentences_are_well_formed(train: list[str], validation: list[str]) -> N
 def test_tables_are_consistent() -> None:
     """Every name in a frame has a value, and every word and beat is used."""
     beats = {
-        beat.rstrip("?") for plot in [*grammar.PLOTS, [grammar.OPENING, grammar.ENDING]] for p in plot for beat in p
+        beat.rstrip("?")
+        for plot in [*grammar.PLOTS, [grammar.OPENING, grammar.ENDING]]
+        for p in plot
+        for beat in p
     }
     assert beats | {"next"} == set(grammar.BEATS)
-    frames = [frame for frames in grammar.BEATS.values() for frame in frames] + sum(grammar.WORDS.values(), [])
-    used = {name[0].lower() + name[1:] for frame in frames for _, name, _, _ in string.Formatter().parse(frame) if name}
+    frames = [frame for frames in grammar.BEATS.values() for frame in frames] + sum(
+        grammar.WORDS.values(), []
+    )
+    used = {
+        name[0].lower() + name[1:]
+        for frame in frames
+        for _, name, _, _ in string.Formatter().parse(frame)
+        if name
+    }
     people = {"hero", "friend", "elder", "a_thing", "kind", "kind2"}
     people |= {pronoun + suffix for pronoun in ("he", "him", "his") for suffix in ("", "2", "3")}
     tables = {*grammar.TRAITS, *grammar.MOTIVES, *grammar.WORDS}
@@ -111,14 +128,17 @@ def test_tables_are_consistent() -> None:
 
 @pytest.mark.slow
 def test_text_is_learnable_but_not_certain(train: list[str], validation: list[str]) -> None:
-    """A model of word triples, trained on one split, predicts the other far better than by frequency, not exactly.
+    """A model of word triples, trained on one split, predicts the other far better than by
+    frequency, not exactly.
 
     The bounds are wide: a language model knows more than a word triple, such as the hero.
     """
     words = [re.findall(r"\w+|[^\w\s]", story) for story in train]
     held_out = [re.findall(r"\w+|[^\w\s]", story) for story in validation]
     singles = Counter(word for story in words for word in story)
-    triples = Counter(triple for story in words for triple in zip(story, story[1:], story[2:], strict=False))
+    triples = Counter(
+        triple for story in words for triple in zip(story, story[1:], story[2:], strict=False)
+    )
     contexts = Counter(pair for story in words for pair in pairwise(story))
     total = sum(singles.values())
     single_loss = triple_loss = n = 0.0

@@ -14,7 +14,10 @@ OLD: dict[str, Any] = {
     "threads": 2,
     "jobs": {
         "A, float32": {
-            "torchtitan": {"tokens_per_second": [100.0, 90.0, 110.0], "memory_gib": [2.0, 2.0, 2.0]},
+            "torchtitan": {
+                "tokens_per_second": [100.0, 90.0, 110.0],
+                "memory_gib": [2.0, 2.0, 2.0],
+            },
             "trainer": {"tokens_per_second": [50.0, 50.0, 50.0], "memory_gib": [4.0, 4.0, 4.0]},
             "fastest peer": {"speed_ratio": [2.0, 1.8, 2.2], "memory_ratio": [0.5, 0.5, 0.5]},
         },
@@ -31,7 +34,9 @@ OLD: dict[str, Any] = {
 }
 
 
-def compared(new: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+def compared(
+    new: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str
+) -> int:
     for name, document in (("old.json", OLD), ("new.json", new)):
         (tmp_path / name).write_text(json.dumps(document))
     paths = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
@@ -60,11 +65,15 @@ def changed(job: str, system: str, name: str, median: float, **document: Any) ->
         (("P, gpt2", "before", "mb_per_second", 0.5), 0),
     ],
 )
-def test_slower_torchtitan_fails(change: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_slower_torchtitan_fails(
+    change: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert compared(changed(*change), tmp_path, monkeypatch) == code
 
 
-def test_tolerance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_tolerance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     new = changed("A, float32", "torchtitan", "tokens_per_second", 90.0)
     assert compared(new, tmp_path, monkeypatch, "--tolerance", "0.11") == 0
     assert compared(new, tmp_path, monkeypatch, "--tolerance", "0.09") == 1
@@ -76,8 +85,22 @@ def test_tolerance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_another_machine_is_compared_by_the_ratio_to_peers(
     other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert compared(changed("A, float32", "torchtitan", "tokens_per_second", 50.0, **other), tmp_path, monkeypatch) == 0
-    assert compared(changed("A, float32", "fastest peer", "speed_ratio", 1.5, **other), tmp_path, monkeypatch) == 1
+    assert (
+        compared(
+            changed("A, float32", "torchtitan", "tokens_per_second", 50.0, **other),
+            tmp_path,
+            monkeypatch,
+        )
+        == 0
+    )
+    assert (
+        compared(
+            changed("A, float32", "fastest peer", "speed_ratio", 1.5, **other),
+            tmp_path,
+            monkeypatch,
+        )
+        == 1
+    )
 
 
 def test_jobs_and_systems_of_one_file_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

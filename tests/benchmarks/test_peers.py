@@ -78,7 +78,10 @@ def test_numbers_are_medians_of_the_steps_after_the_warm_up():
 
 
 def test_speed_is_the_median_of_speeds_when_steps_differ_in_tokens():
-    steps = [{"time": end, "tokens": n, "labels": 1} for end, n in ((1.0, 0), (2.0, 10), (4.0, 60), (5.0, 20))]
+    steps = [
+        {"time": end, "tokens": n, "labels": 1}
+        for end, n in ((1.0, 0), (2.0, 10), (4.0, 60), (5.0, 20))
+    ]
     assert runs.numbers_of(steps, started=0.0, warm_up=1)["tokens_per_second"] == 20.0
 
 
@@ -100,7 +103,11 @@ def test_ratios_are_to_the_fastest_peer_of_each_round():
         {OURS: (300.0, 1.0), "a": (100.0, 4.0), "b": (200.0, 2.0)},
         {OURS: (400.0, 1.0), "b": (100.0, 2.0)},  # a has failed
     ]
-    all_runs = [make_run(system, i, *numbers) for i, of in enumerate(rounds) for system, numbers in of.items()]
+    all_runs = [
+        make_run(system, i, *numbers)
+        for i, of in enumerate(rounds)
+        for system, numbers in of.items()
+    ]
     summary = summarize(all_runs, flops_per_token=10.0, peak_flops=12_000.0)
     assert summary[OURS]["tokens_per_second"] == [300.0, 200.0, 400.0]
     assert summary[OURS]["mfu"] == 0.25
@@ -114,7 +121,13 @@ def test_ratios_are_to_the_fastest_peer_of_each_round():
 
 def test_first_steps_compare_by_their_time():
     untimed = {"step_seconds": None, "tokens_per_second": None, "labels_per_second": None}
-    shared: dict[str, Any] = {"job": "D", "precision": "float32", "round": 0, "memory_gib": 1.0, "cores_used": 1.0}
+    shared: dict[str, Any] = {
+        "job": "D",
+        "precision": "float32",
+        "round": 0,
+        "memory_gib": 1.0,
+        "cores_used": 1.0,
+    }
     slow, fast, ours = (
         Run(system=system, first_step_seconds=seconds, **shared, **untimed)
         for system, seconds in (("slow", 30.0), ("fast", 10.0), (OURS, 5.0))
@@ -130,8 +143,12 @@ def test_no_peer_is_installed():
 
 
 def test_memory_is_what_the_process_itself_reports():
-    """In a small process like `peers.py`: the peak of a new process starts at its parent's, which is large in tests."""
-    child = "x = b'x' * 300_000_000; print(*(l for l in open('/proc/self/status') if l.startswith('VmHWM')))"
+    """In a small process like `peers.py`: the peak of a new process starts at its parent's, which
+    is large in tests."""
+    child = (
+        "x = b'x' * 300_000_000; print(*(l for l in open('/proc/self/status') if "
+        "l.startswith('VmHWM')))"
+    )
     parent = f"""if True:
         import subprocess, sys, time
         import peers
@@ -141,7 +158,11 @@ def test_memory_is_what_the_process_itself_reports():
         print(runs.wait(process, time.monotonic() + 60).ru_maxrss)
     """
     output = subprocess.run(
-        [sys.executable, "-c", parent], capture_output=True, text=True, check=True, cwd=PROJECT / "benchmarks"
+        [sys.executable, "-c", parent],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PROJECT / "benchmarks",
     ).stdout
     own_kib, measured_kib = map(int, re.findall(r"\d+", output))
     assert own_kib > 290_000
@@ -177,7 +198,11 @@ def test_interpreters_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_processor_and_name_of_the_results(tmp_path: Path):
     processor = peers.read_processor(CPUINFO)
-    assert processor == {"name": "Example CPU 9000 @ 2.5GHz", "cores": 2, "flags": ["avx2", "avx512f"]}
+    assert processor == {
+        "name": "Example CPU 9000 @ 2.5GHz",
+        "cores": 2,
+        "flags": ["avx2", "avx512f"],
+    }
     first = peers.result_path(tmp_path, "2026-01-31", processor)
     assert first.name == "2026-01-31-example-cpu-9000-2-5ghz-2-cores.json"
     first.touch()
@@ -193,7 +218,12 @@ def test_pre_training(system: str, step_log: list[dict[str, float]]):
     if system != OURS:
         pytest.importorskip(runs.SYSTEMS[system].package)
     runs.measure(
-        system, Task(kind="pretrain", steps=3, **TINY), sys.executable, threads=1, limit=RUN_SECONDS, warm_up=2
+        system,
+        Task(kind="pretrain", steps=3, **TINY),
+        sys.executable,
+        threads=1,
+        limit=RUN_SECONDS,
+        warm_up=2,
     )
     assert [(step["tokens"], step["labels"]) for step in step_log] == [(4 * 32, 4 * 32)] * 3
     ends = [step["time"] for step in step_log]
@@ -211,19 +241,27 @@ def test_pre_training(system: str, step_log: list[dict[str, float]]):
 def test_fine_tuning_counts_the_same_tokens(
     system: str, assets: Path, tmp_path: Path, step_log: list[dict[str, float]]
 ):
-    """All samples are equal, so that each system counts a multiple of one sample's tokens and labels."""
+    """All samples are equal, so that each system counts a multiple of one sample's tokens and
+    labels."""
     if system != OURS:
         pytest.importorskip(runs.SYSTEMS[system].package)
     row = {"question": "How many legs do seven ants have?", "answer": "7 * 6 = 42\n#### 42"}
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 60))
     encoder = Tokenizer.from_file(str(assets / "gpt2-tokenizer/tokenizer.json"))
-    prompt, answer = (len(encoder.encode(text).ids) for text in (row["question"] + "\n", row["answer"]))
-    options = {"data": str(tmp_path / "rows.jsonl"), "tokenizer": str(assets / "gpt2-tokenizer"), "seq_len": 128}
+    prompt, answer = (
+        len(encoder.encode(text).ids) for text in (row["question"] + "\n", row["answer"])
+    )
+    options = {
+        "data": str(tmp_path / "rows.jsonl"),
+        "tokenizer": str(assets / "gpt2-tokenizer"),
+        "seq_len": 128,
+    }
     task = Task(kind="sft", steps=2, **{**TINY, "vocab_size": 50_257, **options})
     runs.measure(system, task, sys.executable, threads=1, limit=RUN_SECONDS, warm_up=1)
     assert len(step_log) == 2
     for step in step_log:
-        n_samples, rest = divmod(step["tokens"], prompt + answer)  # the end of the text has no next token
+        # the end of the text has no next token
+        n_samples, rest = divmod(step["tokens"], prompt + answer)
         assert (rest, n_samples > 4) == (0, True)
         assert step["labels"] == n_samples * (answer + 1)
 

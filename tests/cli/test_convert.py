@@ -42,7 +42,9 @@ def convert(*words: object) -> int:
     return main(["convert", *map(str, words)])
 
 
-def save_reference(folder: Path, *, tied: bool, dtype: torch.dtype, **options) -> "transformers.PreTrainedModel":
+def save_reference(
+    folder: Path, *, tied: bool, dtype: torch.dtype, **options
+) -> "transformers.PreTrainedModel":
     """Save a random model of transformers in several files."""
     config = transformers.LlamaConfig(
         vocab_size=96,
@@ -81,22 +83,42 @@ def assert_identical(folder: Path, expected: Path) -> None:
 
 @torch.no_grad()
 def logits_of(folder: Path) -> Tensor:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model(torch.arange(40).reshape(2, 20)).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("via", [["hf"], ["dcp"], ["meta"], ["dcp", "meta", "dcp"]], ids=lambda via: "-".join(via))
+@pytest.mark.parametrize(
+    "via", [["hf"], ["dcp"], ["meta"], ["dcp", "meta", "dcp"]], ids=lambda via: "-".join(via)
+)
 def test_round_trip_keeps_every_byte(tmp_path, via, tied, dtype):
     reference = save_reference(tmp_path / "0", tied=tied, dtype=dtype)
     for number, format in enumerate(via):
         assert convert("--to", format, tmp_path / f"{number}", tmp_path / f"{number + 1}") == 0
         assert format_of(tmp_path / f"{number + 1}") == format
     back = tmp_path / "back"
-    assert convert("--to", "hf", "--from", via[-1], "--max_shard_size", 20 / 2**20, tmp_path / f"{len(via)}", back) == 0
-    assert len(list((tmp_path / "0").glob("*.safetensors"))) > 1 < len(list(back.glob("*.safetensors")))
+    assert (
+        convert(
+            "--to",
+            "hf",
+            "--from",
+            via[-1],
+            "--max_shard_size",
+            20 / 2**20,
+            tmp_path / f"{len(via)}",
+            back,
+        )
+        == 0
+    )
+    assert (
+        len(list((tmp_path / "0").glob("*.safetensors")))
+        > 1
+        < len(list(back.glob("*.safetensors")))
+    )
     assert_identical(back, tmp_path / "0")
     # Same weights, same program: logits are bit-identical.
     assert torch.equal(logits_of(back), logits_of(tmp_path / "0"))
@@ -111,7 +133,13 @@ def test_round_trip_keeps_every_byte(tmp_path, via, tied, dtype):
 
 
 def test_scaled_rope_survives(tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope["original_max_position_embeddings"] = 8192
     save_reference(tmp_path / "hf", tied=False, dtype=torch.float32, rope_parameters=rope)
     assert convert("--to", "meta", tmp_path / "hf", tmp_path / "meta") == 0
@@ -134,7 +162,9 @@ def test_real_model(stories, tmp_path, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     start = torch.tensor([[tokenizer.bos_token_id]])
-    text = tokenizer.decode(model.generate(start, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
+    text = tokenizer.decode(
+        model.generate(start, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True
+    )
     assert text.strip().startswith("Once upon a time")
 
 
@@ -153,7 +183,9 @@ def test_unreadable_tokenizer_is_copied(tmp_path):
     save_reference(tmp_path / "hf", tied=True, dtype=torch.float32)
     (tmp_path / "hf/generation_config.json").unlink()
     path = tmp_path / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": None}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": None})
+    )
     (tmp_path / "hf/tokenizer.model").write_bytes(b"\x0a\x0e")
     assert convert("--to", "hf", tmp_path / "hf", tmp_path / "back") == 0
     assert (tmp_path / "back/tokenizer.model").read_bytes() == b"\x0a\x0e"
@@ -172,15 +204,31 @@ def test_converted_checkpoint_starts_a_run(tmp_path):
 @pytest.mark.parametrize("format", ["hf", "meta", "dcp"])
 def test_conversion_to_another_dtype(tmp_path, format):
     save_reference(tmp_path / "hf", tied=False, dtype=torch.float32)
-    assert convert("--to", format, "--export_dtype", "bfloat16", tmp_path / "hf", tmp_path / "out") == 0
+    assert (
+        convert("--to", format, "--export_dtype", "bfloat16", tmp_path / "hf", tmp_path / "out")
+        == 0
+    )
     source = internal_source(tmp_path / "out")[1]
     exact = internal_source(tmp_path / "hf")[1]
     assert all(torch.equal(source.read(name), exact.read(name).bfloat16()) for name in exact.specs)
     if format == "hf":
-        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+        assert (
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype
+            == torch.bfloat16
+        )
 
 
-AXES = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "w2": 1, "w3": 0, "output": 0, "tok_embeddings": 1}
+AXES = {
+    "wq": 0,
+    "wk": 0,
+    "wv": 0,
+    "wo": 1,
+    "w1": 0,
+    "w2": 1,
+    "w3": 0,
+    "output": 0,
+    "tok_embeddings": 1,
+}
 
 
 def test_sharded_meta_files(tmp_path):
@@ -198,7 +246,8 @@ def test_sharded_meta_files(tmp_path):
 
 
 def reshard_and_export(checkpoint: str, saved: str, exported: str) -> None:
-    """Load into a sharded model, save that as a run does, and write Hugging Face files, all processes together."""
+    """Load into a sharded model, save that as a run does, and write Hugging Face files, all
+    processes together."""
     ranks = Ranks(dist.group.WORLD)
     spec, source = internal_source(checkpoint)
     with torch.device("meta"):
@@ -212,7 +261,9 @@ def reshard_and_export(checkpoint: str, saved: str, exported: str) -> None:
         Path(exported).mkdir()
     dist.barrier()
     sharded = DcpSource(saved)
-    export_checkpoint(Path(exported), "hf", spec, sharded, Path(checkpoint), max_file_bytes=20_000, ranks=ranks)
+    export_checkpoint(
+        Path(exported), "hf", spec, sharded, Path(checkpoint), max_file_bytes=20_000, ranks=ranks
+    )
 
 
 @pytest.mark.slow
@@ -220,7 +271,11 @@ def reshard_and_export(checkpoint: str, saved: str, exported: str) -> None:
 def test_distributed_resharding_and_export(tmp_path, processes):
     save_reference(tmp_path / "hf", tied=processes == 2, dtype=torch.float32)
     assert convert("--to", "dcp", tmp_path / "hf", tmp_path / "dcp") == 0
-    run_processes(reshard_and_export, processes, *(str(tmp_path / name) for name in ("dcp", "saved", "exported")))
+    run_processes(
+        reshard_and_export,
+        processes,
+        *(str(tmp_path / name) for name in ("dcp", "saved", "exported")),
+    )
     saved = [file.name for file in (tmp_path / "saved").glob("*.distcp")]
     assert len(saved) == processes
     assert len(list((tmp_path / "exported").glob("*.safetensors"))) > processes
@@ -284,7 +339,9 @@ def test_failed_conversion_leaves_nothing(tmp_path, monkeypatch, capsys, format)
 @pytest.mark.parametrize("format", ["hf", "meta", "dcp"])
 def test_cleanup_removes_only_its_own_files(tmp_path, format):
     """The names of the input and of neighboring folders do not matter."""
-    others = [tmp_path / name for name in ("out.partial", "out", "checkpoint", "out.partial.partial")]
+    others = [
+        tmp_path / name for name in ("out.partial", "out", "checkpoint", "out.partial.partial")
+    ]
     save_reference(others[0], tied=True, dtype=torch.float32)
     for folder in others[1:]:
         folder.mkdir()
@@ -317,8 +374,12 @@ def test_dtype_overflow_leaves_nothing(tmp_path, capsys, format):
     with torch.no_grad():
         model.model.norm.weight[3] = 1e5
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    assert convert("--to", format, "--export_dtype", "float16", tmp_path / "hf", tmp_path / "out") == 2
-    assert "norm.weight has values up to 100000, which float16 cannot hold" in capsys.readouterr().err
+    assert (
+        convert("--to", format, "--export_dtype", "float16", tmp_path / "hf", tmp_path / "out") == 2
+    )
+    assert (
+        "norm.weight has values up to 100000, which float16 cannot hold" in capsys.readouterr().err
+    )
     assert not [name for name in listing(tmp_path) if not name.startswith("hf")]
 
 
@@ -381,7 +442,8 @@ def large_model(tmp_path_factory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("large")
     spec = model_spec(LARGE, "large")
     specs = {
-        name: TensorSpec(tensor_spec.shape, torch.bfloat16) for name, tensor_spec in model_tensor_specs(LARGE).items()
+        name: TensorSpec(tensor_spec.shape, torch.bfloat16)
+        for name, tensor_spec in model_tensor_specs(LARGE).items()
     }
     assert sum(tensor_spec.n_bytes for tensor_spec in specs.values()) > 175 * 2**20
 
@@ -390,7 +452,9 @@ def large_model(tmp_path_factory) -> Callable[[str], Path]:
         (folder / f"{format}.partial").mkdir()
         export_checkpoint(folder / f"{format}.partial", format, spec, ConstantSource(specs), folder)
         if format == "dcp":
-            catalog.commit(folder / "dcp.partial", catalog.Marker(step=0, kind="model_only", world_size=1))
+            catalog.commit(
+                folder / "dcp.partial", catalog.Marker(step=0, kind="model_only", world_size=1)
+            )
         else:
             (folder / f"{format}.partial").rename(folder / format)
         return folder / format
@@ -418,7 +482,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path, large_model, source, targ
         "from tests.cli.test_convert import print_memory_of; "
         f"print_memory_of({str(tmp_path / source)!r}, {str(large)!r}, {target!r})"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     growth = float(result.stdout.split("growth")[1])
-    # A few copies of the largest tensor (8 MiB) and memory that the allocator keeps; the model has 184.
+    # A few copies of the largest tensor (8 MiB) and memory that the allocator keeps; the model has
+    # 184.
     assert growth < 80, f"{growth} MiB"

@@ -41,11 +41,17 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def chats(folder) -> Path:
-    """Sixty conversations with one or two questions and about 30 to 90 tokens; one is too long for a window."""
+    """Sixty conversations with one or two questions and about 30 to 90 tokens; one is too long for
+    a window."""
     rows = []
     for i in range(60):
-        turns = [("user", f"How much is {i} plus {i}?"), ("assistant", f"It is {2 * i}. " + "Well done! " * (i % 4))]
-        rows.append({"messages": [{"role": role, "content": text} for role, text in turns * (1 + i % 2)]})
+        turns = [
+            ("user", f"How much is {i} plus {i}?"),
+            ("assistant", f"It is {2 * i}. " + "Well done! " * (i % 4)),
+        ]
+        rows.append(
+            {"messages": [{"role": role, "content": text} for role, text in turns * (1 + i % 2)]}
+        )
     rows[7]["messages"][1]["content"] = "A very long answer. " * 40
     return write(folder / "chats.jsonl", rows)
 
@@ -128,11 +134,16 @@ def failure(capsys, *words: str) -> str:
     """Return the single error line of a wrong command."""
     capsys.readouterr()
     assert main(["data", *words]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if not re.search(" (INFO|WARNING) ", line)]
+    [line] = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not re.search(" (INFO|WARNING) ", line)
+    ]
     return line
 
 
-# --- masks ---------------------------------------------------------------------------------------------------------
+# --- masks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
@@ -159,11 +170,15 @@ def test_colors_match_the_marks(chats, monkeypatch):
     loader, tokenizer = build_loader(chat_options(chats), 1)
     batch = next(loader)
     written = io.StringIO()
-    console = Console(file=written, force_terminal=True, color_system="standard", markup=False, highlight=False)
+    console = Console(
+        file=written, force_terminal=True, color_system="standard", markup=False, highlight=False
+    )
     print_samples(console, samples_of(batch, loader, tokenizer))
     text = Text.from_ansi(written.getvalue())
     spans = [(text.plain[span.start : span.end], span.style) for span in text.spans]
-    trained = "".join(part for part, style in spans if style.color is not None and style.color.number == 2)
+    trained = "".join(
+        part for part, style in spans if style.color is not None and style.color.number == 2
+    )
     labels = batch["labels"][batch["labels"] != -100].tolist()
     assert trained == "trained" + tokenizer.decode(labels)  # the first one is the color key
     special = "".join(part for part, style in spans if style.reverse)
@@ -174,17 +189,24 @@ def test_colors_match_the_marks(chats, monkeypatch):
 def test_documents_are_complete_and_named(chats):
     loader, tokenizer = build_loader(chat_options(chats), 4)
     batch = next(loader)
-    for sample, numbers in zip(samples_of(batch, loader, tokenizer), batch["documents"], strict=True):
+    for sample, numbers in zip(
+        samples_of(batch, loader, tokenizer), batch["documents"], strict=True
+    ):
         [row] = sample.rows
         taken = 0
         for document, number in zip(row.documents, numbers[numbers >= 0].tolist(), strict=True):
             encoded = loader.samples.sample(number)
-            n_shown = len(encoded.ids) - (not encoded.trained[-1])  # tokens that are neither input nor label are absent
+            # tokens that are neither input nor label are absent
+            n_shown = len(encoded.ids) - (not encoded.trained[-1])
             assert [token.id for token in document.tokens] == encoded.ids[:n_shown].tolist()
-            assert [token.trained for token in document.tokens] == encoded.trained[:n_shown].tolist()
+            assert [token.trained for token in document.tokens] == encoded.trained[
+                :n_shown
+            ].tolist()
             assert [token.position for token in document.tokens] == list(range(n_shown))
             line = int(document.name.removeprefix("chats.jsonl:"))
-            question = json.loads(chats.read_text().splitlines()[line - 1])["messages"][0]["content"]
+            question = json.loads(chats.read_text().splitlines()[line - 1])["messages"][0][
+                "content"
+            ]
             assert question in "".join(token.text for token in document.tokens)
             taken += len(encoded.ids) - 1
         assert row.n_positions == SEQ_LEN == taken + row.n_padding
@@ -220,7 +242,12 @@ def test_mixture_with_weights(folder):
 
 def test_characters_split_across_tokens(assets):
     text = "Grüße, 世界! 🦊🦊 ﷽ \ufffd end 👨‍👩‍👧"
-    folders = ["", assets / "gpt2-tokenizer", assets / "mistral-v0.3-tokenizer", assets / "llama3-tokenizer"]
+    folders = [
+        "",
+        assets / "gpt2-tokenizer",
+        assets / "mistral-v0.3-tokenizer",
+        assets / "llama3-tokenizer",
+    ]
     for path in folders:
         tokenizer = PretrainedTokenizer.Config().build(path=str(path))
         ids = tokenizer.encode(text)
@@ -241,19 +268,57 @@ def test_invalid_utf8_bytes(assets):
     assert token_texts(ids, tokenizer) == ["a", "\ufffd", "b"]
 
 
-# --- hostile data ---------------------------------------------------------------------------------------------------
+# --- hostile data
+# --------------------------------------------------------------------------------------------------
 
 
 def test_data_is_escaped(folder, capsys):
-    rows = [{"messages": [{"role": "user", "content": NASTY}, {"role": "assistant", "content": f"[bold]{NASTY}"}]}] * 3
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": NASTY},
+                {"role": "assistant", "content": f"[bold]{NASTY}"},
+            ]
+        }
+    ] * 3
     rows.append({"messages": [{"role": "<b>boss</b>", "content": "x"}]})
     write(folder / "<i>.jsonl", rows)
-    page = inspect(*SFT, *options(dataloader__dataset=["<i>.jsonl"], dataloader__broken="drop", training__seq_len=512))
+    page = inspect(
+        *SFT,
+        *options(
+            dataloader__dataset=["<i>.jsonl"], dataloader__broken="drop", training__seq_len=512
+        ),
+    )
     assert set(page.tags) <= {
-        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "table", "tr", "th", "td", "div"),
+        *(
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "h1",
+            "h2",
+            "h3",
+            "p",
+            "table",
+            "tr",
+            "th",
+            "td",
+            "div",
+        ),
         *("span", "mark"),
     }
-    assert page.attributes <= {"lang", "charset", "http-equiv", "content", "class", "style", "title", "name"}
+    assert page.attributes <= {
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "class",
+        "style",
+        "title",
+        "name",
+    }
     assert "<script>alert(1)</script>" in page.text
     assert "&lt; ␛]0;title␇ \\u202e" in page.text
     printed = capsys.readouterr().out
@@ -286,30 +351,54 @@ def test_padding_is_counted(with_documents):
     loader = BaseDataLoader(BaseDataLoader.Config())
     rows = [sample.rows[0] for sample in samples_of(batch, loader, tokenizer)]
     assert [row.n_padding for row in rows] == [3, 6, 0]
-    assert [[token.id for document in row.documents for token in document.tokens] for row in rows] == [
+    assert [
+        [token.id for document in row.documents for token in document.tokens] for row in rows
+    ] == [
         [300, 301, 302],
         [],
         list(range(300, 306)),
     ]
 
 
-# --- counts ----------------------------------------------------------------------------------------------------------
+# --- counts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_report(folder):
     good = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A lion."}]
     long = [good[0], {"role": "assistant", "content": "A lion. " * 200}]
-    rows = [{"messages": good}] * 20 + [{"messages": long}] * 2 + [{"messages": []}] + [{"messages": "?"}]
+    rows = (
+        [{"messages": good}] * 20
+        + [{"messages": long}] * 2
+        + [{"messages": []}]
+        + [{"messages": "?"}]
+    )
     write(folder / "rows.jsonl", rows)
-    page = inspect(*SFT, *options(dataloader__dataset=["rows.jsonl"], dataloader__broken="drop", training__steps=1))
-    loader, _ = build_loader([*SFT, *options(dataloader__dataset=["rows.jsonl"], dataloader__broken="drop")], 1)
+    page = inspect(
+        *SFT,
+        *options(dataloader__dataset=["rows.jsonl"], dataloader__broken="drop", training__steps=1),
+    )
+    loader, _ = build_loader(
+        [*SFT, *options(dataloader__dataset=["rows.jsonl"], dataloader__broken="drop")], 1
+    )
     n_tokens = sum(len(loader.samples.sample(i).ids) for i in range(20))
     n_trained = sum(int(loader.samples.sample(i).trained.sum()) for i in range(20))
-    name, form, read, kept, cut, dropped, tokens, trained, share, _, allowed, of_run = page.row("rows.jsonl")
-    assert (form, read, kept, cut, dropped, allowed) == ("messages", "24", "20", "0", "4", "no limit")
+    name, form, read, kept, cut, dropped, tokens, trained, share, _, allowed, of_run = page.row(
+        "rows.jsonl"
+    )
+    assert (form, read, kept, cut, dropped, allowed) == (
+        "messages",
+        "24",
+        "20",
+        "0",
+        "4",
+        "no limit",
+    )
     assert (int(tokens), int(trained)) == (n_tokens, n_trained)
     assert (share, of_run) == (f"{n_trained / n_tokens:.1%}", "100.0%")
-    events = {cells[1]: cells[2:] for cells in page.cells if cells[0] == "rows.jsonl" and len(cells) == 4}
+    events = {
+        cells[1]: cells[2:] for cells in page.cells if cells[0] == "rows.jsonl" and len(cells) == 4
+    }
     assert {event: count for event, (count, _) in events.items()} == {
         "dropped: too_long": "2",
         "dropped: empty": "1",
@@ -321,8 +410,16 @@ def test_report(folder):
 
 def test_unused_columns_are_reported(folder, capsys):
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A lion."}]
-    write(folder / "rows.jsonl", [{"messages": turns, "score": 1}, {"messages": turns, "images": ["x.png"]}])
-    page = inspect(*SFT, *options(dataloader__dataset=["rows.jsonl"], training__steps=2, training__local_batch_size=1))
+    write(
+        folder / "rows.jsonl",
+        [{"messages": turns, "score": 1}, {"messages": turns, "images": ["x.png"]}],
+    )
+    page = inspect(
+        *SFT,
+        *options(
+            dataloader__dataset=["rows.jsonl"], training__steps=2, training__local_batch_size=1
+        ),
+    )
     assert page.row("the run")[1] == f"2 steps, 1 window of {SEQ_LEN} tokens in each"
     assert ["rows.jsonl", "columns not read", "", "score, images"] in page.cells
     assert capsys.readouterr().err.count("the columns score, images are ignored (format ") == 1
@@ -330,7 +427,10 @@ def test_unused_columns_are_reported(folder, capsys):
 
 def test_messages_in_other_spellings_are_shown_as_they_are_read(folder):
     """A row in the normal form, with a null of a table, is not shown."""
-    plain = [{"role": "user", "content": "Hi", "name": None}, {"role": "assistant", "content": "Ho!"}]
+    plain = [
+        {"role": "user", "content": "Hi", "name": None},
+        {"role": "assistant", "content": "Ho!"},
+    ]
     other = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "<think>Hm.</think>Ho!"}]
     write(folder / "plain.jsonl", [{"messages": plain}])
     write(folder / "other.jsonl", [{"conversations": other}] * 2)
@@ -338,12 +438,18 @@ def test_messages_in_other_spellings_are_shown_as_they_are_read(folder):
     page = inspect(*SFT, *words, "--dataloader.on_loss_of_reasoning", "train")
     shown = [cells for cells in page.cells if len(cells) == 4 and cells[:2] == ["other.jsonl", "2"]]
     assert [cells[2] for cells in shown] == ["other.jsonl:1", "other.jsonl:2"]
-    assert all('"reasoning_content": "Hm."' in cells[3] and '"role": "user"' in cells[3] for cells in shown)
+    assert all(
+        '"reasoning_content": "Hm."' in cells[3] and '"role": "user"' in cells[3] for cells in shown
+    )
 
 
 def test_histogram_adds_up(chats):
     page = inspect(*chat_options(chats))
-    counts = [int(cells[1].replace(",", "")) for cells in page.cells if re.fullmatch(r"[\d,]+(-[\d,]+)?", cells[0])]
+    counts = [
+        int(cells[1].replace(",", ""))
+        for cells in page.cells
+        if re.fullmatch(r"[\d,]+(-[\d,]+)?", cells[0])
+    ]
     assert sum(counts) == 60  # including the one that is too long
     assert counts[-1] == 1
     assert f"{1 / 60:.1%} have more than the {SEQ_LEN + 1} tokens" in page.text
@@ -356,10 +462,14 @@ def test_each_length_is_in_its_bin(seed):
     max_length = int(random.choice([1, 16, 65, int(np.median(lengths)), 10**6]))
     bins = histogram(lengths, max_length)
     assert [length_bin.n_samples for length_bin in bins] == [
-        int(((length_bin.low <= lengths) & (lengths <= length_bin.high)).sum()) for length_bin in bins
+        int(((length_bin.low <= lengths) & (lengths <= length_bin.high)).sum())
+        for length_bin in bins
     ]
     assert sum(length_bin.n_samples for length_bin in bins) == 500
-    assert sum(length_bin.n_samples for length_bin in bins if length_bin.beyond) == (lengths > max_length).sum()
+    assert (
+        sum(length_bin.n_samples for length_bin in bins if length_bin.beyond)
+        == (lengths > max_length).sum()
+    )
 
 
 def test_windows_steps_and_epochs(chats):
@@ -376,7 +486,10 @@ def test_windows_steps_and_epochs(chats):
 
 def test_invalid_training_options_are_rejected(chats, folder, capsys):
     write(folder / "few.jsonl", [json.loads(chats.read_text().splitlines()[0])])
-    words = [*SFT, *options(dataloader__dataset=["chats.jsonl", "few.jsonl"], dataloader__weights=[1, 1])]
+    words = [
+        *SFT,
+        *options(dataloader__dataset=["chats.jsonl", "few.jsonl"], dataloader__weights=[1, 1]),
+    ]
     page = inspect(*words, "--training.steps", "50")
     assert "Training would be refused: few.jsonl would be read" in page.text
     assert float(page.row("few.jsonl")[9]) > 1
@@ -389,11 +502,15 @@ def test_skipped_steps_are_included(chats):
     skipping = [*words, "--training.skip_data", "2-3", "5", "900"]
     straight, longer = inspect(*words, "--training.steps", "7"), inspect(*skipping)
     assert longer.row("chats.jsonl")[9] == straight.row("chats.jsonl")[9]
-    steps = [int(inspect(*of, "--training.epochs", "1").row("the run")[1].split()[0]) for of in (words, skipping)]
+    steps = [
+        int(inspect(*of, "--training.epochs", "1").row("the run")[1].split()[0])
+        for of in (words, skipping)
+    ]
     assert steps[1] == steps[0] - 3
 
 
-# --- other loaders ---------------------------------------------------------------------------------------------------
+# --- other loaders
+# --------------------------------------------------------------------------------------------------
 
 
 _OWN_MODULE = """
@@ -449,7 +566,10 @@ def module(folder) -> list[str]:
 
 
 def test_pairs_side_by_side(module, folder, capsys):
-    rows = [{"prompt": f"Question {i}?", "chosen": f"Good {i}.", "rejected": f"Bad {i}, bad."} for i in range(5)]
+    rows = [
+        {"prompt": f"Question {i}?", "chosen": f"Good {i}.", "rejected": f"Bad {i}, bad."}
+        for i in range(5)
+    ]
     write(folder / "pairs.jsonl", rows)
     words = [*module, "--config", "pairs", *options()]
     page = inspect(*words, "--samples", "2")
@@ -457,16 +577,24 @@ def test_pairs_side_by_side(module, folder, capsys):
     batch = next(loader)
     for index, shown in enumerate(page.tokens):
         labels = batch["labels"][index].tolist()
-        assert [token for token, _, marked in shown if marked] == [label for label in labels if label >= 0]
-    assert page.text.count("chosen") == page.text.count("rejected") == 10  # in the table of turns, and above each
+        assert [token for token, _, marked in shown if marked] == [
+            label for label in labels if label >= 0
+        ]
+    # in the table of turns, and above each
+    assert page.text.count("chosen") == page.text.count("rejected") == 10
     printed = capsys.readouterr().out
-    assert "chosen" in printed and re.search(r"⟦Good \d", printed) and re.search(r"⟦Bad \d", printed)
+    assert (
+        "chosen" in printed and re.search(r"⟦Good \d", printed) and re.search(r"⟦Bad \d", printed)
+    )
     assert main(["data", "show", "--step", "1", *words]) == 0
     assert "pairs.jsonl:" in capsys.readouterr().out
 
 
 def test_prompts_with_their_answers(module, folder):
-    write(folder / "prompts.jsonl", [{"question": f"Which number is {i}?", "answer": f"Number {i}"} for i in range(5)])
+    write(
+        folder / "prompts.jsonl",
+        [{"question": f"Which number is {i}?", "answer": f"Number {i}"} for i in range(5)],
+    )
     page = inspect(*module, "--config", "prompts", *options(), "--samples", "5")
     assert len(page.tokens) == 5
     assert not any(marked for shown in page.tokens for _, _, marked in shown)
@@ -482,7 +610,8 @@ def test_loader_without_statistics(module, capsys):
     assert "--debug.ledger" in message
 
 
-# --- a step's documents ----------------------------------------------------------------------------------------------
+# --- a step's documents
+# ----------------------------------------------------------------------------------------------
 
 
 def shown_step(capsys, step: int, words: list[str]) -> tuple[str, list[str]]:
@@ -490,7 +619,9 @@ def shown_step(capsys, step: int, words: list[str]) -> tuple[str, list[str]]:
     capsys.readouterr()
     assert main(["data", "show", "--step", str(step), *words]) == 0
     printed = capsys.readouterr().out
-    documents = re.findall(r"^── (chats\.jsonl:\d+\n.*?)(?=^──|\Z)", printed, re.DOTALL | re.MULTILINE)
+    documents = re.findall(
+        r"^── (chats\.jsonl:\d+\n.*?)(?=^──|\Z)", printed, re.DOTALL | re.MULTILINE
+    )
     return printed.strip().splitlines()[0], [text.strip() for text in documents]
 
 
@@ -504,7 +635,9 @@ def train_here(words: list[str]) -> None:
 
 @pytest.mark.slow
 def test_step_from_ledger_equals_plan(chats, capsys):
-    words = chat_options(chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"])
+    words = chat_options(
+        chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"]
+    )
     planned = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]
     assert shown_step(capsys, 4, [*words, "--dataloader.num_workers", "2"]) == planned[3]
     train_here([*words, "--debug.ledger"])
@@ -526,15 +659,28 @@ def test_step_from_ledger_equals_plan(chats, capsys):
 
 @pytest.mark.parametrize(
     "damage",
-    ["null", "5", "{}", "[" * 100_000, '{"step": 2}', '{"step": 2, "data_step": "x", "documents": []}', "\udcff"]
-    + [f'{{"step": 2, "data_step": {data_step}, "documents": {names}}}' for data_step, names in ((0, []), (1, [5]))],
+    [
+        "null",
+        "5",
+        "{}",
+        "[" * 100_000,
+        '{"step": 2}',
+        '{"step": 2, "data_step": "x", "documents": []}',
+        "\udcff",
+    ]
+    + [
+        f'{{"step": 2, "data_step": {data_step}, "documents": {names}}}'
+        for data_step, names in ((0, []), (1, [5]))
+    ],
 )
 def test_damaged_ledger(chats, capsys, damage):
     Path("run").mkdir()
     lines = [json.dumps({"step": step, "data_step": step, "documents": []}) for step in (1, 3)]
     content = "\n".join([lines[0], damage, lines[1]])
     Path("run/ledger.jsonl").write_bytes(content.encode(errors="surrogateescape"))
-    expected = "there is no step 2: 'run/ledger.jsonl' has the steps 1 to 3, and line 2 of it is damaged"
+    expected = (
+        "there is no step 2: 'run/ledger.jsonl' has the steps 1 to 3, and line 2 of it is damaged"
+    )
     assert expected in failure(capsys, "show", "--step", "2", *chat_options(chats))
 
 
@@ -549,7 +695,9 @@ def test_pretraining_step_from_ledger(folder, capsys):
     first, _, named = capsys.readouterr().out.partition("\n")
     assert first.endswith("step 2, according to run/ledger.jsonl:")
     # Only the names are known, since the configuration has other data.
-    Path("run/ledger.jsonl").write_text(json.dumps({"step": 2, "data_step": 2, "documents": ["b.txt, document 3"]}))
+    Path("run/ledger.jsonl").write_text(
+        json.dumps({"step": 2, "data_step": 2, "documents": ["b.txt, document 3"]})
+    )
     assert main(["data", "show", "--step", "2", *words]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["b.txt, document 3"]
     assert named == planned
@@ -581,7 +729,9 @@ def test_run_is_selected_by_its_configuration_file(chats, capsys):
     words = chat_options(chats)
     Path("run").mkdir()
     ConfigManager().parse_args(words).save(Path("run/config.yaml"))
-    assert shown_step(capsys, 2, ["--config_file", "run/config.yaml"]) == shown_step(capsys, 2, words)
+    assert shown_step(capsys, 2, ["--config_file", "run/config.yaml"]) == shown_step(
+        capsys, 2, words
+    )
 
 
 def test_page_is_written_atomically(chats, capsys, monkeypatch):
@@ -598,22 +748,33 @@ def test_page_is_written_atomically(chats, capsys, monkeypatch):
         patched.setattr(durable, "new_file", fill_up)
         error = failure(capsys, "inspect", "--html", "page.html", *chat_options(chats))
     assert error.endswith("--html page.html cannot be written: No space left on device")
-    assert Path("page.html").read_text() == "the page before" and not list(Path().glob("page.html?*"))
+    assert Path("page.html").read_text() == "the page before" and not list(
+        Path().glob("page.html?*")
+    )
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_are_one_line(chats, capsys):
     words = chat_options(chats)
     assert "the run has 4" in failure(capsys, "show", "--step", "5", *words)
     assert "set --step to the number of a step" in failure(capsys, "show", *words)
-    assert "--step is 0, but must be the number of a step, from 1" in failure(capsys, "show", "--step", "0", *words)
-    assert "--samples is 0, but must be at least 1" in failure(capsys, "inspect", "--samples", "0", *words)
-    assert "there is no folder" in failure(capsys, "inspect", "--html", "no/where/page.html", *words)
+    assert "--step is 0, but must be the number of a step, from 1" in failure(
+        capsys, "show", "--step", "0", *words
+    )
+    assert "--samples is 0, but must be at least 1" in failure(
+        capsys, "inspect", "--samples", "0", *words
+    )
+    assert "there is no folder" in failure(
+        capsys, "inspect", "--html", "no/where/page.html", *words
+    )
     os.mkfifo("pipe")
     assert "pipe is not a regular file" in failure(capsys, "inspect", "--html", "pipe", *words)
-    assert "nothing.jsonl" in failure(capsys, "inspect", *SFT, "--dataloader.dataset", "nothing.jsonl")
+    assert "nothing.jsonl" in failure(
+        capsys, "inspect", *SFT, "--dataloader.dataset", "nothing.jsonl"
+    )
     assert "unknown command 'shw'" in failure(capsys, "shw")
 
 
@@ -635,6 +796,7 @@ def test_help_has_both_kinds_of_options(command, capsys):
 @pytest.mark.slow
 def test_order_follows_the_seed(chats):
     first, again, other = (
-        inspect(*chat_options(chats), "--debug.seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
+        inspect(*chat_options(chats), "--debug.seed", seed, "--samples", "2").tokens
+        for seed in ("1", "1", "2")
     )
     assert first == again != other

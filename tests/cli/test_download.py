@@ -1,4 +1,5 @@
-"""`torchtitan download`: the requested files, the kept files, and messages for errors of the Hub."""
+"""`torchtitan download`: the requested files, the kept files, and messages for errors of the
+Hub."""
 
 import hashlib
 import json
@@ -19,9 +20,25 @@ from huggingface_hub.hf_api import RepoSibling
 from torchtitan.cli.main import main
 
 FILES = [
-    *("config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
-    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"),
-    *("original/consolidated.00.pth", "original/params.json", "onnx/config.json", "pytorch_model.bin"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ),
+    *(
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "README.md",
+    ),
+    *(
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "onnx/config.json",
+        "pytorch_model.bin",
+    ),
 ]
 SMALL = [name for name in FILES if name.startswith(("config", "generation", "tokenizer", "chat"))]
 
@@ -41,7 +58,8 @@ def hub(monkeypatch, tmp_path):
         if asked.error:
             raise asked.error
         return SimpleNamespace(
-            sha="abc", siblings=[RepoSibling(name, blob_id=git_digest(name.encode())) for name in asked.files]
+            sha="abc",
+            siblings=[RepoSibling(name, blob_id=git_digest(name.encode())) for name in asked.files],
         )
 
     def snapshot_download(self, repo_id, *, local_dir, **options):
@@ -80,7 +98,11 @@ def test_only_needed_files_are_downloaded(hub, capsys, flag, files):
 
 
 def test_pickled_weights_as_fallback(hub):
-    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    shards = [
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json",
+    ]
     for files in (["pytorch_model.bin"], shards):
         hub.files = [*SMALL, *files, "training_args.bin", "README.md"]
         for flag, expected in (([], {*SMALL, *files}), (["--tokenizer_only"], {*SMALL})):
@@ -92,11 +114,23 @@ def test_pickled_weights_as_fallback(hub):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (http_error(errors.GatedRepoError), "a/b is gated: accept its license on {hub}/a/b, and set HF_TOKEN"),
-        (http_error(errors.RepositoryNotFoundError), "there is no model 'a/b' on the Hub, or it is private"),
+        (
+            http_error(errors.GatedRepoError),
+            "a/b is gated: accept its license on {hub}/a/b, and set HF_TOKEN",
+        ),
+        (
+            http_error(errors.RepositoryNotFoundError),
+            "there is no model 'a/b' on the Hub, or it is private",
+        ),
         (http_error(errors.RevisionNotFoundError), "a/b has no revision 'x'"),
-        (http_error(errors.HfHubHTTPError, "503 Server Error\nmore"), "cannot be reached (503 Server Error); check"),
-        (errors.OfflineModeIsEnabled("offline mode"), "cannot be reached (offline mode); check the network"),
+        (
+            http_error(errors.HfHubHTTPError, "503 Server Error\nmore"),
+            "cannot be reached (503 Server Error); check",
+        ),
+        (
+            errors.OfflineModeIsEnabled("offline mode"),
+            "cannot be reached (offline mode); check the network",
+        ),
         (errors.HFValidationError("bad"), "'a/b' is not the name of a repository (OWNER/NAME)"),
     ],
     ids=lambda value: type(value).__name__,
@@ -131,13 +165,17 @@ def test_unwritable_folder(hub, monkeypatch, tmp_path, capsys):
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves a repository like the Hugging Face Hub: `model.safetensors` from LFS, other files from git."""
+    """Serves a repository like the Hugging Face Hub: `model.safetensors` from LFS, other files from
+    git."""
 
     sha = "0123456789abcdef0123456789abcdef01234567"
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), FakeHubHandler)
-        self.files = {name: name.encode() * 9 for name in ("config.json", "tokenizer.json", "model.safetensors")}
+        self.files = {
+            name: name.encode() * 9
+            for name in ("config.json", "tokenizer.json", "model.safetensors")
+        }
         self.sent: dict[str, bytes] = {}
         """Contents that the server sends instead of the listed ones."""
         self.torn: set[str] = set()
@@ -155,7 +193,12 @@ class FakeHub(ThreadingHTTPServer):
         entry |= {"blobId": git_digest(content), "oid": git_digest(content)}
         if name.endswith("safetensors"):
             digest = hashlib.sha256(content).hexdigest()
-            entry["lfs"] = {"size": len(content), "sha256": digest, "oid": digest, "pointerSize": 130}
+            entry["lfs"] = {
+                "size": len(content),
+                "sha256": digest,
+                "oid": digest,
+                "pointerSize": 130,
+            }
         return entry
 
 
@@ -196,7 +239,8 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def fake_hub(monkeypatch, tmp_path):
     api = huggingface_hub.HfApi
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)  # before the next attempt
+    # before the next attempt
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with FakeHub() as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -209,7 +253,11 @@ def fake_hub(monkeypatch, tmp_path):
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def visible(folder: Path) -> list[str]:
@@ -233,12 +281,15 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [(lambda content: content[:-1] + b"?", "is damaged: its digest is"), (lambda _: POINTER, "a Git LFS pointer")],
+    [
+        (lambda content: content[:-1] + b"?", "is damaged: its digest is"),
+        (lambda _: POINTER, "a Git LFS pointer"),
+    ],
     ids=["damaged", "pointer"],
 )
 def test_corrupt_download_is_deleted(fake_hub, tmp_path, capsys, name, wrong, message):
-    """The server's headers match the wrong content, so only the file list shows the error. No file is kept, and the
-    next call downloads only that file."""
+    """The server's headers match the wrong content, so only the file list shows the error. No file
+    is kept, and the next call downloads only that file."""
     fake_hub.sent[name] = wrong(fake_hub.files[name])
     words = ["download", "a/b", "--dest", str(tmp_path / "model")]
     assert main(words) == 2
@@ -258,7 +309,9 @@ def test_interrupted_download_resumes(fake_hub, tmp_path, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("torchtitan download: ")
     assert visible(tmp_path / "model") == []
-    (tmp_path / "model/.download/.cache/huggingface/download/killed.incomplete").write_bytes(b"half a model")
+    (tmp_path / "model/.download/.cache/huggingface/download/killed.incomplete").write_bytes(
+        b"half a model"
+    )
     fake_hub.torn.clear()
     assert main(words) == 0
     assert content_of(tmp_path / "model") == fake_hub.files
@@ -282,14 +335,24 @@ def test_hub_without_digests(hub, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        *("../evil.safetensors", "original/../../evil", "..", "/etc/passwd", "a\\..\\evil", "C:evil"),
+        *(
+            "../evil.safetensors",
+            "original/../../evil",
+            "..",
+            "/etc/passwd",
+            "a\\..\\evil",
+            "C:evil",
+        ),
         *("a\0b", "a\x1b[2J", "a//b", "./a", "a/", ""),
     ],
 )
 def test_file_names_outside_the_folder_are_rejected(hub, capsys, name):
     hub.files = [*FILES, name]
     assert main(["download", "a/b", "--original"]) == 2
-    assert f"a/b has a file called {name!r}, which may lead out of the folder" in capsys.readouterr().err
+    assert (
+        f"a/b has a file called {name!r}, which may lead out of the folder"
+        in capsys.readouterr().err
+    )
     assert hub.download is None and os.listdir() == []
 
 
@@ -312,8 +375,23 @@ INFO = b'{"id": "a/b", "siblings": %s}'
 @pytest.mark.parametrize(
     ("part", "answer"),
     [
-        *(("/api/", answer) for answer in (b"", b"<html>", b"null", b"[]", b'"text"', b"{}", b"\xff", b"[" * 100_000)),
-        *(("/api/", INFO % siblings) for siblings in (b"[{}]", b"[3]", b'[{"rfilename": 3}]', b"3")),
+        *(
+            ("/api/", answer)
+            for answer in (
+                b"",
+                b"<html>",
+                b"null",
+                b"[]",
+                b'"text"',
+                b"{}",
+                b"\xff",
+                b"[" * 100_000,
+            )
+        ),
+        *(
+            ("/api/", INFO % siblings)
+            for siblings in (b"[{}]", b"[3]", b'[{"rfilename": 3}]', b"3")
+        ),
         ("/api/", INFO % b'[{"rfilename": "config.json", "lfs": {}}]'),
         ("/api/", INFO % b'[{"rfilename": "config.json", "blobId": "3"}]'),  # no sha
         ("/api/", b'{"id": "a/b", "lastModified": "yesterday"}'),

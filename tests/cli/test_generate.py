@@ -12,7 +12,11 @@ import torch
 from tests.commands import RunningCommand
 from tests.training import train
 from torchtitan.cli.generate import chat, generate
-from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
+from torchtitan.components.chat_template import (
+    ChatTemplate,
+    load_chat_template,
+    resolve_chat_template,
+)
 from torchtitan.components.generation import generate as generate_ids
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.models import pretrained
@@ -28,7 +32,11 @@ TOOL = {
     "function": {
         "name": "add",
         "description": "Adds <two> numbers — é.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}},
+            "required": ["a"],
+        },
     },
 }
 CALL = [
@@ -36,7 +44,9 @@ CALL = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "abcdefghi", **TOOL, "function": {"name": "add", "arguments": {"a": 1}}}],
+        "tool_calls": [
+            {"id": "abcdefghi", **TOOL, "function": {"name": "add", "arguments": {"a": 1}}}
+        ],
     },
     {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
 ]
@@ -57,9 +67,13 @@ def reference(assets):
     def load(name):
         settings = json.loads((assets / name / "tokenizer_config.json").read_text())
         file = (
-            assets / ("mistral-v0.3-tokenizer" if "mistral" in name else "stories260K/hf-converted") / "tokenizer.json"
+            assets
+            / ("mistral-v0.3-tokenizer" if "mistral" in name else "stories260K/hf-converted")
+            / "tokenizer.json"
         )
-        tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        tokens = {
+            key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
         return transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(file), chat_template=settings["chat_template"], **tokens
         )
@@ -72,7 +86,9 @@ def reference(assets):
 @pytest.mark.parametrize("prompted", [True, False])
 def test_templates_match_transformers(assets, reference, name, conversation, prompted):
     messages, options = CONVERSATIONS[conversation]
-    expected = reference(name).apply_chat_template(messages, tokenize=False, add_generation_prompt=prompted, **options)
+    expected = reference(name).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=prompted, **options
+    )
     template = load_chat_template(assets / name)
     assert template.render(messages, add_generation_prompt=prompted, **options) == expected
 
@@ -83,14 +99,22 @@ def test_template_reads_its_options(assets, reference):
         expected = reference("qwen3-chat-template").apply_chat_template(
             TURNS, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
         )
-        assert template.render(TURNS, add_generation_prompt=True, enable_thinking=thinking) == expected
+        assert (
+            template.render(TURNS, add_generation_prompt=True, enable_thinking=thinking) == expected
+        )
 
 
 def test_token_ids_equal_transformers(assets, reference):
     name = "mistral-v0.3-tokenizer"
     rendered = load_chat_template(assets / name).render(TURNS, add_generation_prompt=True)
-    ids = PretrainedTokenizer.Config().build(path=assets / name).encode(rendered, add_bos=False, allow_special=True)
-    expected = reference(name).apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
+    ids = (
+        PretrainedTokenizer.Config()
+        .build(path=assets / name)
+        .encode(rendered, add_bos=False, allow_special=True)
+    )
+    expected = reference(name).apply_chat_template(
+        TURNS, add_generation_prompt=True, return_dict=False
+    )
     assert ids == expected
 
 
@@ -110,7 +134,11 @@ def test_templates_run_in_a_sandbox():
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
+    [
+        "{{ 1 / 0 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
 )
 def test_failing_template_is_reported(tmp_path, source):
     (tmp_path / "chat_template.jinja").write_text(source)
@@ -119,7 +147,9 @@ def test_failing_template_is_reported(tmp_path, source):
         template.render(TURNS, add_generation_prompt=False)
 
 
-@pytest.mark.parametrize("declared", [5, [{"template": "x"}], ["x"], [{"name": "default", "template": 5}], "{% if %}"])
+@pytest.mark.parametrize(
+    "declared", [5, [{"template": "x"}], ["x"], [{"name": "default", "template": 5}], "{% if %}"]
+)
 def test_invalid_template_is_rejected(tmp_path, declared):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": declared}))
     with pytest.raises(UserError, match="tokenizer_config.json"):
@@ -127,7 +157,9 @@ def test_invalid_template_is_rejected(tmp_path, declared):
 
 
 def test_unreadable_files_are_reported(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x", "bos_token": 5}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "x", "bos_token": 5})
+    )
     with pytest.raises(UserError, match="tokenizer_config.json.* bos_token 5"):
         load_chat_template(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
@@ -154,8 +186,14 @@ def test_special_tokens_match_transformers(stories, tmp_path, settings, expected
     (tmp_path / "special_tokens_map.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
     )
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, tokenize=False)
-    assert load_chat_template(tmp_path).render(TURNS, add_generation_prompt=False) == theirs == expected
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        TURNS, tokenize=False
+    )
+    assert (
+        load_chat_template(tmp_path).render(TURNS, add_generation_prompt=False)
+        == theirs
+        == expected
+    )
 
 
 def test_template_search_order(tmp_path):
@@ -169,17 +207,23 @@ def test_template_search_order(tmp_path):
     named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert rendered() == "named"
-    (tmp_path / "chat_template.jinja").write_text("{% generation %}file{% endgeneration %}{{ strftime_now('%%') }}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% generation %}file{% endgeneration %}{{ strftime_now('%%') }}"
+    )
     assert rendered() == "file%"
     # The model's folder, and the folder of another tokenizer.
     model = tmp_path / "model"
     model.mkdir()
     assert load_chat_template(model) is None
     assert load_chat_template(model, tmp_path).render([], add_generation_prompt=False) == "file%"
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
     (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>"}))
     (model / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
-    assert load_chat_template(model, tmp_path).render([], add_generation_prompt=False) == "<bos></s>"
+    assert (
+        load_chat_template(model, tmp_path).render([], add_generation_prompt=False) == "<bos></s>"
+    )
 
 
 # Commands
@@ -194,14 +238,23 @@ def run(capsys, command, *args):
 @pytest.mark.slow
 def test_generate_prints_only_the_text(stories, assets, capsys):
     expected = (assets / "stories260K" / "expected_greedy_200steps.txt").read_text()
-    code, out, err = run(capsys, generate, "--checkpoint", stories, "--temperature", 0, "--device", "cpu")
+    code, out, err = run(
+        capsys, generate, "--checkpoint", stories, "--temperature", 0, "--device", "cpu"
+    )
     assert (code, out) == (0, expected + "\n")
     assert "prompt: 1 tokens" in err and "generated: 200 tokens" in err and "tokens/s" in err
 
 
 def test_several_prompts_and_stop_strings(stories, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("Lily\n")
-    prompts = ["--prompt", "Once upon", "--prompt", "The cat", "--prompt_file", tmp_path / "prompt.txt"]
+    prompts = [
+        "--prompt",
+        "Once upon",
+        "--prompt",
+        "The cat",
+        "--prompt_file",
+        tmp_path / "prompt.txt",
+    ]
     args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 20, *prompts]
     code, out, _ = run(capsys, generate, *args, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
@@ -209,14 +262,27 @@ def test_several_prompts_and_stop_strings(stories, capsys, tmp_path):
     assert all(line["finish_reason"] == "length" and len(line["tokens"]) == 20 for line in lines)
     _, plain, _ = run(capsys, generate, *args, "--no_cache")
     assert plain == "".join(f"{line['prompt']}{line['text']}\n" for line in lines)
-    _, stopped, _ = run(capsys, generate, *args[:6], "--prompt", "Once upon", "--stop", "e, t", "--json")
+    _, stopped, _ = run(
+        capsys, generate, *args[:6], "--prompt", "Once upon", "--stop", "e, t", "--json"
+    )
     line = json.loads(stopped)
     assert line["finish_reason"] == "stop" and len(line["tokens"]) < 20
     assert lines[0]["text"].startswith(line["text"] + "e, t")
 
 
 def test_sampling_depends_on_the_seed(stories, capsys):
-    args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 30, "--temperature", 1, "--top_p", 0.9]
+    args = [
+        "--checkpoint",
+        stories,
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        30,
+        "--temperature",
+        1,
+        "--top_p",
+        0.9,
+    ]
     texts = [run(capsys, generate, *args, "--top_k", 40, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -228,11 +294,16 @@ def test_sampling_depends_on_the_seed(stories, capsys):
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top_p", "0"], "top_p is 0.0"),
         (["--max_new_tokens", "600"], "context of 512"),
-        (["--prompt_file", "/nowhere"], "--prompt_file /nowhere cannot be read: No such file or directory\n"),
+        (
+            ["--prompt_file", "/nowhere"],
+            "--prompt_file /nowhere cannot be read: No such file or directory\n",
+        ),
     ],
 )
 def test_mistakes_are_reported(stories, capsys, args, message):
-    code, out, err = run(capsys, generate, "--checkpoint", stories, "--device", "cpu", "--prompt", "a", *args)
+    code, out, err = run(
+        capsys, generate, "--checkpoint", stories, "--device", "cpu", "--prompt", "a", *args
+    )
     assert code == 2 and out == "" and message in err and "Traceback" not in err
 
 
@@ -241,7 +312,9 @@ def test_generation_from_a_checkpoint_of_a_run(tmp_path, capsys):
     step = tmp_path / "checkpoint" / "step-2"
     args = ["--device", "cpu", "--max_new_tokens", 12, "--prompt", "Once", "--json"]
     code, out, _ = run(capsys, generate, "--checkpoint", step, *args)
-    [expected] = generate_ids(trainer.model_parts[0], [trainer.tokenizer.encode("Once")], max_new_tokens=12)
+    [expected] = generate_ids(
+        trainer.model_parts[0], [trainer.tokenizer.encode("Once")], max_new_tokens=12
+    )
     assert code == 0 and json.loads(out)["tokens"] == expected.ids
     for folder in (tmp_path, tmp_path / "checkpoint"):
         code, out, err = run(capsys, generate, "--checkpoint", folder, *args)
@@ -249,7 +322,9 @@ def test_generation_from_a_checkpoint_of_a_run(tmp_path, capsys):
 
 
 def test_tokenizer_of_another_model_is_rejected(stories, assets, capsys):
-    code, _, err = run(capsys, generate, "--checkpoint", stories, "--tokenizer", assets / "gpt2-tokenizer")
+    code, _, err = run(
+        capsys, generate, "--checkpoint", stories, "--tokenizer", assets / "gpt2-tokenizer"
+    )
     assert code == 2 and "50257" in err and "512" in err
 
 
@@ -268,17 +343,34 @@ def test_bfloat16_is_the_default_on_gpus_that_have_it(stories, monkeypatch, has_
     monkeypatch.setattr(pretrained, "load_model", load)
     for words in ([], ["--dtype", "float32"], ["--device", "cpu"]):
         assert generate(["--checkpoint", str(stories), *words]) == 2
-    assert asked == [("cuda", torch.bfloat16 if has_bfloat16 else None), ("cuda", torch.float32), ("cpu", None)]
+    assert asked == [
+        ("cuda", torch.bfloat16 if has_bfloat16 else None),
+        ("cuda", torch.float32),
+        ("cpu", None),
+    ]
 
 
 @pytest.mark.slow
 def test_closed_pipe_ends_generation_quietly(stories):
     code = (
         "import sys\nfrom torchtitan.cli.generate import generate\n"
-        "from torchtitan.tools.process import default_signals\nwith default_signals(): generate(sys.argv[1:])"
+        "from torchtitan.tools.process import default_signals\nwith default_signals(): "
+        "generate(sys.argv[1:])"
     )
-    command = [sys.executable, "-c", code, "--checkpoint", stories, "--device", "cpu", "--max_new_tokens", "200"]
-    with RunningCommand(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--checkpoint",
+        stories,
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        "200",
+    ]
+    with RunningCommand(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.read(4) == "Once"
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
@@ -297,7 +389,19 @@ def chat_model(stories, tmp_path):
 
 def talk(capsys, monkeypatch, lines, *args):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    return run(capsys, chat, "--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", ".", *args)
+    return run(
+        capsys,
+        chat,
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        30,
+        "--stop",
+        "\n",
+        "--stop",
+        ".",
+        *args,
+    )
 
 
 def test_chat_remembers_earlier_turns(chat_model, capsys, monkeypatch):
@@ -307,7 +411,18 @@ def test_chat_remembers_earlier_turns(chat_model, capsys, monkeypatch):
     assert code == 0 and first == third != second
     # The same by `generate`, with the conversation written out.
     prompt = f"user: Tell me a story\nassistant: {first}\nuser: Tell me a story\n"
-    args = ["--checkpoint", chat_model, "--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", "."]
+    args = [
+        "--checkpoint",
+        chat_model,
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        30,
+        "--stop",
+        "\n",
+        "--stop",
+        ".",
+    ]
     assert run(capsys, generate, *args, "--prompt", prompt)[1] == prompt + second + "\n"
 
 
@@ -319,7 +434,17 @@ def test_conversation_longer_than_the_context_is_reported(chat_model, capsys, mo
 
 @pytest.mark.slow
 def test_tokenizer_option_keeps_template_and_stop_tokens(chat_model, stories, capsys, monkeypatch):
-    args = ["--checkpoint", chat_model, "--device", "cpu", "--max_new_tokens", 8, "--prompt", "Once", "--json"]
+    args = [
+        "--checkpoint",
+        chat_model,
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        8,
+        "--prompt",
+        "Once",
+        "--json",
+    ]
     free = json.loads(run(capsys, generate, *args)[1])["tokens"]
     (chat_model / "generation_config.json").write_text(json.dumps({"eos_token_id": free[4]}))
     _, out, _ = run(capsys, generate, *args, "--tokenizer", stories)
@@ -339,9 +464,13 @@ def test_chat_requires_a_template(stories, capsys, monkeypatch):
         and "no chat template" in err
         and "set --chat_template to a file or one of: chatml," in err
     )
-    code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--chat_template", "chatml")
+    code, out, _ = talk(
+        capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--chat_template", "chatml"
+    )
     assert code == 0 and len(out.splitlines()) == 1
-    code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--chat_template", "chatlm")
+    code, out, err = talk(
+        capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--chat_template", "chatlm"
+    )
     assert code == 2 and out == "" and "--chat_template chatlm" in err and "alpaca" in err
 
 
@@ -370,7 +499,9 @@ def test_chat_stops_at_the_end_of_turn_of_its_template(stories, tmp_path, capsys
     tokenizer = PretrainedTokenizer.Config().build(path=stories)
     args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 8, "--json"]
     template = resolve_chat_template("alpaca", [], tokenizer)
-    prompt = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True).removeprefix("<s>")
+    prompt = template.render(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True
+    ).removeprefix("<s>")
     free = json.loads(run(capsys, generate, *args, "--prompt", prompt)[1])["tokens"]
     # The same format with another end: the third token of that answer.
     end = tokenizer.decode([free[2]])

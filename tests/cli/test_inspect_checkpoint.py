@@ -14,7 +14,11 @@ from torchtitan.components.checkpoint.dcp import write_dcp
 from torchtitan.components.weights import write_huggingface, write_meta
 from torchtitan.protocols.tensor_source import TensorSpec
 
-TENSORS = {"b.weight": torch.randn(4, 6), "a.weight": torch.randn(3).bfloat16(), "c": torch.tensor(1.5)}
+TENSORS = {
+    "b.weight": torch.randn(4, 6),
+    "a.weight": torch.randn(3).bfloat16(),
+    "c": torch.tensor(1.5),
+}
 FORMS = {name: TensorSpec.of(tensor) for name, tensor in TENSORS.items()}
 
 
@@ -22,7 +26,13 @@ def save_step(folder: Path, step: int, **marker) -> Path:
     """Save a checkpoint of a model only, as a run does."""
     partial = catalog.start_partial(folder, step)
     write_dcp(Path(str(partial)), FORMS, TENSORS.__getitem__)
-    return Path(str(catalog.commit(partial, catalog.Marker(step=step, kind="model_only", world_size=1, **marker))))
+    return Path(
+        str(
+            catalog.commit(
+                partial, catalog.Marker(step=step, kind="model_only", world_size=1, **marker)
+            )
+        )
+    )
 
 
 def inspect(capsys, *words: object) -> tuple[int, str, str]:
@@ -48,11 +58,15 @@ def test_checkpoint_of_a_run(tmp_path, capsys):
     values = sum(parameter.numel() for parameter in parameters)
     assert (
         found["model"]
-        == f"{len(parameters)} tensors, {values:,} values, {4 * values:,} bytes: float32 ({len(parameters)})"
+        == f"{len(parameters)} tensors, {values:,} values, {4 * values:,} bytes: float32 "
+        f"({len(parameters)})"
     )
     assert found["optimizer"].startswith(f"{3 * len(parameters)} tensors, ")
     files = [path for path in (tmp_path / "checkpoint/step-4").rglob("*") if path.is_file()]
-    assert found["size"] == f"{sum(path.stat().st_size for path in files):,} bytes in {len(files)} files"
+    assert (
+        found["size"]
+        == f"{sum(path.stat().st_size for path in files):,} bytes in {len(files)} files"
+    )
 
 
 def test_every_format_and_its_tensors(tmp_path, capsys):
@@ -62,10 +76,16 @@ def test_every_format_and_its_tensors(tmp_path, capsys):
     (tmp_path / "hf/config.json").write_text("{}")
     (tmp_path / "meta/params.json").write_text("{}")
     step = save_step(tmp_path, 7)
-    for path, format in ((tmp_path / "hf", "Hugging Face"), (tmp_path / "meta", "Meta"), (step, "DCP")):
+    for path, format in (
+        (tmp_path / "hf", "Hugging Face"),
+        (tmp_path / "meta", "Meta"),
+        (step, "DCP"),
+    ):
         code, output, _ = inspect(capsys, "--tensors", path)
         assert (code, facts(output)["format"], facts(output)["complete"]) == (0, format, "yes")
-        assert facts(output)["model"] == "3 tensors, 28 values, 106 bytes: float32 (2), bfloat16 (1)"
+        assert (
+            facts(output)["model"] == "3 tensors, 28 values, 106 bytes: float32 (2), bfloat16 (1)"
+        )
         table = output.splitlines()[-4:]
         assert [line.split() for line in table] == [
             ["tensor", "shape", "type", "bytes"],
@@ -82,7 +102,12 @@ def test_hugging_face_model_saved_by_a_run(tmp_path, capsys):
     catalog.commit(partial, catalog.Marker(step=3, kind="huggingface", world_size=1))
     code, output, _ = inspect(capsys, tmp_path / "step-3")
     found = facts(output)
-    assert (code, found["format"], found["kind"], found["digests"]) == (0, "Hugging Face", "huggingface", "verified")
+    assert (code, found["format"], found["kind"], found["digests"]) == (
+        0,
+        "Hugging Face",
+        "huggingface",
+        "verified",
+    )
     (tmp_path / "step-3/model.safetensors").unlink()
     code, _, error = inspect(capsys, tmp_path / "step-3")
     assert code == 3
@@ -95,11 +120,15 @@ def test_names_are_not_truncated_without_a_terminal(tmp_path, capsys):
     assert name in inspect(capsys, "--tensors", tmp_path)[1]
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "marker", "metadata", "no metadata"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "truncated", "missing", "marker", "metadata", "no metadata"]
+)
 def test_damage_is_reported(tmp_path, capsys, damage):
     step = save_step(tmp_path, 7)
     data = max(step.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    file = {"marker": step / "complete.json"}.get(damage, step / ".metadata" if "metadata" in damage else data)
+    file = {"marker": step / "complete.json"}.get(
+        damage, step / ".metadata" if "metadata" in damage else data
+    )
     content = bytearray(file.read_bytes())
     if damage in ("flipped", "metadata"):
         content[len(content) // 2] ^= 1
@@ -158,7 +187,9 @@ def test_several_checkpoints(tmp_path, capsys):
         rows = [line.split() for line in output.splitlines()]
         assert (code, error) == (0, "")
         assert rows[0] == ["checkpoint", "step", "kind", "state", "validation", "loss", "bytes"]
-        assert [row[1:4] for row in rows[1:]] == [[str(step), "model_only", "complete"] for step in (5, 10, 15)]
+        assert [row[1:4] for row in rows[1:]] == [
+            [str(step), "model_only", "complete"] for step in (5, 10, 15)
+        ]
         assert [row[4:-1] for row in rows[1:]] == [["2.5"], ["1.25", "(best)"], []]
     (tmp_path / "checkpoint/step-20.partial").mkdir()
     code, output, _ = inspect(capsys, tmp_path)
@@ -178,7 +209,9 @@ def test_folder_without_a_checkpoint(tmp_path, capsys):
     for step in (10, 9):
         (tmp_path / f"checkpoint/step-{step}").mkdir(parents=True)
     code, _, error = inspect(capsys, tmp_path / "checkpoint/step-999")
-    assert code == 2 and error.endswith("step-999 does not exist; there are the checkpoints step-9, step-10\n")
+    assert code == 2 and error.endswith(
+        "step-999 does not exist; there are the checkpoints step-9, step-10\n"
+    )
 
 
 def test_damaged_metadata_is_reported(tmp_path, capsys):
@@ -186,7 +219,9 @@ def test_damaged_metadata_is_reported(tmp_path, capsys):
     step = save_step(tmp_path, 1)
     whole = (step / ".metadata").read_bytes()
     for place in range(20, len(whole), len(whole) // 20):
-        (step / ".metadata").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        (step / ".metadata").write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+        )
         code, _, error = inspect(capsys, step)
         assert code == 3 and ".metadata is damaged" in error
         assert inspect(capsys, step, "--no_verify")[0] in (0, 3)  # no traceback

@@ -1,4 +1,5 @@
-"""The files for Slurm, Kubernetes and SkyPilot: published schemas, and the commands that their shells run."""
+"""The files for Slurm, Kubernetes and SkyPilot: published schemas, and the commands that their
+shells run."""
 
 import getpass
 import json
@@ -55,11 +56,13 @@ def command_of(scheduler: str) -> tuple[list[Any], dict[str, str]]:
 
 
 def calls(scheduler: str, folder: Path, doctor: int = 0, **changes: str) -> list[list[str]]:
-    """Run the shell of a file with a fake Python, whose doctor exits with a code; return its calls."""
+    """Run the shell of a file with a fake Python, whose doctor exits with a code; return its
+    calls."""
     programs = {
         "scontrol": 'printf "node-7\\nnode-9\\n"',
         "srun": 'while [ "$1" != python3 ]; do shift; done; exec "$@"',
-        "python": f'printf "%s " "$@" >> calls; echo >> calls; case "$*" in *doctor*) exit {doctor};; esac',
+        "python": 'printf "%s " "$@" >> calls; echo >> calls; case "$*" in *doctor*) exit '
+        f"{doctor};; esac",
     }
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -75,7 +78,8 @@ def calls(scheduler: str, folder: Path, doctor: int = 0, **changes: str) -> list
 
 @pytest.mark.parametrize("scheduler", ["slurm", "kubeflow", "skypilot"])
 def test_hosts_are_checked_before_they_train(scheduler: str, tmp_path: Path) -> None:
-    """torchrun accepts its arguments, which are the same under all schedulers, and the commands theirs."""
+    """torchrun accepts its arguments, which are the same under all schedulers, and the commands
+    theirs."""
     from torch.distributed.run import parse_args
 
     from torchtitan.config.manager import ConfigManager
@@ -102,7 +106,9 @@ def test_a_problem_ends_the_job_unless_it_is_accepted(scheduler: str, tmp_path: 
 
 
 def test_train_job_matches_the_models_of_kubeflow() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
+    )
     # The models drop names that they do not know.
     assert models.TrainerV1alpha1TrainJob.from_dict(TRAIN_JOB).to_dict() == TRAIN_JOB
 
@@ -143,19 +149,35 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a Slurm of this machine."""
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
+    missing = [
+        name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)
+    ]
     if missing or os.getuid() != 0:
         pytest.skip(f"a Slurm needs root and {', '.join(missing) or 'nothing else'}")
-    values = {"host": socket.gethostname().split(".")[0], "user": getpass.getuser(), "folder": tmp_path}
+    values = {
+        "host": socket.gethostname().split(".")[0],
+        "user": getpass.getuser(),
+        "folder": tmp_path,
+    }
     text = SLURM_CONFIGURATION.format(**values, port=free_port(), other_port=free_port())
     (tmp_path / "slurm.conf").write_text(text)
     for name in ("state", "spool"):
         (tmp_path / name).mkdir()
     (tmp_path / "munge.key").write_bytes(os.urandom(1024))
     (tmp_path / "munge.key").chmod(0o600)
-    files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
+    files = {
+        "key-file": "munge.key",
+        "socket": "munge.socket",
+        "pid-file": "munge.pid",
+        "log-file": "munge.log",
+    }
     files["seed-file"] = "munge.seed"
-    munge = ["munged", "--foreground", "--force", *(f"--{name}={tmp_path / file}" for name, file in files.items())]
+    munge = [
+        "munged",
+        "--foreground",
+        "--force",
+        *(f"--{name}={tmp_path / file}" for name, file in files.items()),
+    ]
     environment = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     daemons = [subprocess.Popen(munge, start_new_session=True)]
     try:
@@ -164,7 +186,10 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
             time.sleep(0.1)
         for name in ("slurmctld", "slurmd"):
             daemons.append(subprocess.Popen([name, "-D"], env=environment, start_new_session=True))
-        while subprocess.run(["scontrol", "ping"], env=environment).returncode and time.monotonic() < deadline:
+        while (
+            subprocess.run(["scontrol", "ping"], env=environment).returncode
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         yield environment
     finally:
@@ -176,18 +201,30 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.long
 def test_batch_script_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     """sbatch runs doctor, then a training of two processes."""
-    (tmp_path / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"This is sentence {number}. " for number in range(400))
+    )
     (tmp_path / ".venv").symlink_to(sys.prefix)
     words = flags({**TINY, "dataloader.dataset": "corpus.txt", "checkpoint.enable": True})
     one_node = ["--wait", "--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2", "--output=job.log"]
-    environment = {**slurm, "NGPU": "2", "DOCTOR": "no", "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **slurm,
+        "NGPU": "2",
+        "DOCTOR": "no",
+        "PYTHONPATH": str(PROJECT),
+        "OMP_NUM_THREADS": "1",
+    }
     command = ["timeout", "240", "sbatch", *one_node, SLURM, *words]
     code = subprocess.run(command, cwd=tmp_path, env=environment).returncode
     printed = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
     assert code == 0, printed
     host = socket.gethostname()
-    measured = re.findall(r"^│ (.+?) +│ +[\d.,e+-]+ │ +[\d.,e+-]+ │ +[\d.,e+-]+ │$", printed, re.MULTILINE)
-    assert measured == [name for name in CHECKS if name not in (NETWORK, GPU_ERRORS, SLOWDOWN)], printed
+    measured = re.findall(
+        r"^│ (.+?) +│ +[\d.,e+-]+ │ +[\d.,e+-]+ │ +[\d.,e+-]+ │$", printed, re.MULTILINE
+    )
+    assert measured == [name for name in CHECKS if name not in (NETWORK, GPU_ERRORS, SLOWDOWN)], (
+        printed
+    )
     problems = re.findall(r"^PROBLEM (\S+): (.+), rank (?:0|1|0 and 1): \S+", printed, re.MULTILINE)
     assert all(place == host and name in CHECKS for place, name in problems), printed
     assert ("1 host(s), 2 rank(s): no problem found" in printed) == (not problems), printed
@@ -196,15 +233,22 @@ def test_batch_script_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_preparation_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
-    """The tasks of an array write shares, the last job merges them, and the result equals one command's."""
+    """The tasks of an array write shares, the last job merges them, and the result equals one
+    command's."""
     lines = [json.dumps({"text": f"Sentence {number % 90} of a corpus."}) for number in range(120)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/torchtitan").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n')
+    (tmp_path / "bin/torchtitan").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n'
+    )
     (tmp_path / "bin/torchtitan").chmod(0o755)
     options = ["--part_size", "0.001", "--held_out", "0.1"]
-    environment = {**slurm, "PYTHONPATH": str(PROJECT), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment = {
+        **slurm,
+        "PYTHONPATH": str(PROJECT),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+    }
     environment |= {"SOURCES": "corpus.jsonl", "OUT": "out", "OPTIONS": " ".join(options)}
     command = [
         "timeout",
@@ -216,12 +260,37 @@ def test_preparation_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
         "--output=job.log",
         "--open-mode=append",
     ]
-    code = subprocess.run([*command, "recipes/prepare_slurm.sbatch"], cwd=tmp_path, env=environment).returncode
+    code = subprocess.run(
+        [*command, "recipes/prepare_slurm.sbatch"], cwd=tmp_path, env=environment
+    ).returncode
     deadline = time.monotonic() + 120
-    while code == 0 and not (tmp_path / "out/manifest.json").exists() and time.monotonic() < deadline:
+    while (
+        code == 0 and not (tmp_path / "out/manifest.json").exists() and time.monotonic() < deadline
+    ):
         time.sleep(0.5)
-    logs = "".join(path.read_text() for path in (tmp_path / "job.log", *tmp_path.glob("slurm-*.out")) if path.exists())
+    logs = "".join(
+        path.read_text()
+        for path in (tmp_path / "job.log", *tmp_path.glob("slurm-*.out"))
+        if path.exists()
+    )
     assert (tmp_path / "out/manifest.json").exists(), logs
-    words = ["data", "prepare", "corpus.jsonl", "--out", "alone", "--module", "llama3", "--config", "debugmodel"]
-    subprocess.run([sys.executable, "-m", "torchtitan", *words, *options], cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "out/manifest.json").read_bytes() == (tmp_path / "alone/manifest.json").read_bytes()
+    words = [
+        "data",
+        "prepare",
+        "corpus.jsonl",
+        "--out",
+        "alone",
+        "--module",
+        "llama3",
+        "--config",
+        "debugmodel",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "torchtitan", *words, *options],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+    )
+    assert (tmp_path / "out/manifest.json").read_bytes() == (
+        tmp_path / "alone/manifest.json"
+    ).read_bytes()

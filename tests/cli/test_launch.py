@@ -21,17 +21,25 @@ from tests.commands import RunningCommand
 from tests.conftest import PROJECT
 from tests.training import TINY, flags
 
-_TIMEOUT = 300  # seconds until a command counts as hung; on an idle machine, each takes less than 15
+# seconds until a command counts as hung; on an idle machine, each takes less than 15
+_TIMEOUT = 300
 _ENDLESS = {"training.steps": 1_000_000, "metrics.log_freq": 10}
 
 
 class Command:
-    """A running command in its own process group; `printed` is its standard error. It is forked (`tests.commands`)
-    unless `fresh`, which starts a new interpreter for the command and each rank."""
+    """A running command in its own process group; `printed` is its standard error. It is forked
+    (`tests.commands`) unless `fresh`, which starts a new interpreter for the command and each
+    rank."""
 
     def __init__(self, words: list[str], folder: Path, *, fresh: bool = False, **variables: str):
-        environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "LOG_RANK")}
-        environment |= {"PYTHONPATH": str(PROJECT), "TORCHTITAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("NGPU", "LOG_RANK")
+        }
+        environment |= {
+            "PYTHONPATH": str(PROJECT),
+            "TORCHTITAN_CACHE": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+        }
         start = subprocess.Popen if fresh or words[0] != sys.executable else RunningCommand
         self.process = start(
             words,
@@ -64,12 +72,28 @@ class Command:
 
     def listening(self) -> set[str]:
         """Addresses on which its processes listen, in hexadecimal as in /proc/net."""
-        states = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+        states = [
+            line.split()
+            for name in ("tcp", "tcp6")
+            for line in Path("/proc/net", name).read_text().splitlines()
+        ]
         address_of = {words[9]: words[1].partition(":")[0] for words in states if words[3] == "0A"}
-        listed = subprocess.run(["ps", "-A", "-o", "pgid=,pid="], capture_output=True, text=True, check=True).stdout
-        processes = [pid for group, pid in map(str.split, listed.splitlines()) if group == str(self.process.pid)]
-        opened = [os.readlink(file) for pid in processes for file in Path("/proc", pid, "fd").iterdir()]
-        return {address_of[inode] for link in opened if (inode := link[len("socket:[") : -1]) in address_of}
+        listed = subprocess.run(
+            ["ps", "-A", "-o", "pgid=,pid="], capture_output=True, text=True, check=True
+        ).stdout
+        processes = [
+            pid
+            for group, pid in map(str.split, listed.splitlines())
+            if group == str(self.process.pid)
+        ]
+        opened = [
+            os.readlink(file) for pid in processes for file in Path("/proc", pid, "fd").iterdir()
+        ]
+        return {
+            address_of[inode]
+            for link in opened
+            if (inode := link[len("socket:[") : -1]) in address_of
+        }
 
     def wait(self) -> int:
         """Return the exit code after all processes that write to standard error have ended."""
@@ -90,7 +114,9 @@ class Command:
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The current folder of the commands, with data."""
     folder = tmp_path_factory.mktemp("workplace")
-    (folder / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
+    (folder / "corpus.txt").write_text(
+        "".join(f"This is sentence {number}. " for number in range(400))
+    )
     return folder
 
 
@@ -109,7 +135,9 @@ def start(workplace: Path) -> Iterator[Callable[..., Command]]:
         overrides = {key.replace("__", "."): value for key, value in options.items()}
         settings = {**TINY, "dataloader.dataset": "corpus.txt", **overrides}
         command = [sys.executable, "-m", "torchtitan.cli.main", "train", *flags(settings), *words]
-        commands.append(Command(command, workplace, fresh=fresh, NGPU=str(processes), **(variables or {})))
+        commands.append(
+            Command(command, workplace, fresh=fresh, NGPU=str(processes), **(variables or {}))
+        )
         return commands[-1]
 
     yield start
@@ -118,7 +146,8 @@ def start(workplace: Path) -> Iterator[Callable[..., Command]]:
 
 
 def assert_quiet(printed: str) -> None:
-    """Check that only our logger wrote, without a traceback; lines of torch's logger begin with [W, W1120, [rank0]."""
+    """Check that only our logger wrote, without a traceback; lines of torch's logger begin with [W,
+    W1120, [rank0]."""
     assert "Traceback" not in printed
     for line in printed.splitlines():
         assert re.match(r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR) ", line), line
@@ -128,11 +157,19 @@ class TestFailures:
     @pytest.mark.slow
     def test_incompatible_checkpoint(self, start: Callable[..., Command], workplace: Path) -> None:
         """Every rank finds the error; it is reported once."""
-        assert start(1, "--checkpoint.enable", "--dump_folder", "earlier", training__steps=1).wait() == 0
-        command = start(2, "--checkpoint.initial_load_path", "earlier/checkpoint/step-1", model__ffn_dim=96)
+        assert (
+            start(1, "--checkpoint.enable", "--dump_folder", "earlier", training__steps=1).wait()
+            == 0
+        )
+        command = start(
+            2, "--checkpoint.initial_load_path", "earlier/checkpoint/step-1", model__ffn_dim=96
+        )
         assert command.wait() == 2
         assert command.printed.count("does not fit this run") == 1
-        assert "layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run" in command.printed
+        assert (
+            "layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run"
+            in command.printed
+        )
         assert "Traceback" not in command.printed and "rank" not in command.printed
         assert not (workplace / "outputs" / "config.yaml").exists()
 
@@ -143,7 +180,9 @@ class TestFailures:
             (["--dataloader.dataset", "nowhere.txt"], "'nowhere.txt'"),
         ],
     )
-    def test_mistake_is_reported_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:
+    def test_mistake_is_reported_once(
+        self, start: Callable[..., Command], words: list[str], message: str
+    ) -> None:
         """`tests/cli/test_main.py` tests other mistakes."""
         command = start(2, *words)
         assert command.wait() == 2
@@ -198,25 +237,33 @@ class TestFailures:
         write_module(workplace / "killed", textwrap.dedent(code))
         command = start(2, "--module", "killed", "--config", "debug")
         assert command.wait() == 1
-        assert re.search(r"ERROR rank 1, process \d+, was ended by SIGKILL \(.*memory\)", command.printed)
+        assert re.search(
+            r"ERROR rank 1, process \d+, was ended by SIGKILL \(.*memory\)", command.printed
+        )
         assert_quiet(command.printed)
 
 
 class TestStopping:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_one_process_without_checkpoints(self, start: Callable[..., Command], number: signal.Signals) -> None:
+    def test_one_process_without_checkpoints(
+        self, start: Callable[..., Command], number: signal.Signals
+    ) -> None:
         command = start(1, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(number)
         assert command.wait() == 0
         assert command.printed.count(f"{number.name} received") == 1
-        assert re.search(r"stopped after step \d+; nothing is saved .*--checkpoint.enable", command.printed)
+        assert re.search(
+            r"stopped after step \d+; nothing is saved .*--checkpoint.enable", command.printed
+        )
         assert_quiet(command.printed)
 
     @pytest.mark.slow
     def test_printed_command_resumes(self, start: Callable[..., Command], workplace: Path) -> None:
         variables = {"TORCHTITAN_PROGRAM": "./run train.sh"}  # with a space, which must be quoted
-        command = start(1, "--checkpoint.enable", "--dump_folder", "it's", variables=variables, **_ENDLESS)
+        command = start(
+            1, "--checkpoint.enable", "--dump_folder", "it's", variables=variables, **_ENDLESS
+        )
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGINT)
         assert command.wait() == 0
@@ -224,7 +271,10 @@ class TestStopping:
         assert match
         assert (workplace / "it's" / "checkpoint" / f"step-{match[1]}" / "complete.json").exists()
         script = workplace / "run train.sh"
-        script.write_text(f'#!/bin/sh\necho "$NGPU" >&2\nexec {sys.executable} -m torchtitan.cli.main train "$@"\n')
+        script.write_text(
+            f'#!/bin/sh\necho "$NGPU" >&2\nexec {sys.executable} -m torchtitan.cli.main train '
+            '"$@"\n'
+        )
         script.chmod(0o755)
         again = Command(["sh", "-c", f"{match[2]} --training.steps {int(match[1]) + 1}"], workplace)
         assert again.wait() == 0
@@ -247,7 +297,9 @@ class TestStopping:
         command.signal(number, group=group)
         assert command.wait() == 0
         assert command.printed.count("received: the run stops after this step") == 1
-        match = re.search(r"stopped after step (\d+); to resume: NGPU=2 torchtitan train ", command.printed)
+        match = re.search(
+            r"stopped after step (\d+); to resume: NGPU=2 torchtitan train ", command.printed
+        )
         assert match
         assert (workplace / folder / "checkpoint" / f"step-{match[1]}" / "complete.json").exists()
         assert_quiet(command.printed)
@@ -276,7 +328,14 @@ class TestStopping:
         """Start two processes and request a stop; their save takes some seconds."""
         code = textwrap.dedent(self.SLOW_SAVE).replace("SECONDS", str(seconds))
         write_module(module, f"import sys\n{code}")
-        words = ["--module", module.name, "--config", "debug", "--dump_folder", f"{module.name}_run"]
+        words = [
+            "--module",
+            module.name,
+            "--config",
+            "debug",
+            "--dump_folder",
+            f"{module.name}_run",
+        ]
         command = start(2, *words, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGINT, group=True)  # as a terminal does
@@ -284,15 +343,24 @@ class TestStopping:
         return command
 
     @pytest.mark.slow
-    def test_stop_waits_for_a_slow_save(self, start: Callable[..., Command], workplace: Path) -> None:
+    def test_stop_waits_for_a_slow_save(
+        self, start: Callable[..., Command], workplace: Path
+    ) -> None:
         """The save takes longer than the 30 seconds after which launchers commonly kill."""
         command = self.slow_save(start, workplace / "slow", 40)
         assert command.wait() == 0
         match = re.search(r"stopped after step (\d+)", command.printed)
-        assert match and (workplace / "slow_run" / "checkpoint" / f"step-{match[1]}" / "complete.json").exists()
+        assert (
+            match
+            and (
+                workplace / "slow_run" / "checkpoint" / f"step-{match[1]}" / "complete.json"
+            ).exists()
+        )
 
     @pytest.mark.slow
-    def test_second_signal_exits_immediately(self, start: Callable[..., Command], workplace: Path) -> None:
+    def test_second_signal_exits_immediately(
+        self, start: Callable[..., Command], workplace: Path
+    ) -> None:
         command = self.slow_save(start, workplace / "endless", 1000)
         time.sleep(1.2)  # earlier, it would count as a repetition of the first one
         command.signal(signal.SIGINT, group=True)
@@ -300,7 +368,9 @@ class TestStopping:
         assert "Traceback" not in command.printed
 
     @pytest.mark.slow
-    def test_second_signal_ends_one_process(self, start: Callable[..., Command], workplace: Path) -> None:
+    def test_second_signal_ends_one_process(
+        self, start: Callable[..., Command], workplace: Path
+    ) -> None:
         code = """
             import time
 
@@ -332,7 +402,12 @@ class TestStopping:
         ],
     )
     def test_stop_during_startup(
-        self, start: Callable[..., Command], workplace: Path, processes: int, number: signal.Signals, code: int
+        self,
+        start: Callable[..., Command],
+        workplace: Path,
+        processes: int,
+        number: signal.Signals,
+        code: int,
     ) -> None:
         """The run has not started, so it exits without waiting."""
         name = f"starting_{processes}_{number.name}"
@@ -356,12 +431,26 @@ class TestStopping:
         assert_quiet(command.printed)
 
     @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-    def test_stop_in_the_first_step(self, start: Callable[..., Command], workplace: Path, processes: int) -> None:
-        """The step may compile for minutes or wait for a missing rank, and there is nothing to save."""
+    def test_stop_in_the_first_step(
+        self, start: Callable[..., Command], workplace: Path, processes: int
+    ) -> None:
+        """The step may compile for minutes or wait for a missing rank, and there is nothing to
+        save."""
         name = f"first_step_{processes}"
-        code = "import time\n\n\nclass Stuck(Trainer):\n    def train_step(self, batches):\n        time.sleep(1000)\n"
+        code = (
+            "import time\n\n\nclass Stuck(Trainer):\n    def train_step(self, batches):\n        "
+            "time.sleep(1000)\n"
+        )
         write_module(workplace / name, f"{code}\n\ndef debug():\n    return config_of(Stuck)\n")
-        command = start(processes, "--module", name, "--config", "debug", "--checkpoint.enable", dump_folder=name)
+        command = start(
+            processes,
+            "--module",
+            name,
+            "--config",
+            "debug",
+            "--checkpoint.enable",
+            dump_folder=name,
+        )
         command.wait_for_text("parameters")
         command.signal(signal.SIGTERM)
         started = time.monotonic()
@@ -370,7 +459,9 @@ class TestStopping:
         assert_quiet(command.printed)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_stop_while_workers_start(self, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    def test_stop_while_workers_start(
+        self, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    ) -> None:
         """The remaining workers are not started: thousands would take too long."""
         from torchtitan.cli import launch
 
@@ -408,7 +499,8 @@ class TestRanks:
 
     @pytest.mark.slow
     def test_two_hosts(self, start: Callable[..., Command], workplace: Path) -> None:
-        """Two launchers with one process each equal one launcher with two, including the threads of each process."""
+        """Two launchers with one process each equal one launcher with two, including the threads of
+        each process."""
         code = """
             import os
             from pathlib import Path
@@ -423,18 +515,33 @@ class TestRanks:
         write_module(workplace / "hosts", textwrap.dedent(code))
         words = ["--module", "hosts", "--config", "debug", "--dump_folder", "hosts_run"]
         meeting = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        hosts = [start(1, *words, variables={**meeting, "NODE_RANK": str(rank)}) for rank in range(2)]
+        hosts = [
+            start(1, *words, variables={**meeting, "NODE_RANK": str(rank)}) for rank in range(2)
+        ]
         assert [host.wait() for host in hosts] == [0, 0]
         assert "on 2 process(es)" in hosts[0].printed
-        assert [(workplace / f"host-{rank}").read_text() for rank in range(2)] == ["0 0 2 1 1", "1 0 2 1 1"]
+        assert [(workplace / f"host-{rank}").read_text() for rank in range(2)] == [
+            "0 0 2 1 1",
+            "1 0 2 1 1",
+        ]
 
     @pytest.mark.slow
     def test_under_torchrun(self, workplace: Path) -> None:
         settings = flags({**TINY, "dataloader.dataset": "corpus.txt", "dump_folder": "torchrun"})
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
         command = Command([*words, "-m", "torchtitan.train", *settings], workplace)
         assert command.wait() == 0
-        assert "on 2 process(es)" in command.printed and "training completed: 4 steps" in command.printed
+        assert (
+            "on 2 process(es)" in command.printed
+            and "training completed: 4 steps" in command.printed
+        )
 
 
 def free_port() -> int:
@@ -476,11 +583,20 @@ class TestScripts:
         (tmp_path / "elsewhere").mkdir()
         return folder
 
-    def run(self, checkout: Path, script: str, *words: str, **variables: str) -> tuple[int, list[str], str]:
-        """Run a script from another folder; return the exit code, the calls of Python and the output."""
+    def run(
+        self, checkout: Path, script: str, *words: str, **variables: str
+    ) -> tuple[int, list[str], str]:
+        """Run a script from another folder; return the exit code, the calls of Python and the
+        output."""
         calls = checkout.parent / "calls"
         calls.write_text("")
-        defaults = {"CALLS": str(calls), "LACKS_PACKAGE": "1", "LACKS_TORCH": "1", "OLD": "0", "PIP_FAILS": "0"}
+        defaults = {
+            "CALLS": str(calls),
+            "LACKS_PACKAGE": "1",
+            "LACKS_TORCH": "1",
+            "OLD": "0",
+            "PIP_FAILS": "0",
+        }
         path = f"{checkout.parent / 'bin'}:/usr/bin:/bin"
         result = subprocess.run(
             [f"../check out/{script}", *words],
@@ -489,7 +605,9 @@ class TestScripts:
             capture_output=True,
             text=True,
         )
-        lines = [line for line in calls.read_text().splitlines() if not line.startswith(("-P", "-c"))]
+        lines = [
+            line for line in calls.read_text().splitlines() if not line.startswith(("-P", "-c"))
+        ]
         return result.returncode, lines, result.stderr
 
     def test_environment_is_set_up_once(self, checkout: Path) -> None:
@@ -497,16 +615,22 @@ class TestScripts:
             "train --module llama3 --training.steps 3",
             f"../check out/run_train.sh in {checkout.parent / 'elsewhere'}",
         ]
-        code, calls, printed = self.run(checkout, "run_train.sh", "--training.steps", "3", MODULE="llama3")
+        code, calls, printed = self.run(
+            checkout, "run_train.sh", "--training.steps", "3", MODULE="llama3"
+        )
         assert code == 0 and "Setting up" in printed
         assert calls == [
             f"-m venv {checkout}/.venv",
             "-m pip install --quiet torch==2.13.0",
-            f"-m pip install --quiet --constraint {checkout}/constraints.txt "
-            f"--config-settings editable_mode=compat --editable {checkout}",
+            f"-m pip install --quiet --constraint {checkout}/constraints.txt --config-settings "
+            f"editable_mode=compat --editable {checkout}",
             *train,
         ]
-        assert self.run(checkout, "run_train.sh", "--training.steps", "3", MODULE="llama3") == (0, train, "")
+        assert self.run(checkout, "run_train.sh", "--training.steps", "3", MODULE="llama3") == (
+            0,
+            train,
+            "",
+        )
 
     def test_interrupted_setup_is_repeated(self, checkout: Path) -> None:
         code, calls, _ = self.run(checkout, "run_train.sh", PIP_FAILS="1")
@@ -524,13 +648,21 @@ class TestScripts:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_tests.sh", "-k", "name")
         assert code == 0 and calls[-2].endswith(f"--editable {checkout}[dev]")
-        assert calls[-1] == "-m pytest -n 3 --dist worksteal --durations=15 -m not slow and not long -k name"
-        assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and brings its own dependencies
+        assert (
+            calls[-1]
+            == "-m pytest -n 3 --dist worksteal --durations=15 -m not slow and not long -k name"
+        )
+        # and brings its own dependencies
+        assert self.run(checkout, "run_train.sh")[1][0] == "train"
 
     def test_optional_packages_are_installed_on_request(self, checkout: Path) -> None:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_train.sh", EXTRA="quantization")
-        assert code == 0 and calls[-3].endswith(f"--editable {checkout}[quantization]") and calls[-2] == "train"
+        assert (
+            code == 0
+            and calls[-3].endswith(f"--editable {checkout}[quantization]")
+            and calls[-2] == "train"
+        )
         assert self.run(checkout, "run_train.sh", EXTRA="quantization")[1][0] == "train"
 
     def test_unknown_package_group_is_rejected(self, checkout: Path) -> None:
@@ -540,7 +672,9 @@ class TestScripts:
         assert printed == f"EXTRA is 'torchao', but must be one of {groups}\n"
 
     def test_package_groups_match_pyproject(self, checkout: Path) -> None:
-        for extra in tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]:
+        for extra in tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]:
             assert self.run(checkout, "run_train.sh", EXTRA=extra)[0] == 0
 
     def test_environment_with_the_package_is_used(self, checkout: Path) -> None:
@@ -572,5 +706,7 @@ class TestScripts:
             "multinode.slurm",
             "benchmarks/gpu.sh",
         ]
-        result = subprocess.run([shellcheck, "-x", *scripts], cwd=PROJECT, capture_output=True, text=True)
+        result = subprocess.run(
+            [shellcheck, "-x", *scripts], cwd=PROJECT, capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stdout

@@ -19,11 +19,16 @@ def test_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "flavors: debugmodel, 1B (1.24 B), 3B (3.21 B), 8B (8.03 B)" in printed
     assert "0.6B (596 M)" in printed
-    assert printed.endswith("\nEvery family also has the configurations of auto, with --hf_assets_path DIR.\n")
+    assert printed.endswith(
+        "\nEvery family also has the configurations of auto, with --hf_assets_path DIR.\n"
+    )
 
 
 def test_nothing_slow_is_imported() -> None:
-    script = "import sys; from torchtitan.cli.main import main; main(['ls']); assert 'torch' not in sys.modules"
+    script = (
+        "import sys; from torchtitan.cli.main import main; main(['ls']); assert 'torch' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 

@@ -57,11 +57,22 @@ def run(*words: str | Path) -> int:
 @pytest.fixture(autouse=True)
 def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore environment variables, imported modules and signal handlers after a run."""
-    for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK", "TORCHTITAN_PROGRAM"):
+    for name in (
+        "NGPU",
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOG_RANK",
+        "TORCHTITAN_PROGRAM",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(COMMAND_VARIABLE, "")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE)
+    }
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -86,7 +97,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_data(folder: Path) -> None:
-    (folder / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
+    (folder / "corpus.txt").write_text(
+        "".join(f"This is sentence {number}. " for number in range(400))
+    )
     (folder / "empty.txt").touch()
     (folder / "no_files").mkdir()
     (folder / "latin1.txt").write_bytes("Größe".encode("latin-1"))
@@ -95,7 +108,9 @@ def _write_data(folder: Path) -> None:
     (folder / "no_tokenizer").mkdir()
     (folder / "large_tokenizer").mkdir()
     vocabulary = {f"w{index}": index for index in range(128_257)}
-    Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(folder / "large_tokenizer" / "tokenizer.json"))
+    Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(
+        str(folder / "large_tokenizer" / "tokenizer.json")
+    )
     (folder / "a_file").write_text("not a folder")
     (folder / "typo.yaml").write_text("training:\n  stepz: 3\n")
     (folder / "value.yaml").write_text("training:\n  gc_freq: often\n")
@@ -123,18 +138,35 @@ MISTAKES = {
     "module folder": ("--module ./nowhere", "./nowhere", "the folder does not exist"),
     "module, dotted": ("--module no.such.thing", "unknown module 'no.such.thing'"),
     "folder without registry": ("--module no_files", "no_files", "config_registry.py"),
-    "configuration": ("--config debugmodle", "unknown configuration 'debugmodle'", "did you mean 'debugmodel'"),
+    "configuration": (
+        "--config debugmodle",
+        "unknown configuration 'debugmodle'",
+        "did you mean 'debugmodel'",
+    ),
     "key": ("--training.stepz 3", "--training.stepz", "--training.steps"),
     "section": ("--trainning.steps 3", "--trainning.steps", "--training.steps"),
     "model key": ("--model.dimm 3", "--model.dimm", "--model.dim"),
     "integer": ("--training.gc_freq often", "'often'", "--training.gc_freq"),
     "number": ("--optimizer.lr fast", "'fast'", "--optimizer.lr"),
     "choice": ("--lr_scheduler.decay_type cubic", "cubic", "cosine"),
-    "file's key": ("--config_file typo.yaml", "typo.yaml", "training.stepz", "did you mean 'training.steps'"),
+    "file's key": (
+        "--config_file typo.yaml",
+        "typo.yaml",
+        "training.stepz",
+        "did you mean 'training.steps'",
+    ),
     "file's value": ("--config_file value.yaml", "'often'", "training.gc_freq"),
     "file": ("--config_file nowhere.yaml", "nowhere.yaml", "No such file"),
-    "import": ("--module lacks_import", "No module named 'no_such_library'", "lacks_import/config_registry.py, line"),
-    "late import": ("--module lacks_later --config lacks_later", "No module named 'no_such_library'", "lacks_later"),
+    "import": (
+        "--module lacks_import",
+        "No module named 'no_such_library'",
+        "lacks_import/config_registry.py, line",
+    ),
+    "late import": (
+        "--module lacks_later --config lacks_later",
+        "No module named 'no_such_library'",
+        "lacks_later",
+    ),
     "import error": ("--module refuses", "needs version 2 of itself"),
     "data absent": ("--dataloader.dataset corpus.tx", "'corpus.tx'", "did you mean 'corpus.txt'"),
     "data empty": ("--dataloader.dataset empty.txt", "empty.txt", "no text"),
@@ -142,10 +174,23 @@ MISTAKES = {
     "data undecodable": ("--dataloader.dataset latin1.txt", "latin1.txt", "UTF-8", "line 1"),
     "data broken": ("--dataloader.dataset broken.jsonl", "broken.jsonl:2", "broken JSON"),
     "data's column": ("--dataloader.dataset column.jsonl", "column.jsonl", "'text'", "content"),
-    "column": ("--dataloader.dataset column.jsonl --dataloader.text_column txt", "'txt'", "content"),
+    "column": (
+        "--dataloader.dataset column.jsonl --dataloader.text_column txt",
+        "'txt'",
+        "content",
+    ),
     "validation data": ("--validator.enable --validator.dataset nowhere.txt", "'nowhere.txt'"),
-    "workers": ("--dataloader.num_workers 100000", "--dataloader.num_workers is 100000", "16 per CPU core"),
-    "tokenizer": ("--hf_assets_path no_tokenizer", "'no_tokenizer'", "tokenizer.json", "tokenizer.model"),
+    "workers": (
+        "--dataloader.num_workers 100000",
+        "--dataloader.num_workers is 100000",
+        "16 per CPU core",
+    ),
+    "tokenizer": (
+        "--hf_assets_path no_tokenizer",
+        "'no_tokenizer'",
+        "tokenizer.json",
+        "tokenizer.model",
+    ),
     "tokenizer folder": ("--hf_assets_path nowhere", "nowhere does not exist"),
     "vocabulary": ("--model.vocab_size 100", "2048 tokens", "only 100"),
     "published vocabulary": (
@@ -155,8 +200,16 @@ MISTAKES = {
     ),
     "heads": ("--model.n_heads 3", "64", "3"),
     "batch": ("--training.global_batch_size 3", "--training.global_batch_size 3", "2 x "),
-    "shard degree": ("--parallelism.data_parallel_shard_degree 3", "data_parallel_shard_degree 3", "processes"),
-    "replicate degree": ("--parallelism.data_parallel_replicate_degree 5", "replicate_degree 5", "processes"),
+    "shard degree": (
+        "--parallelism.data_parallel_shard_degree 3",
+        "data_parallel_shard_degree 3",
+        "processes",
+    ),
+    "replicate degree": (
+        "--parallelism.data_parallel_replicate_degree 5",
+        "replicate_degree 5",
+        "processes",
+    ),
     "sequence length": ("--training.seq_len 0", "--training.seq_len is 0", "at least 1"),
     "negative length": ("--training.seq_len -4", "--training.seq_len is -4", "at least 1"),
     "steps": ("--training.steps 0", "--training.steps is 0", "at least 1"),
@@ -164,35 +217,67 @@ MISTAKES = {
     "seed": ("--debug.seed 1e19", "--debug.seed is 10000000000000000000", "from 0 to 2^63 - 1"),
     "checkpoint absent": ("--checkpoint.initial_load_path nowhere", "nowhere does not exist"),
     "no checkpoint": ("--checkpoint.initial_load_path no_files", "no_files is not a checkpoint"),
-    "folder of checkpoints": ("--checkpoint.initial_load_path outputs", "outputs/checkpoint/step-4"),
-    "incomplete checkpoint": ("--checkpoint.initial_load_path cut_short/step-4", "cut_short/step-4 is incomplete"),
-    "damaged marker": ("--checkpoint.initial_load_path damaged_marker", "damaged_marker/complete.json is damaged"),
+    "folder of checkpoints": (
+        "--checkpoint.initial_load_path outputs",
+        "outputs/checkpoint/step-4",
+    ),
+    "incomplete checkpoint": (
+        "--checkpoint.initial_load_path cut_short/step-4",
+        "cut_short/step-4 is incomplete",
+    ),
+    "damaged marker": (
+        "--checkpoint.initial_load_path damaged_marker",
+        "damaged_marker/complete.json is damaged",
+    ),
     "own checkpoint": (
         "--checkpoint.enable --model.dim 32",
         "outputs/checkpoint/step-4 belongs to another run",
         "model.dim was 64 and is 32",
         "--dump_folder",
     ),
-    "step": ("--checkpoint.enable --checkpoint.load_step 3", "step 3", "does not exist", "complete steps: 4"),
+    "step": (
+        "--checkpoint.enable --checkpoint.load_step 3",
+        "step 3",
+        "does not exist",
+        "complete steps: 4",
+    ),
     "dump folder": ("--dump_folder a_file", "--dump_folder 'a_file' cannot be written"),
-    "dump folder's parent": ("--dump_folder a_file/run", "--dump_folder 'a_file/run' cannot be written"),
+    "dump folder's parent": (
+        "--dump_folder a_file/run",
+        "--dump_folder 'a_file/run' cannot be written",
+    ),
 }
 """Mistakes found before any process starts: the command line, and parts of the message."""
 
 FOUND_BY_WORKERS = {
-    "no metadata": ("--checkpoint.initial_load_path no_metadata", "no_metadata is damaged: .metadata is missing"),
-    "emptied": ("--checkpoint.initial_load_path emptied", "emptied is damaged: __0_0.distcp has 0 bytes instead of "),
+    "no metadata": (
+        "--checkpoint.initial_load_path no_metadata",
+        "no_metadata is damaged: .metadata is missing",
+    ),
+    "emptied": (
+        "--checkpoint.initial_load_path emptied",
+        "emptied is damaged: __0_0.distcp has 0 bytes instead of ",
+    ),
     "other shape": (
-        "--checkpoint.initial_load_path outputs/checkpoint/step-4 --dump_folder other --model.ffn_dim 96",
+        "--checkpoint.initial_load_path outputs/checkpoint/step-4 --dump_folder other "
+        "--model.ffn_dim 96",
         "model.layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run",
     ),
-    "state": ("--checkpoint.exclude_from_loading optimizers", "'optimizers'", "did you mean 'optimizer'"),
+    "state": (
+        "--checkpoint.exclude_from_loading optimizers",
+        "'optimizers'",
+        "did you mean 'optimizer'",
+    ),
 }
 """Mistakes found after the model is built."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def check_message(printed: str, words: tuple[str, ...]) -> None:
@@ -202,7 +287,9 @@ def check_message(printed: str, words: tuple[str, ...]) -> None:
     assert len(printed.splitlines()) <= 8, "not short"
 
 
-def check_mistake(workplace: Path, capfd: pytest.CaptureFixture[str], text: str, words: tuple[str, ...]) -> None:
+def check_mistake(
+    workplace: Path, capfd: pytest.CaptureFixture[str], text: str, words: tuple[str, ...]
+) -> None:
     before = contents(workplace / "outputs")
     code = run("--dataloader.dataset", "corpus.txt", "--dump_folder", "outputs", *shlex.split(text))
     printed = capfd.readouterr().err
@@ -234,7 +321,9 @@ def test_mistake_is_reported_once(
 
 
 @pytest.mark.parametrize("mistake", FOUND_BY_WORKERS)
-def test_late_mistake_is_reported_once(mistake: str, in_workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_late_mistake_is_reported_once(
+    mistake: str, in_workplace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """`tests/cli/test_launch.py` tests two processes."""
     text, *words = FOUND_BY_WORKERS[mistake]
     check_mistake(in_workplace, capfd, text, tuple(words))
@@ -246,13 +335,19 @@ def test_late_mistake_is_reported_once(mistake: str, in_workplace: Path, capfd: 
         ({"NGPU": "0"}, ("NGPU is '0'", "at least 1")),
         ({"NGPU": "abc"}, ("NGPU is 'abc'", "at least 1")),
         ({"NGPU": "-1"}, ("NGPU is '-1'", "at least 1")),
-        ({"NGPU": "5000"}, ("NGPU is 5000", "CPU core(s)", "OVERSUBSCRIBE=1", "COMM_MODE=fake_backend")),
+        (
+            {"NGPU": "5000"},
+            ("NGPU is 5000", "CPU core(s)", "OVERSUBSCRIBE=1", "COMM_MODE=fake_backend"),
+        ),
         ({"LOG_RANK": "all"}, ("LOG_RANK is 'all'", "ranks below 1")),
         ({"NGPU": "2", "LOG_RANK": "0,2"}, ("LOG_RANK is '0,2'", "ranks below 2")),
         ({"NNODES": "two"}, ("NNODES is 'two'", "at least 1")),
         ({"NNODES": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK",)),
         ({"NNODES": "2", "NODE_RANK": "0"}, ("MASTER_ADDR",)),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK is 2", "below NNODES (2)")),
+        (
+            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"},
+            ("NODE_RANK is 2", "below NNODES (2)"),
+        ),
     ],
 )
 def test_environment_variables(
@@ -290,13 +385,21 @@ def test_the_entry_point_of_one_process(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["trian"], ["unknown command 'trian'", "did you mean 'train'", "ls", "new"]),  # codespell:ignore
+        (
+            ["trian"],  # codespell:ignore
+            ["unknown command 'trian'", "did you mean 'train'", "ls", "new"],  # codespell:ignore
+        ),
         (["ls", "everything"], ["everything"]),
         (["new"], ["required: path", "torchtitan new --help"]),
-        (["report", "--txt", "outputs"], ["unrecognized argument --txt; did you mean '--text'?"]),  # codespell:ignore
+        (
+            ["report", "--txt", "outputs"],
+            ["unrecognized argument --txt; did you mean '--text'?"],
+        ),
     ],
 )
-def test_unknown_commands(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code = main(args)
     except SystemExit as exit_:
@@ -312,7 +415,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torchtitan {importlib.metadata.version('torchtitan')}\n"
 
 
-@pytest.mark.parametrize("args", [["--list"], ["train", "--list"], ["train", "--module", "llama3", "--list"]])
+@pytest.mark.parametrize(
+    "args", [["--list"], ["train", "--list"], ["train", "--module", "llama3", "--list"]]
+)
 def test_list_is_ls(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0
     expected = capsys.readouterr().out
@@ -331,14 +436,24 @@ def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_help_is_grouped_by_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     printed = capsys.readouterr().out
-    assert all(f" {section} options " in printed for section in ("training", "optimizer", "model", "checkpoint"))
+    assert all(
+        f" {section} options " in printed
+        for section in ("training", "optimizer", "model", "checkpoint")
+    )
     assert main([]) == 0
     assert "torchtitan COMMAND" in capsys.readouterr().out
 
 
 def test_module_in_current_folder_by_dotted_path(in_workplace: Path) -> None:
     write_module(in_workplace / "own" / "method", "def tiny():\n    return llama3_debugmodel()\n")
-    words = ["--dataloader.dataset", "corpus.txt", "--dump_folder", "dotted", "--training.steps", "1"]
+    words = [
+        "--dataloader.dataset",
+        "corpus.txt",
+        "--dump_folder",
+        "dotted",
+        "--training.steps",
+        "1",
+    ]
     assert run("--module", "own.method", "--config", "tiny", *words) == 0
 
 
@@ -375,18 +490,32 @@ def debug():
 
 
 @pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY, reason="the size of files is limited"
+    resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
+    reason="the size of files is limited",
 )
 @pytest.mark.parametrize(
     ("name", "full", "code", "kept"),
     [("once_full", "(2,)", 0, ["step-1", "step-3"]), ("full_to_the_end", "(2, 3)", 3, ["step-1"])],
 )
 def test_full_disk(
-    name: str, full: str, code: int, kept: list[str], in_workplace: Path, capfd: pytest.CaptureFixture[str]
+    name: str,
+    full: str,
+    code: int,
+    kept: list[str],
+    in_workplace: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A failed save warns and keeps earlier checkpoints; the run fails only if its last save fails."""
+    """A failed save warns and keeps earlier checkpoints; the run fails only if its last save
+    fails."""
     module = write_module(in_workplace / name, FULL_DISK.format(steps=full))
-    words = ["--dataloader.dataset", "corpus.txt", "--dump_folder", f"{name}_run", "--training.steps", "3"]
+    words = [
+        "--dataloader.dataset",
+        "corpus.txt",
+        "--dump_folder",
+        f"{name}_run",
+        "--training.steps",
+        "3",
+    ]
     words += ["--checkpoint.enable", "--checkpoint.interval", "1"]
     assert run("--module", module, "--config", "debug", *words) == code
     printed = capfd.readouterr().err
@@ -404,7 +533,10 @@ def test_saved_configuration_matches_the_run(in_workplace: Path) -> None:
     again = ["--config_file", "first/config.yaml", "--dump_folder", "again"]
     assert main(["train", *again]) == 0
     losses = [
-        [json.loads(line)["loss"] for line in (in_workplace / name / "metrics.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)["loss"]
+            for line in (in_workplace / name / "metrics.jsonl").read_text().splitlines()
+        ]
         for name in ("first", "again")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 2
@@ -416,7 +548,8 @@ class TestSignals:
         stop = StopSignals(lambda _: calls.append("first"), lambda _: calls.append("second"))
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)  # like `timeout`: to the process, then to its group
+            # like `timeout`: to the process, then to its group
+            os.kill(os.getpid(), signal.SIGTERM)
             assert calls == ["first"] and stop.first == signal.SIGTERM
             monkeypatch.setattr(process, "_SAME_REQUEST_SECONDS", 0.0)
             os.kill(os.getpid(), signal.SIGINT)
@@ -433,7 +566,9 @@ class TestSignals:
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-@pytest.mark.parametrize("args", [["ls"], pytest.param(["train", "--help"], marks=pytest.mark.slow)], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [["ls"], pytest.param(["train", "--help"], marks=pytest.mark.slow)], ids=" ".join
+)
 def test_closed_pipe_ends_quietly(args: list[str]) -> None:
     """`torchtitan ls | head -0`."""
     reader, writer = os.pipe()

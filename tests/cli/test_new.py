@@ -1,4 +1,5 @@
-"""`torchtitan new`: its copies run unchanged and compute exactly the numbers of the built-in run."""
+"""`torchtitan new`: its copies run unchanged and compute exactly the numbers of the built-in
+run."""
 
 import os
 import re
@@ -34,7 +35,9 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 
 def train(folder: str, *arguments: str, **options) -> Path:
     """Train through the command line; return the dump folder."""
-    words = flags({"dump_folder": folder, **{key.replace("__", "."): value for key, value in options.items()}})
+    words = flags(
+        {"dump_folder": folder, **{key.replace("__", "."): value for key, value in options.items()}}
+    )
     assert main(["train", *arguments, *words]) == 0
     return Path(folder)
 
@@ -46,7 +49,8 @@ def assert_same_numbers(run: Path, expected: Path, n_steps: int) -> None:
     assert read_validation(run) == read_validation(expected) != []
 
 
-# --- the experiment ---------------------------------------------------------------------------------------------------
+# --- the experiment
+# --------------------------------------------------------------------------------------------------
 
 
 def test_experiment_matches_the_built_in_run(capsys):
@@ -73,7 +77,11 @@ def test_experiment_has_the_debug_configuration():
 def test_experiment_does_not_mention_the_template():
     assert main(["new", "some/where/my_second_try"]) == 0
     folder = Path("some/where/my_second_try")
-    assert sorted(path.name for path in folder.iterdir()) == ["__init__.py", "config_registry.py", "trainer.py"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "__init__.py",
+        "config_registry.py",
+        "trainer.py",
+    ]
     text = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
     assert "template" not in text.lower()
     assert "torchtitan new" not in text
@@ -98,7 +106,8 @@ def test_edited_experiment_runs_its_own_step():
     assert (loss, norm) == (full_loss / 2, full_norm / 2)
 
 
-# --- the plain loop ---------------------------------------------------------------------------------------------------
+# --- the plain loop
+# --------------------------------------------------------------------------------------------------
 
 
 def new_plain_loop(edit: Callable[[str], str] = lambda code: code) -> Path:
@@ -116,7 +125,8 @@ def run_plain_loop(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
 def shrunk(code: str) -> str:
     """The loop on small batches, logging every step and saving often."""
     for old, new in {
-        "SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = 256, 8,": "SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = 32, 2,",
+        "SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = 256, 8,": "SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = "
+        "32, 2,",
         "MetricsProcessor.Config()": "MetricsProcessor.Config(log_freq=1)",
         "Validator.Config(freq=50, steps=10)": "Validator.Config(freq=10, steps=2)",
         "interval=50": "interval=10",
@@ -146,7 +156,9 @@ def test_plain_loop_resumes_exactly_after_a_kill(monkeypatch):
     path = new_plain_loop(shrunk)
     run_plain_loop(path, monkeypatch, "--steps", "40", "--folder", "straight")
     command = [sys.executable, str(path), "--steps", "40", "--folder", "killed"]
-    process = RunningCommand(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = RunningCommand(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
+    )
     try:
         wait_for_step(Path("killed"), 12, process)
         process.send_signal(signal.SIGKILL)
@@ -154,7 +166,10 @@ def test_plain_loop_resumes_exactly_after_a_kill(monkeypatch):
         process.wait()
     run = Path("killed")
     (killed_at,) = read_metrics(run)[-1]
-    saved = max(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoint").glob("step-*[0-9]"))
+    saved = max(
+        int(folder.name.removeprefix("step-"))
+        for folder in (run / "checkpoint").glob("step-*[0-9]")
+    )
     assert 10 <= saved < 40 and killed_at < 40
     run_plain_loop(path, monkeypatch, "--steps", "40", "--folder", "killed")
     assert_same_numbers(run, Path("straight"), 40)
@@ -163,7 +178,9 @@ def test_plain_loop_resumes_exactly_after_a_kill(monkeypatch):
 def wait_for_step(folder: Path, step: int, process: RunningCommand) -> None:
     """Wait until the run has logged the step."""
     for _ in range(6000):
-        if (folder / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (folder / "metrics.jsonl").read_text():
+        if (folder / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (
+            folder / "metrics.jsonl"
+        ).read_text():
             return
         assert process.poll() is None, "the run exited early"
         time.sleep(0.01)
@@ -175,7 +192,9 @@ def test_plain_loop_on_local_text_with_traces(monkeypatch):
     """A text without a validation split; the trace is of step 10."""
     Path("my.txt").write_text("It was the best of times, it was the worst of times. " * 50)
     monkeypatch.setenv("TORCHTITAN_CACHE", str(Path("cache").absolute()))
-    run_plain_loop(new_plain_loop(shrunk), monkeypatch, "--steps", "12", "--dataset", "my.txt", "--profile")
+    run_plain_loop(
+        new_plain_loop(shrunk), monkeypatch, "--steps", "12", "--dataset", "my.txt", "--profile"
+    )
     run = Path("outputs/plain_loop")
     losses = [loss for _, loss in read_metrics(run, "loss")]
     assert losses[-1] < losses[0] - 1
@@ -187,11 +206,19 @@ def test_plain_loop_is_short():
     lines = new_plain_loop().read_text().splitlines()
     assert len(lines) < 150
     loop = lines[next(number for number, line in enumerate(lines) if "for step in range" in line) :]
-    calls = ["next(loader)", "train_step(", "log_step(", "checkpoints.save(", "validator.validate()", "profiler.step("]
+    calls = [
+        "next(loader)",
+        "train_step(",
+        "log_step(",
+        "checkpoints.save(",
+        "validator.validate()",
+        "profiler.step(",
+    ]
     assert [sum(call in line for line in loop) for call in calls] == [1] * len(calls)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [["taken"], ["--plain-loop", "taken"]])
@@ -213,7 +240,10 @@ def test_existing_script_is_not_overwritten(capsys):
 @pytest.mark.parametrize("name", ["my-experiment", "2nd", "class", "a.b", "_hidden"])
 def test_invalid_package_name(name, capsys):
     assert main(["new", name]) == 2
-    assert re.search(f"'{re.escape(name)}' cannot be the name of a public Python package", capsys.readouterr().err)
+    assert re.search(
+        f"'{re.escape(name)}' cannot be the name of a public Python package",
+        capsys.readouterr().err,
+    )
     assert list(Path().iterdir()) == []
 
 

@@ -1,4 +1,5 @@
-"""`torchtitan report`: a run that was killed twice, in text, as a page in a real browser, and bad input."""
+"""`torchtitan report`: a run that was killed twice, in text, as a page in a real browser, and bad
+input."""
 
 import html
 import json
@@ -47,7 +48,10 @@ def runs(tmp_path_factory) -> list[Path]:
 def rows_of(runs: list[Path], title: str) -> dict[str, list[str]]:
     """Return the rows of a section by their first cell."""
     return {
-        row[0]: list(row[1:]) for part in sections([*map(RunRecord, runs)]) if part.title == title for row in part.rows
+        row[0]: list(row[1:])
+        for part in sections([*map(RunRecord, runs)])
+        if part.title == title
+        for row in part.rows
     }
 
 
@@ -55,20 +59,30 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
     killed = runs[:1]
     last = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[-1])
     summary = rows_of(killed, "Summary")
-    assert summary["last loss"] == [f"{last['loss']:.4g}"] and summary["last step"] == summary["total_steps"] == ["7"]
+    assert summary["last loss"] == [f"{last['loss']:.4g}"] and summary["last step"] == summary[
+        "total_steps"
+    ] == ["7"]
     assert summary["last event"][0].startswith("end, ") and summary["last n_tokens_seen"] == [
         f"{last['n_tokens_seen']:,}"
     ]
     assert {"training", "start-up", "restart", "lost steps", "data", "save"} <= {
         *rows_of(killed, "Where the time went")
     }
-    (incidents,) = (part.rows for part in sections([RunRecord(runs[0])]) if part.title == "Incidents")
+    (incidents,) = (
+        part.rows for part in sections([RunRecord(runs[0])]) if part.title == "Incidents"
+    )
     again = [what for _, _, _, event, what in incidents if event == "start"]
-    assert again[0] == "" and "at step 3 (killed, or ended by an error)" in again[1] and "at step 5 (killed" in again[2]
+    assert (
+        again[0] == ""
+        and "at step 3 (killed, or ended by an error)" in again[1]
+        and "at step 5 (killed" in again[2]
+    )
     assert [step for _, _, step, event, _ in incidents if event == "save"] == ["2", "4", "6", "7"]
     phases = rows_of(killed, "Time of a step by phase")
     assert {"data", "forward", "backward", "gradient clipping", "optimizer step"} <= phases.keys()
-    assert re.fullmatch(r"rows 12,000, tokens 2,271,264, epochs 0\.\d+", rows_of(killed, "Data")["stories"][0])
+    assert re.fullmatch(
+        r"rows 12,000, tokens 2,271,264, epochs 0\.\d+", rows_of(killed, "Data")["stories"][0]
+    )
     median = statistics.median(time for _, time in read_metrics(runs[0], "step_time"))
     text = f"predicted for this machine: 0.125, median here: {median:.4g}"
     assert rows_of(killed, "Foresight") == {"step_time": [text]}
@@ -100,13 +114,20 @@ def test_broken_files_are_left_out(tmp_path, capsys, file, content, problem):
     (tmp_path / file).write_text(content)
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"torchtitan report: '{tmp_path / file}' {problem}") and line.endswith("skips it")
+    assert line.startswith(f"torchtitan report: '{tmp_path / file}' {problem}") and line.endswith(
+        "skips it"
+    )
     written = (tmp_path / "report.html").read_text()
     assert problem in written and "skips it" in written and "last loss" in written
 
 
 def test_run_in_progress_without_events(tmp_path):
-    lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "loss": null}', '{"step": 3, "loss": NaN}', '{"step": 4, "lo']
+    lines = [
+        '{"step": 1, "loss": 2.5}',
+        '{"step": 2, "loss": null}',
+        '{"step": 3, "loss": NaN}',
+        '{"step": 4, "lo',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     record = RunRecord(tmp_path)
     assert [part.title for part in sections([record])] == ["Summary"]
@@ -115,14 +136,17 @@ def test_run_in_progress_without_events(tmp_path):
 
 
 def test_incidents_say_why(tmp_path):
-    """A session that ended by itself has its reason; one whose last event is another was killed, or failed."""
+    """A session that ended by itself has its reason; one whose last event is another was killed, or
+    failed."""
     start = {"event": "start", "begun": 10.0, "command": "train"}
     events = [start, {"event": "skipped", "reason": "a spike"}, {"event": "returned", "to": 5}]
     events += [start, {"event": "end", "reason": "stopped"}, start]
     lines = [{"time": 9.0, "step": 7, "seconds": {}, **event} for event in events]
     (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
     record_of(tmp_path, [{"step": 1, "loss": 1.0}])
-    (incidents,) = (part.rows for part in sections([RunRecord(tmp_path)]) if part.title == "Incidents")
+    (incidents,) = (
+        part.rows for part in sections([RunRecord(tmp_path)]) if part.title == "Incidents"
+    )
     assert [tuple(row[3:]) for row in incidents] == [
         ("start", ""),
         ("skipped", "a spike"),
@@ -133,7 +157,14 @@ def test_incidents_say_why(tmp_path):
     ]
 
 
-START = {"event": "start", "time": 9.0, "begun": 8.0, "step": 0, "seconds": {"data": 0.5}, "command": "train"}
+START = {
+    "event": "start",
+    "time": 9.0,
+    "begun": 8.0,
+    "step": 0,
+    "seconds": {"data": 0.5},
+    "command": "train",
+}
 LATER = {"event": "progress", "time": 19.0, "step": 3, "seconds": {"data": 1.5, "forward": 2.0}}
 
 
@@ -173,13 +204,22 @@ def test_damaged_events_are_left_out(tmp_path, capsys, change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"seconds": {}}, {"time": 0.0}, {"reason": [[{"a": "\ud800"}]]}, {"data": {"\ud800": [[1]]}}, {"to": {}}]
+    "change",
+    [
+        {"seconds": {}},
+        {"time": 0.0},
+        {"reason": [[{"a": "\ud800"}]]},
+        {"data": {"\ud800": [[1]]}},
+        {"to": {}},
+    ],
 )
 def test_odd_events_are_shown(tmp_path, capsys, change):
     """Times that are all zero, or texts that no file can hold, are no reason to fail."""
     record_of(tmp_path, [{"step": 1, "loss": 2.5, "\ud800": 1}])
     start = {**START, "time": 0.0, "begun": 0.0, "seconds": {}}
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, {**start, **change})))
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (start, {**start, **change}))
+    )
     for words in (["--text"], ["--output", str(tmp_path / "report.html")]):
         assert main(["report", str(tmp_path), *words]) == 0
         assert capsys.readouterr().err == ""
@@ -195,7 +235,9 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_left_out(tmp_path, capsy
 
 @pytest.mark.parametrize("step", ["1" + "0" * 400, "-1", "true", "[]", "1e300"])
 def test_a_damaged_step_of_metrics_is_left_out(tmp_path, capsys, step):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2.5}}\n{{"step": {step}, "loss": 2.5}}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"step": 1, "loss": 2.5}}\n{{"step": {step}, "loss": 2.5}}\n'
+    )
     assert main(["report", str(tmp_path), "--text"]) == 0
     assert capsys.readouterr().err.endswith("metrics.jsonl: skipped broken lines: 2\n")
 
@@ -208,7 +250,11 @@ def test_a_name_that_is_too_long_is_one_line(capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "has no metrics.jsonl"), ("", "has no metrics.jsonl"), ("[1]\n{", "has no metrics.jsonl with metrics")],
+    [
+        (None, "has no metrics.jsonl"),
+        ("", "has no metrics.jsonl"),
+        ("[1]\n{", "has no metrics.jsonl with metrics"),
+    ],
 )
 def test_folder_without_metrics_is_one_line(tmp_path, capsys, content, message):
     if content is not None:
@@ -238,13 +284,20 @@ def test_curves_of_long_runs_keep_their_extremes(tmp_path):
     lines[12_345]["loss"], lines[777]["loss"] = 9.0, None
     record = record_of(tmp_path, lines)
     curve = record.curve("loss")
-    assert len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
+    assert (
+        len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
+    )
     assert (12_346, 9.0) in curve and curve[0][0] == 1 and curve[-1][0] == 20_000
-    assert curves([record, record_of(tmp_path, lines[:1])])[0] == ("loss", [curve, [(1, math.sin(0.02))]])
+    assert curves([record, record_of(tmp_path, lines[:1])])[0] == (
+        "loss",
+        [curve, [(1, math.sin(0.02))]],
+    )
 
 
 def test_sparkline():
-    assert sparkline([]) == "" and sparkline([2.0, 2.0]) == "▁▁" and sparkline(range(8)) == "▁▂▃▄▅▆▇█"
+    assert (
+        sparkline([]) == "" and sparkline([2.0, 2.0]) == "▁▁" and sparkline(range(8)) == "▁▂▃▄▅▆▇█"
+    )
     assert len(sparkline(range(1000))) == 60
 
 
@@ -252,7 +305,9 @@ def test_script_is_short_and_needs_no_network(runs):
     script = (PROJECT / "torchtitan/cli/templates/run_report.js").read_text()
     assert len(script.splitlines()) <= 150
     text = page([*map(RunRecord, runs)])
-    assert "default-src 'none'" in text and not re.search(r"<(img|link|iframe|script|object)\b[^>]* (src|href)=", text)
+    assert "default-src 'none'" in text and not re.search(
+        r"<(img|link|iframe|script|object)\b[^>]* (src|href)=", text
+    )
     assert "alert(1)</script>" not in text and "\x1b" not in text
 
 
@@ -298,8 +353,19 @@ def browse(file: Path, *flags: str) -> tuple[str, list[str]]:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *flags]
-    command += ["--disable-background-networking", f"--user-data-dir={file.parent / 'browser'}", "--dump-dom"]
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        *flags,
+    ]
+    command += [
+        "--disable-background-networking",
+        f"--user-data-dir={file.parent / 'browser'}",
+        "--dump-dom",
+    ]
     command += ["--enable-logging=stderr", "--virtual-time-budget=3000", file.as_uri()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return result.stdout, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
@@ -308,11 +374,14 @@ def browse(file: Path, *flags: str) -> tuple[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_in_a_browser(runs, tmp_path, scheme):
-    """On a desktop's and a phone's width: rendered without errors, nothing runs out of the page, and zoom works."""
+    """On a desktop's and a phone's width: rendered without errors, nothing runs out of the page,
+    and zoom works."""
     report = page([*map(RunRecord, runs)])
     wrapper = tmp_path / "wrapper.html"
     wrapper.write_text(WRAPPER.replace("PAGE", json.dumps(report).replace("<", "\\u003c")))
-    dom, console = browse(wrapper, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
+    dom, console = browse(
+        wrapper, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    )
     assert console == []
     found = json.loads(html.unescape(re.search(r'<pre id="out">(.*?)</pre>', dom)[1]))
     n_charts = len(curves([*map(RunRecord, runs)]))
@@ -320,18 +389,23 @@ def test_page_in_a_browser(runs, tmp_path, scheme):
     for name, width in {"wide": 1280, "phone": 390}.items():
         facts = found[name]
         assert facts["width"] <= width, "the page is wider than the screen"
-        assert facts["charts"] == n_charts and facts["lines"] == 2 * n_charts and facts["images"] == 0
+        assert (
+            facts["charts"] == n_charts and facts["lines"] == 2 * n_charts and facts["images"] == 0
+        )
         assert facts["sections"] == [titles[0], "Curves", *titles[1:]]
         assert facts["zoomed"] and facts["restored"] and facts["hidden"] == n_charts
         assert re.match(r"step \d+: [\d.]+ step \d+: [\d.]+", facts["note"])
-        dark = [sum(map(int, re.findall(r"\d+", facts[key])[:3])) / 3 < 128 for key in ("back", "text")]
+        dark = [
+            sum(map(int, re.findall(r"\d+", facts[key])[:3])) / 3 < 128 for key in ("back", "text")
+        ]
         assert dark == [scheme == "dark", scheme == "light"]
     assert 300 < found["phone"]["svg"] < 390 and 300 < found["wide"]["svg"] < 640
 
 
 @pytest.mark.slow
 def test_errors_of_a_page_are_noticed(runs, tmp_path):
-    """The test above would fail for an error in the script, and for a script that the page does not allow."""
+    """The test above would fail for an error in the script, and for a script that the page does not
+    allow."""
     report = page([RunRecord(runs[0])])
     broken = tmp_path / "broken.html"
     broken.write_text(report.replace("</body>", "<script>alert(1)</script></body>"))
@@ -348,12 +422,15 @@ def test_of_a_file_of_broken_lines_little_is_read(tmp_path, capsys):
     record = RunRecord(tmp_path)
     assert [event["event"] for event in record.events] == ["start"]
     assert record.problems == [
-        f"{tmp_path}: events.jsonl: skipped broken lines: 2, 3, 4, 5, 6, ..., and all after line 10,001"
+        f"{tmp_path}: events.jsonl: skipped broken lines: 2, 3, 4, 5, 6, ..., and all after line "
+        "10,001"
     ]
 
 
 def test_of_many_events_the_last_are_shown(tmp_path):
     record_of(tmp_path, [{"step": 1, "loss": 2.5}])
     (tmp_path / "events.jsonl").write_text(f"{json.dumps(START)}\n" * 2000)
-    (incidents,) = (part.rows for part in sections([RunRecord(tmp_path)]) if part.title == "Incidents")
+    (incidents,) = (
+        part.rows for part in sections([RunRecord(tmp_path)]) if part.title == "Incidents"
+    )
     assert len(incidents) == 501 and incidents[0][-1] == "1,500 earlier events are left out"

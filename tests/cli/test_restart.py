@@ -68,7 +68,15 @@ OPTIONS = {
     "checkpoint.interval": 3,
     "comm.step_timeout_seconds": 10,
 }
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", "--max-restarts", "3"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--monitor-interval",
+    "0.1",
+    "--max-restarts",
+    "3",
+]
 LAUNCHER = [sys.executable, "-m", "torchtitan.cli.main", "train"]
 MODULE = ["--module", "failing", "--config", "debug"]
 
@@ -76,7 +84,9 @@ MODULE = ["--module", "failing", "--config", "debug"]
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("restarts")
-    (folder / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
+    (folder / "corpus.txt").write_text(
+        "".join(f"This is sentence {number}. " for number in range(400))
+    )
     write_module(folder / "failing", textwrap.dedent(FAILING))
     return folder
 
@@ -103,7 +113,9 @@ def expected(workplace: Path) -> Callable[[int], list[dict[str, Any]]]:
     def expected(processes: int) -> list[dict[str, Any]]:
         if processes not in known:
             folder = f"uninterrupted-{processes}"
-            command = Command([*LAUNCHER, *MODULE, *options(folder)], workplace, HOW="not", NGPU=str(processes))
+            command = Command(
+                [*LAUNCHER, *MODULE, *options(folder)], workplace, HOW="not", NGPU=str(processes)
+            )
             assert command.wait() == 0, command.printed
             known[processes] = numbers(workplace / folder)
         return known[processes]
@@ -118,7 +130,10 @@ def options(folder: str, **changes: object) -> list[str]:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """All lines of metrics.jsonl, without timings."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "n_tokens_seen")} for line in lines]
+    return [
+        {key: line[key] for key in ("step", "loss", "grad_norm", "lr", "n_tokens_seen")}
+        for line in lines
+    ]
 
 
 class TestOurLauncher:
@@ -133,11 +148,18 @@ class TestOurLauncher:
         ],
     )
     def test_loss_curve_continues(
-        self, start: Callable[..., Command], workplace: Path, expected: Any, how: str, processes: int
+        self,
+        start: Callable[..., Command],
+        workplace: Path,
+        expected: Any,
+        how: str,
+        processes: int,
     ) -> None:
         """Each step has one line, bit-identical to an uninterrupted run."""
         folder = f"{how}-{processes}"
-        command = start(*LAUNCHER, *MODULE, *options(folder), HOW=how, NGPU=str(processes), MAX_RESTARTS="1")
+        command = start(
+            *LAUNCHER, *MODULE, *options(folder), HOW=how, NGPU=str(processes), MAX_RESTARTS="1"
+        )
         assert command.wait() == 0, command.printed
         assert command.printed.count("restart 1 of 1") == 1
         # A run in one process saves its last complete step when it crashes.
@@ -148,16 +170,34 @@ class TestOurLauncher:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("how", "code"), [("mistake", 2), ("failure", 3)])
-    def test_deterministic_failure_is_not_restarted(self, start: Callable[..., Command], how: str, code: int) -> None:
-        command = start(*LAUNCHER, *MODULE, *options(f"{how}-1"), HOW=how, NGPU="1", MAX_RESTARTS="2")
+    def test_deterministic_failure_is_not_restarted(
+        self, start: Callable[..., Command], how: str, code: int
+    ) -> None:
+        command = start(
+            *LAUNCHER, *MODULE, *options(f"{how}-1"), HOW=how, NGPU="1", MAX_RESTARTS="2"
+        )
         assert command.wait() == code
-        assert command.printed.count("ERROR as asked for") == 1 and "restart 1" not in command.printed
+        assert (
+            command.printed.count("ERROR as asked for") == 1 and "restart 1" not in command.printed
+        )
 
     def test_restarts_are_counted(self, start: Callable[..., Command]) -> None:
-        command = start(*LAUNCHER, *MODULE, *options("always"), HOW="crash", ALWAYS="1", NGPU="1", MAX_RESTARTS="2")
+        command = start(
+            *LAUNCHER,
+            *MODULE,
+            *options("always"),
+            HOW="crash",
+            ALWAYS="1",
+            NGPU="1",
+            MAX_RESTARTS="2",
+        )
         assert command.wait() == 1
         assert command.printed.count("KeyError: 'as asked for'") == 3
-        assert [f"restart {number} of 2" in command.printed for number in (1, 2, 3)] == [True, True, False]
+        assert [f"restart {number} of 2" in command.printed for number in (1, 2, 3)] == [
+            True,
+            True,
+            False,
+        ]
 
     def test_stop_request_does_not_restart(self, start: Callable[..., Command]) -> None:
         words = ["--module", "failing", "--config", "stopping"]
@@ -166,7 +206,10 @@ class TestOurLauncher:
         command.wait_for_text(r"step +\d+/")
         command.signal(signal.SIGTERM)
         assert command.wait() == 1
-        assert command.printed.count("KeyError: 'while stopping'") == 1 and "restart 1" not in command.printed
+        assert (
+            command.printed.count("KeyError: 'while stopping'") == 1
+            and "restart 1" not in command.printed
+        )
 
     @pytest.mark.parametrize(
         ("variables", "message"),
@@ -176,9 +219,19 @@ class TestOurLauncher:
         ],
     )
     def test_refusals(
-        self, monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path, variables: dict[str, str], message: str
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: Any,
+        tmp_path: Path,
+        variables: dict[str, str],
+        message: str,
     ) -> None:
-        for name, value in {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "NGPU": "1", **variables}.items():
+        for name, value in {
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "NGPU": "1",
+            **variables,
+        }.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("TORCHTITAN_COMMAND", "")
         handler = signal.getsignal(signal.SIGPIPE)
@@ -196,7 +249,14 @@ class TestTorchrun:
         self, start: Callable[..., Command], workplace: Path, expected: Any, processes: int
     ) -> None:
         folder = f"torchrun-{processes}"
-        words = [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), "-m", "torchtitan.train"]
+        words = [
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+            "-m",
+            "torchtitan.train",
+        ]
         command = start(*words, *MODULE, *options(folder), HOW="kill")
         assert command.wait() == 0, command.printed
         assert (workplace / folder / "failed").exists()
@@ -205,14 +265,38 @@ class TestTorchrun:
 
     @pytest.mark.long
     @pytest.mark.parametrize("how", ["not", "kill"])
-    def test_two_agents(self, start: Callable[..., Command], workplace: Path, expected: Any, how: str) -> None:
-        """Two agents with two processes each equal four processes of one launcher, also after a kill."""
+    def test_two_agents(
+        self, start: Callable[..., Command], workplace: Path, expected: Any, how: str
+    ) -> None:
+        """Two agents with two processes each equal four processes of one launcher, also after a
+        kill."""
         folder = f"agents-{how}"
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", folder]
-        words = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, "--local-addr", "127.0.0.1"]
-        agents = [start(*words, "-m", "torchtitan.train", *MODULE, *options(folder), HOW=how) for _ in range(2)]
+        rendezvous = [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"localhost:{free_port()}",
+            "--rdzv-id",
+            folder,
+        ]
+        words = [
+            *TORCHRUN,
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            *rendezvous,
+            "--local-addr",
+            "127.0.0.1",
+        ]
+        agents = [
+            start(*words, "-m", "torchtitan.train", *MODULE, *options(folder), HOW=how)
+            for _ in range(2)
+        ]
         assert [agent.wait() for agent in agents] == [0, 0], [agent.printed for agent in agents]
-        assert any("loaded agents-kill/checkpoint/step-3" in agent.printed for agent in agents) == (how == "kill")
+        assert any("loaded agents-kill/checkpoint/step-3" in agent.printed for agent in agents) == (
+            how == "kill"
+        )
         assert numbers(workplace / folder) == expected(4)
 
     @pytest.mark.slow
@@ -220,11 +304,22 @@ class TestTorchrun:
         ("words", "message"),
         [
             (["--dataloader.dataset", "nowhere.txt"], "'nowhere.txt'"),
-            pytest.param(["--training.stepz", "3"], "unknown option --training.stepz", marks=pytest.mark.long),
+            pytest.param(
+                ["--training.stepz", "3"], "unknown option --training.stepz", marks=pytest.mark.long
+            ),
         ],
     )
-    def test_mistake_is_reported_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    def test_mistake_is_reported_once(
+        self, start: Callable[..., Command], words: list[str], message: str
+    ) -> None:
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
         command = start(*torchrun, "-m", "torchtitan.train", *words)
         assert command.wait() != 0
         assert command.printed.count(message) == 1

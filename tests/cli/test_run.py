@@ -1,4 +1,5 @@
-"""`torchtitan run`: stages in order, each on the model of an earlier one; finished stages are not repeated."""
+"""`torchtitan run`: stages in order, each on the model of an earlier one; finished stages are not
+repeated."""
 
 import json
 import os
@@ -15,11 +16,15 @@ from tests.training import read_metrics
 from torchtitan.cli.main import main
 
 TRAIN = (
-    "train --module {} --config {} --training.steps {} --training.seq_len 32 --training.local_batch_size 2 "
-    "--training.mixed_precision_param float32 --validator.no_enable --metrics.no_enable_tensorboard "
-    "--dataloader.dataset stories --checkpoint.enable --checkpoint.last_save_in_hf"
+    "train --module {} --config {} --training.steps {} --training.seq_len 32 "
+    "--training.local_batch_size 2 --training.mixed_precision_param float32 --validator.no_enable "
+    "--metrics.no_enable_tensorboard --dataloader.dataset stories --checkpoint.enable "
+    "--checkpoint.last_save_in_hf"
 )
-FIRST = TRAIN.format("llama3", "debugmodel", 1) + " --model.dim 64 --model.ffn_dim 128 --model.n_layers 1"
+FIRST = (
+    TRAIN.format("llama3", "debugmodel", 1)
+    + " --model.dim 64 --model.ffn_dim 128 --model.n_layers 1"
+)
 SECOND = TRAIN.format("auto", "pretrain", 2)
 SAMPLES = "generate --prompt Once --max_new_tokens 2"
 
@@ -71,7 +76,10 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
         ("stages: [{name: a, run: ls, bsae: previous}]", "stage 1 must have `name` and `run`"),
         ("stages: [{name: ../a, run: ls}]", "stage 1 has the name '../a'"),
         ("stages: [{name: a, run: ls}, {name: a, run: ls}]", "stage 2 has the name 'a'"),
-        ("stages: [{name: a, run: ls, base: previous}]", "stage 'a' has no previous training stage"),
+        (
+            "stages: [{name: a, run: ls, base: previous}]",
+            "stage 'a' has no previous training stage",
+        ),
         (
             "stages: [{name: a, run: ls, base: before}]",
             "stage 'a' has base 'before', which is no folder; use previous",
@@ -95,13 +103,25 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     (tmp_path / "file").touch()
     recipe = write(tmp_path / "recipe.yaml", {"name": "first", "run": FIRST})
     assert main(["run", str(recipe), "--folder", str(tmp_path / "file")]) == 2
-    message = f"--folder: '{tmp_path}/file/first' cannot be written: Not a directory; name another folder"
+    message = (
+        f"--folder: '{tmp_path}/file/first' cannot be written: Not a directory; name another folder"
+    )
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[1]", "null", "{}", '{"id": 3}', '{"command": ["ls"], "base": "", "id": [[]]}', "[" * 10**5, "9" * 5000],
+    [
+        "",
+        "{",
+        "[1]",
+        "null",
+        "{}",
+        '{"id": 3}',
+        '{"command": ["ls"], "base": "", "id": [[]]}',
+        "[" * 10**5,
+        "9" * 5000,
+    ],
 )
 def test_a_damaged_record_of_a_stage_is_one_line(tmp_path, capsys, content):
     recipe = write(tmp_path / "recipe.yaml", {"name": "first", "run": "ls"})
@@ -117,12 +137,21 @@ def test_a_damaged_record_of_a_stage_is_one_line(tmp_path, capsys, content):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("no_last_save_in_hf", "it would export no model; add --checkpoint.enable --checkpoint.last_save_in_hf"),
-        ("last_save_in_f", "unknown option --checkpoint.last_save_in_f; did you mean '--checkpoint.last_save_in_hf'?"),
+        (
+            "no_last_save_in_hf",
+            "it would export no model; add --checkpoint.enable --checkpoint.last_save_in_hf",
+        ),
+        (
+            "last_save_in_f",
+            "unknown option --checkpoint.last_save_in_f; did you mean "
+            "'--checkpoint.last_save_in_hf'?",
+        ),
     ],
 )
 def test_a_training_stage_with_wrong_options_does_not_start(tmp_path, capsys, wrong, message):
-    recipe = write(tmp_path / "recipe.yaml", {"name": "first", "run": FIRST.replace("last_save_in_hf", wrong)})
+    recipe = write(
+        tmp_path / "recipe.yaml", {"name": "first", "run": FIRST.replace("last_save_in_hf", wrong)}
+    )
     assert main(["run", str(recipe), "--folder", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.endswith(f"\ntorchtitan run: stage 'first': {message}\n")
     assert not (tmp_path / "out").exists()
@@ -135,13 +164,17 @@ def test_a_missing_recipe_is_rejected(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_recipe_that_is_killed_at_random_moments_ends_the_same(tmp_path):
-    """Three kills, each within two seconds after a random amount of progress; then metrics, samples and exported
-    weights equal the results of a recipe that was left alone."""
+    """Three kills, each within two seconds after a random amount of progress; then metrics, samples
+    and exported weights equal the results of a recipe that was left alone."""
     options = " --checkpoint.interval 2 --metrics.log_freq 1"
     recipe = write(
         tmp_path / "recipe.yaml",
         {"name": "first", "run": FIRST.replace("steps 1 ", "steps 12 ") + options},
-        {"name": "second", "run": SECOND.replace("steps 2 ", "steps 12 ") + options, "base": "previous"},
+        {
+            "name": "second",
+            "run": SECOND.replace("steps 2 ", "steps 12 ") + options,
+            "base": "previous",
+        },
         {"name": "samples", "run": SAMPLES, "base": "previous"},
     )
 
@@ -149,7 +182,9 @@ def test_a_recipe_that_is_killed_at_random_moments_ends_the_same(tmp_path):
         return [sys.executable, "-m", "torchtitan", "run", recipe, "--folder", tmp_path / folder]
 
     def progress() -> int:
-        return sum(len(path.read_text().splitlines()) for path in tmp_path.glob("killed/*/metrics.jsonl"))
+        return sum(
+            len(path.read_text().splitlines()) for path in tmp_path.glob("killed/*/metrics.jsonl")
+        )
 
     dice = random.Random(seed := random.randrange(10**6))
     for kill in range(3):
@@ -164,15 +199,23 @@ def test_a_recipe_that_is_killed_at_random_moments_ends_the_same(tmp_path):
     for folder in ("killed", "whole"):
         run_command(command(folder), check=True)
     for stage in ("first", "second"):
-        numbers = [read_metrics(tmp_path / folder / stage, "loss", "grad_norm") for folder in ("killed", "whole")]
+        numbers = [
+            read_metrics(tmp_path / folder / stage, "loss", "grad_norm")
+            for folder in ("killed", "whole")
+        ]
         assert numbers[0] == numbers[1] and len(numbers[0]) == 12, f"seed {seed}"
     for name in ("second/checkpoint/step-12/model.safetensors", "samples/output.txt"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), f"seed {seed}"
+        assert (tmp_path / "killed" / name).read_bytes() == (
+            tmp_path / "whole" / name
+        ).read_bytes(), f"seed {seed}"
 
 
 @pytest.mark.slow
 def test_a_stage_saves_and_ends_when_its_recipe_is_killed(tmp_path):
-    stage = {"name": "first", "run": FIRST.replace("steps 1 ", "steps 100000 ") + " --metrics.log_freq 1"}
+    stage = {
+        "name": "first",
+        "run": FIRST.replace("steps 1 ", "steps 100000 ") + " --metrics.log_freq 1",
+    }
     recipe, log = write(tmp_path / "recipe.yaml", stage), tmp_path / "out/first/metrics.jsonl"
     command = [sys.executable, "-m", "torchtitan", "run", recipe, "--folder", tmp_path / "out"]
     with RunningCommand(command, start_new_session=True) as running:

@@ -1,4 +1,5 @@
-"""More spellings of answers: pairs of a reference and an answer, for the rewards `number` and `math`."""
+"""More spellings of answers: pairs of a reference and an answer, for the rewards `number` and
+`math`."""
 
 # ruff: noqa: RUF001 (signs that look alike)
 
@@ -72,7 +73,11 @@ PAID_BY_BOTH = [
     ("4", "The answer is 4.\n\n4"),
     ("4", "The answer is 4.\n#### 4"),
     ("4", "\\boxed{4}\n\nThe answer is 4."),
-    ("4", "First the answer is 3. After checking all the cases again we see more. So the answer is 4."),
+    (
+        "4",
+        "First the answer is 3. After checking all the cases again we see more. So the answer is "
+        "4.",
+    ),
     ("4", "La respuesta es 4."),
     ("4", "Answer: **4 apples**"),
     ("4", "Final Answer: 4"),

@@ -1,4 +1,5 @@
-"""The rewards `number` and `math`: a table of spellings, random rationals, answers that are expensive to compare."""
+"""The rewards `number` and `math`: a table of spellings, random rationals, answers that are
+expensive to compare."""
 
 import asyncio
 import importlib.util
@@ -434,11 +435,46 @@ NOT_FOUR = [
     *("4 or 5", "4-5", "4 - 5", "4 to 5", "between 3 and 4", "4, 5", "4; 5", "4 and 5", "(4, 5)"),
     *("<4", "> 4", "±4", "4±1", r"4 \pm 1", "at least 4", "4 at most", "4+", "4 or more", "x > 4"),
     *("4 dozen", "4 pairs", "4 couples", "4 hundred", "4 million", "4 cents", "4 radians", "4k"),
-    *("4%", r"4\%", "4 percent", "4‰", "4!", "4th", "4²", "4^2", "4e3", "4 × 10^3", "4_5", "4i", "4π"),
-    *("-4", "−4", "minus 4", "half of 4", "twice 4", r"\sqrt{4}", "4/5", "4 1/2", "4½", r"4\frac{1}{2}"),
+    *(
+        "4%",
+        r"4\%",
+        "4 percent",
+        "4‰",
+        "4!",
+        "4th",
+        "4²",
+        "4^2",
+        "4e3",
+        "4 × 10^3",
+        "4_5",
+        "4i",
+        "4π",
+    ),
+    *(
+        "-4",
+        "−4",
+        "minus 4",
+        "half of 4",
+        "twice 4",
+        r"\sqrt{4}",
+        "4/5",
+        "4 1/2",
+        "4½",
+        r"4\frac{1}{2}",
+    ),
     *("4.5", "4,5", "44", "1,004", "1'004", "1 004", ".4", "3:4", "4:00", "4 pm", "4 May", "May 4"),
     *("Option 4", "option 4", "No. 4", "#4", "4 out of 5", "4 apples and 5 oranges", "IV", "four"),
-    *("x = 5 = 4", "5 = 4", "2x = 4", "4 + 1", "4 - x", "4x", "4 mod 5", "4 hours 30 minutes", "4?"),
+    *(
+        "x = 5 = 4",
+        "5 = 4",
+        "2x = 4",
+        "4 + 1",
+        "4 - x",
+        "4x",
+        "4 mod 5",
+        "4 hours 30 minutes",
+        "4?",
+    ),
 ]
 
 
@@ -467,7 +503,9 @@ def math():
 
 
 def test_math_pays(math):
-    wrong = [pair for pair in PAID_BY_BOTH + PAID_BY_MATH if not math("", pair[1], {"answer": pair[0]})]
+    wrong = [
+        pair for pair in PAID_BY_BOTH + PAID_BY_MATH if not math("", pair[1], {"answer": pair[0]})
+    ]
     assert wrong == []
 
 
@@ -484,10 +522,13 @@ def test_no_place_makes_another_answer_right(place, math):
 
 
 def test_last_lines_of_real_solutions_are_mostly_paid(assets):
-    """The last line of a solution often gives two numbers, or a rounded one, and is then no answer."""
+    """The last line of a solution often gives two numbers, or a rounded one, and is then no
+    answer."""
     rows = [json.loads(line) for line in (assets / "sft/gsm8k_train.jsonl").open()][:500]
     solutions = [re.sub("<<[^>]*>>", "", row["answer"]).split("\n####") for row in rows]
-    number_of_paid = sum(paid("number", gold.strip(), text.split("\n")[-1]) for text, gold in solutions)
+    number_of_paid = sum(
+        paid("number", gold.strip(), text.split("\n")[-1]) for text, gold in solutions
+    )
     assert number_of_paid >= 0.85 * len(rows)
 
 
@@ -497,7 +538,9 @@ SPELLINGS = (
     lambda value: f"{value.numerator} / {value.denominator}".replace("-", "\u2212"),
     lambda value: rf"\frac{{{value.numerator}}}{{{value.denominator}}}",
     lambda value: rf"$\dfrac{{{7 * value.numerator}}}{{{7 * value.denominator}}}$",
-    lambda value: rf"Since 3 is not 4, it is \boxed{{\tfrac{{{value.numerator}}}{{{value.denominator}}}}}. 5",
+    lambda value: (
+        rf"Since 3 is not 4, it is \boxed{{\tfrac{{{value.numerator}}}{{{value.denominator}}}}}. 5"
+    ),
     lambda value: f"It follows.\n#### {value}",
     lambda value: f"The answer is **{value}**.",
     lambda value: f"x = {value}",
@@ -537,7 +580,10 @@ def random_values(seed: int):
     for _ in range(500):
         kind = numbers.randrange(3)
         if kind == 0:
-            value, spellings = Fraction(numbers.randint(-999, 999), numbers.randint(2, 99)), SPELLINGS
+            value, spellings = (
+                Fraction(numbers.randint(-999, 999), numbers.randint(2, 99)),
+                SPELLINGS,
+            )
         elif kind == 1:
             value = Fraction(numbers.randint(-99999, 99999), 10 ** numbers.randint(0, 5))
             spellings = DECIMAL_SPELLINGS
@@ -561,7 +607,10 @@ def test_a_rational_equals_all_its_spellings_and_no_other():
         ):
             assert pays(str(value), spelling), spelling
             assert pays(spelling, str(value)), spelling
-            assert not pays(str(other), spelling) and not pays(spelling, str(other)), (spelling, other)
+            assert not pays(str(other), spelling) and not pays(spelling, str(other)), (
+                spelling,
+                other,
+            )
 
 
 def test_spellings_of_different_rationals_are_different():
@@ -589,7 +638,10 @@ def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works(caplog
     assert reward(r"\sqrt{12}", r"2\sqrt{3}") == 1
     reward._seconds = 1e-6
     assert [reward(r"\sqrt{27}", r"3\sqrt{3}") for _ in range(2)] == [0, 0]
-    assert reward.n_ended == 2 and caplog.text.count("took too long; such answers count as unequal") == 1
+    assert (
+        reward.n_ended == 2
+        and caplog.text.count("took too long; such answers count as unequal") == 1
+    )
     reward._seconds = 60
     assert reward(r"\sqrt{27}", r"3\sqrt{3}") == 1
     reward.close()
@@ -624,7 +676,8 @@ def test_math_is_symmetric(math):
 def test_math_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"--rewards: math needs the package math-verify: pip install 'torchtitan\[math"
+        UserError,
+        match=r"--rewards: math needs the package math-verify: pip install 'torchtitan\[math",
     ):
         Rewards(["math"], [])
 
@@ -632,4 +685,6 @@ def test_math_without_its_package_says_what_to_install(monkeypatch):
 def test_a_reference_that_is_no_number_is_named_once(caplog):
     for _ in range(3):
         assert paid("number", "several words of this test", "42") == 0
-    assert caplog.text.count("'several words of this test', which is no single number; use math") == 1
+    assert (
+        caplog.text.count("'several words of this test', which is no single number; use math") == 1
+    )

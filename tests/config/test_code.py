@@ -27,7 +27,8 @@ RL = {"module": "rl", "config": "debugmodel"}
 
 @pytest.fixture
 def code(tmp_path, monkeypatch) -> Path:
-    """A folder, made the current one, with a module that leaves the file `ran` when it is imported."""
+    """A folder, made the current one, with a module that leaves the file `ran` when it is
+    imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "marker.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\n"
@@ -42,7 +43,8 @@ def parse(content: dict, *words: str):
     return ConfigManager().parse_args(["--config_file", "run.yaml", *words]).config
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,9 @@ def parse(content: dict, *words: str):
     ],
 )
 def test_a_file_names_no_code_unless_the_command_line_does_too(code, options, words):
-    with pytest.raises(UserError, match="code that is neither built in nor installed; if you trust it") as raised:
+    with pytest.raises(
+        UserError, match="code that is neither built in nor installed; if you trust it"
+    ) as raised:
         parse(RL | options)
     assert str(raised.value).endswith(words)
     assert not (code / "ran").exists()
@@ -95,9 +99,13 @@ def test_a_resumed_run_names_its_code_again(code):
     given = ["--module", "rl", "--config", "debugmodel", "--rewards", "marker.py:score", "number"]
     resolved = ConfigManager().parse_args(given)
     resolved.save(code / "config.yaml")
-    with pytest.raises(UserError, match="'rewards' in config.yaml is .* too: --rewards marker.py:score number$"):
+    with pytest.raises(
+        UserError, match="'rewards' in config.yaml is .* too: --rewards marker.py:score number$"
+    ):
         ConfigManager().parse_args(["--config_file", "config.yaml"])
-    again = ConfigManager().parse_args(["--config_file", "config.yaml", "--rewards", "marker.py:score", "number"])
+    again = ConfigManager().parse_args(
+        ["--config_file", "config.yaml", "--rewards", "marker.py:score", "number"]
+    )
     assert again == resolved and not (code / "ran").exists()
 
 
@@ -124,7 +132,9 @@ def test_python_may_name_code(code):
 
 
 def test_records_of_checkpoints_name_no_code():
-    with pytest.raises(UserError, match="'function' names 'a:b', code that is neither .*, which a file may not"):
+    with pytest.raises(
+        UserError, match="'function' names 'a:b', code that is neither .*, which a file may not"
+    ):
         from_plain(RolloutConfig, {"function": "a:b"})
     assert from_plain(RolloutConfig, {"function": ""}).function == ""
 
@@ -136,7 +146,9 @@ def test_what_is_no_reference_loads_nothing(code):
             load_function(name)
     assert list(untrusted_in({"a": ["b", "c:d"]}, dict[str, list[CodeReference]])) == ["c:d"]
     assert untrusted_in(None, CodeReference | None) == {}
-    assert NamesCode(built_in=("re=",)).needs_trust("x:re=") and not NamesCode(built_in=("re=",)).needs_trust("re=x:y")
+    assert NamesCode(built_in=("re=",)).needs_trust("x:re=") and not NamesCode(
+        built_in=("re=",)
+    ).needs_trust("re=x:y")
 
 
 def test_a_recipe_shows_all_commands_before_the_first_runs(code, capsys):
@@ -152,7 +164,9 @@ def test_a_recipe_shows_all_commands_before_the_first_runs(code, capsys):
     assert not (code / "ran").exists()
 
 
-@pytest.mark.parametrize("url", ["reference://x", "memory://a::reference://b", "generic://x", "filecache::file://x"])
+@pytest.mark.parametrize(
+    "url", ["reference://x", "memory://a::reference://b", "generic://x", "filecache::file://x"]
+)
 def test_stores_that_read_what_a_file_names_are_refused(url):
     from torchtitan.components.checkpoint.filesystem import open_store
 
@@ -162,7 +176,9 @@ def test_stores_that_read_what_a_file_names_are_refused(url):
         open_store(url)
 
 
-@pytest.mark.parametrize("folder", ["/tmp/x", "../x", "a/../../x", ".", "", "./", "~/x", "s3://bucket/x", "a/.."])
+@pytest.mark.parametrize(
+    "folder", ["/tmp/x", "../x", "a/../../x", ".", "", "./", "~/x", "s3://bucket/x", "a/.."]
+)
 def test_folders_outside_of_a_run(folder):
     assert list(untrusted_in(folder, RunFolder)) == [folder]
     assert untrusted_in("inside/../x", RunFolder) == {}
@@ -179,7 +195,9 @@ FOLDERS = {
 def test_folders_of_a_run_stay_in_it(code):
     chosen = {"module": "llama3", "config": "debugmodel"}
     words = [word for key, folder in FOLDERS.items() for word in (f"--{key}", folder)]
-    with pytest.raises(UserError, match="'metrics.save_tb_folder' in .*, no folder inside the dump folder") as raised:
+    with pytest.raises(
+        UserError, match="'metrics.save_tb_folder' in .*, no folder inside the dump folder"
+    ) as raised:
         parse(chosen | FOLDERS)
     assert str(raised.value).endswith(f"set it on the command line too: {' '.join(words)}")
     assert parse(chosen | FOLDERS, *words) == parse(chosen, *words)
@@ -191,10 +209,21 @@ def test_caches_stay_in_the_cache(code, monkeypatch):
     (code / "cache").mkdir()
     (code / "cache" / "link").symlink_to("/tmp")
     chosen = {"module": "distillation", "config": "debugmodel"}
-    for folder in ("/tmp/x", "../x", "~/x", "other", "cache/../x", "cache/link/x", "s3://bucket", "a\0b"):
+    for folder in (
+        "/tmp/x",
+        "../x",
+        "~/x",
+        "other",
+        "cache/../x",
+        "cache/link/x",
+        "s3://bucket",
+        "a\0b",
+    ):
         assert untrusted_in(folder, CacheFolder)
         for key in ("dataloader.cache_dir", "teacher.cache") if "\0" not in folder else ():
-            with pytest.raises(UserError, match=f"'{key}' in run.yaml .*, no folder inside the cache .*--{key} "):
+            with pytest.raises(
+                UserError, match=f"'{key}' in run.yaml .*, no folder inside the cache .*--{key} "
+            ):
                 parse(chosen | {key: folder})
             given = parse(chosen | {key: folder}, f"--{key}", folder)
             assert folder in (given.dataloader.cache_dir, given.teacher.cache)
@@ -220,15 +249,46 @@ READ_ONLY = {
 OF_THE_RUN = {"RunConfig.dump_folder": "the place of all others"}
 
 NO_PATHS = {
-    *("ActivationCheckpointConfig.selective_option", "CheckpointConfig.exclude_from_loading", "CompileConfig.backend"),
-    *("ModelSpec.flavor", "ModelSpec.formats", "ModelSpec.module", "ModelSpec.name", "Optimizer.Config.param_groups"),
-    *("ParallelismConfig.module_fqns_per_model_part", "ParamGroup.pattern", "PlannedDataLoader.Config.columns"),
+    *(
+        "ActivationCheckpointConfig.selective_option",
+        "CheckpointConfig.exclude_from_loading",
+        "CompileConfig.backend",
+    ),
+    *(
+        "ModelSpec.flavor",
+        "ModelSpec.formats",
+        "ModelSpec.module",
+        "ModelSpec.name",
+        "Optimizer.Config.param_groups",
+    ),
+    *(
+        "ParallelismConfig.module_fqns_per_model_part",
+        "ParamGroup.pattern",
+        "PlannedDataLoader.Config.columns",
+    ),
     *("PretrainDataLoader.Config.text_column", "PretrainedTokenizer.Config.added_tokens"),
-    *("PretrainedTokenizer.Config.split_pattern", "RolloutConfig.url", "LayerConverter.Config.exclude"),
-    *("LayerConverter.Config.include", "LoRA.Config.alpha_pattern", "LoRA.Config.include", "LoRA.Config.rank_pattern"),
-    *("RunConfig.registered_as", "SFTDataLoader.Config.token_range", "SFTDataLoader.Config.weight_schedule"),
+    *(
+        "PretrainedTokenizer.Config.split_pattern",
+        "RolloutConfig.url",
+        "LayerConverter.Config.exclude",
+    ),
+    *(
+        "LayerConverter.Config.include",
+        "LoRA.Config.alpha_pattern",
+        "LoRA.Config.include",
+        "LoRA.Config.rank_pattern",
+    ),
+    *(
+        "RunConfig.registered_as",
+        "SFTDataLoader.Config.token_range",
+        "SFTDataLoader.Config.weight_schedule",
+    ),
     *("ShardingPlan.attention", "ShardingPlan.tensor", "TokenizingDataLoader.Config.split"),
-    *("TrainingConfig.batch_schedule", "TrainingConfig.seq_len_schedule", "TrainingConfig.skip_data"),
+    *(
+        "TrainingConfig.batch_schedule",
+        "TrainingConfig.seq_len_schedule",
+        "TrainingConfig.skip_data",
+    ),
     "TransformersModel.Config.document",
 }
 """Options of other texts."""
@@ -246,30 +306,64 @@ def test_every_option_of_a_folder_that_is_written_has_its_type():
 
 
 def own_text_options(cls: type) -> dict[str, object]:
-    """Types of a configuration's options that hold texts or paths, by the class that declares them and their name."""
+    """Types of a configuration's options that hold texts or paths, by the class that declares them
+    and their name."""
     found = {}
     for name, kind in get_type_hints(cls, include_extras=True).items():
-        owner = next(base for base in cls.__mro__ if name in base.__dict__.get("__annotations__", {}))
+        owner = next(
+            base for base in cls.__mro__ if name in base.__dict__.get("__annotations__", {})
+        )
         if re.search(r"\bstr\b|Path", str(kind)) and name in {field.name for field in fields(cls)}:
             found[f"{owner.__qualname__}.{name}"] = kind
     return found
 
 
-# --- the source ------------------------------------------------------------------------------------------------------
+# --- the source
+# --------------------------------------------------------------------------------------------------
 
 LOADERS = {
-    *("import_module", "__import__", "exec", "eval", "compile", "spec_from_file_location", "exec_module"),
-    *("SourceFileLoader", "run_path", "run_module", "resolve_name", "entry_points", "load_library", "CDLL"),
-    *("load_function", "load_config_function", "import_package", "trusted_module", "Popen", "system", "check_output"),
+    *(
+        "import_module",
+        "__import__",
+        "exec",
+        "eval",
+        "compile",
+        "spec_from_file_location",
+        "exec_module",
+    ),
+    *(
+        "SourceFileLoader",
+        "run_path",
+        "run_module",
+        "resolve_name",
+        "entry_points",
+        "load_library",
+        "CDLL",
+    ),
+    *(
+        "load_function",
+        "load_config_function",
+        "import_package",
+        "trusted_module",
+        "Popen",
+        "system",
+        "check_output",
+    ),
     *("simple_evaluate", "TaskManager", "get_class_from_dynamic_module"),
 }
 """Functions whose argument names code to run."""
 
 REVIEWED = {
-    ("components/data/finetuning/functions.py", "import_module"): "by load_function, whose calls are traced",
+    (
+        "components/data/finetuning/functions.py",
+        "import_module",
+    ): "by load_function, whose calls are traced",
     ("components/data/finetuning/functions.py", "spec_from_file_location"): "by load_function",
     ("components/data/finetuning/functions.py", "exec_module"): "by load_function",
-    ("config/registry.py", "import_module"): "a module of the command line, built in or installed (is_trusted)",
+    (
+        "config/registry.py",
+        "import_module",
+    ): "a module of the command line, built in or installed (is_trusted)",
     ("config/registry.py", "entry_points"): "of installed packages",
     ("config/manager.py", "load_config_function"): "--module, of a file only after is_trusted",
     ("cli/model_options.py", "import_package"): "--module of the command line",
@@ -278,15 +372,33 @@ REVIEWED = {
     ("tools/torchao.py", "import_module"): "a part of torchao",
     ("components/rollout/math_reward.py", "Popen"): "Python with a file of this package",
     ("tools/process.py", "CDLL"): "the C library of this process",
-    ("components/evaluation/lm_eval_adapter.py", "simple_evaluate"): "--tasks and --include_path of the command line",
-    ("components/evaluation/lm_eval_adapter.py", "TaskManager"): "--tasks and --include_path of the command line",
+    (
+        "components/evaluation/lm_eval_adapter.py",
+        "simple_evaluate",
+    ): "--tasks and --include_path of the command line",
+    (
+        "components/evaluation/lm_eval_adapter.py",
+        "TaskManager",
+    ): "--tasks and --include_path of the command line",
     ("cli/ls.py", "trusted_module"): "of built-in families",
-    ("models/families.py", "trusted_module"): "imports only what is built in, installed or imported",
-    ("models/pretrained.py", "trusted_module"): "imports only what is built in, installed or imported",
-    ("protocols/conversion.py", "trusted_module"): "imports only what is built in, installed or imported",
+    (
+        "models/families.py",
+        "trusted_module",
+    ): "imports only what is built in, installed or imported",
+    (
+        "models/pretrained.py",
+        "trusted_module",
+    ): "imports only what is built in, installed or imported",
+    (
+        "protocols/conversion.py",
+        "trusted_module",
+    ): "imports only what is built in, installed or imported",
     ("cli/launch.py", "Popen"): "this program",
     ("foresight/this_machine.py", "Popen"): "this program",
-    ("models/transformers/description.py", "get_class_from_dynamic_module"): "only with the environment variable",
+    (
+        "models/transformers/description.py",
+        "get_class_from_dynamic_module",
+    ): "only with the environment variable",
     ("components/checkpoint/writer_process.py", "Popen"): "this program",
     ("cli/run.py", "Popen"): "recipes run commands, and show them before",
 }
@@ -312,7 +424,9 @@ class Function:
     def __init__(self, file: str, name: str, node: ast.AST):
         self.file, self.name, self.node = file, name, node
         arguments = getattr(node, "args", None)
-        self.parameters = [each.arg for each in (*arguments.args, *arguments.kwonlyargs)] if arguments else []
+        self.parameters = (
+            [each.arg for each in (*arguments.args, *arguments.kwonlyargs)] if arguments else []
+        )
         self.assigned: dict[str, list[ast.AST]] = {}
         self.calls: list[ast.Call] = []
         for each in ast.walk(node) if name else outside_functions(node):
@@ -345,16 +459,25 @@ def functions_of(code: Code) -> list[Function]:
     return found
 
 
-def fields_behind(value: ast.AST, within: Function, functions: list[Function], seen: set[tuple[int, int]]) -> set[str]:
-    """Return what an expression in a function is computed from: names of attributes, through variables and callers."""
-    if isinstance(value, ast.Attribute):  # also a method of an option, as in `config.reward.partition(":")`
+def fields_behind(
+    value: ast.AST, within: Function, functions: list[Function], seen: set[tuple[int, int]]
+) -> set[str]:
+    """Return what an expression in a function is computed from: names of attributes, through
+    variables and callers."""
+    # also a method of an option, as in `config.reward.partition(":")`
+    if isinstance(value, ast.Attribute):
         inner = value.value
-        return {value.attr, *(() if isinstance(inner, ast.Name) else fields_behind(inner, within, functions, seen))}
+        return {
+            value.attr,
+            *(() if isinstance(inner, ast.Name) else fields_behind(inner, within, functions, seen)),
+        }
     if (place := (id(value), id(within))) in seen:
         return set()
     seen.add(place)
     if not isinstance(value, ast.Name):
-        parts = [fields_behind(part, within, functions, seen) for part in ast.iter_child_nodes(value)]
+        parts = [
+            fields_behind(part, within, functions, seen) for part in ast.iter_child_nodes(value)
+        ]
         return set().union(*parts)
     found = set()
     for source in within.assigned.get(value.id, []):
@@ -371,15 +494,17 @@ def given_by_callers(
     parameters = [each for each in function.parameters if each not in ("self", "cls")]
     for caller in functions:
         for call in (call for call in caller.calls if callee(call) == function.name):
-            given = dict(zip(parameters, call.args, strict=False)) | {word.arg: word.value for word in call.keywords}
+            given = dict(zip(parameters, call.args, strict=False)) | {
+                word.arg: word.value for word in call.keywords
+            }
             if parameter in given:
                 found |= fields_behind(given[parameter], caller, functions, seen)
     return found
 
 
 def strange_calls(code: Code, options: dict[str, list]) -> list[str]:
-    """Return the calls that load code which an option, or something else that was not reviewed, names. `options` are
-    the types of all options with a name."""
+    """Return the calls that load code which an option, or something else that was not reviewed,
+    names. `options` are the types of all options with a name."""
     functions = functions_of(code)
     faults = []
     for function in functions:
@@ -387,8 +512,15 @@ def strange_calls(code: Code, options: dict[str, list]) -> list[str]:
             if (function.file, callee(call)) in REVIEWED:
                 continue
             place = f"{function.file}: {callee(call)} runs"
-            named = fields_behind(ast.Tuple(call.args, ast.Load()), function, functions, set()) & options.keys()
-            wrong = sorted(each for each in named if not all(untrusted_in("a:b", kind) for kind in options[each]))
+            named = (
+                fields_behind(ast.Tuple(call.args, ast.Load()), function, functions, set())
+                & options.keys()
+            )
+            wrong = sorted(
+                each
+                for each in named
+                if not all(untrusted_in("a:b", kind) for kind in options[each])
+            )
             faults += [f"{place} the code that the option {each} names" for each in wrong]
             if not named and not all(isinstance(argument, ast.Constant) for argument in call.args):
                 faults.append(f"{place} code that no option names")
@@ -418,10 +550,13 @@ def test_options_that_name_code_have_its_type():
 MISTAKES = {
     "import_module": "class A:\n    def build(self):\n        import_module(self.config.plugin)",
     "exec": "def run(config):\n    for text in config.plugin:\n        exec(text)",
-    "load_function": "def find(name):\n    return load_function(name)\ndef use(config):\n    find(name=config.plugin)",
-    "run_path": "class A:\n    def __init__(self, names):\n        [run_path(name) for name in names]\n"
+    "load_function": "def find(name):\n    return load_function(name)\ndef use(config):\n    "
+    "find(name=config.plugin)",
+    "run_path": "class A:\n    def __init__(self, names):\n        [run_path(name) for name in "
+    "names]\n"
     "def use(config):\n    names = list(config.plugin)\n    A(names)",
-    "resolve_name": "async def use(config):\n    name, _, rest = config.plugin.partition(':')\n    resolve_name(name)",
+    "resolve_name": "async def use(config):\n    name, _, rest = config.plugin.partition(':')\n    "
+    "resolve_name(name)",
 }
 
 

@@ -16,7 +16,12 @@ import yaml
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import leaves
 from torchtitan.config.manager import ConfigManager, _registered_name, types_by_key
-from torchtitan.config.registry import built_in_modules, list_module, load_config_function, needs_assets
+from torchtitan.config.registry import (
+    built_in_modules,
+    list_module,
+    load_config_function,
+    needs_assets,
+)
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.errors import UserError
 
@@ -94,7 +99,12 @@ class TestConfigurable:
 
         document = Outer.Config().to_dict()
         assert json.loads(json.dumps(document)) == document
-        assert document == {"inner": {"factor": 2.0}, "where": "a/b", "names": ["x", "y"], "nothing": None}
+        assert document == {
+            "inner": {"factor": 2.0},
+            "where": "a/b",
+            "names": ["x", "y"],
+            "nothing": None,
+        }
 
     def test_from_dict_inverts_to_dict(self):
         config = model_registry("1B").model
@@ -112,7 +122,9 @@ class TestConfigurable:
     def test_from_dict_names_the_mismatch(self, change, message):
         config = model_registry("8B").model
         document = {
-            key: value for key, value in (config.to_dict() | change).items() if key not in change or change[key]
+            key: value
+            for key, value in (config.to_dict() | change).items()
+            if key not in change or change[key]
         }
         with pytest.raises(UserError, match=message):
             type(config).from_dict(document)
@@ -150,16 +162,35 @@ def parse(*args: str):
 class TestPrecedence:
     def test_function_then_file_then_command_line(self, tmp_path):
         file = tmp_path / "run.yaml"
-        file.write_text("training: {steps: 7, seq_len: 32}\noptimizer: {lr: 1e-5}\nmodel: {n_layers: 2}\n")
+        file.write_text(
+            "training: {steps: 7, seq_len: 32}\noptimizer: {lr: 1e-5}\nmodel: {n_layers: 2}\n"
+        )
         args = ["--config_file", str(file), "--training.seq_len", "64", "--model.n_heads=4"]
         config = parse(*args).config
-        assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (7, 64, 1e-5)
+        assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (
+            7,
+            64,
+            1e-5,
+        )
         assert (config.model_spec.model.n_layers, config.model_spec.model.n_heads) == (2, 4)
         assert config.training.local_batch_size == 8  # from llama3_debugmodel
 
     def test_saved_configuration_gives_the_same_run(self, tmp_path):
-        args = ["--model.dim", "128", "--training.epochs", "2", "--checkpoint.enable", "--validator.no_enable"]
-        args += ["--checkpoint.exclude_from_loading", "optimizer", "dataloader", "--loss.chunk_tokens", "7"]
+        args = [
+            "--model.dim",
+            "128",
+            "--training.epochs",
+            "2",
+            "--checkpoint.enable",
+            "--validator.no_enable",
+        ]
+        args += [
+            "--checkpoint.exclude_from_loading",
+            "optimizer",
+            "dataloader",
+            "--loss.chunk_tokens",
+            "7",
+        ]
         args += ["--optimizer.param_groups.no_decay.lr", "1e-4", "--dataloader.text_column", "None"]
         resolved = parse(*args)
         resolved.save(tmp_path / "config.yaml")
@@ -170,9 +201,12 @@ class TestPrecedence:
 
     def test_saved_vocabulary_follows_another_tokenizer(self, tmp_path):
         def resolve(config, vocab_size):
-            return config.resolve(SimpleNamespace(vocab_size=vocab_size, n_added=0)).model_spec.model.vocab_size
+            return config.resolve(
+                SimpleNamespace(vocab_size=vocab_size, n_added=0)
+            ).model_spec.model.vocab_size
 
-        resolved = parse("--model.vocab_size", "2048")  # a run saves the size from its tokenizer this way
+        # a run saves the size from its tokenizer this way
+        resolved = parse("--model.vocab_size", "2048")
         resolved.save(tmp_path / "config.yaml")
         args = ["--config_file", str(tmp_path / "config.yaml"), "--hf_assets_path", "other"]
         with pytest.raises(UserError, match=r"5000 tokens.*2048"):
@@ -182,25 +216,44 @@ class TestPrecedence:
     def test_lists_and_none_survive_the_round_trip(self, tmp_path):
         resolved = parse("--checkpoint.exclude_from_loading")
         resolved.save(tmp_path / "config.yaml")
-        assert parse("--config_file", str(tmp_path / "config.yaml")).config.checkpoint.exclude_from_loading == []
+        assert (
+            parse(
+                "--config_file", str(tmp_path / "config.yaml")
+            ).config.checkpoint.exclude_from_loading
+            == []
+        )
 
     def test_string_in_file_becomes_a_list(self, tmp_path):
         file = tmp_path / "run.yaml"
-        file.write_text("checkpoint: {exclude_from_loading: optimizer}\ncompile: {components: loss}\n")
+        file.write_text(
+            "checkpoint: {exclude_from_loading: optimizer}\ncompile: {components: loss}\n"
+        )
         config = parse("--config_file", str(file)).config
-        assert (config.checkpoint.exclude_from_loading, config.compile.components) == (["optimizer"], ["loss"])
+        assert (config.checkpoint.exclude_from_loading, config.compile.components) == (
+            ["optimizer"],
+            ["loss"],
+        )
 
     def test_list_in_file_replaces_none(self, tmp_path):
         file = tmp_path / "run.yaml"
-        file.write_text("parallelism: {module_fqns_per_model_part: ['tok_embeddings,layers.0', 'layers.1,head']}\n")
+        file.write_text(
+            "parallelism: {module_fqns_per_model_part: ['tok_embeddings,layers.0', "
+            "'layers.1,head']}\n"
+        )
         parts = parse("--config_file", str(file)).config.parallelism.module_fqns_per_model_part
         assert parts == ["tok_embeddings,layers.0", "layers.1,head"]
 
     def test_numbers_in_file_may_be_quoted(self, tmp_path):
         file = tmp_path / "run.yaml"
-        file.write_text("training: {steps: '7', max_norm: 2, epochs: None}\noptimizer: {lr: 1e-5}\n")
+        file.write_text(
+            "training: {steps: '7', max_norm: 2, epochs: None}\noptimizer: {lr: 1e-5}\n"
+        )
         config = parse("--config_file", str(file)).config
-        assert (config.training.steps, config.training.max_norm, config.training.epochs) == (7, 2.0, None)
+        assert (config.training.steps, config.training.max_norm, config.training.epochs) == (
+            7,
+            2.0,
+            None,
+        )
         assert config.optimizer.lr == 1e-5  # a string in YAML
 
     @pytest.mark.parametrize(
@@ -215,7 +268,9 @@ class TestPrecedence:
             (["--checkpoint.no_enable"], False),
         ],
     )
-    @pytest.mark.parametrize("others", [[], ["--checkpoint.exclude_from_loading", "true", "optimizer"]])
+    @pytest.mark.parametrize(
+        "others", [[], ["--checkpoint.exclude_from_loading", "true", "optimizer"]]
+    )
     def test_switches(self, args, expected, others):
         """A list before or after the switch keeps its words."""
         for words in (args + others, others + args):
@@ -224,7 +279,9 @@ class TestPrecedence:
             assert config.exclude_from_loading == others[1:]
 
     def test_switch_accepts_hyphens(self):
-        config = parse("--checkpoint.last-save-in-hf", "true", "--profiling.enable-profiling=true").config
+        config = parse(
+            "--checkpoint.last-save-in-hf", "true", "--profiling.enable-profiling=true"
+        ).config
         assert config.checkpoint.last_save_in_hf and config.profiling.enable_profiling
 
     def test_every_value_is_checked_for_its_type(self):
@@ -247,7 +304,10 @@ class TestMistakes:
             (["--module", "lama3"], "unknown module 'lama3'; did you mean 'llama3'"),
             (["--module", "./nowhere/at_all"], "'./nowhere/at_all': the folder does not exist"),
             (["--module", "no.such.package"], "no.such.package"),
-            (["--config", "debugmodle"], "unknown configuration 'debugmodle'.*did you mean 'debugmodel'"),
+            (
+                ["--config", "debugmodle"],
+                "unknown configuration 'debugmodle'.*did you mean 'debugmodel'",
+            ),
             (
                 ["--config", "zzz"],
                 r"there are: llama3_1b, [^;]*; with --hf_assets_path DIR: lora, [a-z, ]*\)$",
@@ -264,30 +324,58 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("trainig: {steps: 1}", "unknown key 'trainig.steps'.*did you mean 'training.steps'"),  # codespell:ignore
+            (
+                "trainig: {steps: 1}",  # codespell:ignore
+                "unknown key 'trainig.steps'.*did you mean 'training.steps'",  # codespell:ignore
+            ),
             ("training: {stepz: 1}", "did you mean 'training.steps'"),
             ("training: 3", "'training'.*section"),
             ("- a\n- b", "list"),
-            ("checkpoint: {enable: 1}", "'checkpoint.enable' in .*run.yaml is 1, but must be true or false"),
-            ("checkpoint: {enable: null}", "'checkpoint.enable' in .*run.yaml is None, but must be true or false"),
-            ("dataloader: {split: [a, b]}", r"'dataloader.split' .* is \['a', 'b'\], but must be a string"),
+            (
+                "checkpoint: {enable: 1}",
+                "'checkpoint.enable' in .*run.yaml is 1, but must be true or false",
+            ),
+            (
+                "checkpoint: {enable: null}",
+                "'checkpoint.enable' in .*run.yaml is None, but must be true or false",
+            ),
+            (
+                "dataloader: {split: [a, b]}",
+                r"'dataloader.split' .* is \['a', 'b'\], but must be a string",
+            ),
             ("dataloader: {split: off}", "'dataloader.split' .* is False, but must be a string"),
             ("dump_folder:", "'dump_folder' .* is None, but must be a string"),
             ("", "run.yaml is empty"),
             ("# nothing", "run.yaml is empty"),
-            ("training: {steps: 3}\ntraining: {seq_len: 8}", "not valid YAML: training is repeated"),
+            (
+                "training: {steps: 3}\ntraining: {seq_len: 8}",
+                "not valid YAML: training is repeated",
+            ),
             (
                 "checkpoint: {exclude_from_loading: [optimizer, --dump_folder, /x]}",
-                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder'; items must not begin with '-'",
+                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder'; items must not "
+                "begin with '-'",
             ),
             ("training: {epochs: [1]}", "'training.epochs' .* must be a whole number or null"),
-            ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, but must be a whole number or null"),
+            (
+                "training: {epochs: 1.5}",
+                "'training.epochs' .* is 1.5, but must be a whole number or null",
+            ),
             ("training: {steps: true}", "'training.steps' .* is True, but must be a whole number"),
-            ("training: {steps: often}", "'training.steps' .* is 'often', but must be a whole number"),
+            (
+                "training: {steps: often}",
+                "'training.steps' .* is 'often', but must be a whole number",
+            ),
             ("optimizer: {lr: fast}", "'optimizer.lr' .* is 'fast', but must be a number"),
-            ("lr_scheduler: {decay_type: cubic}", "'lr_scheduler.decay_type' .* must be one of linear, sqrt, cosine"),
+            (
+                "lr_scheduler: {decay_type: cubic}",
+                "'lr_scheduler.decay_type' .* must be one of linear, sqrt, cosine",
+            ),
             ("checkpoint: {exclude_from_loading: null}", r"must be a list \(each item a string\)"),
-            ("compile: {components: [model, optimizer]}", r"must be a list \(each item one of model, loss\)"),
+            (
+                "compile: {components: [model, optimizer]}",
+                r"must be a list \(each item one of model, loss\)",
+            ),
             ("module: [llama3]", "'module' .* must be a string or null"),
             ("a: [", "not valid YAML"),
         ],
@@ -299,7 +387,9 @@ class TestMistakes:
 
     @pytest.mark.parametrize("value", ["yes", "1", ""])
     def test_switches(self, value):
-        with pytest.raises(UserError, match=f"--checkpoint.enable is '{value}', but must be true or false"):
+        with pytest.raises(
+            UserError, match=f"--checkpoint.enable is '{value}', but must be true or false"
+        ):
             parse(f"--checkpoint.enable={value}")
 
     @pytest.mark.parametrize(
@@ -322,15 +412,31 @@ class TestMistakes:
         ("args", "message"),
         [
             (["--training.steps"], "--training.steps has no value; it must be a whole number"),
-            (["--training.steps", "--metrics.log_freq=1"], "--training.steps has no value; it must be a whole number"),
+            (
+                ["--training.steps", "--metrics.log_freq=1"],
+                "--training.steps has no value; it must be a whole number",
+            ),
             (["--training.steps="], "--training.steps is '', but must be a whole number"),
-            (["--training.steps", "-" * 90], f"--training.steps is '{'-' * 90}', but must be a whole number"),
-            (["--training.steps", "│ ──────── │"], "--training.steps is '│ ──────── │', but must be a whole number"),
-            (["--training.steps", "/path" * 30], f"--training.steps is '{'/path' * 30}', but must be a whole number"),
-            (["--training.epochs", "none"], "--training.epochs is 'none', but must be a whole number or None"),
+            (
+                ["--training.steps", "-" * 90],
+                f"--training.steps is '{'-' * 90}', but must be a whole number",
+            ),
+            (
+                ["--training.steps", "│ ──────── │"],
+                "--training.steps is '│ ──────── │', but must be a whole number",
+            ),
+            (
+                ["--training.steps", "/path" * 30],
+                f"--training.steps is '{'/path' * 30}', but must be a whole number",
+            ),
+            (
+                ["--training.epochs", "none"],
+                "--training.epochs is 'none', but must be a whole number or None",
+            ),
             (
                 ["--lr-scheduler.decay-type=a--------b"],
-                "--lr_scheduler.decay_type is 'a--------b', but must be one of linear, sqrt, cosine",
+                "--lr_scheduler.decay_type is 'a--------b', but must be one of linear, sqrt, "
+                "cosine",
             ),
             (
                 ["--dataloader.weights", "1", "a"],
@@ -338,14 +444,27 @@ class TestMistakes:
             ),
             (
                 ["--lr_scheduler.decay_type=--training.steps"],
-                "--lr_scheduler.decay_type is '--training.steps', but must be one of linear, sqrt, cosine",
+                "--lr_scheduler.decay_type is '--training.steps', but must be one of linear, sqrt, "
+                "cosine",
             ),
-            (["--optimizer.lr", "x", "--optimizer.lr", "y"], "--optimizer.lr is 'y', but must be a number"),
+            (
+                ["--optimizer.lr", "x", "--optimizer.lr", "y"],
+                "--optimizer.lr is 'y', but must be a number",
+            ),
             (["stray"], "'stray' belongs to no option; see torchtitan train --help"),
-            (["--training.steps", "5", "6"], "'6' belongs to no option; see torchtitan train --help"),
-            (["--no_validator.enable"], "unknown option --no_validator.enable; did you mean '--validator.no_enable'?"),
+            (
+                ["--training.steps", "5", "6"],
+                "'6' belongs to no option; see torchtitan train --help",
+            ),
+            (
+                ["--no_validator.enable"],
+                "unknown option --no_validator.enable; did you mean '--validator.no_enable'?",
+            ),
             (["--zzz", "3"], "unknown option --zzz; see torchtitan train --help"),
-            (["--steps", "3"], "unknown option --steps; did you mean --training.steps or --validator.steps?"),
+            (
+                ["--steps", "3"],
+                "unknown option --steps; did you mean --training.steps or --validator.steps?",
+            ),
         ],
     )
     def test_messages_name_value_and_remedy(self, args, message):
@@ -357,7 +476,9 @@ class TestMistakes:
         config = parse("--training.steps", "1e3", "--lr_scheduler.total_steps=2.5e3").config
         assert (config.training.steps, config.lr_scheduler.total_steps) == (1000, 2500)
         for word in ("1.5", "1e999", "nan", "1e-3", "many"):
-            with pytest.raises(UserError, match=rf"--training\.steps is '{word}', but must be a whole number"):
+            with pytest.raises(
+                UserError, match=rf"--training\.steps is '{word}', but must be a whole number"
+            ):
                 parse("--training.steps", word)
 
 
@@ -395,7 +516,9 @@ class TestModules:
 
     def test_import_error_propagates(self, tmp_path):
         folder = write_module(tmp_path / "broken_import", "import does_not_exist_anywhere")
-        with pytest.raises(UserError, match="No module named 'does_not_exist_anywhere'.*config_registry.py, line 1"):
+        with pytest.raises(
+            UserError, match="No module named 'does_not_exist_anywhere'.*config_registry.py, line 1"
+        ):
             parse("--module", str(folder), "--config", "tiny")
 
     def test_syntax_error_propagates(self, tmp_path):
@@ -409,7 +532,9 @@ class TestModules:
 
     def test_module_name_conflict(self, tmp_path):
         folder = write_module(tmp_path / "yaml", self.REGISTRY.format(name="yaml"))
-        with pytest.raises(UserError, match="'yaml' is the name of another package; rename the folder"):
+        with pytest.raises(
+            UserError, match="'yaml' is the name of another package; rename the folder"
+        ):
             parse("--module", str(folder), "--config", "tiny")
 
     def test_values_that_a_configuration_refuses(self, tmp_path):
@@ -435,7 +560,9 @@ class TestModules:
                 return config
         """
         folder = write_module(tmp_path / "refuses_values", registry)
-        with pytest.raises(UserError, match=r"^[^│─\n]*: --optimizer\.lr is 2\.0; choose less [^│─\n]*$"):
+        with pytest.raises(
+            UserError, match=r"^[^│─\n]*: --optimizer\.lr is 2\.0; choose less [^│─\n]*$"
+        ):
             parse("--module", str(folder), "--config", "refusing", "--optimizer.lr", "2")
 
     def test_listing_matches_import(self):
@@ -443,15 +570,21 @@ class TestModules:
 
         for name, folder in built_in_modules().items():
             listing = list_module(name, folder)
-            registry = importlib.import_module(f"torchtitan.{folder.parent.name}.{name}.config_registry")
+            registry = importlib.import_module(
+                f"torchtitan.{folder.parent.name}.{name}.config_registry"
+            )
             assert listing.name == name and listing.configs
             for function in (getattr(registry, config) for config in listing.configs):
                 assert needs_assets(function) or isinstance(function(), Configurable.Config)
 
     def test_recipe(self):
-        """A `published` configuration has the name that it is assigned to, and the family's module."""
+        """A `published` configuration has the name that it is assigned to, and the family's
+        module."""
         assert _registered_name(load_config_function("qwen3", "4b")) == "qwen3.qwen3_4b"
-        assert _registered_name(load_config_function("qwen3", "debugmodel")) == "qwen3.qwen3_debugmodel"
+        assert (
+            _registered_name(load_config_function("qwen3", "debugmodel"))
+            == "qwen3.qwen3_debugmodel"
+        )
 
 
 def test_config_file_has_sections(tmp_path):
@@ -472,10 +605,20 @@ class TestFileWithoutFlags:
     def test_tyro_sees_only_the_command_line(self, tmp_path, monkeypatch):
         seen = []
         cli = tyro.cli
-        monkeypatch.setattr(tyro, "cli", lambda *args, **options: seen.append(options["args"]) or cli(*args, **options))
-        config = self.read(tmp_path, "training: {steps: 7}\ncheckpoint: {enable: true}", "--training.seq_len=64")
+        monkeypatch.setattr(
+            tyro,
+            "cli",
+            lambda *args, **options: seen.append(options["args"]) or cli(*args, **options),
+        )
+        config = self.read(
+            tmp_path, "training: {steps: 7}\ncheckpoint: {enable: true}", "--training.seq_len=64"
+        )
         assert seen == [["--training.seq_len=64"]]
-        assert (config.training.steps, config.training.seq_len, config.checkpoint.enable) == (7, 64, True)
+        assert (config.training.steps, config.training.seq_len, config.checkpoint.enable) == (
+            7,
+            64,
+            True,
+        )
 
     @pytest.mark.parametrize(
         ("key", "written", "word", "value"),
@@ -500,9 +643,13 @@ class TestFileWithoutFlags:
             assert found == value and type(found) is type(value)
 
     def test_refuses_as_the_command_line_does(self, tmp_path):
-        with pytest.raises(UserError, match=r"'training.steps' in .* is 1.5, but must be a whole number"):
+        with pytest.raises(
+            UserError, match=r"'training.steps' in .* is 1.5, but must be a whole number"
+        ):
             self.read(tmp_path, "training: {steps: 1.5}")
-        with pytest.raises(UserError, match=r"--training.steps is '1.5', but must be a whole number"):
+        with pytest.raises(
+            UserError, match=r"--training.steps is '1.5', but must be a whole number"
+        ):
             parse("--training.steps", "1.5")
 
     def test_leaves_the_registered_configuration_alone(self, tmp_path):

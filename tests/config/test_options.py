@@ -1,4 +1,5 @@
-"""Every option is documented and used: the fields of all configurations, compared with the source of the package."""
+"""Every option is documented and used: the fields of all configurations, compared with the source
+of the package."""
 
 import ast
 import importlib
@@ -28,7 +29,9 @@ class TestEveryOption:
     def test_is_documented_and_read(self):
         places = places_in_configurations()
         assert {ParamGroup, RoPEConfig, TrainingConfig} < places.keys()
-        sources = {module_of(path): path.read_text() for path in (PROJECT / "torchtitan").rglob("*.py")}
+        sources = {
+            module_of(path): path.read_text() for path in (PROJECT / "torchtitan").rglob("*.py")
+        }
         sources = {name: text for name, text in sources.items() if ".templates." not in name}
         assert sum(len(own_fields(cls)) for cls in places) > 80
         assert unread_fields(places, sources) == []
@@ -37,12 +40,15 @@ class TestEveryOption:
     def test_own_validation_and_other_classes_do_not_count(self):
         """`steps` has no effect: it is validated here, and read only from another section."""
         places = {Careless.Config: {"careless"}}
-        assert unread_fields(places, {__name__: Path(__file__).read_text()}) == ["Careless.Config.steps"]
+        assert unread_fields(places, {__name__: Path(__file__).read_text()}) == [
+            "Careless.Config.steps"
+        ]
         assert undocumented_fields(Careless.Config) == ["Careless.Config.rate"]
 
 
 def test_a_single_value_for_a_list():
-    """A text is a list of one; other single values are errors, instead of characters or a `TypeError` later."""
+    """A text is a list of one; other single values are errors, instead of characters or a
+    `TypeError` later."""
     options = [(cls, name) for cls in places_in_configurations() for name in list_options(cls)]
     assert (SFTDataLoader.Config, "dataset") in options and (TrainingConfig, "skip_data") in options
     for cls, name in options:
@@ -51,7 +57,9 @@ def test_a_single_value_for_a_list():
             try:
                 setattr(config, name, value)
             except UserError as error:
-                assert str(error).startswith(f"{cls.__qualname__}.{name} is {value!r}, but must be a list"), error
+                assert str(error).startswith(
+                    f"{cls.__qualname__}.{name} is {value!r}, but must be a list"
+                ), error
             else:
                 assert getattr(config, name) == ["text"], (cls, name, value)
         for value in (["text"], ("text",), None):
@@ -59,27 +67,48 @@ def test_a_single_value_for_a_list():
             assert getattr(config, name) is value
     given = SFTDataLoader.Config(dataset="my.json")
     assert given.dataset == ["my.json"] == replace(given, format="chat").dataset
-    with pytest.raises(UserError, match="SFTDataLoader.Config.weights is '0.5', but must be a list"):
+    with pytest.raises(
+        UserError, match="SFTDataLoader.Config.weights is '0.5', but must be a list"
+    ):
         SFTDataLoader.Config(weights="0.5")
 
 
-MESSAGES = {"UserError", "RunFailure", "RunComplete", "require", "os_errors_as", "info", "warning", "error"}
+MESSAGES = {
+    "UserError",
+    "RunFailure",
+    "RunComplete",
+    "require",
+    "os_errors_as",
+    "info",
+    "warning",
+    "error",
+}
 """Functions and methods whose arguments are texts for users."""
 
 
 def bare_options(source: str) -> list[str]:
-    """Return the options in messages that are not written as on the command line, `--section.option`."""
+    """Return the options in messages that are not written as on the command line,
+    `--section.option`."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in MESSAGES]
-    words = [str(node.value) for call in named for node in ast.walk(call) if isinstance(node, ast.Constant)]
-    sections = "|".join({field.name for field in fields(Trainer.Config)} - {"tokenizer"})  # also the name of files
+    words = [
+        str(node.value)
+        for call in named
+        for node in ast.walk(call)
+        if isinstance(node, ast.Constant)
+    ]
+    # also the name of files
+    sections = "|".join({field.name for field in fields(Trainer.Config)} - {"tokenizer"})
     return re.findall(rf"(?<![-.'`\w])(?:{sections})\.\w+", "\n".join(words))
 
 
 def test_messages_name_options_as_on_the_command_line():
     sources = [path.read_text() for path in (PROJECT / "torchtitan").rglob("*.py")]
     assert [option for source in sources for option in bare_options(source)] == []
-    mistake = 'raise UserError(f"checkpoint.interval is {n}; set --checkpoint.interval 1 in torchtitan.checkpoint.x")'
+    mistake = (
+        'raise UserError(f"checkpoint.interval is {n}; set --checkpoint.interval 1 in '
+        'torchtitan.checkpoint.x")'
+    )
     assert bare_options(mistake) == ["checkpoint.interval"]
 
 
@@ -109,7 +138,8 @@ def module_of(path: Path) -> str:
 
 
 def places_in_configurations() -> dict[type, set[str]]:
-    """Every dataclass in the configurations of `torchtitan ls` → names of the fields that hold it."""
+    """Every dataclass in the configurations of `torchtitan ls` → names of the fields that hold
+    it."""
     places: dict[type, set[str]] = {}
 
     def visit(value, name):
@@ -119,7 +149,8 @@ def places_in_configurations() -> dict[type, set[str]]:
         elif isinstance(value, dict):
             for item in value.values():
                 visit(item, name)
-        elif is_dataclass(value) and not isinstance(value, ExternalFormat):  # it contains functions, not options
+        # it contains functions, not options
+        elif is_dataclass(value) and not isinstance(value, ExternalFormat):
             for cls in type(value).__mro__:
                 if is_dataclass(cls):
                     places.setdefault(cls, set()).add(name)
@@ -127,7 +158,9 @@ def places_in_configurations() -> dict[type, set[str]]:
                 visit(getattr(value, item.name), item.name)
 
     for module, folder in built_in_modules().items():
-        registry = importlib.import_module(f"torchtitan.{folder.parent.name}.{module}.config_registry")
+        registry = importlib.import_module(
+            f"torchtitan.{folder.parent.name}.{module}.config_registry"
+        )
         for function in (getattr(registry, name) for name in list_module(module, folder).configs):
             if not needs_assets(function):  # configurations that do have the same classes
                 visit(function(), "")
@@ -142,10 +175,11 @@ def own_fields(cls: type) -> list[str]:
 def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list[str]:
     """Return the fields that no code reads.
 
-    A field is read by `self.<field>` in the class itself outside `validate`; for a component's `Config`, by
-    `config.<field>` or `self.config.<field>` in a module that defines it or a subclass; and by `<place>.<field>`
-    anywhere, if the place is a field that holds such an object (`training.steps`, `group.lr` of `param_groups`) or a
-    parameter declared as one (`config: RoPEConfig`, `config: "CheckpointManager.Config"`).
+    A field is read by `self.<field>` in the class itself outside `validate`; for a component's
+    `Config`, by `config.<field>` or `self.config.<field>` in a module that defines it or a
+    subclass; and by `<place>.<field>` anywhere, if the place is a field that holds such an object
+    (`training.steps`, `group.lr` of `param_groups`) or a parameter declared as one (`config:
+    RoPEConfig`, `config: "CheckpointManager.Config"`).
     """
     reads = {module: reads_in(ast.parse(text)) for module, text in sources.items()}
     everywhere = set().union(*reads.values())
@@ -153,15 +187,25 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
     for cls in places:
         family = [sub for sub in places if issubclass(sub, cls)]
         bases = [base for base in cls.__mro__ if issubclass(base, Configurable.Config)]
-        receivers = {name for place in places[cls] for name in (place, singular(place))} | {cls.__qualname__}
+        receivers = {name for place in places[cls] for name in (place, singular(place))} | {
+            cls.__qualname__
+        }
         for name in own_fields(cls):
             if any(name in own_fields(base) for base in cls.__mro__[1:] if base in places):
                 continue  # another default of a field that the parent class reads
             by_place = any((receiver, name) in everywhere for receiver in receivers)
-            by_itself = any((f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ()) for sub in family)
+            by_itself = any(
+                (f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ())
+                for sub in family
+            )
             # A parent class may read a property that this field overrides.
-            readers = {*family, *(base for base in bases if isinstance(vars(base).get(name), property))}
-            by_owner = any(("config", name) in reads.get(reader.__module__, ()) for reader in readers)
+            readers = {
+                *family,
+                *(base for base in bases if isinstance(vars(base).get(name), property)),
+            }
+            by_owner = any(
+                ("config", name) in reads.get(reader.__module__, ()) for reader in readers
+            )
             if not (by_place or by_itself or (issubclass(cls, Configurable.Config) and by_owner)):
                 unread.append(f"{cls.__qualname__}.{name}")
     return unread
@@ -173,7 +217,8 @@ def singular(place: str) -> str:
 
 
 def reads_in(tree: ast.AST) -> set[tuple[str, str]]:
-    """(receiver, attribute) of every attribute read: the last name of the receiver, with local names resolved."""
+    """(receiver, attribute) of every attribute read: the last name of the receiver, with local
+    names resolved."""
     reads = set()
 
     def visit(node, scope, aliases):
@@ -197,14 +242,16 @@ def receiver_of(value: ast.AST, owner: str, aliases: dict[str, str]) -> str:
         return f"self of {owner}" if value.id == "self" else aliases.get(value.id, value.id)
     if not isinstance(value, ast.Attribute):
         return ""
-    if value.attr == "config" and isinstance(value.value, (ast.Name, ast.Attribute)):  # optimizer.config.lr
+    # optimizer.config.lr
+    if value.attr == "config" and isinstance(value.value, (ast.Name, ast.Attribute)):
         whose = receiver_of(value.value, "", {})
         return "config" if whose == "self of " else whose
     return value.attr
 
 
 def local_names(function: ast.AST) -> dict[str, str]:
-    """Local name → its value, in `a = self.config.training`, `a, b = x.c, x.d`, and a parameter `a: X`."""
+    """Local name → its value, in `a = self.config.training`, `a, b = x.c, x.d`, and a parameter `a:
+    X`."""
     parameters = function.args.args if isinstance(function, ast.FunctionDef) else []
     declared = {p.arg: ast.unparse(p.annotation).strip("'") for p in parameters if p.annotation}
     names = {name: declaration for name, declaration in declared.items() if declaration != "Config"}
@@ -232,6 +279,8 @@ def undocumented_fields(cls: type) -> list[str]:
     documented = {
         item.target.id
         for item, after in zip(body, body[1:], strict=False)
-        if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
     }
     return [f"{cls.__qualname__}.{name}" for name in own_fields(cls) if name not in documented]

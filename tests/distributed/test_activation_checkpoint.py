@@ -50,21 +50,25 @@ def test_every_second_float8_product_is_kept():
 
     def compute(x: Tensor) -> Tensor:
         for _ in range(4):
-            y = torch._scaled_mm(x.detach().to(torch.float8_e4m3fn), weight, one, one, out_dtype=torch.bfloat16)
+            y = torch._scaled_mm(
+                x.detach().to(torch.float8_e4m3fn), weight, one, one, out_dtype=torch.bfloat16
+            )
             x = x * y.sin()
         return x
 
     x = torch.randn(16, 16, requires_grad=True)
     with Recorder() as recorder:
-        checkpoint(compute, x, use_reentrant=False, context_fn=_save_costly_results).sum().backward()
+        checkpoint(
+            compute, x, use_reentrant=False, context_fn=_save_costly_results
+        ).sum().backward()
     assert recorder.calls["_scaled_mm"] == 4 + 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_compiled_code_is_the_same_when_it_is_computed_again(is_fixed):
-    """As in FlexAttention, which is compiled also in models that are not: the second size compiles code for any size,
-    which fits the first size too (pytorch issue 166926)."""
+    """As in FlexAttention, which is compiled also in models that are not: the second size compiles
+    code for any size, which fits the first size too (pytorch issue 166926)."""
     used: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -93,7 +97,8 @@ def test_compiled_code_is_the_same_when_it_is_computed_again(is_fixed):
 
 @pytest.mark.slow
 def test_compiled_attention_is_kept():
-    """FlexAttention in a model that is not compiled is one operation for the policy, and its result is kept."""
+    """FlexAttention in a model that is not compiled is one operation for the policy, and its result
+    is kept."""
     from torch.nn.attention.flex_attention import flex_attention
 
     apply_activation_checkpointing(CONFIG.build(), MODES["op"])
@@ -109,7 +114,9 @@ def test_compiled_attention_is_kept():
         def ignore_compile_internals(cls) -> bool:
             return True  # otherwise, nothing is compiled
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             calls.append(function)
             return function(*args, **(kwargs or {}))
 
@@ -125,7 +132,11 @@ def test_compiled_attention_is_kept():
     forward = len(calls)
     with Calls():
         output.sum().backward()
-    compiled = [index for index, call in enumerate(calls) if call is torch.ops.higher_order.inductor_compiled_code]
+    compiled = [
+        index
+        for index, call in enumerate(calls)
+        if call is torch.ops.higher_order.inductor_compiled_code
+    ]
     assert len(compiled) == 1 and compiled[0] < forward
 
 
@@ -138,12 +149,16 @@ def make_model(config: ActivationCheckpointConfig = NONE) -> Llama3Model:
 
 
 def compute_loss(model: nn.Module, attention: AttentionMetadata | None = None) -> Tensor:
-    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, CONFIG.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     return model(tokens, attention, head=CrossEntropyLoss.Config().build(), labels_BL=tokens)
 
 
 def packed() -> AttentionMetadata:
-    return AttentionMetadata.from_positions(torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(BATCH, -1))
+    return AttentionMetadata.from_positions(
+        torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(BATCH, -1)
+    )
 
 
 def packed_with_window() -> AttentionMetadata:
@@ -158,7 +173,9 @@ class Recorder(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.calls[function.overloadpacket.__name__] += 1
         outputs = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(outputs):
@@ -171,7 +188,8 @@ class Recorder(TorchDispatchMode):
         return sum(size for storage, size in self.storages.values() if not storage.expired())
 
 
-# --- numerics ---------------------------------------------------------------------------------------------------------
+# --- numerics
+# --------------------------------------------------------------------------------------------------
 
 INPUTS: dict[str, tuple[Callable[[], AttentionMetadata | None], bool, torch.dtype]] = {
     "one document": (lambda: None, False, torch.float32),
@@ -200,11 +218,15 @@ def test_loss_and_gradients_are_bitwise_equal(mode, inputs):
     assert results[0][1].any()
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory
+# --------------------------------------------------------------------------------------------------
 
 
-def measure(config: ActivationCheckpointConfig, attention: AttentionMetadata | None = None) -> tuple[int, Counter[str]]:
-    """Return the bytes allocated between forward and backward, and the operators of the backward pass."""
+def measure(
+    config: ActivationCheckpointConfig, attention: AttentionMetadata | None = None
+) -> tuple[int, Counter[str]]:
+    """Return the bytes allocated between forward and backward, and the operators of the backward
+    pass."""
     model = make_model(config)
     with Recorder() as forward:
         loss = compute_loss(model, attention)
@@ -215,11 +237,14 @@ def measure(config: ActivationCheckpointConfig, attention: AttentionMetadata | N
 
 
 def test_memory_and_recomputed_operators_by_mode():
-    measured = [measure(config) for config in (NONE, MODES["every second"], MODES["op"], MODES["full"])]
+    measured = [
+        measure(config) for config in (NONE, MODES["every second"], MODES["op"], MODES["full"])
+    ]
     none, every_second, op, full = (held for held, _ in measured)
     calls = [count for _, count in measured]
     assert full < op < none and full < every_second < none
-    assert every_second == pytest.approx((full + none) / 2, rel=0.01)  # half of the layers are checkpointed
+    # half of the layers are checkpointed
+    assert every_second == pytest.approx((full + none) / 2, rel=0.01)
     # Nothing in a layer needs the result of its seventh, last product, so PyTorch does not
     # recompute it.
     layers = CONFIG.n_layers
@@ -230,7 +255,8 @@ def test_memory_and_recomputed_operators_by_mode():
 
 def test_selective_op_saves_attention_and_every_second_product():
     (full, _), (op, _) = measure(MODES["full"]), measure(MODES["op"])
-    attention = CONFIG.dim + CONFIG.n_heads  # the result and the logarithm of each softmax denominator
+    # the result and the logarithm of each softmax denominator
+    attention = CONFIG.dim + CONFIG.n_heads
     products = CONFIG.dim // 2 + CONFIG.dim + CONFIG.ffn_dim  # of wk, wo and w3
     per_layer = 4 * BATCH * LENGTH * (attention + products)
     assert op - full == pytest.approx(CONFIG.n_layers * per_layer, rel=0.02)
@@ -239,12 +265,15 @@ def test_selective_op_saves_attention_and_every_second_product():
 def test_selective_op_saves_attention_of_every_document():
     _, calls = measure(MODES["op"], packed())
     assert calls["_scaled_dot_product_flash_attention_for_cpu"] == 0
-    assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * CONFIG.n_layers
+    assert (
+        calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * CONFIG.n_layers
+    )
 
 
 @pytest.mark.slow
 def test_selective_op_saves_a_compiled_function_in_an_eager_block():
-    """An example is FlexAttention on CUDA. It has no backward pass on a CPU, so a custom operator replaces it here."""
+    """An example is FlexAttention on CUDA. It has no backward pass on a CPU, so a custom operator
+    replaces it here."""
     calls = []
 
     @torch.library.custom_op("torchtitan_tests::twice", mutates_args=())
@@ -278,16 +307,25 @@ def test_selective_op_saves_a_compiled_function_in_an_eager_block():
     torch.testing.assert_close(x.grad, expected.grad)
 
 
-# --- layers and names -------------------------------------------------------------------------------------------------
+# --- layers and names
+# -------------------------------------------------------------------------------------------------
 
 
 def wrapped_layers(model: nn.Module) -> list[str]:
-    return [name for name, block in model.layers.items() if hasattr(block, "_checkpoint_wrapped_module")]
+    return [
+        name for name, block in model.layers.items() if hasattr(block, "_checkpoint_wrapped_module")
+    ]
 
 
 @pytest.mark.parametrize(
     ("option", "expected"),
-    [("op", ["0", "1", "2", "3"]), ("1", ["0", "1", "2", "3"]), ("2", ["0", "2"]), ("3", ["0", "3"]), ("9", ["0"])],
+    [
+        ("op", ["0", "1", "2", "3"]),
+        ("1", ["0", "1", "2", "3"]),
+        ("2", ["0", "2"]),
+        ("3", ["0", "3"]),
+        ("9", ["0"]),
+    ],
 )
 def test_selective_option_chooses_layers(option, expected):
     model = make_model(ActivationCheckpointConfig(mode="selective", selective_option=option))
@@ -298,31 +336,45 @@ def test_a_pipeline_stage_chooses_the_same_layers_as_the_whole_model():
     stage = CONFIG.build()
     for name in ("0", "1"):
         del stage.layers[name]
-    apply_activation_checkpointing(stage, ActivationCheckpointConfig(mode="selective", selective_option="3"))
+    apply_activation_checkpointing(
+        stage, ActivationCheckpointConfig(mode="selective", selective_option="3")
+    )
     assert wrapped_layers(stage) == ["3"]
 
 
 def test_names_and_initial_weights_are_unchanged():
     """Initial weights, checkpoints, and parameter groups of the optimizer depend on names."""
     plain, wrapped = make_model(), make_model(MODES["full"])
-    assert list(plain.state_dict()) == list(wrapped.state_dict()) == list(ModelState([wrapped]).state_dict())
-    assert [canonical_name(name) for name, _ in wrapped.named_parameters()] == list(plain.state_dict())
+    assert (
+        list(plain.state_dict())
+        == list(wrapped.state_dict())
+        == list(ModelState([wrapped]).state_dict())
+    )
+    assert [canonical_name(name) for name, _ in wrapped.named_parameters()] == list(
+        plain.state_dict()
+    )
     wrapped.load_state_dict(plain.state_dict())
     for expected, weight in zip(plain.parameters(), wrapped.parameters(), strict=True):
         assert torch.equal(weight, expected)
 
 
-# --- configuration ----------------------------------------------------------------------------------------------------
+# --- configuration
+# --------------------------------------------------------------------------------------------------
 
 
 check = partial(check_activation_checkpoint, has_experts=False)
 
 
-@pytest.mark.parametrize("option", [{"mode": "full"}, {"mode": "selective", "selective_option": "2"}])
+@pytest.mark.parametrize(
+    "option", [{"mode": "full"}, {"mode": "selective", "selective_option": "2"}]
+)
 def test_compiled_tensor_parallelism_keeps_results_by_operation_only(option):
     """PyTorch 2.13 ends the others with an assertion about the mesh."""
     compile, parallelism = CompileConfig(enable=True), ParallelismConfig(tensor_parallel_degree=2)
-    with pytest.raises(UserError, match=r"--activation_checkpoint\.mode .* cannot be combined with both .*_degree 2;"):
+    with pytest.raises(
+        UserError,
+        match=r"--activation_checkpoint\.mode .* cannot be combined with both .*_degree 2;",
+    ):
         check(ActivationCheckpointConfig(**option), compile, parallelism)
     for allowed in (parallelism, ParallelismConfig()):
         check(ActivationCheckpointConfig(mode="selective"), compile, allowed)
@@ -330,12 +382,15 @@ def test_compiled_tensor_parallelism_keeps_results_by_operation_only(option):
     check(ActivationCheckpointConfig(**option), compile, ParallelismConfig())
 
 
-@pytest.mark.parametrize("compile", [CompileConfig(), CompileConfig(enable=True, components=["loss"])])
+@pytest.mark.parametrize(
+    "compile", [CompileConfig(), CompileConfig(enable=True, components=["loss"])]
+)
 def test_a_memory_budget_without_the_compiler_is_rejected(compile):
     config = ActivationCheckpointConfig(mode="memory_budget")
     with pytest.raises(
         UserError,
-        match=r"--activation_checkpoint\.mode memory_budget is a compiler .*set --compile\.enable with `model` in",
+        match=r"--activation_checkpoint\.mode memory_budget is a compiler .*set --compile\.enable "
+        r"with `model` in",
     ):
         check(config, compile, ParallelismConfig())
     check(config, CompileConfig(enable=True), ParallelismConfig())
@@ -344,13 +399,15 @@ def test_a_memory_budget_without_the_compiler_is_rejected(compile):
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_selective_op_with_a_split_backward_pass_is_rejected(schedule):
-    """PyTorch would raise "Trying to backward an extra time". The compiled case works (see the equivalence matrix)."""
+    """PyTorch would raise "Trying to backward an extra time". The compiled case works (see the
+    equivalence matrix)."""
     parallelism = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
     op = ActivationCheckpointConfig(mode="selective")
     with pytest.raises(UserError, match=f"selective.*{schedule}.*splits the backward pass"):
         check(op, CompileConfig(), parallelism)
     check(op, CompileConfig(enable=True), parallelism)
-    with pytest.raises(UserError, match=r"selective_option 2, mode full$"):  # experts are not compiled
+    # experts are not compiled
+    with pytest.raises(UserError, match=r"selective_option 2, mode full$"):
         check_activation_checkpoint(op, CompileConfig(enable=True), parallelism, has_experts=True)
     check(op, CompileConfig(), ParallelismConfig(pipeline_parallel_degree=2))
     check(ActivationCheckpointConfig(mode="full"), CompileConfig(), parallelism)
@@ -398,7 +455,8 @@ def test_a_smaller_memory_budget_saves_memory(functorch_config):
         assert (gradient - reference).norm() <= 1e-5 * reference.norm()
 
 
-# --- several processes ------------------------------------------------------------------------------------------------
+# --- several processes
+# ------------------------------------------------------------------------------------------------
 
 
 def compare_layouts(folder: Path) -> None:
@@ -407,7 +465,8 @@ def compare_layouts(folder: Path) -> None:
     from torchtitan.config import ParallelismConfig
 
     def gradients(config: ActivationCheckpointConfig, **degrees: int) -> tuple[list[Tensor], int]:
-        """Return the loss, the gradients, and the number of reduce-scatters in the backward pass."""
+        """Return the loss, the gradients, and the number of reduce-scatters in the backward
+        pass."""
         model = CONFIG.build()
         lay_out(model, ParallelismConfig(**degrees), activation_checkpoint=config)
         initialize_weights(model, 0)
@@ -430,8 +489,8 @@ def compare_layouts(folder: Path) -> None:
             values, scatters_again = gradients(MODES[mode], **degrees)
             for reference, value in zip(expected, values, strict=True):
                 assert torch.equal(value, reference), (name, mode)
-            # The reduce-scatter after attention is recomputed. The one after the feed-forward network is not, since
-            # nothing needs the output of the layer.
+            # The reduce-scatter after attention is recomputed. The one after the feed-forward
+            # network is not, since nothing needs the output of the layer.
             repeated = CONFIG.n_layers if (name, mode) == ("TP", "full") else 0
             assert scatters_again - scatters == repeated, (name, mode)
     (folder / f"rank {dist.get_rank()} has compared").touch()

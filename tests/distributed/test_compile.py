@@ -23,7 +23,12 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
-from torchtitan.distributed.compile import RecompileMonitor, apply_compile, check_compile, compile_loss
+from torchtitan.distributed.compile import (
+    RecompileMonitor,
+    apply_compile,
+    check_compile,
+    compile_loss,
+)
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata
@@ -33,13 +38,15 @@ pytestmark = pytest.mark.usefixtures("log")
 
 BATCH, LENGTH, VOCABULARY = 2, 24, 99
 EAGER_KERNELS = CompileConfig(enable=True, backend="aot_eager")
-"""Traces forward and backward like inductor, but runs eager kernels: seconds instead of half a minute."""
+"""Traces forward and backward like inductor, but runs eager kernels: seconds instead of half a
+minute."""
 MODES = ("none", "full", "selective")
 
 
 @pytest.fixture(autouse=True)
 def reset_compiler() -> Iterator[None]:
-    """Reset compiled code and settings, which belong to the process, so that tests do not share them."""
+    """Reset compiled code and settings, which belong to the process, so that tests do not share
+    them."""
     import torch._functorch.config
 
     torch._dynamo.reset()
@@ -84,12 +91,14 @@ def step(model: nn.Module, loss: CrossEntropyLoss, seed: int, length: int = LENG
 
 
 def assert_close(values: list[Tensor], expected: list[Tensor]) -> None:
-    """Compare up to float32 rounding: compiled code sums in a different order, and a dense mask uses another kernel."""
+    """Compare up to float32 rounding: compiled code sums in a different order, and a dense mask
+    uses another kernel."""
     for value, reference in zip(values, expected, strict=True):
         assert (value - reference).norm() <= 1e-5 * reference.norm()
 
 
-# --- numerics ---------------------------------------------------------------------------------------------------------
+# --- numerics
+# --------------------------------------------------------------------------------------------------
 
 
 def compare_with_eager(config: CompileConfig, mode: str) -> None:
@@ -107,7 +116,8 @@ def test_loss_and_gradients_match_eager(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode", [mode if mode == "selective" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
+    "mode",
+    [mode if mode == "selective" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES],
 )
 def test_inductor_matches_eager(mode):
     compare_with_eager(CompileConfig(enable=True), mode)
@@ -137,7 +147,8 @@ def test_names_and_weights_are_unchanged(mode):
         assert torch.equal(weight, expected)
 
 
-# --- the loss ---------------------------------------------------------------------------------------------------------
+# --- the loss
+# --------------------------------------------------------------------------------------------------
 
 
 class SmoothedLoss(CrossEntropyLoss):
@@ -149,7 +160,9 @@ class SmoothedLoss(CrossEntropyLoss):
         """Label smoothing."""
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", label_smoothing=self.config.smoothing)
+        return F.cross_entropy(
+            logits_NV.float(), labels_N, reduction="sum", label_smoothing=self.config.smoothing
+        )
 
 
 @pytest.mark.slow
@@ -157,7 +170,9 @@ class SmoothedLoss(CrossEntropyLoss):
 def test_the_loss_of_a_subclass_is_compiled(chunk_tokens):
     def numbers(loss: CrossEntropyLoss) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        hidden, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((2, 8, 5), (11, 5)))
+        hidden, weight = (
+            torch.randn(size, generator=generator).requires_grad_() for size in ((2, 8, 5), (11, 5))
+        )
         value = loss(hidden, weight, torch.arange(16).view(2, 8) % 11)
         value.backward()
         return [value.detach(), hidden.grad, weight.grad]
@@ -179,7 +194,8 @@ def test_a_loss_without_compile_is_not_compiled(log):
     assert "Distance is not compiled: it has no `compile` method" in log.text
 
 
-# --- recompilation ----------------------------------------------------------------------------------------------------
+# --- recompilation
+# --------------------------------------------------------------------------------------------------
 
 
 def count_graphs() -> int:
@@ -239,26 +255,35 @@ def test_an_eager_step_reports_nothing(log):
 @pytest.mark.slow
 def test_the_trainer_reports_compilation(tmp_path, log):
     train(tmp_path, compile__enable=True, compile__backend="aot_eager")
-    assert [message for message in log.messages if "compiled" in message] == ["compiled 2 graphs in step 1"]
+    assert [message for message in log.messages if "compiled" in message] == [
+        "compiled 2 graphs in step 1"
+    ]
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_backend_is_rejected():
-    with pytest.raises(UserError, match=r"--compile\.backend is 'inducto', and torch knows .*inductor.*aot_eager"):
+    with pytest.raises(
+        UserError, match=r"--compile\.backend is 'inducto', and torch knows .*inductor.*aot_eager"
+    ):
         check_compile(CompileConfig(enable=True, backend="inducto"))
     check_compile(CompileConfig(enable=False, backend="inducto"))
     for backend in ("inductor", "aot_eager", "eager"):
         check_compile(CompileConfig(enable=True, backend=backend))
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="only code for the CPU needs a C++ compiler")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="only code for the CPU needs a C++ compiler"
+)
 def test_a_missing_cpp_compiler_is_reported(monkeypatch):
     import torch._inductor.config
 
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
-    with pytest.raises(UserError, match=r"--compile\.backend inductor needs a C\+\+ compiler .*CXX"):
+    with pytest.raises(
+        UserError, match=r"--compile\.backend inductor needs a C\+\+ compiler .*CXX"
+    ):
         check_compile(CompileConfig(enable=True))
     check_compile(EAGER_KERNELS)
 
@@ -274,7 +299,9 @@ def test_a_missing_c_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match=r"--compile\.backend inductor needs a C compiler, .*CC"):
         check_compile(CompileConfig(enable=True))
-    with pytest.raises(UserError, match="AdamW8bit updates weights in compiled code, which needs a C compiler"):
+    with pytest.raises(
+        UserError, match="AdamW8bit updates weights in compiled code, which needs a C compiler"
+    ):
         eight_bit.validate()
     monkeypatch.setenv("CC", "/opt/gcc")
     check_compile(CompileConfig(enable=True))
@@ -301,12 +328,15 @@ def test_attention_that_needs_a_c_compiler_on_cuda(monkeypatch):
         build(configuration)
         monkeypatch.setattr(compile_module, "device_type", lambda: "cuda")
         with pytest.raises(
-            UserError, match="soft caps or sinks is computed by FlexAttention, which needs a C compiler"
+            UserError,
+            match="soft caps or sinks is computed by FlexAttention, which needs a C compiler",
         ):
             build(configuration)
     build(gemma_debugmodel)
     build(gemma_debugmodel, precision="float32", document_mask=False)
-    with pytest.raises(UserError, match="packed documents in float32 is computed by FlexAttention, which needs a C"):
+    with pytest.raises(
+        UserError, match="packed documents in float32 is computed by FlexAttention, which needs a C"
+    ):
         build(gemma_debugmodel, precision="float32")
 
 
@@ -324,12 +354,15 @@ def test_attention_that_needs_a_c_compiler_on_cuda(monkeypatch):
 def test_schedules_that_split_the_backward_pass_disable_donated_buffers(degree, schedule, expected):
     import torch._functorch.config
 
-    parallelism = ParallelismConfig(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
+    parallelism = ParallelismConfig(
+        pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule
+    )
     apply_compile(llama_config().build(), EAGER_KERNELS, parallelism)
     assert torch._functorch.config.donated_buffer == expected
 
 
-# --- several processes ------------------------------------------------------------------------------------------------
+# --- several processes
+# ------------------------------------------------------------------------------------------------
 
 
 def compare_layouts(folder: Path) -> None:
@@ -339,7 +372,12 @@ def compare_layouts(folder: Path) -> None:
         torch._dynamo.reset()
         model, loss = make_model(), make_loss(compile if compile.enable else None)
         checkpointing = ActivationCheckpointConfig(mode=mode)
-        lay_out(model, ParallelismConfig(**degrees), activation_checkpoint=checkpointing, compile=compile)
+        lay_out(
+            model,
+            ParallelismConfig(**degrees),
+            activation_checkpoint=checkpointing,
+            compile=compile,
+        )
         initialize_weights(model, 0)
         monitor = RecompileMonitor()
         for seed in range(2):
@@ -355,7 +393,9 @@ def compare_layouts(folder: Path) -> None:
     }
     for mode, name in zip(("full", "none", "selective"), layouts, strict=True):
         degrees = layouts[name]
-        assert_close(numbers(EAGER_KERNELS, mode, **degrees), numbers(CompileConfig(), "none", **degrees))
+        assert_close(
+            numbers(EAGER_KERNELS, mode, **degrees), numbers(CompileConfig(), "none", **degrees)
+        )
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
@@ -369,16 +409,30 @@ def test_async_tensor_parallelism_needs_compiled_code_on_gpus(monkeypatch):
     asked = ParallelismConfig(tensor_parallel_degree=2, enable_async_tensor_parallel=True)
     inductor = CompileConfig(enable=True)
     for compile, parallelism, device, missing in (
-        (inductor, replace(asked, tensor_parallel_degree=1), "cuda", "tensor_parallel_degree above 1"),
+        (
+            inductor,
+            replace(asked, tensor_parallel_degree=1),
+            "cuda",
+            "tensor_parallel_degree above 1",
+        ),
         (CompileConfig(), asked, "cuda", "--compile.enable with `model`"),
-        (CompileConfig(enable=True, components=["loss"]), asked, "cuda", "--compile.enable with `model`"),
+        (
+            CompileConfig(enable=True, components=["loss"]),
+            asked,
+            "cuda",
+            "--compile.enable with `model`",
+        ),
         (EAGER_KERNELS, asked, "cuda", "--compile.backend inductor"),
         (inductor, asked, "cpu", "GPUs of CUDA"),
         (inductor, asked, "cuda", None),
         (CompileConfig(), replace(asked, enable_async_tensor_parallel=False), "cpu", None),
     ):
         monkeypatch.setattr(compile_module, "device_type", lambda device=device: device)
-        with pytest.raises(UserError, match=f"needs .*{missing}") if missing else contextlib.nullcontext():
+        with (
+            pytest.raises(UserError, match=f"needs .*{missing}")
+            if missing
+            else contextlib.nullcontext()
+        ):
             compile_module.check_async_tensor_parallel(compile, parallelism)
 
 
@@ -389,7 +443,8 @@ class Counted(BaseException):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_asynchronous", [True, False])
 def test_async_tensor_parallelism_fuses_each_collective_of_a_layer(is_asynchronous, monkeypatch):
-    """Inductor's own passes for CUDA over a layer's forward graph, on one rank of two without the other."""
+    """Inductor's own passes for CUDA over a layer's forward graph, on one rank of two without the
+    other."""
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._inductor import config as inductor
@@ -406,12 +461,16 @@ def test_async_tensor_parallelism_fuses_each_collective_of_a_layer(is_asynchrono
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(symmetric_memory, "_group_name_to_store", {})
-    parallelism = ParallelismConfig(tensor_parallel_degree=2, enable_async_tensor_parallel=is_asynchronous)
+    parallelism = ParallelismConfig(
+        tensor_parallel_degree=2, enable_async_tensor_parallel=is_asynchronous
+    )
     model = llama_config(vocab_size=VOCABULARY, n_layers=1).build()
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         with inductor.patch(_micro_pipeline_tp=False):
-            compile = CompileConfig(enable=True, backend=lambda graph, x: compile_fx(graph, x, inner_compile=count))
+            compile = CompileConfig(
+                enable=True, backend=lambda graph, x: compile_fx(graph, x, inner_compile=count)
+            )
             lay_out(model, parallelism, compile=compile)
             initialize_weights(model, 0)
             tokens_BL = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -420,8 +479,13 @@ def test_async_tensor_parallelism_fuses_each_collective_of_a_layer(is_asynchrono
     finally:
         dist.destroy_process_group()
     fused = {name: n for name, n in calls.items() if "fused_" in name}
-    expected = {"symm_mem.fused_all_gather_matmul.default": 2, "symm_mem.fused_matmul_reduce_scatter.default": 2}
+    expected = {
+        "symm_mem.fused_all_gather_matmul.default": 2,
+        "symm_mem.fused_matmul_reduce_scatter.default": 2,
+    }
     assert fused == (expected if is_asynchronous else {})
     # Before attention and before the network; after each.
-    single = [n for name, n in calls.items() if name.startswith("_c10d_functional") and "wait" not in name]
+    single = [
+        n for name, n in calls.items() if name.startswith("_c10d_functional") and "wait" not in name
+    ]
     assert sum(single) == (0 if is_asynchronous else 4)

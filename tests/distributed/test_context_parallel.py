@@ -28,7 +28,8 @@ BALANCERS: tuple[LoadBalancer, ...] = ("headtail", "none")
 LENGTH, VOCABULARY = 24, 61
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
+# --- tokens
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
@@ -61,7 +62,9 @@ def test_headtail_balances_causal_attention(degree):
 def test_places_are_copied_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch):
     """`send` pins memory on CUDA; every other copy to a device would wait."""
     sent = []
-    monkeypatch.setattr(context_parallel, "send", lambda x, device: sent.append(x.tolist()) or x.to(device))
+    monkeypatch.setattr(
+        context_parallel, "send", lambda x, device: sent.append(x.tolist()) or x.to(device)
+    )
     batch = {"input": torch.zeros(1, 8, dtype=torch.long, device="meta")}
     with CopiesToMeta() as copies:
         shard_sequences(batch, SequenceShards(2, "none"), 1)
@@ -74,7 +77,9 @@ class CopiesToMeta(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         is_host = args and isinstance(args[0], Tensor) and args[0].device.type == "cpu"
         self.count += bool(is_host and (kwargs or {}).get("device") == torch.device("meta"))
         return function(*args, **(kwargs or {}))
@@ -98,21 +103,29 @@ def test_a_batch_is_sharded_with_the_positions_of_its_tokens():
     assert shard["attention"].positions_BL.tolist() == [[1, 2, 3, 4]] * 2
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
+# --- attention
+# --------------------------------------------------------------------------------------------------
 
 
 def make_model() -> Llama3Model:
     model = llama_config(vocab_size=VOCABULARY).build()
     initialize_weights(model, 0)
-    # With the usual small projections, attention would be nearly uniform and have little effect on the outputs.
+    # With the usual small projections, attention would be nearly uniform and have little effect on
+    # the outputs.
     for block in model.layers.values():
-        for projection in (block.attention.wq, block.attention.wk, block.attention.wv, block.attention.wo):
+        for projection in (
+            block.attention.wq,
+            block.attention.wk,
+            block.attention.wv,
+            block.attention.wo,
+        ):
             projection.weight.data *= 10
     return model
 
 
 def make_batch(packed: bool, window: int | None) -> dict[str, Any]:
-    """Return a batch whose documents end inside and at the ends of the shards, differently in each sample."""
+    """Return a batch whose documents end inside and at the ends of the shards, differently in each
+    sample."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)
     batch: dict[str, Any] = {"input": tokens, "labels": tokens.roll(-1, 1)}
@@ -123,7 +136,9 @@ def make_batch(packed: bool, window: int | None) -> dict[str, Any]:
     return batch
 
 
-def logits_and_gradients(model: Llama3Model, batch: dict[str, Any], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+def logits_and_gradients(
+    model: Llama3Model, batch: dict[str, Any], weights: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     """Return the logits, and the gradients of their sum weighted by `weights`."""
     logits = model(batch["input"], batch.get("attention"))
     (logits * weights).sum().backward()
@@ -145,12 +160,15 @@ def compare_with_whole_sequences(folder: Path, balancer: LoadBalancer) -> None:
         local_batch = shard_sequences(batch, shards, mesh.get_local_rank())
         logits, gradients = logits_and_gradients(model, local_batch, weights[:, tokens])
         # Another kernel, which sums in a different order.
-        torch.testing.assert_close(logits, expected[:, tokens], rtol=0, atol=1e-5 * expected.abs().max().item())
+        torch.testing.assert_close(
+            logits, expected[:, tokens], rtol=0, atol=1e-5 * expected.abs().max().item()
+        )
         for gradient, whole in zip(gradients, expected_gradients, strict=True):
             dist.all_reduce(gradient)
             assert (gradient - whole).norm() < 1e-5 * whole.norm()
         outputs.append(expected)
-    for one, other in pairwise(outputs):  # document boundaries have an effect, and so has the window
+    # document boundaries have an effect, and so has the window
+    for one, other in pairwise(outputs):
         assert (one - other).norm() > 1e-2 * one.norm()
     (folder / str(dist.get_rank())).touch()
 

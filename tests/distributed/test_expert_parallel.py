@@ -1,5 +1,5 @@
-"""Expert parallelism: experts without tokens, low precision, generation, and a dry run's traffic. `tests/equivalence`
-compares whole runs."""
+"""Expert parallelism: experts without tokens, low precision, generation, and a dry run's traffic.
+`tests/equivalence` compares whole runs."""
 
 import itertools
 from pathlib import Path
@@ -28,7 +28,9 @@ from torchtitan.tools.errors import UserError
 N_EXPERTS, TOP_K, DIM, WIDTH, TOKENS = 4, 2, 16, 8, 6
 
 
-def make_experts(kind: type[RoutedExperts], dtype: torch.dtype, adapter: str | None) -> RoutedExperts:
+def make_experts(
+    kind: type[RoutedExperts], dtype: torch.dtype, adapter: str | None
+) -> RoutedExperts:
     torch.manual_seed(0)
     sizes = {"n_experts": N_EXPERTS, "top_k": TOP_K, "dim": DIM, "hidden_dim": WIDTH}
     biased = type(kind.__name__, (kind,), {"has_bias": True})
@@ -58,7 +60,9 @@ def compare_with_all_experts(
     adapter: str | None = None,
 ) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dims = ParallelDims(world_size=world_size, dp_shard=world_size // tp, tp=tp, ep=world_size // tp, etp=tp)
+    dims = ParallelDims(
+        world_size=world_size, dp_shard=world_size // tp, tp=tp, ep=world_size // tp, etp=tp
+    )
     batches = [make_tokens(each, busy, dtype) for each, busy in enumerate(busy_of_rank)]
     whole = make_experts(kind, dtype, adapter)
     results = [whole(*batch) for batch in batches]
@@ -74,14 +78,19 @@ def compare_with_all_experts(
     torch.testing.assert_close(result, results[rank], **close)
     torch.testing.assert_close(x_ND.grad, batches[rank][0].grad, **close)
     torch.testing.assert_close(weights_NK.grad, batches[rank][1].grad, **close)
-    for (name, parameter), expected in zip(experts.named_parameters(), whole.parameters(), strict=True):
+    for (name, parameter), expected in zip(
+        experts.named_parameters(), whole.parameters(), strict=True
+    ):
         if not parameter.requires_grad:
             continue
         gradient = parameter.grad.redistribute(placements=parameter.placements).full_tensor()
         # Sums over many rows cancel: relative to the largest.
         atol = close["atol"] * max(1.0, expected.grad.abs().max().item())
         torch.testing.assert_close(
-            gradient, expected.grad, **{**close, "atol": atol}, msg=lambda text, name=name: f"{name}: {text}"
+            gradient,
+            expected.grad,
+            **{**close, "atol": atol},
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -90,7 +99,8 @@ def compare_with_all_experts(
     [
         (RoutedExperts, [[0, 1, 2, 3], [0, 3]], torch.float32, None, 1, None),
         (RoutedExperts, [[0, 1], [0, 1]], torch.float32, None, 1, None),  # rank 1 gets no rows
-        (RoutedExperts, [[2, 3], [2, 3]], torch.float32, "cuda", 1, None),  # rank 0 gets none; grouped products
+        # rank 0 gets none; grouped products
+        (RoutedExperts, [[2, 3], [2, 3]], torch.float32, "cuda", 1, None),
         (InputScaledExperts, [[0, 1, 2], [1, 3]], torch.bfloat16, None, 1, None),
         (RoutedExperts, [[0, 1, 2], [1, 3]], torch.float32, None, 2, None),
         (RoutedExperts, [[0, 1], [0, 1]], torch.float32, None, 1, "dora"),
@@ -98,7 +108,9 @@ def compare_with_all_experts(
         (RoutedExperts, [[0, 1, 2], [1, 3]], torch.float32, None, 2, "dora"),
     ],
 )
-def test_ranks_compute_the_results_of_all_experts(workers, kind, busy_of_rank, dtype, device_type, tp, adapter):
+def test_ranks_compute_the_results_of_all_experts(
+    workers, kind, busy_of_rank, dtype, device_type, tp, adapter
+):
     workers.run(compare_with_all_experts, kind, busy_of_rank, dtype, device_type, tp, adapter)
 
 
@@ -109,7 +121,11 @@ def sharded_generations(prompts: list[list[int]], expected: list[list[int]]) -> 
     training = TrainingConfig(mixed_precision_param="float32")
     model = config.build()
     parallelize_model(
-        model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=DENSE_SHARDING, training=training
+        model,
+        parallel_dims=dims,
+        mesh=dims.build_mesh("cpu"),
+        sharding=DENSE_SHARDING,
+        training=training,
     )
     initialize_weights(model, 0)
     own = [0] if dist.get_rank() == 0 else [1, 2]
@@ -118,7 +134,8 @@ def sharded_generations(prompts: list[list[int]], expected: list[list[int]]) -> 
         model,
         [prompts[i] for i in own],
         max_new_tokens=7,
-        on_token=lambda row, token: own == [0] and next(pushed) == 3,  # rank 0 has fewer prompts, and ends early
+        # rank 0 has fewer prompts, and ends early
+        on_token=lambda row, token: own == [0] and next(pushed) == 3,
         group=dist.group.WORLD,
     )
     assert [generation.ids for generation in found] == [expected[i][: 7 if i else 3] for i in own]
@@ -135,8 +152,16 @@ def test_ranks_generate_together(workers):
     workers.run(sharded_generations, prompts, expected)
 
 
-RUN = {"training__global_batch_size": 4, "training__mixed_precision_param": "float32", "optimizer__lr": 0.003}
-EXPORT = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "float32"}
+RUN = {
+    "training__global_batch_size": 4,
+    "training__mixed_precision_param": "float32",
+    "optimizer__lr": 0.003,
+}
+EXPORT = {
+    "checkpoint__enable": True,
+    "checkpoint__last_save_in_hf": True,
+    "checkpoint__export_dtype": "float32",
+}
 CONVERSATIONS = {"training__seq_len": 128, "training__local_batch_size": 1}
 
 
@@ -160,19 +185,34 @@ def train_divided(folder: Path, module: str, options: dict[str, Any]) -> None:
         ("deepseek_v3", {**EXPORT, **CONVERSATIONS}),
     ],
 )
-def test_runs_with_divided_experts_and_their_exports_equal_one_process(workers, tmp_path, module, options):
-    """Transformers opens the export, which is written by the run, or else by `torchtitan convert`."""
+def test_runs_with_divided_experts_and_their_exports_equal_one_process(
+    workers, tmp_path, module, options
+):
+    """Transformers opens the export, which is written by the run, or else by `torchtitan
+    convert`."""
     transformers = pytest.importorskip("transformers")
     workers.run(train_divided, tmp_path / "divided", module, options)
     others = {name: value for name, value in options.items() if not name.startswith("checkpoint")}
     trainer = train_family(tmp_path / "one", module, others)
-    divided, one = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("divided", "one"))
+    divided, one = (
+        read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("divided", "one")
+    )
     # Float32 sums in another order.
     assert divided == [pytest.approx(line, rel=1e-5) for line in one]
     (export,) = (tmp_path / "divided" / "checkpoint").glob("step-4")
     if "checkpoint__last_save_in_hf" not in options:
         assert (
-            main(["convert", str(export), str(export := tmp_path / "hf"), "--to", "hf", "--export_dtype", "float32"])
+            main(
+                [
+                    "convert",
+                    str(export),
+                    str(export := tmp_path / "hf"),
+                    "--to",
+                    "hf",
+                    "--export_dtype",
+                    "float32",
+                ]
+            )
             == 0
         )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
@@ -184,8 +224,15 @@ def test_runs_with_divided_experts_and_their_exports_equal_one_process(workers, 
 
 def test_ranks_that_cannot_shard_the_same_experts_are_refused(tmp_path):
     """Three of six ranks have 16 experts each, and divide the widths of the second case."""
-    options = {"module": "qwen3_moe", "parallelism__expert_parallel_degree": 2, "training__local_batch_size": 2}
-    with pytest.raises(UserError, match=r"leaves 3 ranks for the same experts.* their weights \[16, 2, 64, 64\]; set"):
+    options = {
+        "module": "qwen3_moe",
+        "parallelism__expert_parallel_degree": 2,
+        "training__local_batch_size": 2,
+    }
+    with pytest.raises(
+        UserError,
+        match=r"leaves 3 ranks for the same experts.* their weights \[16, 2, 64, 64\]; set",
+    ):
         dry_run(tiny_config(tmp_path / "refused", **options, model__moe__ffn_dim=64), 6)
     sizes = {"model__moe__ffn_dim": 48, "model__dim": 96}
     dry_run(tiny_config(tmp_path / "fine", **options, **sizes), 6)
@@ -193,8 +240,8 @@ def test_ranks_that_cannot_shard_the_same_experts_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("mode", "exchanges"), [("none", 7), ("selective", 7), ("full", 11)])
 def test_traffic_of_a_dry_run(tmp_path, mode, exchanges):
-    """A layer exchanges counts, tokens, weights and results, and the gradients of the last three; full activation
-    checkpointing repeats the first four, but selective does not."""
+    """A layer exchanges counts, tokens, weights and results, and the gradients of the last three;
+    full activation checkpointing repeats the first four, but selective does not."""
     options = {"module": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
     options["model__moe__penalties__batch_loss"] = 0.0  # otherwise, a further forward pass counts
     config = tiny_config(tmp_path, **options, activation_checkpoint__mode=mode)

@@ -21,8 +21,9 @@ def whole_gradients(stage: int) -> dict[str, Tensor]:
 
 
 def make_parameters(mesh: DeviceMesh, gradients: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Build one plain parameter, three on the tensor-parallel mesh, and one on both dimensions. Gradients have the
-    placements of a backward pass, which for two parameters differ from the placements of the parameter."""
+    """Build one plain parameter, three on the tensor-parallel mesh, and one on both dimensions.
+    Gradients have the placements of a backward pass, which for two parameters differ from the
+    placements of the parameter."""
     tp = mesh["tp"]
     shard, whole = [Shard(0)], [Replicate()]
     parameters = {
@@ -30,14 +31,20 @@ def make_parameters(mesh: DeviceMesh, gradients: dict[str, Tensor]) -> dict[str,
         "column": nn.Parameter(distribute_tensor(torch.zeros(SHAPES["column"]), tp, shard)),
         "row": nn.Parameter(distribute_tensor(torch.zeros(SHAPES["row"]), tp, [Shard(1)])),
         "norm": nn.Parameter(distribute_tensor(torch.zeros(SHAPES["norm"]), tp, whole)),
-        "both": nn.Parameter(distribute_tensor(torch.zeros(SHAPES["both"]), mesh["fsdp", "tp"], [Shard(0), Shard(1)])),
+        "both": nn.Parameter(
+            distribute_tensor(torch.zeros(SHAPES["both"]), mesh["fsdp", "tp"], [Shard(0), Shard(1)])
+        ),
     }
     parameters["plain"].grad = gradients["plain"].clone()
-    parameters["column"].grad = distribute_tensor(gradients["column"], tp, whole)  # like an embedding
+    # like an embedding
+    parameters["column"].grad = distribute_tensor(gradients["column"], tp, whole)
     parameters["row"].grad = distribute_tensor(gradients["row"], tp, [Shard(1)])
     part = gradients["norm"] * (0.25 if tp.get_local_rank() == 0 else 0.75)
-    parameters["norm"].grad = DTensor.from_local(part, tp, [Partial()])  # like a norm with sequence parallelism
-    parameters["both"].grad = distribute_tensor(gradients["both"], mesh["fsdp", "tp"], [Shard(0), Shard(1)])
+    # like a norm with sequence parallelism
+    parameters["norm"].grad = DTensor.from_local(part, tp, [Partial()])
+    parameters["both"].grad = distribute_tensor(
+        gradients["both"], mesh["fsdp", "tp"], [Shard(0), Shard(1)]
+    )
     return parameters
 
 
@@ -49,18 +56,26 @@ def clip_on_mesh(degrees: tuple[int, int, int], max_norm: float, folder: Path) -
     pipeline = mesh.get_group("pp") if n_stages > 1 else None
     before = {name: parameter.grad for name, parameter in parameters.items()}
     norm = clip_grad_norm(parameters.values(), max_norm, pipeline)
-    everything = [gradient for number in range(n_stages) for gradient in whole_gradients(number).values()]
+    everything = [
+        gradient for number in range(n_stages) for gradient in whole_gradients(number).values()
+    ]
     exact = sum(gradient.double().square().sum() for gradient in everything).sqrt().item()
     assert type(norm) is Tensor and norm.shape == ()
     # Float32 rounding of a few values.
     assert norm.item() == pytest.approx(exact, rel=1e-6)
     # The others have the layout of their weights, so that nothing is exchanged or copied.
-    assert {name for name, parameter in parameters.items() if parameter.grad is not before[name]} == {"column", "norm"}
+    assert {
+        name for name, parameter in parameters.items() if parameter.grad is not before[name]
+    } == {"column", "norm"}
     for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             assert parameter.grad.placements == parameter.placements, name
-        clipped = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(clipped, gradients[name] * min(1.0, max_norm / exact), rtol=1e-5, atol=1e-7)
+        clipped = (
+            parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        )
+        torch.testing.assert_close(
+            clipped, gradients[name] * min(1.0, max_norm / exact), rtol=1e-5, atol=1e-7
+        )
     (folder / str(dist.get_rank())).touch()
 
 

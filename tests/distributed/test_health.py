@@ -46,7 +46,8 @@ OF_HOST = {DISK: 1.0, FREE: 100, SHARED: 8, OPEN_FILES: 65536, CLOCK: -0.5, ERRO
 
 
 def four_hosts(changed=4, software="2.13.0", all_reduce=0.1, **changes):
-    """Four hosts of two ranks; software and changes to facts apply to one rank, by default the first of host c."""
+    """Four hosts of two ranks; software and changes to facts apply to one rank, by default the
+    first of host c."""
     facts = {name: {(rank,): value for rank in range(8)} for name, value in OF_RANK.items()}
     facts |= {name: {(rank,): value for rank in range(0, 8, 2)} for name, value in OF_HOST.items()}
     facts |= {ALL_REDUCE: {(rank,): all_reduce for rank in range(8)}, LINKS: {}, NETWORK: {}}
@@ -61,7 +62,9 @@ def four_hosts(changed=4, software="2.13.0", all_reduce=0.1, **changes):
 
 def test_sound_hosts_have_no_findings():
     assert findings(four_hosts(), {}) == []
-    alone = dict.fromkeys(CHECKS, {}) | {name: {(0,): value} for name, value in (OF_RANK | OF_HOST).items()}
+    alone = dict.fromkeys(CHECKS, {}) | {
+        name: {(0,): value} for name, value in (OF_RANK | OF_HOST).items()
+    }
     assert findings(Health(["a"], [{"torch": "2.13.0"}], alone), {}) == []
 
 
@@ -69,11 +72,17 @@ def test_sound_hosts_have_no_findings():
     ("changes", "words"),
     [
         ({PRODUCTS: 0.7}, "matrix products (TFLOP/s), rank 4: 70% of the median"),
-        ({SLOWDOWN: True}, "clocks of the GPU lowered (heat or power), rank 4: 1, but must be at most 0"),
+        (
+            {SLOWDOWN: True},
+            "clocks of the GPU lowered (heat or power), rank 4: 1, but must be at most 0",
+        ),
         ({DISK: 0.1}, "writing to the dump folder (GB/s), rank 4: 10% of the median"),
         ({FREE: 5}, "GiB free in the dump folder, rank 4: 5, but must be at least 10"),
         ({SHARED: 1 / 16}, "GiB free in /dev/shm, rank 4: 0.0625, but must be at least 1"),
-        ({OPEN_FILES: 1024}, "open files allowed (ulimit -n), rank 4: 1024, but must be at least 4096"),
+        (
+            {OPEN_FILES: 1024},
+            "open files allowed (ulimit -n), rank 4: 1024, but must be at least 4096",
+        ),
         ({CLOCK: 3.0}, "seconds that the clock is ahead, rank 4: 3, but must be at most 1"),
         ({CLOCK: -5.0}, "seconds that the clock is ahead, rank 4: -5, but must be at least -1"),
         ({ERRORS: 2}, "uncorrected memory errors, rank 4: 2, but must be at most 0"),
@@ -84,11 +93,15 @@ def test_the_odd_host_is_named(changes, words):
 
 
 def test_memory_errors_of_any_gpu_count():
-    assert findings(four_hosts(5, **{GPU_ERRORS: 1}), {}) == [("c", f"{GPU_ERRORS}, rank 5: 1, but must be at most 0")]
+    assert findings(four_hosts(5, **{GPU_ERRORS: 1}), {}) == [
+        ("c", f"{GPU_ERRORS}, rank 5: 1, but must be at most 0")
+    ]
 
 
 def test_different_software_is_named():
-    assert findings(four_hosts(software="2.12.0"), {}) == [("c", "torch is 2.12.0, but 2.13.0 on most ranks")]
+    assert findings(four_hosts(software="2.12.0"), {}) == [
+        ("c", "torch is 2.12.0, but 2.13.0 on most ranks")
+    ]
 
 
 def test_software_of_one_host_only():
@@ -120,14 +133,18 @@ def test_equally_slow_hosts_are_named():
     for name in (PRODUCTS, LINKS):
         found = expecting({name: 5 * EXPECTED[name]})
         assert [host for host, _ in found] == list("abcd")
-        assert {message for _, message in found} == {f"{name}: 20% of the speed expected of the GPU"}
+        assert {message for _, message in found} == {
+            f"{name}: 20% of the speed expected of the GPU"
+        }
     found = expecting({NETWORK: 0.5})
     assert {message.partition(":")[0] for _, message in found} == {NETWORK, ALL_REDUCE}
 
 
 def test_a_slow_all_reduce_of_sound_hosts_is_found():
     found = findings(four_hosts(all_reduce=0.01), EXPECTED)
-    assert found == [(host, f"{ALL_REDUCE}: 10% of the speed expected of the GPU") for host in "abcd"]
+    assert found == [
+        (host, f"{ALL_REDUCE}: 10% of the speed expected of the GPU") for host in "abcd"
+    ]
     ((host, message),) = findings(four_hosts(all_reduce=0.01, **{SLOWDOWN: True}), EXPECTED)
     assert host == "c" and SLOWDOWN in message
 
@@ -154,7 +171,10 @@ def test_many_ranks_meet_few_partners(size):
 def _measure_with_a_slow_rank(folder: str) -> None:
     torch.set_num_threads(1)
     rank = torch.distributed.get_rank()
-    plain, health.software = health.software, lambda: plain() | ({"torch": "old"} if rank == 1 else {})
+    plain, health.software = (
+        health.software,
+        lambda: plain() | ({"torch": "old"} if rank == 1 else {}),
+    )
     measured = measure(Path(folder) / "dump", torch.device("cpu"))
     health.software = plain
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(measured))
@@ -174,8 +194,17 @@ def test_all_ranks_know_the_facts_of_all(tmp_path):
     assert hosts == [socket.gethostname()] * 3
     assert [one["torch"] == "old" for one in software] == [False, True, False]
     ranks, pairs = {(0,), (1,), (2,)}, {(0, 1), (0, 2), (1, 2)}
-    expected = {PRODUCTS: ranks, ALL_REDUCE: ranks, LINKS: pairs, NETWORK: set(), GPU_ERRORS: set(), SLOWDOWN: set()}
-    assert {name: set(values) for name, values in facts.items()} == dict.fromkeys(CHECKS, {(0,)}) | expected
+    expected = {
+        PRODUCTS: ranks,
+        ALL_REDUCE: ranks,
+        LINKS: pairs,
+        NETWORK: set(),
+        GPU_ERRORS: set(),
+        SLOWDOWN: set(),
+    }
+    assert {name: set(values) for name, values in facts.items()} == dict.fromkeys(
+        CHECKS, {(0,)}
+    ) | expected
     for name in (PRODUCTS, ALL_REDUCE, LINKS, DISK):
         assert all(speed > 0 for speed in facts[name].values())
     assert facts[CLOCK][0,] == 0
@@ -191,7 +220,10 @@ def test_the_command_reports_this_host(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(health.CHECKS, OPEN_FILES, Check(least=2**62))
     assert main(["doctor", "--dump_folder", str(tmp_path)]) == 1
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert f"PROBLEM {socket.gethostname()}: {OPEN_FILES}, rank 0: {limit:.6g}" in capsys.readouterr().out
+    assert (
+        f"PROBLEM {socket.gethostname()}: {OPEN_FILES}, rank 0: {limit:.6g}"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_folder_that_cannot_be_written_ends_at_once(tmp_path, capsys):
@@ -220,18 +252,47 @@ sys.exit(doctor(["--dump_folder", "dump"]))
 
 @pytest.mark.slow
 def test_only_the_agent_of_the_odd_host_fails(tmp_path):
-    """Two agents of torchrun. Host a, the odd one, keeps the store; otherwise, the other agent waits for five minutes
-    until it exits with 0."""
+    """Two agents of torchrun. Host a, the odd one, keeps the store; otherwise, the other agent
+    waits for five minutes until it exits with 0."""
     (tmp_path / "host.py").write_text(HOST)
     port = free_port()
     agents = {}
     for name in "ab":
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "doctor"]
-        meeting += ["--rdzv-conf", f"is_host={str(name == 'a').lower()}", "--local-addr", "127.0.0.1"]
-        words = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting, "host.py", name]
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        meeting = [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv-id",
+            "doctor",
+        ]
+        meeting += [
+            "--rdzv-conf",
+            f"is_host={str(name == 'a').lower()}",
+            "--local-addr",
+            "127.0.0.1",
+        ]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+            *meeting,
+            "host.py",
+            name,
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(PROJECT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         command = [sys.executable, *words, "127" if name == "a" else "128"]
-        agents[name] = RunningCommand(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        agents[name] = RunningCommand(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
     try:
         printed = "".join(agent.communicate(timeout=120)[0] for agent in agents.values())
     finally:
@@ -239,5 +300,6 @@ def test_only_the_agent_of_the_odd_host_fails(tmp_path):
             agent.kill()
     assert {name: agent.returncode for name, agent in agents.items()} == {"a": 1, "b": 0}
     assert re.search(
-        r"PROBLEM a: open files allowed \(ulimit -n\), rank [01]: 127, but must be at least 128\n", printed
+        r"PROBLEM a: open files allowed \(ulimit -n\), rank [01]: 127, but must be at least 128\n",
+        printed,
     )

@@ -16,8 +16,18 @@ from torchtitan.models.llama3 import SHARDING
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 STORED = [
-    *("-0x1.8a365e0000000p-6", "-0x1.2678b00000000p-8", "0x1.791d640000000p-8", "0x1.78a81c0000000p-6"),
-    *("0x1.d056820000000p-10", "-0x1.80a5320000000p-7", "-0x1.7df95c0000000p-8", "-0x1.cb82680000000p-6"),
+    *(
+        "-0x1.8a365e0000000p-6",
+        "-0x1.2678b00000000p-8",
+        "0x1.791d640000000p-8",
+        "0x1.78a81c0000000p-6",
+    ),
+    *(
+        "0x1.d056820000000p-10",
+        "-0x1.80a5320000000p-7",
+        "-0x1.7df95c0000000p-8",
+        "-0x1.cb82680000000p-6",
+    ),
 ]
 
 
@@ -40,7 +50,9 @@ def test_values_depend_only_on_seed_and_name():
         assert torch.equal(weight, again[name])
         assert torch.equal(weight, deeper[name]), name
         assert "norm" in name or not torch.equal(weight, other[name])
-    assert not torch.equal(first["layers.0.attention.wq.weight"], first["layers.1.attention.wq.weight"])
+    assert not torch.equal(
+        first["layers.0.attention.wq.weight"], first["layers.1.attention.wq.weight"]
+    )
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -55,7 +67,10 @@ def test_values_do_not_depend_on_the_number_of_threads(threads):
 
 
 def test_the_value_of_an_element_does_not_depend_on_the_size():
-    small, large = (with_initializers(nn.Embedding(rows, 96), weight=TruncatedNormal(1.0)) for rows in (1000, 1001))
+    small, large = (
+        with_initializers(nn.Embedding(rows, 96), weight=TruncatedNormal(1.0))
+        for rows in (1000, 1001)
+    )
     for layer in (small, large):
         initialize_weights(layer, 3)
     assert torch.equal(large.weight[:1000], small.weight)
@@ -63,8 +78,9 @@ def test_the_value_of_an_element_does_not_depend_on_the_size():
 
 
 def test_stored_values():
-    """Values that stay the same in all versions of PyTorch, NumPy and torchtitan: a run with the same seed starts from
-    the same weights. Computed by `uniform_number` and, in tests/protocols/test_initializer.py, `exact_quantile`."""
+    """Values that stay the same in all versions of PyTorch, NumPy and torchtitan: a run with the
+    same seed starts from the same weights. Computed by `uniform_number` and, in
+    tests/protocols/test_initializer.py, `exact_quantile`."""
     layer = with_initializers(nn.Linear(8, 2, bias=False), weight=TruncatedNormal(0.02))
     initialize_weights(layer, 42)
     assert [each.hex() for each in layer.weight[0].tolist()] == STORED
@@ -121,7 +137,8 @@ def test_distributions():
         "layers.1.feed_forward.w2.weight": 0.02 / math.sqrt(4),
     }
     for name, std in expected.items():
-        # Truncation at three deviations reduces the std to 0.987; 2 % covers the sampling error of 25,000 values.
+        # Truncation at three deviations reduces the std to 0.987; 2 % covers the sampling error of
+        # 25,000 values.
         assert weights[name].std().item() == pytest.approx(0.987 * std, rel=0.02), name
         assert weights[name].abs().max() <= 3 * std
     assert torch.equal(weights["head.norm.weight"], torch.ones(256))
@@ -157,7 +174,10 @@ def test_buffers_are_initialized():
 
 
 def test_canonical_name():
-    assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.wq.weight") == "layers.0.wq.weight"
+    assert (
+        canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.wq.weight")
+        == "layers.0.wq.weight"
+    )
 
 
 def shard_and_compare(dp_replicate: int, dp_shard: int, tp: int, uneven_dim: int) -> None:
@@ -171,7 +191,9 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, tp: int, uneven_dim: int
     with torch.device("meta"):
         model = model_config(dim=uneven_dim).build()
     mesh = dims.build_mesh("cpu")
-    parallelize_model(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=TrainingConfig())
+    parallelize_model(
+        model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=TrainingConfig()
+    )
     model.to_empty(device="cpu")
     initialize_weights(model, 7)
     for name, parameter in model.named_parameters():
@@ -187,9 +209,13 @@ def check_dtypes_in_a_block() -> None:
     initialize_weights(model, 0)
     dims = ParallelDims(world_size=2, dp_shard=2)
     training = TrainingConfig(mixed_precision_param="bfloat16")
-    parallelize_model(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
+    parallelize_model(
+        model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training
+    )
     seen = []
-    model.layers["1"].register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1][0].dtype)))
+    model.layers["1"].register_forward_pre_hook(
+        lambda _, args: seen.append((args[0].dtype, args[1][0].dtype))
+    )
     with torch.no_grad():
         model(torch.zeros(1, 8, dtype=torch.long))
     assert seen == [(torch.bfloat16, torch.float32)]
@@ -203,8 +229,10 @@ def test_rope_angles_are_float32_and_gathered_weights_can_be_freed():
 
 
 @pytest.mark.parametrize(
-    ("dp_replicate", "dp_shard", "tp"), [(1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+    ("dp_replicate", "dp_shard", "tp"),
+    [(1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)],
 )
 def test_every_layout_has_the_same_weights(dp_replicate, dp_shard, tp):
-    # 99 rows of vocabulary over 2 or 4 ranks: uneven shards. Tensor parallelism also splits columns.
+    # 99 rows of vocabulary over 2 or 4 ranks: uneven shards. Tensor parallelism also splits
+    # columns.
     run_processes(shard_and_compare, dp_replicate * dp_shard * tp, dp_replicate, dp_shard, tp, 64)

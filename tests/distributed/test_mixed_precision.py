@@ -1,4 +1,5 @@
-"""Mixed precision in a single process, compared with a model in the lower precision and with FSDP."""
+"""Mixed precision in a single process, compared with a model in the lower precision and with
+FSDP."""
 
 from pathlib import Path
 
@@ -22,7 +23,9 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def backward(model: nn.Module, seed: int) -> None:
-    tokens = torch.randint(0, CONFIG.vocab_size, (2, 16), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        0, CONFIG.vocab_size, (2, 16), generator=torch.Generator().manual_seed(seed)
+    )
     model(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=tokens).backward()
 
 
@@ -34,21 +37,26 @@ def test_gradients_equal_a_model_in_the_lower_precision():
     """Bitwise for each micro-batch; their sum is in float32."""
     model, precision = make_model(), MixedPrecision(torch.bfloat16)
     hidden = []
-    model.layers["0"].register_forward_hook(lambda module, inputs, output: hidden.append(output.dtype))
+    model.layers["0"].register_forward_hook(
+        lambda module, inputs, output: hidden.append(output.dtype)
+    )
     expected: list[Tensor] = []
     for seed in range(3):
         with precision.of(model):
             backward(model, seed)
         low = make_model(torch.bfloat16)
         backward(low, seed)
-        expected = [g.float() + (expected[i] if expected else 0) for i, g in enumerate(gradients(low))]
+        expected = [
+            g.float() + (expected[i] if expected else 0) for i, g in enumerate(gradients(low))
+        ]
         assert all(map(torch.equal, gradients(model), expected))
     assert {g.dtype for g in gradients(model)} == {torch.float32}
     assert hidden == [torch.bfloat16] * 3
 
 
 def test_a_context_has_current_weights():
-    """Fused optimizers do not change a tensor's version, so a version could not tell whether to copy."""
+    """Fused optimizers do not change a tensor's version, so a version could not tell whether to
+    copy."""
     model, precision = make_model(), MixedPrecision(torch.bfloat16)
     layer = model.layers["0"].attention.wq
     weight = layer.weight
@@ -94,7 +102,9 @@ def test_weights_are_restored_after_an_error():
     before = list(model.named_parameters())
     with pytest.raises(ZeroDivisionError), MixedPrecision(torch.bfloat16).of(model):
         raise ZeroDivisionError
-    assert [(name, id(weight)) for name, weight in model.named_parameters()] == [(n, id(w)) for n, w in before]
+    assert [(name, id(weight)) for name, weight in model.named_parameters()] == [
+        (n, id(w)) for n, w in before
+    ]
     assert all(isinstance(weight, nn.Parameter) for _, weight in model.named_parameters())
 
 
@@ -103,7 +113,8 @@ def train_in_bfloat16(folder: Path) -> None:
 
 
 def test_one_process_equals_two(workers: Workers, tmp_path: Path):
-    """Both compute micro-batches of the same shape and add their gradients in float32; 1e-6 is for the order."""
+    """Both compute micro-batches of the same shape and add their gradients in float32; 1e-6 is for
+    the order."""
     workers.run(train_in_bfloat16, tmp_path / "two")
     train_in_bfloat16(tmp_path / "one")
     one, two = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("one", "two"))

@@ -73,41 +73,65 @@ def test_the_shard_degree_defaults_to_the_remaining_ranks():
         (
             {"tensor_parallel_degree": 2, "context_parallel_degree": 3},
             4,
-            "--parallelism.context_parallel_degree 3 x --parallelism.tensor_parallel_degree 2 = 6 do not divide the "
-            "number of processes, 4",
+            "--parallelism.context_parallel_degree 3 x --parallelism.tensor_parallel_degree 2 = 6 "
+            "do not divide the number of processes, 4",
         ),
         (
-            {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
+            {
+                "context_parallel_degree": 2,
+                "pipeline_parallel_degree": 2,
+                "data_parallel_shard_degree": 2,
+            },
             4,
-            "--parallelism.context_parallel_degree 2 x --parallelism.pipeline_parallel_degree 2 = 8 is not the number "
-            "of processes, 4",
+            "--parallelism.context_parallel_degree 2 x --parallelism.pipeline_parallel_degree 2 = "
+            "8 is not the number of processes, 4",
         ),
-        ({"tensor_parallel_degree": 0}, 1, "--parallelism.tensor_parallel_degree is 0, but must be at least 1"),
+        (
+            {"tensor_parallel_degree": 0},
+            1,
+            "--parallelism.tensor_parallel_degree is 0, but must be at least 1",
+        ),
         ({"context_parallel_degree": -1}, 1, "--parallelism.context_parallel_degree is -1"),
         ({"pipeline_parallel_degree": 0}, 1, "--parallelism.pipeline_parallel_degree is 0"),
-        ({"data_parallel_replicate_degree": 0}, 1, "--parallelism.data_parallel_replicate_degree is 0"),
+        (
+            {"data_parallel_replicate_degree": 0},
+            1,
+            "--parallelism.data_parallel_replicate_degree is 0",
+        ),
         ({"data_parallel_shard_degree": 0}, 1, "--parallelism.data_parallel_shard_degree is 0"),
-        ({"expert_parallel_degree": 0}, 1, "--parallelism.expert_parallel_degree is 0, but must be at least 1"),
+        (
+            {"expert_parallel_degree": 0},
+            1,
+            "--parallelism.expert_parallel_degree is 0, but must be at least 1",
+        ),
         (
             {"expert_parallel_degree": 4, "pipeline_parallel_degree": 2},
             4,
-            "--parallelism.expert_parallel_degree 4 does not divide --parallelism.data_parallel_shard_degree 2",
+            "--parallelism.expert_parallel_degree 4 does not divide "
+            "--parallelism.data_parallel_shard_degree 2",
         ),
         (
             {"expert_parallel_degree": 3, "tensor_parallel_degree": 2},
             4,
-            "--parallelism.expert_parallel_degree 3 does not divide --parallelism.data_parallel_shard_degree 2 x "
-            "--parallelism.tensor_parallel_degree 2 = 4",
+            "--parallelism.expert_parallel_degree 3 does not divide "
+            "--parallelism.data_parallel_shard_degree 2 x --parallelism.tensor_parallel_degree 2 = "
+            "4",
         ),
         (
-            {"expert_parallel_degree": 4, "tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2},
+            {
+                "expert_parallel_degree": 4,
+                "tensor_parallel_degree": 2,
+                "expert_tensor_parallel_degree": 2,
+            },
             4,
-            "--parallelism.expert_parallel_degree 4 does not divide --parallelism.data_parallel_shard_degree 2",
+            "--parallelism.expert_parallel_degree 4 does not divide "
+            "--parallelism.data_parallel_shard_degree 2",
         ),
         (
             {"expert_tensor_parallel_degree": 4, "tensor_parallel_degree": 2},
             4,
-            "--parallelism.expert_tensor_parallel_degree is 4, but must be 1 or --parallelism.tensor_parallel_degree 2",
+            "--parallelism.expert_tensor_parallel_degree is 4, but must be 1 or "
+            "--parallelism.tensor_parallel_degree 2",
         ),
     ],
 )
@@ -120,23 +144,43 @@ def test_degrees_that_do_not_fit_the_processes_are_rejected(degrees, world_size,
 @pytest.mark.parametrize(
     ("sizes", "changed", "seq_len", "message"),
     [
-        ({"tp": 3}, {}, 48, "--parallelism.tensor_parallel_degree 3 does not divide --model.n_heads 8"),
-        ({"tp": 8}, {}, 64, "--parallelism.tensor_parallel_degree 8 does not divide --model.n_kv_heads 4"),
-        ({"tp": 4}, {"ffn_dim": 766}, 64, "--parallelism.tensor_parallel_degree 4 does not divide --model.ffn_dim 766"),
-        ({"tp": 4}, {}, 62, "--parallelism.tensor_parallel_degree 4 does not divide --training.seq_len 62"),
+        (
+            {"tp": 3},
+            {},
+            48,
+            "--parallelism.tensor_parallel_degree 3 does not divide --model.n_heads 8",
+        ),
+        (
+            {"tp": 8},
+            {},
+            64,
+            "--parallelism.tensor_parallel_degree 8 does not divide --model.n_kv_heads 4",
+        ),
+        (
+            {"tp": 4},
+            {"ffn_dim": 766},
+            64,
+            "--parallelism.tensor_parallel_degree 4 does not divide --model.ffn_dim 766",
+        ),
+        (
+            {"tp": 4},
+            {},
+            62,
+            "--parallelism.tensor_parallel_degree 4 does not divide --training.seq_len 62",
+        ),
         (
             {"cp": 2},
             {},
             62,
-            "--parallelism.context_parallel_degree 2, doubled by the load balancer `headtail`: 4, does not divide "
-            "--training.seq_len 62",
+            "--parallelism.context_parallel_degree 2, doubled by the load balancer `headtail`: 4, "
+            "does not divide --training.seq_len 62",
         ),
         (
             {"tp": 2, "cp": 2},
             {},
             68,
-            "--parallelism.tensor_parallel_degree 2 x --parallelism.context_parallel_degree 2 = 4, doubled by the load "
-            "balancer `headtail`: 8, does not divide --training.seq_len 68",
+            "--parallelism.tensor_parallel_degree 2 x --parallelism.context_parallel_degree 2 = 4, "
+            "doubled by the load balancer `headtail`: 8, does not divide --training.seq_len 68",
         ),
     ],
 )
@@ -152,7 +196,11 @@ def test_sizes_that_cannot_be_sharded_are_rejected(sizes, changed, seq_len, mess
 @pytest.mark.parametrize(
     ("sizes", "flavor", "message"),
     [
-        ({"ep": 3}, "debugmodel", "--parallelism.expert_parallel_degree 3 does not divide --model.moe.n_experts 32"),
+        (
+            {"ep": 3},
+            "debugmodel",
+            "--parallelism.expert_parallel_degree 3 does not divide --model.moe.n_experts 32",
+        ),
         (
             {"tp": 5, "etp": 5},
             "debugmodel",
@@ -161,7 +209,8 @@ def test_sizes_that_cannot_be_sharded_are_rejected(sizes, changed, seq_len, mess
         (
             {"ep": 2},
             None,
-            "--parallelism.expert_parallel_degree 2 divides routed experts, and Llama3Model has none; set 1",
+            "--parallelism.expert_parallel_degree 2 divides routed experts, and Llama3Model has "
+            "none; set 1",
         ),
     ],
 )
@@ -177,10 +226,15 @@ def test_experts_that_cannot_be_divided_are_rejected(sizes, flavor, message):
 def test_unsupported_parallelisms_are_refused_with_the_reason(monkeypatch, dimension):
     field = {"tp": "tensor", "cp": "context", "pp": "pipeline"}[dimension] + "_parallel_degree"
     model = model_config()
-    monkeypatch.setattr(type(model), "unsupported_parallelisms", lambda config: {field: "its state is not split"})
+    monkeypatch.setattr(
+        type(model), "unsupported_parallelisms", lambda config: {field: "its state is not split"}
+    )
     with pytest.raises(UserError) as error:
         make_dims(**{dimension: 2}).check_fits(model, 64)
-    assert str(error.value) == f"--parallelism.{field} 2 must be 1 for Llama3Model, because its state is not split"
+    assert (
+        str(error.value)
+        == f"--parallelism.{field} 2 must be 1 for Llama3Model, because its state is not split"
+    )
     others = {name: 2 for name in ("tp", "cp", "pp") if name != dimension}
     make_dims(**others, dp_shard=2).check_fits(model, 64)
 
@@ -194,7 +248,8 @@ def test_sizes_that_can_be_sharded_are_accepted():
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_coordinates_match_the_mesh(sizes):
-    """Coordinates are computed without a mesh, since the data loader and the loss also need them in one process."""
+    """Coordinates are computed without a mesh, since the data loader and the loss also need them in
+    one process."""
     dims = make_dims(**sizes)
     ranks_by_share: dict[int, list[int]] = {}
     leaders = []
@@ -203,7 +258,9 @@ def test_coordinates_match_the_mesh(sizes):
             mesh = dims.build_mesh("cpu")
             for name in ("pp", "dp_replicate", "tp"):
                 assert dims.coordinate(name) == mesh.get_local_rank(name)
-            assert dims.coordinate("dp_shard") * dims.cp + dims.coordinate("cp") == mesh.get_local_rank("fsdp")
+            assert dims.coordinate("dp_shard") * dims.cp + dims.coordinate(
+                "cp"
+            ) == mesh.get_local_rank("fsdp")
             assert dims.context_mesh(mesh).get_local_rank() == dims.coordinate("cp")
             assert dims.context_mesh(mesh).size() == dims.cp
             ranks_by_share.setdefault(dims.dp_rank, []).append(rank)

@@ -1,4 +1,5 @@
-"""The clock of phases: a partition of the time, with marks of a device that is behind, and FSDP's gathering."""
+"""The clock of phases: a partition of the time, with marks of a device that is behind, and FSDP's
+gathering."""
 
 import time
 from types import SimpleNamespace
@@ -25,8 +26,19 @@ def test_every_moment_belongs_to_one_phase():
             time.sleep(0.02)
         time.sleep(0.01)
     seconds, elapsed = clock.seconds(), time.perf_counter() - start
-    assert list(seconds) == ["start-up", "start of the step", "data", "forward", "validation", "between steps"]
-    assert seconds["data"] >= 0.03 and seconds["validation"] >= 0.02 and 0.01 <= seconds["forward"] < seconds["data"]
+    assert list(seconds) == [
+        "start-up",
+        "start of the step",
+        "data",
+        "forward",
+        "validation",
+        "between steps",
+    ]
+    assert (
+        seconds["data"] >= 0.03
+        and seconds["validation"] >= 0.02
+        and 0.01 <= seconds["forward"] < seconds["data"]
+    )
     # The clock begins and ends within the interval measured here, and loses nothing in between.
     assert elapsed - 0.005 < sum(seconds.values()) <= elapsed
 
@@ -35,7 +47,10 @@ def test_start_up_can_begin_with_the_process():
     clock = PhaseClock()
     before = clock.seconds()["start-up"]
     clock.begin_at(clock.begun - 5)
-    assert clock.seconds()["start-up"] == pytest.approx(before + 5, abs=0.1) and clock.begun <= time.time() - 5
+    assert (
+        clock.seconds()["start-up"] == pytest.approx(before + 5, abs=0.1)
+        and clock.begun <= time.time() - 5
+    )
 
 
 def test_marks_that_a_device_has_not_reached_count_later(monkeypatch):

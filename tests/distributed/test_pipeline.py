@@ -34,10 +34,15 @@ def model_config(n_layers: int = 4, **options: Any) -> Llama3Model.Config:
     return llama_config(vocab_size=VOCABULARY, dim=DIM, n_layers=n_layers, **options)
 
 
-def make_plan(model: Llama3Model.Config | None = None, local_batch_size: int = 8, **options: Any) -> PipelinePlan:
-    """Build a plan for two ranks; `options` are fields of `ParallelismConfig` without `pipeline_parallel_`."""
+def make_plan(
+    model: Llama3Model.Config | None = None, local_batch_size: int = 8, **options: Any
+) -> PipelinePlan:
+    """Build a plan for two ranks; `options` are fields of `ParallelismConfig` without
+    `pipeline_parallel_`."""
     modules_per_stage = options.pop("module_fqns_per_model_part", None)
-    settings = {f"pipeline_parallel_{name}": value for name, value in {"degree": 2, **options}.items()}
+    settings = {
+        f"pipeline_parallel_{name}": value for name, value in {"degree": 2, **options}.items()
+    }
     config = ParallelismConfig(module_fqns_per_model_part=modules_per_stage, **settings)
     return PipelinePlan.from_config(config, model or model_config(), local_batch_size)
 
@@ -46,7 +51,8 @@ def count_layers(plan: PipelinePlan) -> list[int]:
     return [sum(name.startswith("layers.") for name in stage) for stage in plan.stages]
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
+# --- stages
+# --------------------------------------------------------------------------------------------------
 
 
 def test_embedding_and_head_count_as_one_layer_each():
@@ -79,7 +85,8 @@ def test_layers_per_stage(n_layers, options, expected):
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_stages_contain_all_modules_in_order_and_are_balanced(degree, schedule):
-    for n_layers in range(4 * degree, 24):  # enough layers to balance the heaviest first or last stage
+    # enough layers to balance the heaviest first or last stage
+    for n_layers in range(4 * degree, 24):
         for first, last in ((0, 0), (1, 1), (0, 2), (2, 1)):
             model = model_config(n_layers)
             weights = {"first_stage_less_layers": first, "last_stage_less_layers": last}
@@ -119,8 +126,14 @@ def test_stages_by_name():
             ["tok_embeddings,layers.0,layers.1", "layers.2,layers.3,heads"],
             "'heads' is not a part of the model",
         ),
-        (["tok_embeddings,layers.0", "layers.2,layers.3,head"], "must list each part of the model once"),
-        (["tok_embeddings,layers.0,layers.0,layers.1", "layers.2,layers.3,head"], "each part of the model once"),
+        (
+            ["tok_embeddings,layers.0", "layers.2,layers.3,head"],
+            "must list each part of the model once",
+        ),
+        (
+            ["tok_embeddings,layers.0,layers.0,layers.1", "layers.2,layers.3,head"],
+            "each part of the model once",
+        ),
         (
             ["tok_embeddings,layers.1,layers.0", "layers.2,layers.3,head"],
             "in this order: tok_embeddings, layers.0",
@@ -138,9 +151,21 @@ def test_invalid_stages_by_name_are_rejected(parts, message):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({"n_layers": 2}, {"degree": 4, "schedule": "LoopedBFS"}, "2 layers are too few for 8 pipeline stages"),
-        ({}, {"microbatch_size": 3}, "microbatch_size 3 does not divide --training.local_batch_size 8"),
-        ({}, {"schedule": "LoopedBFS", "layers_per_stage": 2}, "pipeline_parallel_layers_per_stage 2 gives 3 stages"),
+        (
+            {"n_layers": 2},
+            {"degree": 4, "schedule": "LoopedBFS"},
+            "2 layers are too few for 8 pipeline stages",
+        ),
+        (
+            {},
+            {"microbatch_size": 3},
+            "microbatch_size 3 does not divide --training.local_batch_size 8",
+        ),
+        (
+            {},
+            {"schedule": "LoopedBFS", "layers_per_stage": 2},
+            "pipeline_parallel_layers_per_stage 2 gives 3 stages",
+        ),
         (
             {},
             {"schedule": "1F1B", "layers_per_stage": 1},
@@ -151,13 +176,22 @@ def test_invalid_stages_by_name_are_rejected(parts, message):
             {"schedule": "LoopedBFS", "layers_per_stage": 3},
             "LoopedBFS needs the same number of stages, at least two, on each rank",
         ),
-        ({}, {"schedule": "DualPipeV", "layers_per_stage": 1}, "DualPipeV needs two stages per rank, but there are 6"),
-        ({}, {"microbatch_size": 8}, "1F1B with 2 stages on 2 ranks needs at least 2 micro-batches"),
+        (
+            {},
+            {"schedule": "DualPipeV", "layers_per_stage": 1},
+            "DualPipeV needs two stages per rank, but there are 6",
+        ),
+        (
+            {},
+            {"microbatch_size": 8},
+            "1F1B with 2 stages on 2 ranks needs at least 2 micro-batches",
+        ),
         (
             {},
             {"schedule": "InterleavedZeroBubble", "local_batch_size": 5},
-            "InterleavedZeroBubble with 4 stages on 2 ranks needs a multiple of 2 micro-batches, but "
-            "--training.local_batch_size / --parallelism.pipeline_parallel_microbatch_size is 5",
+            "InterleavedZeroBubble with 4 stages on 2 ranks needs a multiple of 2 micro-batches, "
+            "but --training.local_batch_size / --parallelism.pipeline_parallel_microbatch_size is "
+            "5",
         ),
     ],
 )
@@ -167,19 +201,26 @@ def test_invalid_plans_are_rejected(model, options, message):
     assert message in str(error.value)
 
 
-# --- schedules --------------------------------------------------------------------------------------------------------
+# --- schedules
+# --------------------------------------------------------------------------------------------------
 
 
 def torch_accepts(schedule: str, degree: int, n_microbatches: int) -> bool:
-    """Return True if the schedule class of PyTorch accepts the number of micro-batches. Requires rank 0 of a process
-    group of size `degree`."""
+    """Return True if the schedule class of PyTorch accepts the number of micro-batches. Requires
+    rank 0 of a process group of size `degree`."""
     kind = get_schedule_class(schedule)
     single = issubclass(kind, PipelineScheduleSingle)
     n_stages = degree if single else 2 * degree
     indices = [0] if single else [0, n_stages - 1 if schedule in V else degree]
-    stages = [PipelineStage(nn.Linear(2, 2), index, n_stages, torch.device("cpu")) for index in indices]
+    stages = [
+        PipelineStage(nn.Linear(2, 2), index, n_stages, torch.device("cpu")) for index in indices
+    ]
     try:
-        kind(stages[0] if single else stages, n_microbatches=n_microbatches, loss_fn=lambda loss, _: loss)
+        kind(
+            stages[0] if single else stages,
+            n_microbatches=n_microbatches,
+            loss_fn=lambda loss, _: loss,
+        )
     except ValueError:
         return False
     return True
@@ -187,7 +228,9 @@ def torch_accepts(schedule: str, degree: int, n_microbatches: int) -> bool:
 
 def plan_accepts(schedule: str, degree: int, n_microbatches: int) -> bool:
     try:
-        make_plan(model_config(12), local_batch_size=n_microbatches, degree=degree, schedule=schedule)
+        make_plan(
+            model_config(12), local_batch_size=n_microbatches, degree=degree, schedule=schedule
+        )
     except UserError:
         return False
     return True
@@ -198,7 +241,9 @@ def plan_accepts(schedule: str, degree: int, n_microbatches: int) -> bool:
 def test_accepted_numbers_of_micro_batches_match_torch(schedule, degree):
     with fake_rank(0, degree):
         for number in range(1, 14):
-            assert plan_accepts(schedule, degree, number) == torch_accepts(schedule, degree, number), number
+            assert plan_accepts(schedule, degree, number) == torch_accepts(
+                schedule, degree, number
+            ), number
 
 
 def test_torch_accepts_returns_both_results():
@@ -207,7 +252,8 @@ def test_torch_accepts_returns_both_results():
         assert not torch_accepts("1F1B", 2, 1)
 
 
-# --- model parts ------------------------------------------------------------------------------------------------------
+# --- model parts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_stage_contains_its_modules_under_their_names():
@@ -244,27 +290,36 @@ def test_consecutive_stages_match_the_model(tied):
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
     plan, hidden = make_plan(config, schedule="Interleaved1F1B"), tokens
     for stage in range(len(plan.stages)):
-        hidden = take_stage(model, plan.modules_of_stage(stage))(hidden, AttentionMetadata.of_rows(2, LENGTH))
+        hidden = take_stage(model, plan.modules_of_stage(stage))(
+            hidden, AttentionMetadata.of_rows(2, LENGTH)
+        )
     torch.testing.assert_close(hidden, model(tokens), rtol=0, atol=0)
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
+# --- gradients
+# --------------------------------------------------------------------------------------------------
 
 
 def make_batch(samples: int) -> dict[str, Any]:
-    """Return a batch with packed documents and a different number of ignored labels in each sample."""
+    """Return a batch with packed documents and a different number of ignored labels in each
+    sample."""
     generator = torch.Generator().manual_seed(samples)
     tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     labels = tokens.roll(-1, dims=1)
     for row in range(samples):
         labels[row, : row % LENGTH] = -100
-    ends = [min(3 + row, LENGTH - 1) for row in range(samples)]  # different documents in each micro-batch
-    positions = torch.stack([torch.cat([torch.arange(end), torch.arange(LENGTH - end)]) for end in ends])
+    # different documents in each micro-batch
+    ends = [min(3 + row, LENGTH - 1) for row in range(samples)]
+    positions = torch.stack(
+        [torch.cat([torch.arange(end), torch.arange(LENGTH - end)]) for end in ends]
+    )
     attention = replace(AttentionMetadata.from_positions(positions), window=5)
     return {"input": tokens, "labels": labels, "attention": attention}
 
 
-def run_whole_model(batch: dict[str, Any], scale: float, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def run_whole_model(
+    batch: dict[str, Any], scale: float, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     model = model_config(**options).build()
     initialize_weights(model, 0)
     loss = CrossEntropyLoss.Config().build()
@@ -305,7 +360,8 @@ def compare_with_whole_model(mesh: Any, samples: int, schedule: str, **options: 
         assert_scalar_on_last(loss, expected, pipeline)
         assert_scalar_on_last(pipeline.forward(batch), expected / scale, pipeline)
     parameters = [parameter for part in parts for parameter in part.parameters()]
-    norms = [pipeline.clip_grad_norm(parameters, float("inf")) for _ in range(2)]  # the second changes nothing
+    # the second changes nothing
+    norms = [pipeline.clip_grad_norm(parameters, float("inf")) for _ in range(2)]
     whole_norm = 2 * sum(gradient.square().sum() for gradient in gradients.values()) ** 0.5
     torch.testing.assert_close(norms, [whole_norm] * 2, rtol=1e-5, atol=0)
     for part in parts:
@@ -316,16 +372,23 @@ def compare_with_whole_model(mesh: Any, samples: int, schedule: str, **options: 
 
 
 def assert_scalar_on_last(value: Tensor, expected: Tensor, pipeline: Pipeline) -> None:
-    torch.testing.assert_close(value, expected if pipeline.has_last else torch.zeros(()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        value, expected if pipeline.has_last else torch.zeros(()), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize(
     ("numbers", "tied", "runs"),
-    [((4,), False, 7), ((4,), True, 7), pytest.param((1, 2, 3, 5, 6), False, 29, marks=pytest.mark.slow)],
+    [
+        ((4,), False, 7),
+        ((4,), True, 7),
+        pytest.param((1, 2, 3, 5, 6), False, 29, marks=pytest.mark.slow),
+    ],
     ids=["4", "4, tied embeddings", "others"],
 )
 def test_gradients_match_the_whole_model(tmp_path, numbers, tied, runs):
-    """Every schedule, with each number of micro-batches that it accepts; training steps alternate with evaluations."""
+    """Every schedule, with each number of micro-batches that it accepts; training steps alternate
+    with evaluations."""
     run_processes(run_schedules, 2, tmp_path, numbers, tied)
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == [str(runs)] * 2
 

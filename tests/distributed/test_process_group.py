@@ -38,7 +38,8 @@ def test_an_existing_group_is_used_and_not_destroyed(tmp_path: Path) -> None:
 def create_and_destroy(folder: Path, port: int) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)  # another port than the old group, which rank 0 may still hold
+    # another port than the old group, which rank 0 may still hold
+    os.environ["MASTER_PORT"] = str(port)
     process_group.init_process_group("cpu", CommConfig(init_timeout_seconds=60))
     assert process_group.gather_objects(rank) == [0, 1]
     process_group.destroy_process_group()
@@ -58,8 +59,8 @@ def test_a_created_group_is_destroyed(tmp_path: Path) -> None:
 
 
 def wait_for_timeouts(folder: Path) -> None:
-    """Rank 0 waits for rank 1 in the groups of meshes, of checkpoints, and in the default group, and all time out, also
-    in groups made later, by this package or directly."""
+    """Rank 0 waits for rank 1 in the groups of meshes, of checkpoints, and in the default group,
+    and all time out, also in groups made later, by this package or directly."""
     rank = dist.get_rank()
     mesh = process_group.new_mesh("cpu", {"a": 1, "b": 3})
     side_group = process_group.new_cpu_group()
@@ -71,10 +72,15 @@ def wait_for_timeouts(folder: Path) -> None:
     if rank == 0:
         for group in groups:
             start = time.monotonic()
-            with pytest.raises(process_group.RankTimeout, match='hangs in phase "waiting": another rank does not ans'):
+            with pytest.raises(
+                process_group.RankTimeout,
+                match='hangs in phase "waiting": another rank does not ans',
+            ):
                 with process_group.timeouts_named(lambda: "waiting"):
                     dist.all_reduce(torch.ones(1), group=group)
-            assert time.monotonic() - start < 2.5, "the group's first timeout is 30 minutes, the default group's 2"
+            assert time.monotonic() - start < 2.5, (
+                "the group's first timeout is 30 minutes, the default group's 2"
+            )
     else:
         time.sleep(max(0.0, end_of_wait - time.monotonic()))
     (folder / f"rank {rank} is done").touch()
@@ -90,20 +96,24 @@ def test_timeouts_take_effect(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_attempt_has_a_separate_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store of torchrun keeps the keys of earlier attempts, also of one whose process died during startup."""
+    """The store of torchrun keeps the keys of earlier attempts, also of one whose process died
+    during startup."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
 
     def attempt(order: list[int]) -> set[str]:
-        """Start the ranks one after the other; return the values that they read after rank 0 has written."""
+        """Start the ranks one after the other; return the values that they read after rank 0 has
+        written."""
         with ThreadPoolExecutor(3) as threads:
             started = []
             for rank in order:
                 started.append(threads.submit(attempt_store, rank, 3, timedelta(seconds=60)))
                 time.sleep(0.2)
             stores = [future.result(60) for future in started]
-        assert not any(store.check(["key"]) for store in stores), "the store has keys of an earlier attempt"
+        assert not any(store.check(["key"]) for store in stores), (
+            "the store has keys of an earlier attempt"
+        )
         stores[0].set("key", str(order))
         return {store.get("key").decode() for store in stores}
 
@@ -117,7 +127,9 @@ def test_cuda_gets_a_device_id(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(process_group, "_created_here", False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: calls.append((backend, settings)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **settings: calls.append((backend, settings))
+    )
     for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     device = process_group.init_process_group("cuda", CommConfig())
@@ -128,7 +140,14 @@ def test_cuda_gets_a_device_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("address", "on_loopback"),
-    [("localhost", True), ("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("node-1", False), ("", False)],
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("node-1", False),
+        ("", False),
+    ],
 )
 def test_loopback_addresses_use_a_loopback_store(
     monkeypatch: pytest.MonkeyPatch, address: str, on_loopback: bool
@@ -137,7 +156,9 @@ def test_loopback_addresses_use_a_loopback_store(
     stores = []
     monkeypatch.setattr(process_group, "_created_here", False)
     monkeypatch.setattr(process_group, "_loopback_store", lambda *_: "ours")
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, *, store, **_: stores.append(store))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, *, store, **_: stores.append(store)
+    )
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     del os.environ["GLOO_SOCKET_IFNAME"]
@@ -171,19 +192,26 @@ def test_a_port_in_use_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port(monkeypatch)
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port}'.*\(Address already in use\)"),
+        pytest.raises(
+            UserError,
+            match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port}'.*\(Address already in use\)",
+        ),
     ):
         process_group._loopback_store(0, 1, timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("port", [None, "", "no", "0", "65536"])
-def test_an_invalid_port_is_rejected(monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None) -> None:
+def test_an_invalid_port_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None
+) -> None:
     free_port(monkeypatch)
     monkeypatch.delenv("MASTER_PORT")
     if port is not None:
         monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port or ''}', but the port must"):
+    with pytest.raises(
+        UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port or ''}', but the port must"
+    ):
         process_group._loopback_store(rank, 2, timedelta(seconds=60))
 
 
@@ -197,7 +225,8 @@ def test_a_failed_store_leaks_no_socket_and_closes_no_other_file(
         raise dist.DistStoreError("refused")
 
     def fail_after_close(*_: Any, master_listen_fd: int, **__: Any) -> None:
-        """Fail like a timeout in PyTorch, which closes the socket. Its descriptor then belongs to another file."""
+        """Fail like a timeout in PyTorch, which closes the socket. Its descriptor then belongs to
+        another file."""
         os.close(master_listen_fd)
         descriptors.append(os.open(tmp_path, os.O_RDONLY))
         assert descriptors == [master_listen_fd]
@@ -217,45 +246,54 @@ UNHANDLED = "NCCL error in: ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.3\n
 @pytest.mark.parametrize(
     ("text", "is_lost"),
     [
-        ("NCCL communicator was aborted on rank 1.  Original reason for failure was: timeout", True),
         (
-            "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
-            "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600004 milliseconds before timing out.",
+            "NCCL communicator was aborted on rank 1.  Original reason for failure was: timeout",
+            True,
+        ),
+        (
+            "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+            "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600004 "
+            "milliseconds before timing out.",
             True,
         ),
         (
             UNHANDLED.format(
                 "remote process exited or there was a network error",
-                "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
-                "prematurely.\nLast error:\nNET/Socket : peer 10.0.0.2<47534> has closed the connection",
+                "ncclRemoteError: A call failed possibly due to a network error or a remote "
+                "process exiting prematurely.\nLast error:\nNET/Socket : peer 10.0.0.2<47534> has "
+                "closed the connection",
             ),
             True,
         ),
         (
             UNHANDLED.format(
                 "unhandled system error (run with NCCL_DEBUG=INFO for details)",
-                "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
-                "\nLast error:\nsocketPollConnect: connect returned Connection refused, exceeded retry limit",
+                "ncclSystemError: System call (e.g. socket, malloc) or external library call "
+                "failed or device error. \nLast error:\nsocketPollConnect: connect returned "
+                "Connection refused, exceeded retry limit",
             ),
             True,
         ),
         ("NCCL timeout in communicator initialization.", True),
         (
-            "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
-            "'0', but store->get('0') got error: wait timeout after 1800000ms",
+            "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
+            "key-value store by key '0', but store->get('0') got error: wait timeout after "
+            "1800000ms",
             True,
         ),
         (
             UNHANDLED.format(
                 "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
-                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'",
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure "
+                "'out of memory'",
             ),
             False,
         ),
         (
             UNHANDLED.format(
                 "invalid usage (run with NCCL_DEBUG=WARN for details)",
-                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast "
+                "error:\n"
                 "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
             ),
             False,

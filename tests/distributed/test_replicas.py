@@ -1,5 +1,5 @@
-"""DDP and HSDP add up gradients over replicas once per optimizer step. That the sums are right is a matter of
-`tests/test_equivalence.py`, whose runs accumulate gradients."""
+"""DDP and HSDP add up gradients over replicas once per optimizer step. That the sums are right is a
+matter of `tests/test_equivalence.py`, whose runs accumulate gradients."""
 
 from pathlib import Path
 from typing import Any

@@ -32,8 +32,9 @@ PROCESSES = 2
 
 
 class ZLoss(CrossEntropyLoss):
-    """Custom loss that adds the squared logarithm of the softmax normalizer (PaLM, arXiv:2204.02311, section 5), with
-    operations for which PyTorch has no vocabulary-sharded version."""
+    """Custom loss that adds the squared logarithm of the softmax normalizer (PaLM,
+    arXiv:2204.02311, section 5), with operations for which PyTorch has no vocabulary-sharded
+    version."""
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         valid = labels_N != IGNORE_INDEX
@@ -42,7 +43,11 @@ class ZLoss(CrossEntropyLoss):
 
 
 def whole_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, with_z: bool, transform: LogitTransform = UNCHANGED
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    with_z: bool,
+    transform: LogitTransform = UNCHANGED,
 ) -> Tensor:
     logits = transform(F.linear(hidden, weight).flatten(0, 1))
     loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
@@ -53,7 +58,8 @@ def whole_loss(
 
 
 def make_tensors(vocabulary: int, valid: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, output weights, and labels from both halves of the vocabulary, some of them ignored."""
+    """Return hidden states, output weights, and labels from both halves of the vocabulary, some of
+    them ignored."""
     generator = torch.Generator().manual_seed(vocabulary)
     hidden = torch.randn(BATCH, LENGTH, DIM, generator=generator)
     weight = torch.randn(vocabulary, DIM, generator=generator)
@@ -62,7 +68,9 @@ def make_tensors(vocabulary: int, valid: bool = True) -> tuple[Tensor, Tensor, T
     return hidden, weight, labels if valid else torch.full_like(labels, -100)
 
 
-def value_and_gradients(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
+def value_and_gradients(
+    loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *args: Any
+) -> list[Tensor]:
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     value = loss(hidden, weight, *args)
     # A factor after the loss, like the division by the number of tokens.
@@ -71,7 +79,8 @@ def value_and_gradients(loss: Callable[..., Tensor], hidden: Tensor, weight: Ten
 
 
 def assert_equal(results: list[Tensor], expected: list[Tensor]) -> None:
-    """Compare up to float32 rounding: sums over the vocabulary and chunks have a different order."""
+    """Compare up to float32 rounding: sums over the vocabulary and chunks have a different
+    order."""
     for result, reference in zip(results, expected, strict=True):
         whole = result.full_tensor() if isinstance(result, DTensor) else result
         torch.testing.assert_close(whole, reference, rtol=1e-5, atol=1e-5)
@@ -94,12 +103,18 @@ def compare_losses(folder: Path) -> None:
 
 
 def compare_loss(
-    mesh: DeviceMesh, vocabulary: int, loss: CrossEntropyLoss, placement: Any, transform: LogitTransform
+    mesh: DeviceMesh,
+    vocabulary: int,
+    loss: CrossEntropyLoss,
+    placement: Any,
+    transform: LogitTransform,
 ) -> None:
     with_transform = functools.partial(loss, transform=transform)
     for valid in (True, False):
         hidden, weight, labels = make_tensors(vocabulary, valid)
-        expected = value_and_gradients(whole_loss, hidden, weight, labels, isinstance(loss, ZLoss), transform)
+        expected = value_and_gradients(
+            whole_loss, hidden, weight, labels, isinstance(loss, ZLoss), transform
+        )
         sharded_hidden = distribute_tensor(hidden, mesh, [placement])
         sharded_weight = distribute_tensor(weight, mesh, [Shard(0)])
         results = value_and_gradients(with_transform, sharded_hidden, sharded_weight, labels)
@@ -116,7 +131,8 @@ def test_the_sharded_loss_and_its_gradients_match_whole_logits(workers, tmp_path
 
 
 class LargestTensor(TorchDispatchMode):
-    """Record the number of elements of the largest tensor that an operation returns; for a DTensor, of its shard."""
+    """Record the number of elements of the largest tensor that an operation returns; for a DTensor,
+    of its shard."""
 
     elements = 0
 
@@ -138,7 +154,10 @@ def measure_tensors(folder: Path) -> None:
     tokens = BATCH * LENGTH
 
     def largest(loss: CrossEntropyLoss, disable_loss_parallel: bool = False) -> int:
-        tensors = [distribute_tensor(hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])]
+        tensors = [
+            distribute_tensor(hidden, mesh, [Shard(1)]),
+            distribute_tensor(weight, mesh, [Shard(0)]),
+        ]
         if disable_loss_parallel:
             tensors = [tensor.full_tensor() for tensor in tensors]
         with LargestTensor() as mode:
@@ -150,7 +169,10 @@ def measure_tensors(folder: Path) -> None:
     assert logits_shard < weight_shard < tokens * vocabulary
     assert largest(CrossEntropyLoss.Config(chunk_tokens=0).build()) == weight_shard
     assert largest(CrossEntropyLoss.Config(chunk_tokens=5).build()) == weight_shard
-    assert largest(CrossEntropyLoss.Config(chunk_tokens=0).build(), disable_loss_parallel=True) >= tokens * vocabulary
+    assert (
+        largest(CrossEntropyLoss.Config(chunk_tokens=0).build(), disable_loss_parallel=True)
+        >= tokens * vocabulary
+    )
     (folder / str(dist.get_rank())).touch()
 
 
@@ -161,11 +183,19 @@ def test_logits_of_the_whole_vocabulary_are_never_allocated(workers, tmp_path):
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models
+# --------------------------------------------------------------------------------------------------
 
 
 def make_model(kind: type[Decoder] = Llama3Model, **options: Any) -> Decoder:
-    sizes = {"vocab_size": 41, "dim": DIM, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
+    sizes = {
+        "vocab_size": 41,
+        "dim": DIM,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 24,
+    }
     return kind.Config(rope=RoPEConfig(), **sizes, **options).build()
 
 
@@ -178,7 +208,9 @@ def compare_models(folder: Path, kind: type[Decoder], tied: bool) -> None:
     expected(tokens, head=loss, labels_BL=tokens).backward()
     for disable_loss_parallel in (False, True):
         model = make_model(kind, tie_embeddings=tied)
-        apply_tensor_parallel(model, mesh, DENSE_SHARDING, disable_loss_parallel=disable_loss_parallel)
+        apply_tensor_parallel(
+            model, mesh, DENSE_SHARDING, disable_loss_parallel=disable_loss_parallel
+        )
         initialize_weights(model, 0)
         model(tokens, head=loss, labels_BL=tokens).backward()
         named = dict(model.named_parameters())
@@ -191,18 +223,27 @@ def compare_models(folder: Path, kind: type[Decoder], tied: bool) -> None:
     (folder / str(dist.get_rank())).touch()
 
 
-@pytest.mark.parametrize(("kind", "tied"), [(Llama3Model, False), (Llama3Model, True), (Qwen3Model, False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [(Llama3Model, False), (Llama3Model, True), (Qwen3Model, False)]
+)
 def test_gradients_of_a_model_match_a_single_process(workers, tmp_path, kind, tied):
     workers.run(compare_models, tmp_path, kind, tied)
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
 def omit_an_entry(folder: Path) -> None:
-    tensor = {name: style for name, style in DENSE_SHARDING.tensor.items() if not name.endswith("k_norm")}
+    tensor = {
+        name: style for name, style in DENSE_SHARDING.tensor.items() if not name.endswith("k_norm")
+    }
     plan = dataclasses.replace(DENSE_SHARDING, tensor=tensor)
-    message = "the sharding plan has no entry for layers.0.attention.k_norm.weight, layers.1.attention.k_norm"
+    message = (
+        "the sharding plan has no entry for layers.0.attention.k_norm.weight, "
+        "layers.1.attention.k_norm"
+    )
     with pytest.raises(UserError, match=message):
-        apply_tensor_parallel(make_model(Qwen3Model), make_mesh(), plan, disable_loss_parallel=False)
+        apply_tensor_parallel(
+            make_model(Qwen3Model), make_mesh(), plan, disable_loss_parallel=False
+        )
     (folder / str(dist.get_rank())).touch()
 
 
@@ -217,8 +258,16 @@ def test_a_parameter_without_an_entry_is_rejected(workers, tmp_path):
         ("layers.*.attention.q_nrom", "heads", "names no module of the model"),
         ("layers.*.mlp.*", "columns", "names no module of the model"),
         ("outptu", "columns", "names no module of the model"),  # codespell:ignore
-        ("layers.*.attention.q_norm", "head", "is not one of vocabulary, sequence, final norm, heads, "),
-        ("layers.*.attention.q_norm", "rows", "is for Linear, and layers.0.attention.q_norm is RMSNorm"),
+        (
+            "layers.*.attention.q_norm",
+            "head",
+            "is not one of vocabulary, sequence, final norm, heads, ",
+        ),
+        (
+            "layers.*.attention.q_norm",
+            "rows",
+            "is for Linear, and layers.0.attention.q_norm is RMSNorm",
+        ),
         ("head.output", "vocabulary", "is for Embedding, and head.output is Linear"),
     ],
 )
@@ -232,7 +281,8 @@ def test_an_invalid_entry_of_the_plan_is_rejected(name, style, message):
 
 
 def test_an_entry_may_name_an_absent_module():
-    """Absent modules are norms that Llama lacks, a tied head, and modules of other pipeline stages."""
+    """Absent modules are norms that Llama lacks, a tied head, and modules of other pipeline
+    stages."""
     model = make_model(tie_embeddings=True)
     check_parts(model, DENSE_SHARDING, 2)
     model.tok_embeddings, model.layers = None, nn.ModuleDict()

@@ -1,4 +1,5 @@
-"""The watchdog: a hanging run exits, every rank prints its stack traces, and the report names the blocking rank."""
+"""The watchdog: a hanging run exits, every rank prints its stack traces, and the report names the
+blocking rank."""
 
 import os
 import re
@@ -19,7 +20,8 @@ from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.distributed.hang_consensus import Position, Process, describe
 
-_TIMEOUT = 300  # seconds until a command counts as hanging; it takes less than 20 on an idle machine
+# seconds until a command counts as hanging; it takes less than 20 on an idle machine
+_TIMEOUT = 300
 _LIMIT = 2  # time limit of a step in seconds; a step takes milliseconds
 
 LOOP = f"""
@@ -56,12 +58,23 @@ class Ranks:
     def __init__(self, folder: Path, world_size: int, *, data: str = "pass", between: str = "pass"):
         script = folder / "loop.py"
         script.write_text(LOOP.replace("DATA", data).replace("BETWEEN", between))
-        rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        rendezvous = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+        }
         self.processes = []
         for rank in range(world_size):
             variables = {**rendezvous, "RANK": str(rank)} if world_size > 1 else {}
-            environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **variables}
-            process = RunningCommand([sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True)
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(PROJECT),
+                "OMP_NUM_THREADS": "1",
+                **variables,
+            }
+            process = RunningCommand(
+                [sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True
+            )
             self.processes.append(process)
 
     def wait(self) -> tuple[list[int], list[str]]:
@@ -92,21 +105,34 @@ class TestLoops:
         codes, (printed,) = ranks[0].wait()
         assert codes == [3]
         assert re.search(r'rank 0 \(.*, process \d+\) is in step 2, phase "data"', printed)
-        assert "MainThread (most recent call last):\n" in printed and "time.sleep(1000)" not in printed.splitlines()[0]
-        assert f'has not ended after {_LIMIT} seconds: the process is in step 2, phase "data"' in printed
+        assert (
+            "MainThread (most recent call last):\n" in printed
+            and "time.sleep(1000)" not in printed.splitlines()[0]
+        )
+        assert (
+            f'has not ended after {_LIMIT} seconds: the process is in step 2, phase "data"'
+            in printed
+        )
 
     @pytest.mark.slow
     def test_a_sleeping_rank_is_reported(self, ranks: list[Ranks], tmp_path: Path) -> None:
         ranks.append(Ranks(tmp_path, 2, data="if step == 2 and rank == 1: time.sleep(1000)"))
         codes, printed = ranks[0].wait()
         assert codes == [3, 3]
-        assert 'is in step 2, phase "forward and backward"' in printed[0] and "dist.barrier()" in printed[0]
+        assert (
+            'is in step 2, phase "forward and backward"' in printed[0]
+            and "dist.barrier()" in printed[0]
+        )
         assert 'is in step 2, phase "data"' in printed[1] and "time.sleep(1000)" in printed[1]
         together = "".join(printed)
         assert together.count("rank 1 holds up the others") == 1, "one rank reports"
         findings = together.partition("rank 1 holds up the others\n")[2].splitlines()[:2]
-        assert re.fullmatch(r'  rank 1: in step 2, phase "data", at <module> \(loop.py:\d+\)', findings[0])
-        assert re.fullmatch(r'  rank 0: in step 2, phase "forward and backward", at .*', findings[1])
+        assert re.fullmatch(
+            r'  rank 1: in step 2, phase "data", at <module> \(loop.py:\d+\)', findings[0]
+        )
+        assert re.fullmatch(
+            r'  rank 0: in step 2, phase "forward and backward", at .*', findings[1]
+        )
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -118,8 +144,11 @@ class TestLoops:
         ],
         ids=["rank 0 stopped", "rank 0 holds the GIL", "rank 1 stopped"],
     )
-    def test_an_unresponsive_rank_is_reported(self, ranks: list[Ranks], tmp_path: Path, culprit: int, how: str) -> None:
-        """Another rank makes it print its stack traces. Rank 0 hosts the store through which ranks communicate."""
+    def test_an_unresponsive_rank_is_reported(
+        self, ranks: list[Ranks], tmp_path: Path, culprit: int, how: str
+    ) -> None:
+        """Another rank makes it print its stack traces. Rank 0 hosts the store through which ranks
+        communicate."""
         ranks.append(Ranks(tmp_path, 2, data=f"if step == 2 and rank == {culprit}: {how}"))
         codes, printed = ranks[0].wait()
         other = 1 - culprit
@@ -133,12 +162,17 @@ class TestLoops:
 
     @pytest.mark.slow
     def test_time_between_steps_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
-        """This holds also if one rank takes the time and the others wait for it in their next step, and at the end."""
-        ranks.append(Ranks(tmp_path, 2, between=f"if rank == 1 and step > 1: time.sleep({2 * _LIMIT})"))
+        """This holds also if one rank takes the time and the others wait for it in their next step,
+        and at the end."""
+        ranks.append(
+            Ranks(tmp_path, 2, between=f"if rank == 1 and step > 1: time.sleep({2 * _LIMIT})")
+        )
         assert ranks[0].wait() == ([0, 0], ["", ""])
 
     @pytest.mark.slow
-    def test_a_hang_after_a_false_suspicion_is_reported(self, ranks: list[Ranks], tmp_path: Path) -> None:
+    def test_a_hang_after_a_false_suspicion_is_reported(
+        self, ranks: list[Ranks], tmp_path: Path
+    ) -> None:
         data = "if step == 3 and rank == 1: time.sleep(1000)"
         between = f"if rank == 1 and step == 2: time.sleep({2 * _LIMIT})"
         ranks.append(Ranks(tmp_path, 2, data=data, between=between))
@@ -146,10 +180,18 @@ class TestLoops:
         assert codes == [3, 3] and "rank 1 holds up the others" in "".join(printed)
 
     @pytest.mark.slow
-    def test_time_in_a_stopped_process_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
+    def test_time_in_a_stopped_process_does_not_count(
+        self, ranks: list[Ranks], tmp_path: Path
+    ) -> None:
         """A process is stopped by Ctrl-Z and continued by `fg`."""
         started = tmp_path / "started"
-        ranks.append(Ranks(tmp_path, 1, data=f"if step == 2: open({str(started)!r}, 'w'); time.sleep({_LIMIT / 2})"))
+        ranks.append(
+            Ranks(
+                tmp_path,
+                1,
+                data=f"if step == 2: open({str(started)!r}, 'w'); time.sleep({_LIMIT / 2})",
+            )
+        )
         (process,) = ranks[0].processes
         deadline = time.monotonic() + _TIMEOUT
         while not started.exists():
@@ -182,16 +224,25 @@ class TestDescription:
         assert "rank 3 does not answer\n  rank 3: host-7, process 4711; it is stopped" in text
 
     def test_a_rank_in_an_earlier_step_blocks_the_others(self) -> None:
-        """An earlier step counts more than an earlier phase; the end of a step comes after all its phases."""
+        """An earlier step counts more than an earlier phase; the end of a step comes after all its
+        phases."""
         late = Position(step=3, n_phases=9, phase="optimizer step", line="step (c.py:3)")
-        finished = Position(step=3, n_phases=sys.maxsize, phase=None, line="save (d.py:4)", after="save")
+        finished = Position(
+            step=3, n_phases=sys.maxsize, phase=None, line="save (d.py:4)", after="save"
+        )
         assert "rank 3 holds up" in describe({**self.POSITIONS, 3: late, 4: finished}, {}, 600)
-        assert 'rank 3: after step 3, phase "save", at save' in describe({**self.POSITIONS, 3: finished}, {}, 600)
+        assert 'rank 3: after step 3, phase "save", at save' in describe(
+            {**self.POSITIONS, 3: finished}, {}, 600
+        )
 
     def test_all_ranks_in_the_same_phase_are_listed_by_line(self) -> None:
         looping = Position(step=4, n_phases=2, phase="forward and backward", line="loop (e.py:5)")
         text = describe({0: self.POSITIONS[0], 1: looping}, {}, 600)
-        assert "all ranks are in the same phase" in text and "at wait (a.py:1)" in text and "at loop (e.py:5)" in text
+        assert (
+            "all ranks are in the same phase" in text
+            and "at wait (a.py:1)" in text
+            and "at loop (e.py:5)" in text
+        )
 
 
 class TestRuns:
@@ -292,7 +343,9 @@ class TestRuns:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        (tmp_path / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
+        (tmp_path / "corpus.txt").write_text(
+            "".join(f"This is sentence {number}. " for number in range(400))
+        )
         write_module(tmp_path / "hanging", textwrap.dedent(self.HANGING))
         write_module(tmp_path / "slow", textwrap.dedent(self.SLOW))
         write_module(tmp_path / "stopping", textwrap.dedent(self.STOPPING))
@@ -309,7 +362,14 @@ class TestRuns:
     ) -> tuple[int, str]:
         """Train with two processes; return the exit code and the output."""
         torchtitan = [sys.executable, "-m", "torchtitan.cli.main", "train"]
-        elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        elastic = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
         start = [*elastic, "-m", "torchtitan.train"] if torchrun else torchtitan
         settings = {**TINY, "dataloader.dataset": "corpus.txt", **options}
         command = Command(
@@ -326,9 +386,14 @@ class TestRuns:
     @pytest.mark.slow
     @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.long)])
     def test_a_sleeping_rank_ends_the_run(self, folder: Path, torchrun: bool) -> None:
-        code, printed = self.run(folder, "hanging", torchrun=torchrun, **{"comm.step_timeout_seconds": 3})
+        code, printed = self.run(
+            folder, "hanging", torchrun=torchrun, **{"comm.step_timeout_seconds": 3}
+        )
         assert code == (1 if torchrun else 3)  # torchrun returns its own code
-        assert re.search(r'rank 1 \(.*\) is in step 3, phase "data"', printed) and "time.sleep(1000)" in printed
+        assert (
+            re.search(r'rank 1 \(.*\) is in step 3, phase "data"', printed)
+            and "time.sleep(1000)" in printed
+        )
         assert re.search(r'rank 0 \(.*\) is in step 3, phase "counting tokens"', printed)
         assert "in count_valid_tokens" in printed
         assert printed.count(" ERROR ") == 1 and printed.count("rank 1 holds up the others") == 1
@@ -359,14 +424,26 @@ class TestRuns:
     def test_a_stopped_rank_ends_the_run(
         self, folder: Path, phase: str, async_mode: str, named: str, step_timeout: int
     ) -> None:
-        """One message names the phase of the rank that waits. Without the watchdog, the collective times out."""
+        """One message names the phase of the rank that waits. Without the watchdog, the collective
+        times out."""
         timeouts = {"init_timeout_seconds": 20, "step_timeout_seconds": step_timeout}
         timeouts["train_timeout_seconds"] = step_timeout + 60 if step_timeout else 10
         options = {f"comm.{name}": value for name, value in timeouts.items()}
-        options |= {"checkpoint.interval": 2, "checkpoint.async_mode": async_mode, "validator.enable": True}
-        words = ("--checkpoint.enable", "--checkpoint.last_save_in_hf", "--validator.dataset", "corpus.txt")
+        options |= {
+            "checkpoint.interval": 2,
+            "checkpoint.async_mode": async_mode,
+            "validator.enable": True,
+        }
+        words = (
+            "--checkpoint.enable",
+            "--checkpoint.last_save_in_hf",
+            "--validator.dataset",
+            "corpus.txt",
+        )
         begun = time.monotonic()
-        code, printed = self.run(folder, "stopping", *words, variables={"STOP_IN": phase}, **options)
+        code, printed = self.run(
+            folder, "stopping", *words, variables={"STOP_IN": phase}, **options
+        )
         assert code == 3 and time.monotonic() - begun < 180
         assert printed.count(" ERROR ") == 1 and "Traceback" not in printed
         assert re.search(rf'ERROR the run hangs.* phase "{named}"', printed)

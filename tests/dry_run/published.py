@@ -1,4 +1,5 @@
-"""Predicted memory of published runs: `python -m tests.dry_run.published [--write_docs]` takes about five minutes."""
+"""Predicted memory of published runs: `python -m tests.dry_run.published [--write_docs]` takes
+about five minutes."""
 
 import argparse
 import tempfile
@@ -14,7 +15,14 @@ from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.report import RankReport
 
 GIB = 2**30
-COLUMNS = ["", "published", "predicted: reserved", "ratio", "predicted: allocated", "our loss: reserved (allocated)"]
+COLUMNS = [
+    "",
+    "published",
+    "predicted: reserved",
+    "ratio",
+    "predicted: allocated",
+    "our loss: reserved (allocated)",
+]
 
 
 class Run(NamedTuple):
@@ -27,7 +35,10 @@ class Run(NamedTuple):
 
 
 _8B = "--training.local_batch_size=2 --activation_checkpoint.mode=selective"
-_70B = "--training.local_batch_size=16 --activation_checkpoint.mode=full --parallelism.tensor_parallel_degree=8"
+_70B = (
+    "--training.local_batch_size=16 --activation_checkpoint.mode=full "
+    "--parallelism.tensor_parallel_degree=8"
+)
 RUNS = {
     "8B, 8 GPUs: FSDP 8, local batch 2 (fitted)": Run("llama3_8b", 8, _8B, 82.4),
     "8B, 128 GPUs: FSDP 128, local batch 2": Run("llama3_8b", 128, _8B, 67.0),
@@ -50,7 +61,15 @@ def predict(name: str, *, whole_logits: bool) -> RankReport:
     """Predict a run of `RUNS` with the published loss or ours."""
     run = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--module", "llama3", "--config", run.config, "--dump_folder", folder, *run.options.split()]
+        words = [
+            "--module",
+            "llama3",
+            "--config",
+            run.config,
+            "--dump_folder",
+            folder,
+            *run.options.split(),
+        ]
         config = ConfigManager().parse_args(words).config
         if whole_logits:
             config.model_spec.loss = WholeLogitsLoss.Config(chunk_tokens=0)
@@ -60,17 +79,34 @@ def predict(name: str, *, whole_logits: bool) -> RankReport:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write_docs", action="store_true", help="write the table into docs/dry_run.md")
+    parser.add_argument(
+        "--write_docs", action="store_true", help="write the table into docs/dry_run.md"
+    )
     arguments = parser.parse_args()
     rows = []
     for name, run in RUNS.items():
         whole, ours = (predict(name, whole_logits=whole_logits) for whole_logits in (True, False))
         reserved = whole.peak_reserved_bytes / GIB
-        numbers = [f"{run.gib:.1f}", f"{reserved:.1f}", f"{reserved / run.gib:.2f}", f"{whole.peak_bytes / GIB:.1f}"]
-        rows.append(Row([name, *numbers, f"{ours.peak_reserved_bytes / GIB:.1f} ({ours.peak_bytes / GIB:.1f})"]))
+        numbers = [
+            f"{run.gib:.1f}",
+            f"{reserved:.1f}",
+            f"{reserved / run.gib:.2f}",
+            f"{whole.peak_bytes / GIB:.1f}",
+        ]
+        rows.append(
+            Row(
+                [
+                    name,
+                    *numbers,
+                    f"{ours.peak_reserved_bytes / GIB:.1f} ({ours.peak_bytes / GIB:.1f})",
+                ]
+            )
+        )
     print_table("Peak memory, GiB", COLUMNS, rows)
     if arguments.write_docs:
-        write_docs(PROJECT / "docs/dry_run.md", "published", as_markdown(COLUMNS, rows, counts=True))
+        write_docs(
+            PROJECT / "docs/dry_run.md", "published", as_markdown(COLUMNS, rows, counts=True)
+        )
 
 
 if __name__ == "__main__":

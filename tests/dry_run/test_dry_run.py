@@ -1,4 +1,5 @@
-"""The dry run against real runs: the same trainer and trackers with real tensors in real processes."""
+"""The dry run against real runs: the same trainer and trackers with real tensors in real
+processes."""
 
 import contextlib
 import dataclasses
@@ -38,7 +39,10 @@ LAYOUTS = {
         "training.local_batch_size": 4,
         "model.tie_embeddings": True,
     },
-    "FSDP, full": {"activation_checkpoint.mode": "full", "training.mixed_precision_param": "bfloat16"},
+    "FSDP, full": {
+        "activation_checkpoint.mode": "full",
+        "training.mixed_precision_param": "bfloat16",
+    },
     "FSDP, selective": {"activation_checkpoint.mode": "selective", "training.global_batch_size": 8},
 }
 
@@ -49,7 +53,8 @@ def config_of(layout, folder):
 
 
 class RealTrainer(FakeTrainer):
-    """Measure a step like the parent class, but with real tensors and processes and without replayed micro-batches."""
+    """Measure a step like the parent class, but with real tensors and processes and without
+    replayed micro-batches."""
 
     init_weights = Trainer.init_weights
     count_valid_tokens = Trainer.count_valid_tokens
@@ -63,7 +68,8 @@ class RealTrainer(FakeTrainer):
 
 def measure_real_run(layout, folder):
     microbatch_replay._REPLAYED = ()
-    cpu_attention.multiplies = lambda dtype: False  # a dry run computes attention as a GPU does, by PyTorch's kernel
+    # a dry run computes attention as a GPU does, by PyTorch's kernel
+    cpu_attention.multiplies = lambda dtype: False
     trainer = RealTrainer(without_data(config_of(layout, folder)))
     trainer.measure_step()
     (Path(folder) / f"rank{trainer.rank}.json").write_text(
@@ -82,10 +88,18 @@ def test_matches_a_real_run(layout, tmp_path):
     for expected in dry_run(config_of(layout, tmp_path), 2):
         real = json.loads((tmp_path / f"rank{expected.rank}.json").read_text())
         predicted = expected.to_dict()
-        for key in ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "executed_flops", "stages"):
+        for key in (
+            "parameters",
+            "parameter_bytes",
+            "gradient_bytes",
+            "optimizer_bytes",
+            "executed_flops",
+            "stages",
+        ):
             assert predicted[key] == real[key], key
-        # A dry run omits the few numbers that a run reads and sums to report its loss. Real communication between
-        # layers keeps the sent tensor until the result is used: at most 2 x 32 tokens of 64 float32 numbers.
+        # A dry run omits the few numbers that a run reads and sums to report its loss. Real
+        # communication between layers keeps the sent tensor until the result is used: at most 2 x
+        # 32 tokens of 64 float32 numbers.
         tolerance = 2**10 + (layout in ("TP", "PP", "PP, tied")) * 2 * 32 * 64 * 4
         assert predicted["peak_bytes"] == pytest.approx(real["peak_bytes"], abs=tolerance)
         for kind, n_bytes in real["peak"].items():
@@ -130,7 +144,8 @@ def test_replayed_micro_batches_match_computed_ones(schedule, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_operations_match_the_formula_without_recomputation(tmp_path):
-    """The tolerance covers norms: the formula counts their 5 x 64 weights of half a million as matrix elements."""
+    """The tolerance covers norms: the formula counts their 5 x 64 weights of half a million as
+    matrix elements."""
     (report,) = dry_run(tiny_config(tmp_path), 1)
     assert report.executed_flops == pytest.approx(report.model_flops, rel=1e-2)
     (recomputed,) = dry_run(tiny_config(tmp_path, activation_checkpoint__mode="full"), 1)
@@ -150,9 +165,9 @@ def test_offloaded_weights_use_no_device_memory(tmp_path):
 
 def test_reserved_memory_has_the_documented_factors():
     for components, documented in ((["model", "loss"], 1.12), (["loss"], 1.2)):
-        assert reserved_bytes(1000, CompileConfig(enable=True, components=components)) == pytest.approx(
-            1000 * documented
-        )
+        assert reserved_bytes(
+            1000, CompileConfig(enable=True, components=components)
+        ) == pytest.approx(1000 * documented)
     assert reserved_bytes(1000, CompileConfig()) == pytest.approx(1200)
 
 
@@ -165,17 +180,33 @@ def test_names_of_axes():
 
 
 def run_command_line(folder, *words, **environment):
-    command = [sys.executable, "-m", "torchtitan.cli.main", "train", *flags({**TINY, "dump_folder": folder}), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan.cli.main",
+        "train",
+        *flags({**TINY, "dump_folder": folder}),
+        *words,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return run_command(command, env=environment)
 
 
 def test_command_line_without_gpu_and_data(tmp_path):
     """Measure 512 ranks."""
-    words = ["--dataloader.dataset=/nowhere", "--parallelism.tensor_parallel_degree=2", "--training.steps=3"]
+    words = [
+        "--dataloader.dataset=/nowhere",
+        "--parallelism.tensor_parallel_degree=2",
+        "--training.steps=3",
+    ]
     result = run_command_line(tmp_path, *words, COMM_MODE="fake_backend", NGPU="512")
     assert result.returncode == 0, result.stderr
-    for title in ("Memory between steps", "Peak of a step", "Communication of a step", "Operations of a step"):
+    for title in (
+        "Memory between steps",
+        "Peak of a step",
+        "Communication of a step",
+        "Operations of a step",
+    ):
         assert title in result.stdout
     document = json.loads((tmp_path / "dry_run.json").read_text())
     assert not (tmp_path / "run.lock").exists()
@@ -186,7 +217,10 @@ def test_command_line_without_gpu_and_data(tmp_path):
     assert {"dp_shard", "tp"} <= {traffic["axis"] for traffic in rank["communication"]}
     assert not (tmp_path / "metrics.jsonl").exists()
     foresight = json.loads((tmp_path / "foresight.json").read_text())
-    assert f"{foresight['step_time']:,.3g} s" in result.stdout and f"MFU {foresight['mfu']:.1f}%" in result.stdout
+    assert (
+        f"{foresight['step_time']:,.3g} s" in result.stdout
+        and f"MFU {foresight['mfu']:.1f}%" in result.stdout
+    )
     assert f"{foresight['tokens_per_second'] / 512:,.0f} tokens/s per device" in result.stdout
 
 
@@ -240,7 +274,10 @@ def test_all_models_compute_as_on_a_gpu(tmp_path):
     modules = [module for part in trainer.all_parts for module in part.modules()]
     experts = [module for module in modules if isinstance(module, StackedExperts)]
     assert len(experts) == 4 and all(one.device_type == "cuda" for one in experts)
-    assert [module.has_chunks for module in modules if isinstance(module, Llama4Model)] == [False, False]
+    assert [module.has_chunks for module in modules if isinstance(module, Llama4Model)] == [
+        False,
+        False,
+    ]
 
 
 def test_an_unknown_mode_is_rejected(tmp_path):
@@ -250,19 +287,25 @@ def test_an_unknown_mode_is_rejected(tmp_path):
 
 
 def test_a_memory_budget_is_rejected(tmp_path):
-    options = {"activation_checkpoint__mode": "memory_budget", "compile__enable": True, "compile__backend": "aot_eager"}
+    options = {
+        "activation_checkpoint__mode": "memory_budget",
+        "compile__enable": True,
+        "compile__backend": "aot_eager",
+    }
     with pytest.raises(UserError, match=r"--activation_checkpoint\.mode memory_budget"):
         dry_run(tiny_config(tmp_path, **options), 2)
 
 
 @pytest.mark.slow
 def test_8b_is_within_10_percent_of_the_published_memory():
-    """A published number that chose no constant; see docs/dry_run.md. The dry run takes a minute and 2 GiB."""
+    """A published number that chose no constant; see docs/dry_run.md. The dry run takes a minute
+    and 2 GiB."""
     name = "8B, 128 GPUs: FSDP 128, local batch 2"
     start = time.perf_counter()
     report = predict(name, whole_logits=True)
     assert report.parameters == 8_030_261_248 // 128
     assert report.parameter_bytes == report.gradient_bytes == 4 * report.parameters
-    assert report.optimizer_bytes == 8 * report.parameters + 4 * 291  # two moments, and a step count for each tensor
+    # two moments, and a step count for each tensor
+    assert report.optimizer_bytes == 8 * report.parameters + 4 * 291
     assert report.peak_reserved_bytes / 2**30 == pytest.approx(RUNS[name].gib, rel=0.10)
     assert time.perf_counter() - start < 300

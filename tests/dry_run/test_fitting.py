@@ -24,16 +24,23 @@ from torchtitan.train import _check_same_mode
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return tiny_config(folder, model__n_layers=4, training__seq_len=512, activation_checkpoint__mode="auto")
+    return tiny_config(
+        folder, model__n_layers=4, training__seq_len=512, activation_checkpoint__mode="auto"
+    )
 
 
 @pytest.fixture(scope="module")
 def peaks(config) -> dict[str, int]:
     modes = ("none", "selective", "full")
-    return {mode: next(reports_of(fitting.with_mode(config, mode), 1)).peak_reserved_bytes for mode in modes}
+    return {
+        mode: next(reports_of(fitting.with_mode(config, mode), 1)).peak_reserved_bytes
+        for mode in modes
+    }
 
 
-@pytest.mark.parametrize(("fits", "chosen"), [("none", "none"), ("selective", "selective"), ("full", "full")])
+@pytest.mark.parametrize(
+    ("fits", "chosen"), [("none", "none"), ("selective", "selective"), ("full", "full")]
+)
 def test_the_least_recomputation_that_fits(config, peaks, monkeypatch, caplog, fits, chosen):
     assert peaks["none"] > peaks["selective"] > peaks["full"]
     monkeypatch.setattr(fitting, "device_type", lambda: "cuda")
@@ -43,7 +50,9 @@ def test_the_least_recomputation_that_fits(config, peaks, monkeypatch, caplog, f
     expected = dataclasses.replace(config.activation_checkpoint, mode=chosen)
     assert fitting_config == dataclasses.replace(config, activation_checkpoint=expected)
     assert f"activation checkpointing: {chosen} " in caplog.text
-    assert ("selective " + format(peaks["selective"] / 2**30, ".1f") in caplog.text) == (chosen != "none")
+    assert ("selective " + format(peaks["selective"] / 2**30, ".1f") in caplog.text) == (
+        chosen != "none"
+    )
 
 
 def test_without_a_gpu_nothing_is_recomputed(config, monkeypatch):
@@ -52,7 +61,8 @@ def test_without_a_gpu_nothing_is_recomputed(config, monkeypatch):
 
 
 def test_the_launcher_decides_for_all_ranks(tmp_path, monkeypatch):
-    """Ranks get the mode as an option, so that they cannot choose differently, and it is in the run's config.yaml."""
+    """Ranks get the mode as an option, so that they cannot choose differently, and it is in the
+    run's config.yaml."""
     monkeypatch.setenv("NGPU", "2")
     launched = []
     monkeypatch.setattr(cli, "launch", lambda args, **_: launched.append(args) or 0)
@@ -60,8 +70,14 @@ def test_the_launcher_decides_for_all_ranks(tmp_path, monkeypatch):
     assert cli.train(args) == 0
     assert launched == [[*args, "--activation_checkpoint.mode=none"]]
     monkeypatch.setenv("NGPU", "1")
-    assert cli.train([*args, "--training.steps=1", "--validator.no_enable", "--training.seq_len=32"]) == 0
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["activation_checkpoint"]["mode"] == "none"
+    assert (
+        cli.train([*args, "--training.steps=1", "--validator.no_enable", "--training.seq_len=32"])
+        == 0
+    )
+    assert (
+        yaml.safe_load((tmp_path / "config.yaml").read_text())["activation_checkpoint"]["mode"]
+        == "none"
+    )
 
 
 @pytest.mark.slow
@@ -73,19 +89,31 @@ def test_a_run_is_the_same_after_dry_runs_in_its_process(tmp_path, monkeypatch, 
     mode = "none" if memory else "full"
     for chosen in ("auto", mode):
         folder = f"--dump_folder={tmp_path / chosen}"
-        words = ["--training.steps=2", "--validator.no_enable", "--training.seq_len=32", "--metrics.log_freq=1"]
+        words = [
+            "--training.steps=2",
+            "--validator.no_enable",
+            "--training.seq_len=32",
+            "--metrics.log_freq=1",
+        ]
         assert cli.train([f"--activation_checkpoint.mode={chosen}", folder, *words]) == 0
     auto, explicit = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("auto", mode))
     assert auto == explicit and len(auto) == 2
     files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("auto", mode)]
     assert files[0] == files[1]
-    assert yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["activation_checkpoint"]["mode"] == mode
+    assert (
+        yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["activation_checkpoint"][
+            "mode"
+        ]
+        == mode
+    )
 
 
 def choose_by_rank(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     _check_same_mode("full")
-    with pytest.raises(UserError, match=r"mode auto chose full and none on different hosts; set one of them"):
+    with pytest.raises(
+        UserError, match=r"mode auto chose full and none on different hosts; set one of them"
+    ):
         _check_same_mode("none" if rank else "full")
     (folder / f"rank {rank}").touch()
 
@@ -99,7 +127,9 @@ def test_hosts_that_choose_differently_are_named(tmp_path):
 def test_the_allocator_grows_segments_unless_configured(monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "max_split_size_mb:128")
-        monkeypatch.delenv({"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}.get(name, "PYTORCH_ALLOC_CONF"), False)
+        monkeypatch.delenv(
+            {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}.get(name, "PYTORCH_ALLOC_CONF"), False
+        )
         use_expandable_segments()
         assert os.environ[name] == "max_split_size_mb:128" and "expandable" not in str(os.environ)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
@@ -111,7 +141,14 @@ def test_the_allocator_grows_segments_unless_configured(monkeypatch):
 
 def test_an_optimizer_in_cpu_memory_needs_none_of_the_gpu(config):
     offloaded, plain = (
-        next(reports_of(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name)), 1))
+        next(
+            reports_of(
+                dataclasses.replace(
+                    config, optimizer=dataclasses.replace(config.optimizer, name=name)
+                ),
+                1,
+            )
+        )
         for name in ("AdamWOffload", "AdamW")
     )
     assert offloaded.optimizer_bytes == plain.optimizer_bytes > 0

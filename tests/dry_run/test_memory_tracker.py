@@ -1,4 +1,5 @@
-"""Trackers of memory, communication and operations against manual sums, on real and fake tensors."""
+"""Trackers of memory, communication and operations against manual sums, on real and fake
+tensors."""
 
 import contextlib
 import gc
@@ -80,7 +81,8 @@ class TestMemory:
         assert b is not None
 
     def test_kinds_of_a_training_step(self, tensors):
-        """Two layers with a ReLU in between: 1 KiB of input, 256 KiB of weights per layer, 1 KiB of hidden states."""
+        """Two layers with a ReLU in between: 1 KiB of input, 256 KiB of weights per layer, 1 KiB of
+        hidden states."""
         tracker = MemoryTracker()
         x, weights = kib(1), [kib(256, requires_grad=True) for _ in range(2)]
         tracker.label("parameters", weights)
@@ -93,7 +95,8 @@ class TestMemory:
             del used
             tracker.label("gradients", [weight.grad for weight in weights])
         assert before_backward["parameters"] == 512 * KIB
-        # Only the result of ReLU is saved, for its backward pass and as the input of the second layer.
+        # Only the result of ReLU is saved, for its backward pass and as the input of the second
+        # layer.
         assert before_backward.total() == 513 * KIB
         end = tracker.use()
         assert end["parameters"] == end["gradients"] == 512 * KIB
@@ -110,7 +113,10 @@ class TestMemory:
             return x
 
         saved = {}
-        for name, run in {"none": layers, "full": lambda x: checkpoint(layers, x, use_reentrant=False)}.items():
+        for name, run in {
+            "none": layers,
+            "full": lambda x: checkpoint(layers, x, use_reentrant=False),
+        }.items():
             tracker = MemoryTracker()
             with observing(tracker):
                 output = run(kib(16))
@@ -119,7 +125,8 @@ class TestMemory:
             for weight in weights:
                 weight.grad = None
         assert saved["none"] == 4 * 16 * KIB  # the input and three results
-        assert saved["full"] <= 2 * 16 * KIB + 8  # the input and the last result; PyTorch adds an empty tensor
+        # the input and the last result; PyTorch adds an empty tensor
+        assert saved["full"] <= 2 * 16 * KIB + 8
 
     def test_replayed_memory_is_counted_separately(self, tensors):
         tracker = MemoryTracker()
@@ -179,7 +186,9 @@ class TestSharded:
             Transfer("all-reduce", world, KIB): 1.75 * KIB,
             Transfer("send", world, 2 * KIB): 2 * KIB,
         }
-        assert transfers_of(work) == {one: 2 if one.kind == "all-reduce" else 1 for one in transfers}
+        assert transfers_of(work) == {
+            one: 2 if one.kind == "all-reduce" else 1 for one in transfers
+        }
         assert {one: one.n_bytes_sent for one in transfers_of(work)} == transfers
 
     def test_functional_messages_and_their_backward(self, tensors):
@@ -214,11 +223,14 @@ class TestOperations:
         assert work.flops == 2 * 2 * 2 * 3 * 4
 
     def test_attention(self, tensors):
-        """Forward has two products of 2 B H L² D operations, and backward has four. Grouped-query attention."""
+        """Forward has two products of 2 B H L² D operations, and backward has four. Grouped-query
+        attention."""
         work = WorkTracker()
         q, k, v = (torch.zeros(2, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
         with observing(work):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+            F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            ).sum().backward()
         assert work.flops == 3 * 2 * (2 * 2 * 4 * 16 * 16 * 8)
 
 

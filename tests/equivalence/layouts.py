@@ -1,4 +1,5 @@
-"""The layouts of the matrix: a name, a number of processes, and options, written with `__` for `.`."""
+"""The layouts of the matrix: a name, a number of processes, and options, written with `__` for
+`.`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,19 +40,20 @@ _LAYOUT_OPTIONS = (
 )
 
 ADAMW: Options = {"optimizer__name": "AdamW", "optimizer__lr": 3e-4, "optimizer__eps": 1e-6}
-"""With the usual eps of 1e-8, an element with a gradient near 0 takes a full step in a direction that depends on the
-order of sums. One such element changed a matrix by 1.1e-5."""
+"""With the usual eps of 1e-8, an element with a gradient near 0 takes a full step in a direction
+that depends on the order of sums. One such element changed a matrix by 1.1e-5."""
 TIED: Options = {"model__tie_embeddings": True}
 UNEVEN_VOCABULARY: Options = {"model__vocab_size": 2051}
 NO_DOCUMENTS: Options = {"dataloader__document_mask": False}
 TWELVE_LAYERS: Options = {"model__n_layers": 12}
 QWEN3: Options = {"module": "qwen3"}
-"""A model with norms per head of queries and keys, and with heads that are together wider than the model."""
+"""A model with norms per head of queries and keys, and with heads that are together wider than the
+model."""
 WINDOWS: Options = {"module": "mistral", "model__sliding_window": 12}
 """A window in every layer, shorter than most documents."""
 DELTA_NETS: Options = {"module": "qwen3_5", "model__norm_eps": 1e-2}
-"""A model with gated delta nets in three of four layers. If a query and a key are nearly orthogonal, the norm of a
-document's first output magnifies rounding by up to 1 / sqrt(eps)."""
+"""A model with gated delta nets in three of four layers. If a query and a key are nearly
+orthogonal, the norm of a document's first output magnifies rounding by up to 1 / sqrt(eps)."""
 
 CLASS: Options = {
     "module": "transformers",
@@ -71,21 +73,46 @@ EXPERTS: Options = {"module": "qwen3_moe", "debug__seed": 1, **PENALTIES}
 """A model with experts and a softmax router; each token passes through four experts. With seed 0,
 rounding chooses in step 5: in float64, two experts' probabilities differ by 3e-8, and one process
 differs by 5e-4 with other local batches."""
-SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.04, "model__moe__penalties__sequence_loss": 0.3}
-"""A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
-LATENTS: Options = {"module": "deepseek_v3", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
-"""The same with latent attention, whose values are narrower than keys, and RoPE in the last part of each head."""
-FURTHER_TOKENS: Options = {**LATENTS, "model__n_mtp_modules": 2, "model__moe__penalties__batch_loss": 0.3}
+SIGMOID: Options = {
+    "module": "glm4_moe",
+    "model__moe__bias_rate": 0.04,
+    "model__moe__penalties__sequence_loss": 0.3,
+}
+"""A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert
+and a dense layer."""
+LATENTS: Options = {
+    "module": "deepseek_v3",
+    "model__moe__bias_rate": 0.05,
+    "model__moe__penalties__sequence_loss": 0.3,
+}
+"""The same with latent attention, whose values are narrower than keys, and RoPE in the last part of
+each head."""
+FURTHER_TOKENS: Options = {
+    **LATENTS,
+    "model__n_mtp_modules": 2,
+    "model__moe__penalties__batch_loss": 0.3,
+}
 """The same with multi-token prediction, by modules with experts and penalties of their own."""
 SINKS: Options = {"module": "gpt_oss", "model__sliding_window": 12}
 """Attention sinks, windows in every second layer, and experts with biases."""
 CHUNKS: Options = {"module": "llama4", "model__sliding_window": 12, "model__floor_scale": 8}
-"""Chunks of documents in three of four layers, and queries that grow with their position in the fourth."""
-NETS_AND_EXPERTS: Options = {"module": "qwen3_5", "config": "qwen3_5_moe_debugmodel", "model__norm_eps": 1e-2}
+"""Chunks of documents in three of four layers, and queries that grow with their position in the
+fourth."""
+NETS_AND_EXPERTS: Options = {
+    "module": "qwen3_5",
+    "config": "qwen3_5_moe_debugmodel",
+    "model__norm_eps": 1e-2,
+}
 """Gated delta nets and experts."""
 
-DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
-HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
+DDP2: Options = {
+    "parallelism__data_parallel_replicate_degree": 2,
+    "parallelism__data_parallel_shard_degree": 1,
+}
+HSDP: Options = {
+    "parallelism__data_parallel_replicate_degree": 2,
+    "parallelism__data_parallel_shard_degree": 2,
+}
 TP2: Options = {"parallelism__tensor_parallel_degree": 2}
 TP4: Options = {"parallelism__tensor_parallel_degree": 4}
 EP2: Options = {"parallelism__expert_parallel_degree": 2}
@@ -118,11 +145,21 @@ LONG_ROPE: Options = {
     "model__rope__short_factors": [1.0, 1.1, 1.2],
     "model__rope__long_factors": [1.5, 3.0, 6.0],
 }
-"""Frequencies that depend on the length of a document, which some ranks do not have entirely; 3/4 of a head is
-rotated."""
-SOFT_CAPS: Options = {"module": "gemma", "config": "gemma2_debugmodel", "model__sliding_window": 12, **TIED}
-"""Soft caps of scores and logits, norms times 1 + weight on both sides, windows in every second layer, tied."""
-LOCAL_ROPE: Options = {"module": "gemma", "model__sliding_window": 12, "model__tie_embeddings": False}
+"""Frequencies that depend on the length of a document, which some ranks do not have entirely; 3/4
+of a head is rotated."""
+SOFT_CAPS: Options = {
+    "module": "gemma",
+    "config": "gemma2_debugmodel",
+    "model__sliding_window": 12,
+    **TIED,
+}
+"""Soft caps of scores and logits, norms times 1 + weight on both sides, windows in every second
+layer, tied."""
+LOCAL_ROPE: Options = {
+    "module": "gemma",
+    "model__sliding_window": 12,
+    "model__tie_embeddings": False,
+}
 """Another RoPE in layers with windows, and norms of queries and keys."""
 WIDE_NORMS: Options = {"module": "olmo", "model__sliding_window": 12}
 """Norms after each part of a block, and norms over all heads of queries and keys."""
@@ -134,10 +171,12 @@ BOTH_NORMS: Options = {"module": "glm4"}
 """Norms before and after each part of a block, biases, and half of a head rotated."""
 
 MIXED_HEADS: Options = {"module": "gemma4", "model__sliding_window": 12, **TIED}
-"""Wider and fewer heads in every second layer, whose values are its keys, norms of values, and proportional RoPE."""
+"""Wider and fewer heads in every second layer, whose values are its keys, norms of values, and
+proportional RoPE."""
 
 SHARED_KEYS: Options = {**MIXED_HEADS, "config": "gemma4_small_debugmodel"}
-"""Per-layer embeddings; the second half of the layers has keys and values of the first, and wider networks."""
+"""Per-layer embeddings; the second half of the layers has keys and values of the first, and wider
+networks."""
 DENSE_AND_EXPERTS: Options = {**MIXED_HEADS, "config": "gemma4_moe_debugmodel", **PENALTIES}
 """Experts next to a dense network in each layer, with norms and a router of their own."""
 
@@ -328,7 +367,12 @@ TWO_PROCESSES: dict[str, Options] = {
     },
     "PP 2 ZBVZeroBubble, AC full": {**PP2, **schedule("ZBVZeroBubble"), **FULL_AC},
     "PP 2 1F1B, AC selective op": {**PP2, **OP_AC},
-    "PP 2 ZBVZeroBubble, AC selective op, compile": {**PP2, **schedule("ZBVZeroBubble"), **OP_AC, **COMPILED},
+    "PP 2 ZBVZeroBubble, AC selective op, compile": {
+        **PP2,
+        **schedule("ZBVZeroBubble"),
+        **OP_AC,
+        **COMPILED,
+    },
     "PP 2 ZBVZeroBubble, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
     "FSDP 2, LongRoPE": LONG_ROPE,
     "TP 2, LongRoPE, compile": {**TP2, **LONG_ROPE, **COMPILED},
@@ -391,12 +435,22 @@ FOUR_PROCESSES: dict[str, Options] = {
     "TP 4 x EP 2, experts": {**TP4, **EP2, **EXPERTS},
     "DDP 2 x TP 2 x EP 2, experts": {**DDP2, **TP2, **EP2, **EXPERTS},
     "PP 2 1F1B x EP 2, experts": {**PP2, **EP2, **EXPERTS},
-    "PP 2 ZBVZeroBubble x EP 2, sigmoid router": {**PP2, **EP2, **schedule("ZBVZeroBubble"), **SIGMOID},
+    "PP 2 ZBVZeroBubble x EP 2, sigmoid router": {
+        **PP2,
+        **EP2,
+        **schedule("ZBVZeroBubble"),
+        **SIGMOID,
+    },
     "TP 2 x CP 2, experts": {**TP2, **CP2, **EXPERTS},
     "PP 2 1F1B x FSDP 2, experts": {**PP2, **EXPERTS},
     "HSDP 2 x 2, experts": {**HSDP, **EXPERTS},
     "FSDP 2 x CP 2, sigmoid router": {**CP2, **SIGMOID},
-    "PP 2 ZBVZeroBubble x TP 2, sigmoid router": {**PP2, **TP2, **schedule("ZBVZeroBubble"), **SIGMOID},
+    "PP 2 ZBVZeroBubble x TP 2, sigmoid router": {
+        **PP2,
+        **TP2,
+        **schedule("ZBVZeroBubble"),
+        **SIGMOID,
+    },
     "TP 2 x CP 2, latent attention": {**TP2, **CP2, **LATENTS},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
@@ -405,7 +459,11 @@ FOUR_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B x FSDP 2, reshard always": {**PP2, **ALWAYS},
     "PP 2 1F1B x FSDP 2, AC full": {**PP2, **FULL_AC},
     "PP 2 1F1B x FSDP 2, AC selective op": {**PP2, **OP_AC},
-    "PP 2 ZBVZeroBubble x FSDP 2, AC every second layer": {**PP2, **schedule("ZBVZeroBubble"), **SECOND_AC},
+    "PP 2 ZBVZeroBubble x FSDP 2, AC every second layer": {
+        **PP2,
+        **schedule("ZBVZeroBubble"),
+        **SECOND_AC,
+    },
     "PP 2 ZBVZeroBubble x FSDP 2, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
     "PP 2 1F1B x FSDP 2, CPU offload": {**PP2, **OFFLOAD},
     "PP 2 1F1B x FSDP 2, tied embeddings, AdamW": {**PP2, **TIED, **ADAMW},
@@ -424,13 +482,24 @@ FOUR_PROCESSES: dict[str, Options] = {
         **TIED,
         **WHOLE_LOGITS,
     },
-    "PP 2 1F1B x CP 2, tied embeddings, uneven vocabulary": {**PP2, **CP2, **TIED, **UNEVEN_VOCABULARY},
-    **{f"PP 2 {name} x CP 2": {**PP2, **CP2, **schedule(name)} for name in ("1F1B", "LoopedBFS", *SPLIT_SCHEDULES)},
+    "PP 2 1F1B x CP 2, tied embeddings, uneven vocabulary": {
+        **PP2,
+        **CP2,
+        **TIED,
+        **UNEVEN_VOCABULARY,
+    },
+    **{
+        f"PP 2 {name} x CP 2": {**PP2, **CP2, **schedule(name)}
+        for name in ("1F1B", "LoopedBFS", *SPLIT_SCHEDULES)
+    },
 }
 
 LONG: dict[str, tuple[int, Options]] = {
     "FSDP 2, compile with inductor": (2, INDUCTOR),
-    "PP 2 ZBVZeroBubble, compile with inductor": (2, {**PP2, **schedule("ZBVZeroBubble"), **INDUCTOR}),
+    "PP 2 ZBVZeroBubble, compile with inductor": (
+        2,
+        {**PP2, **schedule("ZBVZeroBubble"), **INDUCTOR},
+    ),
     "HSDP 2 x 2 x TP 2": (8, {**HSDP, **TP2}),
     "PP 2 ZBVZeroBubble x FSDP 2 x TP 2": (8, {**PP2, **TP2, **schedule("ZBVZeroBubble")}),
 }
@@ -452,7 +521,8 @@ REFUSED: dict[str, tuple[int, Options]] = {
     "PP 2 1F1B, multi-token prediction": (2, {**PP2, **FURTHER_TOKENS}),
     "TP 2, hybrid class of transformers": (2, {**TP2, **HYBRID_CLASS}),
 }
-"""Layouts that the configuration must reject, since PyTorch or the model sizes do not support them."""
+"""Layouts that the configuration must reject, since PyTorch or the model sizes do not support
+them."""
 
 
 @dataclass(frozen=True)
@@ -472,11 +542,15 @@ class Layout:
     def options(self) -> Options:
         """All options in addition to `PROBLEM`."""
         samples: int = PROBLEM["training__global_batch_size"]
-        return {"training__local_batch_size": samples // _PASSES // self.data_parallel_degree, **self.chosen}
+        return {
+            "training__local_batch_size": samples // _PASSES // self.data_parallel_degree,
+            **self.chosen,
+        }
 
     @property
     def reference_options(self) -> Options:
-        """Options for the same computation in a single process: all except options of the layout."""
+        """Options for the same computation in a single process: all except options of the
+        layout."""
         computation = {
             name: value
             for name, value in self.chosen.items()
@@ -488,7 +562,9 @@ class Layout:
     def data_parallel_degree(self) -> int:
         """Number of groups of ranks with different samples."""
         kinds = ("tensor", "context", "pipeline")
-        return self.processes // prod(self.chosen.get(f"parallelism__{kind}_parallel_degree", 1) for kind in kinds)
+        return self.processes // prod(
+            self.chosen.get(f"parallelism__{kind}_parallel_degree", 1) for kind in kinds
+        )
 
     @property
     def in_two_stages(self) -> Collection[str]:

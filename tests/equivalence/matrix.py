@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.equivalence.layouts import Layout, Options
-from tests.equivalence.runs import Differences, InconsistentRanks, Outcome, compare, make_config, record_run
+from tests.equivalence.runs import (
+    Differences,
+    InconsistentRanks,
+    Outcome,
+    compare,
+    make_config,
+    record_run,
+)
 from tests.equivalence.workers import WorkerFailure, Workers
 from torchtitan.tools.errors import UserError
 
@@ -29,7 +36,8 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """True if the run matches the single process, or the configuration is rejected as expected."""
+        """True if the run matches the single process, or the configuration is rejected as
+        expected."""
         if self.layout.refused:
             return bool(self.refusal)
         return self.differences is not None and self.differences.agree
@@ -38,7 +46,11 @@ class Row:
     def verdict(self) -> str:
         """Result in words, without numbers."""
         if self.refusal:
-            return f"refused: {self.refusal}" if self.layout.refused else f"refused, unexpectedly: {self.refusal}"
+            return (
+                f"refused: {self.refusal}"
+                if self.layout.refused
+                else f"refused, unexpectedly: {self.refusal}"
+            )
         if self.layout.refused:
             return "not refused, as it should be"
         if self.failure:
@@ -47,8 +59,8 @@ class Row:
 
 
 class Matrix:
-    """Runs layouts in persistent processes, and each single-process reference only once. Use it in a `with`
-    statement, or `close` it.
+    """Runs layouts in persistent processes, and each single-process reference only once. Use it in
+    a `with` statement, or `close` it.
 
     Args:
         extra: additional options for every run, including references.
@@ -79,7 +91,8 @@ class Matrix:
             result["refusal"] = str(error)
         except (WorkerFailure, InconsistentRanks) as error:
             result["failure"] = str(error)
-        except Exception:  # an error of the reference or of this program must not stop the other rows
+        # an error of the reference or of this program must not stop the other rows
+        except Exception:
             result["failure"] = traceback.format_exc()
         return Row(layout, time.monotonic() - start, **result)
 

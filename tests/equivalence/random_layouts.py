@@ -26,7 +26,9 @@ _CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "parallelism__fsdp_reshard_after_forward": ("default", "always", "never"),
         "training__enable_cpu_offload": (False, True),
     },
-    "context_parallel_degree": {"parallelism__context_parallel_load_balancer": ("headtail", "none")},
+    "context_parallel_degree": {
+        "parallelism__context_parallel_load_balancer": ("headtail", "none")
+    },
     "tensor_parallel_degree": {"parallelism__disable_loss_parallel": (False, True)},
     "pipeline_parallel_degree": {
         "parallelism__pipeline_parallel_schedule": SCHEDULES,
@@ -51,12 +53,19 @@ _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
     "model__vocab_size": (2048, 2051),
 }
 
-_WITH_EXPERTS: Sequence[Options] = (EXPERTS, SIGMOID, {**LATENTS, "model__n_kv_heads": 8}, SINKS, CHUNKS)
+_WITH_EXPERTS: Sequence[Options] = (
+    EXPERTS,
+    SIGMOID,
+    {**LATENTS, "model__n_kv_heads": 8},
+    SINKS,
+    CHUNKS,
+)
 """Models with experts; half of the layouts use one of them."""
 
 
 def draw_layouts(count: int, seed: int, extra: Options) -> Iterator[Layout]:
-    """Yield random layouts of two or four processes that the configuration accepts, sorted by number of processes.
+    """Yield random layouts of two or four processes that the configuration accepts, sorted by
+    number of processes.
 
     Args:
         count: number of layouts.
@@ -99,10 +108,17 @@ def _draw_experts(generator: random.Random, degrees: Mapping[str, int]) -> dict[
     """Draw a model with experts, and how to divide them; not all ranks can."""
     tensor = degrees["tensor_parallel_degree"]
     by_width = generator.choice((1, tensor))
-    ranks = degrees["data_parallel_shard_degree"] * degrees["context_parallel_degree"] * tensor // by_width
+    ranks = (
+        degrees["data_parallel_shard_degree"]
+        * degrees["context_parallel_degree"]
+        * tensor
+        // by_width
+    )
     return {
         **generator.choice(_WITH_EXPERTS),
-        "parallelism__expert_parallel_degree": generator.choice([n for n in (1, 2, 2, 4, 4) if ranks % n == 0]),
+        "parallelism__expert_parallel_degree": generator.choice(
+            [n for n in (1, 2, 2, 4, 4) if ranks % n == 0]
+        ),
         "parallelism__expert_tensor_parallel_degree": by_width,
     }
 

@@ -23,12 +23,14 @@ from torchtitan.protocols.initializer import TruncatedNormal, initializers_of, w
 from torchtitan.trainer import Trainer
 
 TOLERANCE = 1e-5
-"""Relative tolerance. Layouts differ only in the order of float32 sums, which changes the sixth or seventh digit."""
+"""Relative tolerance. Layouts differ only in the order of float32 sums, which changes the sixth or
+seventh digit."""
 
 
 class UnitVariance(ModelConverter):
-    """Initialize matrices for outputs of unit variance. With the usual small weights, attention is nearly uniform and
-    blocks add little to the residual stream, so that a missing gradient could stay within `TOLERANCE`."""
+    """Initialize matrices for outputs of unit variance. With the usual small weights, attention is
+    nearly uniform and blocks add little to the residual stream, so that a missing gradient could
+    stay within `TOLERANCE`."""
 
     def convert(self, model: nn.Module) -> None:
         """Set the initializers of a decoder on the meta device."""
@@ -40,16 +42,25 @@ class UnitVariance(ModelConverter):
                 with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5), **bias)
             elif isinstance(module, Router):
                 bias = {} if module.bias is None else {"bias": TruncatedNormal(0.1)}
-                weights = {**initializers_of(module), "weight": TruncatedNormal(module.weight.shape[-1] ** -0.5)}
+                weights = {
+                    **initializers_of(module),
+                    "weight": TruncatedNormal(module.weight.shape[-1] ** -0.5),
+                }
                 with_initializers(module, **{**weights, **bias})
             elif isinstance(module, Sinks):
                 with_initializers(module, scores=TruncatedNormal(1.0))
             elif isinstance(module, RoutedExperts):
-                stds = {name: weight.shape[-1] ** -0.5 for name, weight in module.named_parameters()}
-                with_initializers(module, **{name: TruncatedNormal(std) for name, std in stds.items()})
+                stds = {
+                    name: weight.shape[-1] ** -0.5 for name, weight in module.named_parameters()
+                }
+                with_initializers(
+                    module, **{name: TruncatedNormal(std) for name, std in stds.items()}
+                )
 
 
-def make_config(folder: Path, options: Options, loader: type[PretrainDataLoader] = RaggedDataLoader) -> Any:
+def make_config(
+    folder: Path, options: Options, loader: type[PretrainDataLoader] = RaggedDataLoader
+) -> Any:
     """Return the configuration of `PROBLEM` with `options`, for a run in `folder`."""
     config = tiny_config(folder, **{**PROBLEM, **options})
     config.dataloader = loader.Config(**config.dataloader.to_dict())
@@ -63,15 +74,19 @@ def record_run(
     trainer_class: type[Trainer] = Trainer,
     loader: type[PretrainDataLoader] = RaggedDataLoader,
 ) -> None:
-    """Train, and save the whole weights of each rank in the folder of the run. Every rank of a layout calls it."""
+    """Train, and save the whole weights of each rank in the folder of the run. Every rank of a
+    layout calls it."""
     if options.get("compile__enable"):
-        torch.compiler.reset()  # otherwise, code compiled by an earlier run with other settings is used
+        # otherwise, code compiled by an earlier run with other settings is used
+        torch.compiler.reset()
     trainer = trainer_class(make_config(folder, options, loader))
     try:
         trainer.train()
         parts = trainer.model_parts
         # A list, since a module may be in two pipeline stages of this rank.
-        named = [pair for part in parts for pair in (*part.named_parameters(), *part.named_buffers())]
+        named = [
+            pair for part in parts for pair in (*part.named_parameters(), *part.named_buffers())
+        ]
         weights = [(canonical_name(name), _whole(tensor)) for name, tensor in named]
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(weights, folder / f"weights-{rank}.pt")
@@ -80,7 +95,9 @@ def record_run(
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+    return (
+        (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+    )
 
 
 class InconsistentRanks(Exception):
@@ -97,7 +114,9 @@ class Outcome:
     weights: dict[str, Tensor]
 
     @classmethod
-    def read(cls, folder: Path, processes: int, pipeline_degree: int, in_two_stages: Collection[str] = ()) -> "Outcome":
+    def read(
+        cls, folder: Path, processes: int, pipeline_degree: int, in_two_stages: Collection[str] = ()
+    ) -> "Outcome":
         """Read the outcome of `record_run`.
 
         Raises:
@@ -115,7 +134,9 @@ class Outcome:
 
 
 def merge_weights(
-    weights_by_rank: Sequence[Sequence[tuple[str, Tensor]]], copies: int, in_two_stages: Collection[str] = ()
+    weights_by_rank: Sequence[Sequence[tuple[str, Tensor]]],
+    copies: int,
+    in_two_stages: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Merge the weights of all pipeline stages.
 
@@ -124,7 +145,8 @@ def merge_weights(
         copies: number of copies of each tensor; twice this number for those `in_two_stages`.
 
     Raises:
-        InconsistentRanks: if the number of copies of a tensor is wrong, or copies are not bitwise equal.
+        InconsistentRanks: if the number of copies of a tensor is wrong, or copies are not bitwise
+            equal.
     """
     copies_by_name: dict[str, list[Tensor]] = {}
     for weights in weights_by_rank:
@@ -141,7 +163,8 @@ def merge_weights(
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest relative differences between two runs; infinite if their steps or tensors do not match."""
+    """Largest relative differences between two runs; infinite if their steps or tensors do not
+    match."""
 
     loss: float
     grad_norm: float
@@ -159,8 +182,8 @@ class Differences:
 
     def __str__(self) -> str:
         return (
-            f"loss {self.loss:.1e}, gradient norm {self.grad_norm:.1e}, validation {self.validation_loss:.1e}, "
-            f"weights {self.weights:.1e} ({self.worst_weight})"
+            f"loss {self.loss:.1e}, gradient norm {self.grad_norm:.1e}, validation "
+            f"{self.validation_loss:.1e}, weights {self.weights:.1e} ({self.worst_weight})"
         )
 
 
@@ -168,7 +191,8 @@ def compare(outcome: Outcome, reference: Outcome) -> Differences:
     """Return the differences between `outcome` and `reference`."""
     names = sorted({*outcome.weights, *reference.weights})
     weight_differences = {
-        name: _weight_difference(outcome.weights.get(name), reference.weights.get(name)) for name in names
+        name: _weight_difference(outcome.weights.get(name), reference.weights.get(name))
+        for name in names
     }
     worst = max(weight_differences, key=lambda name: _nan_is_worst(weight_differences[name]))
     return Differences(

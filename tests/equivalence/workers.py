@@ -22,9 +22,11 @@ _COLLECTIVE_SECONDS = 60
 _RUN_SECONDS = 400
 """Seconds until a run counts as hanging."""
 _SHARED_FAILURE_SECONDS = 5
-"""Seconds to wait for failures of other ranks after the first one, since one of them may be the cause."""
+"""Seconds to wait for failures of other ranks after the first one, since one of them may be the
+cause."""
 _RUNS_PER_PROCESS = 20
-"""Runs until the processes are restarted. Every mesh leaks process groups with threads and sockets."""
+"""Runs until the processes are restarted. Every mesh leaks process groups with threads and
+sockets."""
 
 
 class WorkerFailure(Exception):
@@ -34,8 +36,8 @@ class WorkerFailure(Exception):
 class Workers:
     """Processes in one process group that run functions one after the other.
 
-    They start with the first function, and restart after a failure and `runs_per_process` functions. Use it in a `with`
-    statement, or `close` it.
+    They start with the first function, and restart after a failure and `runs_per_process`
+    functions. Use it in a `with` statement, or `close` it.
     """
 
     def __init__(self, count: int, runs_per_process: int = _RUNS_PER_PROCESS):
@@ -46,10 +48,12 @@ class Workers:
         self._runs = 0
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function(*args)` in all processes and wait. The function must be defined at module level.
+        """Run `function(*args)` in all processes and wait. The function must be defined at module
+        level.
 
         Raises:
-            WorkerFailure: if the function raised in a process, a process died, or the run timed out.
+            WorkerFailure: if the function raised in a process, a process died, or the run timed
+                out.
         """
         if self._runs == self._runs_per_process:
             self.close()
@@ -90,7 +94,9 @@ class Workers:
         context = forking()
         for rank in range(self.count):
             connection, remote = context.Pipe()
-            process = context.Process(target=_serve, args=(remote, rank, self.count, port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(remote, rank, self.count, port), daemon=True
+            )
             process.start()
             remote.close()
             self._processes.append(process)
@@ -113,7 +119,9 @@ class Workers:
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                return failures or [f"rank(s) {sorted(pending.values())} did not end within {_RUN_SECONDS} s"]
+                return failures or [
+                    f"rank(s) {sorted(pending.values())} did not end within {_RUN_SECONDS} s"
+                ]
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
@@ -142,7 +150,8 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    # If a stage fails, it prints hundreds of lines with its whole schedule; the traceback is reported anyway.
+    # If a stage fails, it prints hundreds of lines with its whole schedule; the traceback is
+    # reported anyway.
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
     while (task := connection.recv()) is not None:

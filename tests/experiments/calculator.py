@@ -1,4 +1,5 @@
-"""A rollout with a tool: the model writes <calc>2*3</calc>, and reads the result before it continues."""
+"""A rollout with a tool: the model writes <calc>2*3</calc>, and reads the result before it
+continues."""
 
 import ast
 import operator
@@ -8,7 +9,12 @@ from typing import Any
 
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 CALL = re.compile(r"<calc>([^<]*)</calc>$")
 MOST_CALLS = 4
 
@@ -29,7 +35,8 @@ def calculate(text: str) -> str:
 
 
 async def rollout(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
-    """Let the model answer, with the results of its calculations, and rate the whole answer by `--rewards`."""
+    """Let the model answer, with the results of its calculations, and rate the whole answer by
+    `--rewards`."""
     trajectory, answer = Trajectory(), ""
     trajectory.append(engine.prompt)
     for _ in range(MOST_CALLS):

@@ -43,11 +43,13 @@ def config_of(folder: Path, **options):
 
 
 def reference(config, *, max_norm: float) -> list[tuple[int, float, float]]:
-    """Train in float64 with plain PyTorch. Clip the gradient of the mean loss of each micro-batch, average gradients
-    weighted by valid tokens, clip the average, and update with SGD."""
+    """Train in float64 with plain PyTorch. Clip the gradient of the mean loss of each micro-batch,
+    average gradients weighted by valid tokens, clip the average, and update with SGD."""
     trainer = Trainer(config)
     model = trainer.model_parts[0].double()
-    loader = config.dataloader.build(tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=2, seed=0)
+    loader = config.dataloader.build(
+        tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=2, seed=0
+    )
     lines = []
     for step in range(1, config.training.steps + 1):
         micro_batches, total_loss = list(itertools.islice(loader, 4)), 0.0
@@ -55,7 +57,9 @@ def reference(config, *, max_norm: float) -> list[tuple[int, float, float]]:
         average = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for batch in micro_batches:
             logits = model(batch["input"], batch["attention"])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+            )
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             weight = int((batch["labels"] != -100).sum()) / n_tokens
             norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
@@ -81,15 +85,23 @@ def test_matches_plain_torch(tmp_path, max_norm):
     assert isinstance(trainer, MicroBatchClippingTrainer)
     expected = reference(config_of(tmp_path / "reference", **options), max_norm=max_norm)
     # Float32 against float64 over four steps.
-    assert read_metrics(tmp_path / "run", "loss", "grad_norm") == [pytest.approx(line, rel=1e-5) for line in expected]
+    assert read_metrics(tmp_path / "run", "loss", "grad_norm") == [
+        pytest.approx(line, rel=1e-5) for line in expected
+    ]
     # The norm of an average is at most the largest norm, so every micro-batch was clipped.
-    assert all(norm <= max_norm * (1 + 1e-6) for _, norm in read_metrics(tmp_path / "run", "grad_norm"))
+    assert all(
+        norm <= max_norm * (1 + 1e-6) for _, norm in read_metrics(tmp_path / "run", "grad_norm")
+    )
 
 
 def test_without_clipping_the_run_is_bitwise_equal_to_the_library(tmp_path):
     """Both sum micro-batches in the same order."""
     run(config_of(tmp_path / "clipped", micro_batch_max_norm=math.inf))
-    plain = {name.replace(".", "__"): value for name, value in TINY.items() if name not in ("module", "config")}
+    plain = {
+        name.replace(".", "__"): value
+        for name, value in TINY.items()
+        if name not in ("module", "config")
+    }
     config = tiny_config(tmp_path / "plain", **plain)
     config.dataloader = RaggedDataLoader.Config()
     config.training.mixed_precision_param = "float32"
@@ -105,12 +117,16 @@ def run_all(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_match_one(tmp_path):
-    """A micro-batch spans all ranks: two samples of each of two ranks are clipped like four samples of one."""
+    """A micro-batch spans all ranks: two samples of each of two ranks are clipped like four samples
+    of one."""
     options = {**TINY, "micro_batch_max_norm": 0.3}
     options = {name.replace(".", "__"): value for name, value in options.items()}
     one = {**options, "training__local_batch_size": 4}
     train(tmp_path / "one", trainer_class=MicroBatchClippingTrainer, **one)
-    replicas = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
+    replicas = {
+        "parallelism__data_parallel_replicate_degree": 2,
+        "parallelism__data_parallel_shard_degree": 1,
+    }
     tensor_parallel = {**one, "parallelism__tensor_parallel_degree": 2}
     runs = {"FSDP": options, "DDP": {**options, **replicas}, "TP": tensor_parallel}
     run_processes(run_all, 2, tmp_path, runs)
@@ -124,18 +140,32 @@ def test_two_processes_match_one(tmp_path):
 
 def run_pipeline(folder: Path, options: dict[str, Any]) -> None:
     for schedule in ("1F1B", "ZBVZeroBubble"):
-        pipeline = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": schedule}
+        pipeline = {
+            "parallelism__pipeline_parallel_degree": 2,
+            "parallelism__pipeline_parallel_schedule": schedule,
+        }
         train(folder / schedule, trainer_class=MicroBatchClippingTrainer, **options, **pipeline)
 
 
 @pytest.mark.slow
 def test_a_pipeline_with_tied_embeddings_matches_one_process(tmp_path):
-    """Both copies of the embedding get the whole gradient of each micro-batch before it is clipped."""
-    options = {**TINY, "micro_batch_max_norm": 0.3, "training.local_batch_size": 4, "model.tie_embeddings": True}
-    options = {name.replace(".", "__"): value for name, value in {**options, "model.n_layers": 4}.items()}
+    """Both copies of the embedding get the whole gradient of each micro-batch before it is
+    clipped."""
+    options = {
+        **TINY,
+        "micro_batch_max_norm": 0.3,
+        "training.local_batch_size": 4,
+        "model.tie_embeddings": True,
+    }
+    options = {
+        name.replace(".", "__"): value for name, value in {**options, "model.n_layers": 4}.items()
+    }
     train(tmp_path / "one", trainer_class=MicroBatchClippingTrainer, **options)
     run_processes(run_pipeline, 2, tmp_path, options)
-    expected = [pytest.approx(line, rel=1e-5) for line in read_metrics(tmp_path / "one", "loss", "grad_norm")]
+    expected = [
+        pytest.approx(line, rel=1e-5)
+        for line in read_metrics(tmp_path / "one", "loss", "grad_norm")
+    ]
     for schedule in ("1F1B", "ZBVZeroBubble"):
         assert read_metrics(tmp_path / schedule, "loss", "grad_norm") == expected
 

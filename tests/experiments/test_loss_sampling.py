@@ -17,7 +17,9 @@ from torchtitan.trainer import Trainer
 
 def statistics_of(samples, losses) -> StepStatistics:
     losses = np.array(losses, np.float64)
-    return StepStatistics(step=1, loss=1.0, grad_norm=1.0, samples=np.array(samples), sample_losses=losses)
+    return StepStatistics(
+        step=1, loss=1.0, grad_norm=1.0, samples=np.array(samples), sample_losses=losses
+    )
 
 
 class TestSampler:
@@ -64,7 +66,10 @@ class TestSampler:
         sampler = LossSampler.Config(explore=0.0).build(n_samples=3, seed=1)
         sampler.observe(statistics_of(range(3), [1.0, 2.0, 5.0]))
         chances, draws = np.array([1, 2, 5]) / 8, 20_000
-        expected = [sum(chances[f] * chances[s] / (1 - chances[f]) for f in range(3) if f != s) for s in range(3)]
+        expected = [
+            sum(chances[f] * chances[s] / (1 - chances[f]) for f in range(3) if f != s)
+            for s in range(3)
+        ]
         second = np.zeros(3)
         for _ in range(draws):
             second[sampler.draw(3)[1]] += 1
@@ -92,7 +97,9 @@ class TestSampler:
         other.load_state_dict(json.loads(saved))
         assert [other.draw(4).tolist() for _ in range(5)] == expected
 
-    @pytest.mark.parametrize("field", [{"power": -1.0}, {"explore": 1.5}, {"explore": -0.1}, {"momentum": 1.0}])
+    @pytest.mark.parametrize(
+        "field", [{"power": -1.0}, {"explore": 1.5}, {"explore": -0.1}, {"momentum": 1.0}]
+    )
     def test_values_out_of_range_are_rejected(self, field):
         ((name, value),) = field.items()
         with pytest.raises(UserError, match=rf"--dataloader\.sampler\.{name} is {value}"):
@@ -137,35 +144,50 @@ class KilledAfterStepSix(Trainer):
 
 
 def read_ledger(folder) -> list[str]:
-    return [json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()
+    ]
 
 
 class TestRun:
     def test_the_trainer_and_loader_of_the_library_are_used(self, tmp_path):
         config = config_of(tmp_path)
-        assert type(config)._owner is Trainer and type(config.dataloader).__module__.startswith("torchtitan.components")
+        assert type(config)._owner is Trainer and type(config.dataloader).__module__.startswith(
+            "torchtitan.components"
+        )
 
     @pytest.mark.slow
     def test_samples_with_a_high_loss_are_drawn_more_often(self, tmp_path):
-        """Half of the samples have the same easy answer, which is learned quickly. With a power of 0, all samples have
-        equal chances."""
+        """Half of the samples have the same easy answer, which is learned quickly. With a power of
+        0, all samples have equal chances."""
         data = tmp_path / "mixed.jsonl"
         words = random.Random(0)
         with open(data, "w") as file:
             for i in range(16):
-                hard = " ".join("".join(words.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(16))
+                hard = " ".join(
+                    "".join(words.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(16)
+                )
                 answer = "yes " * 60 if i < 8 else hard
                 file.write(json.dumps({"prompt": f"number {i}", "response": answer}) + "\n")
         shares = {}
         for power in (0.0, 4.0):
-            options = {"dataloader__dataset": data, "dataloader__pack_chunk": 4, "dataloader__sampler__power": power}
-            options |= {"training__steps": 50, "checkpoint__enable": False, "training__seq_len": 512}
+            options = {
+                "dataloader__dataset": data,
+                "dataloader__pack_chunk": 4,
+                "dataloader__sampler__power": power,
+            }
+            options |= {
+                "training__steps": 50,
+                "checkpoint__enable": False,
+                "training__seq_len": 512,
+            }
             run(config_of(tmp_path / str(power), **options))
             drawn = [name for names in read_ledger(tmp_path / str(power))[25:] for name in names]
             rows = [int(name.rpartition(":")[2]) for name in drawn]
             assert len(rows) > 60
             shares[power] = sum(row > 8 for row in rows) / len(rows)
-        # Half, within four standard deviations of about 100 draws; and nearly all draws except exploration.
+        # Half, within four standard deviations of about 100 draws; and nearly all draws except
+        # exploration.
         assert shares[0.0] == pytest.approx(0.5, abs=0.2)
         assert shares[4.0] > 0.75
 
@@ -182,26 +204,38 @@ class TestRun:
         trainer = Trainer(config_of(tmp_path, training__steps=6))
         observed = []
         observe = trainer.dataloader.observe
-        trainer.dataloader.observe = lambda statistics: (observed.append(statistics), observe(statistics))
+        trainer.dataloader.observe = lambda statistics: (
+            observed.append(statistics),
+            observe(statistics),
+        )
         try:
             trainer.train()
         finally:
             trainer.close()
-        names = [set(trainer.dataloader.document_names(torch.tensor(statistics.samples))) for statistics in observed]
+        names = [
+            set(trainer.dataloader.document_names(torch.tensor(statistics.samples)))
+            for statistics in observed
+        ]
         assert names == [set(documents) for documents in read_ledger(tmp_path)]
         assert all((statistics.sample_losses > 0).all() for statistics in observed)
-        # The loss of the step is a mean over tokens, so it is between the smallest and the largest sample loss.
+        # The loss of the step is a mean over tokens, so it is between the smallest and the largest
+        # sample loss.
         for statistics in observed:
-            assert statistics.sample_losses.min() <= statistics.loss <= statistics.sample_losses.max()
+            assert (
+                statistics.sample_losses.min() <= statistics.loss <= statistics.sample_losses.max()
+            )
 
     @pytest.mark.slow
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_resume_is_exact(self, tmp_path, num_workers):
-        """The checkpoint contains the observed losses, so a killed and resumed run draws the same samples."""
+        """The checkpoint contains the observed losses, so a killed and resumed run draws the same
+        samples."""
         options = {"dataloader__num_workers": num_workers, "dataloader__sampler__power": 4.0}
         run(config_of(tmp_path / "straight", **options))
         with pytest.raises(Killed):
             run(config_of(tmp_path / "resumed", **options), KilledAfterStepSix)
         run(config_of(tmp_path / "resumed", **options))
         assert read_ledger(tmp_path / "resumed") == read_ledger(tmp_path / "straight")
-        assert read_metrics(tmp_path / "resumed", "loss") == read_metrics(tmp_path / "straight", "loss")
+        assert read_metrics(tmp_path / "resumed", "loss") == read_metrics(
+            tmp_path / "straight", "loss"
+        )

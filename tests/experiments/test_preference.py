@@ -1,4 +1,5 @@
-"""DPO training (`--module preference --config dpo`) against TRL, in several layouts, resumed, and as a dry run."""
+"""DPO training (`--module preference --config dpo`) against TRL, in several layouts, resumed, and
+as a dry run."""
 
 import json
 import math
@@ -20,7 +21,8 @@ from torchtitan.tools.errors import UserError
 
 TEMPLATE = (  # with the first token that TRL's CPOTrainer adds in any case
     "{{ bos_token }}"
-    "{% for m in messages %}{{ m.content + eos_token if m.role == 'assistant' else 'Q: ' + m.content + ' A:\n' }}"
+    "{% for m in messages %}{{ m.content + eos_token if m.role == 'assistant' else 'Q: ' + "
+    "m.content + ' A:\n' }}"
     "{% endfor %}"
 )
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -53,11 +55,14 @@ NUMBERS = {  # ours → TRL's
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Folder with two models saved by transformers, `model` and `other`, and files of preference pairs."""
+    """Folder with two models saved by transformers, `model` and `other`, and files of preference
+    pairs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("preference")
-    config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    config = LlamaConfig(
+        **SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256
+    )
     for seed, name in enumerate(("model", "other")):
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder / name)
@@ -71,7 +76,11 @@ def folder(tmp_path_factory) -> Path:
 
 def pair_of(i: int) -> dict[str, Any]:
     chosen = f"No, {i} is " + "quite " * (i % 5) + "small."
-    return {"prompt": f"Is {i} a big number?", "chosen": chosen, "rejected": f"I like {i}." + " Very much." * (i % 3)}
+    return {
+        "prompt": f"Is {i} a big number?",
+        "chosen": chosen,
+        "rejected": f"I like {i}." + " Very much." * (i % 3),
+    }
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -80,11 +89,21 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def train_dpo(folder: Path, dump: Path, **options: object) -> PreferenceTrainer:
     changed = {key.replace("__", "."): value for key, value in options.items()}
-    common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "pairs.jsonl"], "dump_folder": dump}
+    common = {
+        "hf_assets_path": folder / "model",
+        "dataloader.dataset": [folder / "pairs.jsonl"],
+        "dump_folder": dump,
+    }
     common["dataloader.cache_dir"] = folder / "cache"
     words = flags({**common, **OPTIONS, **changed})
-    config = ConfigManager().parse_args(["--module", "preference", "--config", "dpo", *words]).config
-    config.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    config = (
+        ConfigManager().parse_args(["--module", "preference", "--config", "dpo", *words]).config
+    )
+    config.check(
+        world_size=1
+        if not torch.distributed.is_initialized()
+        else torch.distributed.get_world_size()
+    )
     trainer = run(config)
     assert isinstance(trainer, PreferenceTrainer)
     return trainer
@@ -92,14 +111,16 @@ def train_dpo(folder: Path, dump: Path, **options: object) -> PreferenceTrainer:
 
 @pytest.mark.slow
 def test_metrics_match_trl(folder, tmp_path):
-    """Four steps. Both compute in float32, with different kernels and orders of sums, and Adam amplifies differences of
-    small gradients; 1e-4 is ten times the measured difference."""
+    """Four steps. Both compute in float32, with different kernels and orders of sums, and Adam
+    amplifies differences of small gradients; 1e-4 is ten times the measured difference."""
     train_dpo(folder, tmp_path)
     expected = train_with_trl(folder, tmp_path / "trl")
     measured = read_metrics(tmp_path, *NUMBERS)
     assert [row[0] for row in measured] == [1, 2, 3, 4]
     for row, reference in zip(measured, expected, strict=True):
-        assert row[1:] == pytest.approx([reference[name] for name in NUMBERS.values()], rel=1e-4, abs=1e-5)
+        assert row[1:] == pytest.approx(
+            [reference[name] for name in NUMBERS.values()], rel=1e-4, abs=1e-5
+        )
     assert abs(measured[-1][3]) > 0.01  # the model has moved away from the reference
 
 
@@ -139,14 +160,17 @@ def train_with_trl(folder: Path, output: Path) -> list[dict[str, float]]:
         disable_tqdm=True,
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    trainer = InOrder(model, args=config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer)
+    trainer = InOrder(
+        model, args=config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer
+    )
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.slow
 def test_metrics_do_not_depend_on_micro_batches_and_padding(folder, tmp_path):
-    """Five pairs in an epoch, so that padding fills the last batch. The tolerance covers the order of sums."""
+    """Five pairs in an epoch, so that padding fills the last batch. The tolerance covers the order
+    of sums."""
     options = {"dataloader__dataset": [folder / "odd.jsonl"], "training__epochs": 2}
     for size in (1, 2, 4):
         train_dpo(folder, tmp_path / str(size), training__local_batch_size=size, **options)
@@ -171,7 +195,9 @@ def test_a_sharded_reference_matches_one_process(folder, tmp_path, options):
     train_dpo(folder, tmp_path / "one")
     run_processes(train_dpo_on_ranks, 2, folder, tmp_path / "two", options)
     for row, expected in zip(
-        read_metrics(tmp_path / "two", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
+        read_metrics(tmp_path / "two", *NUMBERS),
+        read_metrics(tmp_path / "one", *NUMBERS),
+        strict=True,
     ):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
@@ -186,13 +212,22 @@ def test_resume_is_exact(folder, tmp_path):
     with killed_in(PreferenceTrainer, "train_step", 4):
         train_dpo(folder, tmp_path / "stopped", **options)
     resumed = train_dpo(folder, tmp_path / "stopped", **options)
-    assert read_metrics(tmp_path / "stopped", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
+    assert read_metrics(tmp_path / "stopped", *NUMBERS) == read_metrics(
+        tmp_path / "straight", *NUMBERS
+    )
     assert "reference" not in resumed.states()
 
 
 def test_validation_reports_the_margin(folder, tmp_path):
-    """Validate on the training pairs after the last step: the metrics are better than before its update."""
-    train_dpo(folder, tmp_path, validator__enable=True, validator__freq=4, validator__dataset=[folder / "pairs.jsonl"])
+    """Validate on the training pairs after the last step: the metrics are better than before its
+    update."""
+    train_dpo(
+        folder,
+        tmp_path,
+        validator__enable=True,
+        validator__freq=4,
+        validator__dataset=[folder / "pairs.jsonl"],
+    )
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (validation,) = (line for line in lines if "validation_loss" in line)
     last = next(line for line in reversed(lines) if "loss" in line)
@@ -206,10 +241,15 @@ def test_invalid_options_are_rejected(folder, tmp_path):
     with pytest.raises(UserError, match=r"--loss\.beta is 0"):
         train_dpo(folder, tmp_path, loss__beta=0)
     with pytest.raises(
-        UserError, match=r"--parallelism\.pipeline_parallel_degree 2 cannot be combined with --module preference"
+        UserError,
+        match=r"--parallelism\.pipeline_parallel_degree 2 cannot be combined with --module "
+        r"preference",
     ):
         train_dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
-    with pytest.raises(UserError, match=r"--reference\.offload is a part of FSDP, and needs --parallelism\.data_par"):
+    with pytest.raises(
+        UserError,
+        match=r"--reference\.offload is a part of FSDP, and needs --parallelism\.data_par",
+    ):
         train_dpo(folder, tmp_path, reference__offload=True)
 
 
@@ -221,7 +261,9 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
     config = dpo_config(str(folder / "model"))
     config.dump_folder, config.training.seq_len = str(tmp_path), 64
     (both,) = reports_of(config, 2)
-    n_parameters = sum(weights.numel() for weights in load_file(folder / "model/model.safetensors").values())
+    n_parameters = sum(
+        weights.numel() for weights in load_file(folder / "model/model.safetensors").values()
+    )
     assert both.parameters == pytest.approx(n_parameters, rel=0.01)  # half of each of two models
     assert both.executed_flops > 0
     config.reference.offload = True
@@ -257,10 +299,16 @@ def test_the_model_starts_equal_to_the_reference(folder, tmp_path):
 
 
 def test_resume_with_another_reference_is_rejected(folder, tmp_path):
-    options = {"checkpoint__initial_load_path": "", "checkpoint__initial_load_in_hf": False, "training__steps": 2}
+    options = {
+        "checkpoint__initial_load_path": "",
+        "checkpoint__initial_load_in_hf": False,
+        "training__steps": 2,
+    }
     options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
     train_dpo(folder, tmp_path, **options)
-    with pytest.raises(UserError, match=r"weights of reference was drawn with --debug\.seed 0 .* and is .* 9"):
+    with pytest.raises(
+        UserError, match=r"weights of reference was drawn with --debug\.seed 0 .* and is .* 9"
+    ):
         train_dpo(folder, tmp_path, **{**options, "training__steps": 3, "debug__seed": 9})
 
 

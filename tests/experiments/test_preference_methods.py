@@ -15,7 +15,14 @@ from torchtitan.tools.errors import UserError
 
 PACKED = {"dataloader.packing": "ffd", "training.seq_len": 256, "training.local_batch_size": 1}
 PACKED |= {"training.global_batch_size": 1}
-PAIR_NUMBERS = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+PAIR_NUMBERS = [
+    "loss",
+    "grad_norm",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+]
 SMOOTHING = {"label_smoothing": 0.1}
 KTO_NUMBERS = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "kl"]
 STEP = {"training__steps": 1}
@@ -23,19 +30,29 @@ STEP = {"training__steps": 1}
 
 def train(folder: Path, dump: Path, config: str, **options: object) -> PreferenceTrainer:  # noqa: F811
     changed = {key.replace("__", "."): value for key, value in options.items()}
-    common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "odd.jsonl"], "dump_folder": dump}
+    common = {
+        "hf_assets_path": folder / "model",
+        "dataloader.dataset": [folder / "odd.jsonl"],
+        "dump_folder": dump,
+    }
     common["dataloader.cache_dir"] = folder / "cache"
     words = flags({**common, **OPTIONS, **PACKED, **changed})
-    parsed = ConfigManager().parse_args(["--module", "preference", "--config", config, *words]).config
-    parsed.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    parsed = (
+        ConfigManager().parse_args(["--module", "preference", "--config", config, *words]).config
+    )
+    parsed.check(
+        world_size=1
+        if not torch.distributed.is_initialized()
+        else torch.distributed.get_world_size()
+    )
     trainer = run(parsed)
     assert isinstance(trainer, PreferenceTrainer)
     return trainer
 
 
 def write_answers(folder: Path) -> Path:  # noqa: F811
-    """Write single answers, desirable ones first and each part by falling length: the order within a window. No prompt
-    repeats, since TRL would compare answers to the same prompt."""
+    """Write single answers, desirable ones first and each part by falling length: the order within
+    a window. No prompt repeats, since TRL would compare answers to the same prompt."""
     rows = [
         {
             "prompt": f"Is {i + 3 * (not label)} a big number?",
@@ -50,7 +67,13 @@ def write_answers(folder: Path) -> Path:  # noqa: F811
     return path
 
 
-def trl_step(folder: Path, output: Path, method: str, data: Path, **options: object) -> dict[str, float]:  # noqa: F811
+def trl_step(
+    folder: Path,  # noqa: F811
+    output: Path,
+    method: str,
+    data: Path,
+    **options: object,
+) -> dict[str, float]:
     """TRL's metrics of one step over all rows, with the reference `other`."""
     import trl
     from datasets import Dataset
@@ -64,9 +87,17 @@ def trl_step(folder: Path, output: Path, method: str, data: Path, **options: obj
     }
     make_config, trainer_class = classes[method]
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "completion": "assistant"}
+    roles = {
+        "prompt": "user",
+        "chosen": "assistant",
+        "rejected": "assistant",
+        "completion": "assistant",
+    }
     chats = [
-        {name: [{"role": roles[name], "content": text}] if name in roles else text for name, text in row.items()}
+        {
+            name: [{"role": roles[name], "content": text}] if name in roles else text
+            for name, text in row.items()
+        }
         for row in rows
     ]
 
@@ -88,11 +119,18 @@ def trl_step(folder: Path, output: Path, method: str, data: Path, **options: obj
         disable_tqdm=True,
         **options,
     )
-    models = [AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in ("model", "other")]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        for name in ("model", "other")
+    ]
     reference = {} if method == "cpo" else {"ref_model": models[1]}
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     trainer = InOrder(
-        models[0], args=config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer, **reference
+        models[0],
+        args=config,
+        train_dataset=Dataset.from_list(chats),
+        processing_class=tokenizer,
+        **reference,
     )
     trainer.train()
     metrics: dict[str, float] = trainer.state.log_history[0]
@@ -111,16 +149,27 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
         ("dpo", {"kind": "hinge"}, "dpo", {"loss_type": ["hinge"]}),
         ("dpo", {"kind": "robust", **SMOOTHING}, "dpo", {"loss_type": ["robust"], **SMOOTHING}),
         ("dpo", {"kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
-        ("simpo", {"gamma": 0.4}, "cpo", {"loss_type": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0}),
-        ("simpo", {"kind": "cpo", "weight": 0.7}, "cpo", {"loss_type": "sigmoid", "cpo_alpha": 0.7}),
+        (
+            "simpo",
+            {"gamma": 0.4},
+            "cpo",
+            {"loss_type": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0},
+        ),
+        (
+            "simpo",
+            {"kind": "cpo", "weight": 0.7},
+            "cpo",
+            {"loss_type": "sigmoid", "cpo_alpha": 0.7},
+        ),
         ("kto", WEIGHTS, "kto", WEIGHTS),
     ],
     ids=["dpo", "ipo", "hinge", "robust", "dpo_normalized", "simpo", "cpo", "kto"],
 )
 def test_one_batch_matches_trl(folder, tmp_path, config, ours, method, theirs):  # noqa: F811
-    """One window with all rows against TRL's padded batch, with another model as the reference. Both compute in
-    float32: a reward is 0.3 times the difference of two log-probabilities of up to 150, each rounded to 1e-5. CPO gets
-    chosen answers of one length, since TRL's likelihood is a mean over tokens, and ours a mean over answers."""
+    """One window with all rows against TRL's padded batch, with another model as the reference.
+    Both compute in float32: a reward is 0.3 times the difference of two log-probabilities of up to
+    150, each rounded to 1e-5. CPO gets chosen answers of one length, since TRL's likelihood is a
+    mean over tokens, and ours a mean over answers."""
     pairs = [
         {
             "prompt": f"Is {n} big?",
@@ -133,12 +182,24 @@ def test_one_batch_matches_trl(folder, tmp_path, config, ours, method, theirs): 
     if config != "kto":
         data.write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
     options = {f"loss__{name}": value for name, value in ours.items()}
-    train(folder, tmp_path, config, dataloader__dataset=[data], reference__path=folder / "other", **STEP, **options)
+    train(
+        folder,
+        tmp_path,
+        config,
+        dataloader__dataset=[data],
+        reference__path=folder / "other",
+        **STEP,
+        **options,
+    )
     expected = trl_step(folder, tmp_path / "trl", method, data, **theirs)
     names = KTO_NUMBERS if config == "kto" else PAIR_NUMBERS
     ((_, *measured),) = read_metrics(tmp_path, *names)
     assert measured == pytest.approx([expected[name] for name in names], rel=1e-5, abs=1e-5)
-    assert all(abs(value) > 1e-3 for name, value in zip(names, measured, strict=True) if "accuracies" not in name)
+    assert all(
+        abs(value) > 1e-3
+        for name, value in zip(names, measured, strict=True)
+        if "accuracies" not in name
+    )
 
 
 @pytest.mark.slow
@@ -157,7 +218,11 @@ def test_trl_ignores_label_smoothing_of_the_sigmoid_loss(folder, tmp_path):  # n
 def test_references_without_a_second_model(folder, tmp_path, kind):  # noqa: F811
     """Equal to a second model, except for rounding: cached sums are of other windows."""
     adapters = {"config": "dpo_lora"} if kind == "adapters_off" else {"config": "dpo"}
-    options = {"dataloader__packing": "none", "training__local_batch_size": 4, "training__global_batch_size": 4}
+    options = {
+        "dataloader__packing": "none",
+        "training__local_batch_size": 4,
+        "training__global_batch_size": 4,
+    }
     train(folder, tmp_path / "model", **adapters, reference__kind="model", **options)
     trainer = train(folder, tmp_path / kind, **adapters, reference__kind=kind, **options)
     assert all(name == "model" or not model.parts for name, model in trainer.models.items())
@@ -177,7 +242,11 @@ LOG_PROBS = PreferenceTrainer.log_probs
 
 @pytest.mark.slow
 def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch, caplog):  # noqa: F811
-    options = {"reference__kind": "cached", "dataloader__cache_dir": tmp_path / "cache", "training__steps": 2}
+    options = {
+        "reference__kind": "cached",
+        "dataloader__cache_dir": tmp_path / "cache",
+        "training__steps": 2,
+    }
     options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
     caplog.set_level("INFO", logger="torchtitan")
     train(folder, tmp_path / "first", "dpo", **options)
@@ -192,25 +261,36 @@ def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch, capl
 
 @pytest.mark.slow
 def test_kto_compares_answers_to_other_prompts_where_prompts_repeat(folder, tmp_path, monkeypatch):  # noqa: F811
-    """The estimate of arXiv:2402.01306, section 4.1, has unrelated outputs, so not those of the same prompt, which TRL
-    takes. Computed by transformers in float64."""
+    """The estimate of arXiv:2402.01306, section 4.1, has unrelated outputs, so not those of the
+    same prompt, which TRL takes. Computed by transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     answers = {(7, 5, 3, 6, 4, 2)[i]: i % 3 for i in range(6)}  # number of words → prompt
     rows = [
-        {"prompt": f"Is {i} a big number?", "completion": "No, " + "quite " * n + "small.", "label": n % 2 == 1}
+        {
+            "prompt": f"Is {i} a big number?",
+            "completion": "No, " + "quite " * n + "small.",
+            "label": n % 2 == 1,
+        }
         for n, i in answers.items()
     ]
-    (data := tmp_path / "repeated.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (data := tmp_path / "repeated.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows)
+    )
     seen = []
     estimate = KTOTrainer.estimate_kl
     monkeypatch.setattr(
-        KTOTrainer, "estimate_kl", lambda self, batches: seen.append(batches) or estimate(self, batches)
+        KTOTrainer,
+        "estimate_kl",
+        lambda self, batches: seen.append(batches) or estimate(self, batches),
     )
     options = {"dataloader__dataset": [data], "reference__path": folder / "other", **STEP}
     trainer = train(folder, tmp_path / "run", "kto", **options)
     ((batch,),) = seen
-    models = [AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64) for name in ("model", "other")]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+        for name in ("model", "other")
+    ]
     bounds = batch["mismatched_attention"].cu_seqlens.tolist()
     total, n_pairs = 0.0, 0
     for start, end in zip(bounds, bounds[1:], strict=False):
@@ -222,7 +302,9 @@ def test_kto_compares_answers_to_other_prompts_where_prompts_repeat(folder, tmp_
         n_pairs += 1
         with torch.no_grad():
             scores = [model(tokens).logits.log_softmax(-1) for model in models]
-        own, reference = (x[labels >= 0].gather(1, labels[labels >= 0][:, None]).sum() for x in scores)
+        own, reference = (
+            x[labels >= 0].gather(1, labels[labels >= 0][:, None]).sum() for x in scores
+        )
         total += (own - reference).item()
     ((_, kl),) = read_metrics(tmp_path / "run", "kl")
     assert n_pairs == len(rows)
@@ -232,7 +314,8 @@ def test_kto_compares_answers_to_other_prompts_where_prompts_repeat(folder, tmp_
 
 @pytest.mark.slow
 def test_kto_on_two_processes_matches_one(folder, tmp_path):  # noqa: F811
-    """The estimate of the divergence covers the global batch, so it does not depend on the layout."""
+    """The estimate of the divergence covers the global batch, so it does not depend on the
+    layout."""
     options = {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64}
     options |= {"training__global_batch_size": 2}
     train(folder, tmp_path / "one", "kto", **options)
@@ -253,8 +336,20 @@ def train_kto_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> 
     [
         ("dpo", {"reference__kind": "cached"}),
         ("dpo_lora", {}),
-        ("dpo_lora", {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1}),
-        ("kto", {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1}),
+        (
+            "dpo_lora",
+            {
+                "parallelism__tensor_parallel_degree": 2,
+                "parallelism__data_parallel_shard_degree": 1,
+            },
+        ),
+        (
+            "kto",
+            {
+                "parallelism__tensor_parallel_degree": 2,
+                "parallelism__data_parallel_shard_degree": 1,
+            },
+        ),
     ],
     ids=["FSDP, cached", "FSDP, adapters off", "TP, adapters off", "TP, KTO"],
 )
@@ -264,7 +359,10 @@ def test_two_processes_match_one(folder, tmp_path, config, options):  # noqa: F8
     options |= {"training__global_batch_size": 2}
     one = {name: value for name, value in options.items() if not name.startswith("parallelism")}
     if "reference__kind" in options:  # each fills its own cache
-        one["dataloader__cache_dir"], options["dataloader__cache_dir"] = tmp_path / "cache1", tmp_path / "cache2"
+        one["dataloader__cache_dir"], options["dataloader__cache_dir"] = (
+            tmp_path / "cache1",
+            tmp_path / "cache2",
+        )
     train(folder, tmp_path / "one", config, **one)
     run_processes(train_on_ranks, 2, folder, tmp_path / "two", config, options)
     names = KTO_NUMBERS if config == "kto" else [*PAIR_NUMBERS, "kl"]
@@ -280,7 +378,11 @@ def train_on_ranks(folder: Path, dump: Path, config: str, options: dict[str, obj
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["kto", "dpo_lora"])
 def test_packed_runs_resume_exactly(folder, tmp_path, config):  # noqa: F811
-    options = {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64, "checkpoint__interval": 2}
+    options = {
+        "dataloader__dataset": [folder / "pairs.jsonl"],
+        "training__seq_len": 64,
+        "checkpoint__interval": 2,
+    }
     train(folder, tmp_path / "straight", config, **options)
     with killed_in(PreferenceTrainer, "train_step", 4):
         train(folder, tmp_path / "stopped", config, **options)
@@ -290,32 +392,47 @@ def test_packed_runs_resume_exactly(folder, tmp_path, config):  # noqa: F811
 
 
 def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
-    with pytest.raises(UserError, match="--reference.kind adapters_off is the base model of adapters"):
+    with pytest.raises(
+        UserError, match="--reference.kind adapters_off is the base model of adapters"
+    ):
         train(folder, tmp_path, "dpo", reference__kind="adapters_off")
     with pytest.raises(UserError, match="without --reference.path and --reference.offload"):
         train(folder, tmp_path, "dpo_lora", reference__kind="adapters_off", reference__offload=True)
     with pytest.raises(UserError, match="--reference.kind cached has no answers to other prompts"):
         train(folder, tmp_path, "kto", reference__kind="cached")
-    with pytest.raises(UserError, match="--dataloader.packing none leaves no answers to other prompts"):
+    with pytest.raises(
+        UserError, match="--dataloader.packing none leaves no answers to other prompts"
+    ):
         train(folder, tmp_path, "kto", dataloader__packing="none")
-    with pytest.raises(UserError, match=r"--loss\.label_smoothing is 0\.5, but must be from 0 to below 0\.5"):
+    with pytest.raises(
+        UserError, match=r"--loss\.label_smoothing is 0\.5, but must be from 0 to below 0\.5"
+    ):
         train(folder, tmp_path, "dpo", loss__kind="cdpo", loss__label_smoothing=0.5)
     with pytest.raises(
         UserError,
-        match=r"--loss\.kind robust: --loss\.label_smoothing is 0\.0, but must be above 0; dpo does not use it",
+        match=r"--loss\.kind robust: --loss\.label_smoothing is 0\.0, but must be above 0; dpo "
+        r"does not use it",
     ):
         train(folder, tmp_path, "dpo", loss__kind="robust")
-    with pytest.raises(UserError, match=r"kind dpo: .* is 0\.1, but must be 0; cdpo and robust use it"):
+    with pytest.raises(
+        UserError, match=r"kind dpo: .* is 0\.1, but must be 0; cdpo and robust use it"
+    ):
         train(folder, tmp_path, "dpo", loss__label_smoothing=0.1)
 
 
 def test_an_option_of_another_method_names_help(folder, tmp_path):  # noqa: F811
-    with pytest.raises(UserError, match=r"^unknown option --loss\.kind; see torchtitan train --help$"):
+    with pytest.raises(
+        UserError, match=r"^unknown option --loss\.kind; see torchtitan train --help$"
+    ):
         train(folder, tmp_path, "kto", loss__kind="dpo")
 
 
 def test_kto_warns_of_windows_with_one_prompt(folder, tmp_path, caplog):  # noqa: F811
-    options = {"training__seq_len": 32, "dataloader__dataset": [folder / "pairs.jsonl"], "loss__beta": 0.1}
+    options = {
+        "training__seq_len": 32,
+        "dataloader__dataset": [folder / "pairs.jsonl"],
+        "loss__beta": 0.1,
+    }
     trainer = train(folder, tmp_path, "kto", **STEP, **options)
     assert "no window has answers to two prompts" in caplog.text
     assert trainer.kl == 0
@@ -323,7 +440,11 @@ def test_kto_warns_of_windows_with_one_prompt(folder, tmp_path, caplog):  # noqa
 
 @pytest.mark.parametrize(("kept", "lacking"), [(True, "undesirable"), (False, "desirable")])
 def test_kto_warns_of_answers_of_one_kind(folder, tmp_path, caplog, kept, lacking):  # noqa: F811
-    rows = [line for line in write_answers(folder).read_text().splitlines() if json.loads(line)["label"] is kept]
+    rows = [
+        line
+        for line in write_answers(folder).read_text().splitlines()
+        if json.loads(line)["label"] is kept
+    ]
     (tmp_path / "some.jsonl").write_text("\n".join(rows))
     train(folder, tmp_path, "kto", **STEP, dataloader__dataset=[tmp_path / "some.jsonl"])
     assert f"KTO also needs {lacking} ones" in caplog.text

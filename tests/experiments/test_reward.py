@@ -1,4 +1,5 @@
-"""Reward models (`--module reward`) against transformers and float64, best-of-n, and rewards for reinforcement."""
+"""Reward models (`--module reward`) against transformers and float64, best-of-n, and rewards for
+reinforcement."""
 
 import csv
 import json
@@ -29,7 +30,8 @@ from torchtitan.tools.errors import UserError
 transformers = pytest.importorskip("transformers")
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.content + eos_token if m.role == 'assistant' else 'Q: ' + m.content + ' A: ' }}"
+    "{% for m in messages %}{{ m.content + eos_token if m.role == 'assistant' else 'Q: ' + "
+    "m.content + ' A: ' }}"
     "{% endfor %}"
 )
 OPTIONS = {
@@ -51,18 +53,23 @@ TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 1}
 MEASURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 NUMBERS = ("loss", "grad_norm", *MEASURES)
 TOLERANCE = {"rel": 1e-5, "abs": 1e-5}
-"""Float32 sums in another order change the seventh digit; the rewards here are differences of sums near 1."""
+"""Float32 sums in another order change the seventh digit; the rewards here are differences of sums
+near 1."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Folder with a random language model of transformers, pairs with and without margins, and a trained model."""
+    """Folder with a random language model of transformers, pairs with and without margins, and a
+    trained model."""
     folder = tmp_path_factory.mktemp("reward")
     make_pretrained(folder / "model", tie_word_embeddings=True, **TOKEN_IDS)
     for file in (PROJECT / "torchtitan/assets/tokenizer").glob("*.json"):
         shutil.copy(file, folder / "model")
     (folder / "model/chat_template.jinja").write_text(TEMPLATE)
-    write_rows(folder / "pairs.jsonl", [pair_of(i) | ({"margin": 0.5 * i} if i % 2 else {}) for i in range(7)])
+    write_rows(
+        folder / "pairs.jsonl",
+        [pair_of(i) | ({"margin": 0.5 * i} if i % 2 else {}) for i in range(7)],
+    )
     train_reward(
         folder,
         folder / "run",
@@ -75,11 +82,23 @@ def folder(tmp_path_factory) -> Path:
 
 def train_reward(folder: Path, dump: Path, **options: object) -> RewardTrainer:
     changed = {key.replace("__", "."): value for key, value in options.items()}
-    common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "pairs.jsonl"], "dump_folder": dump}
+    common = {
+        "hf_assets_path": folder / "model",
+        "dataloader.dataset": [folder / "pairs.jsonl"],
+        "dump_folder": dump,
+    }
     common["dataloader.cache_dir"] = folder / "cache"
     words = flags({**common, **OPTIONS, **changed})
-    config = ConfigManager().parse_args(["--module", "reward", "--config", "bradley_terry", *words]).config
-    config.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    config = (
+        ConfigManager()
+        .parse_args(["--module", "reward", "--config", "bradley_terry", *words])
+        .config
+    )
+    config.check(
+        world_size=1
+        if not torch.distributed.is_initialized()
+        else torch.distributed.get_world_size()
+    )
     trainer = run(config)
     assert isinstance(trainer, RewardTrainer)
     return trainer
@@ -90,15 +109,21 @@ def trained(folder: Path) -> Path:
 
 
 def losses_of_transformers(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Mean loss and measures of all pairs, one text at a time, as a padded batch is only checked elsewhere."""
+    """Mean loss and measures of all pairs, one text at a time, as a padded batch is only checked
+    elsewhere."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained(folder))
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    rewards = torch.stack([torch.stack([reward(model, tokenizer, row, side) for side in SIDES]) for row in rows])
+    rewards = torch.stack(
+        [torch.stack([reward(model, tokenizer, row, side) for side in SIDES]) for row in rows]
+    )
     chosen, rejected = rewards.T
     margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=rewards.dtype)
     loss = torch.log1p(torch.exp(-(chosen - rejected - margins))).mean()
     values = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
-    return {"loss": loss, **{name: value.mean() for name, value in zip(MEASURES, values, strict=True)}}
+    return {
+        "loss": loss,
+        **{name: value.mean() for name, value in zip(MEASURES, values, strict=True)},
+    }
 
 
 SIDES = ("chosen", "rejected")
@@ -106,11 +131,15 @@ SIDES = ("chosen", "rejected")
 
 def reward(model: Any, tokenizer: Any, row: dict[str, Any], side: str) -> torch.Tensor:
     chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
-    return model(tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]).logits[0, 0]
+    return model(
+        tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]
+    ).logits[0, 0]
 
 
 def test_loss_equals_a_float64_computation():
-    chosen, rejected, margin = torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    chosen, rejected, margin = (
+        torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    )
     expected = torch.log(1 + torch.exp(rejected - chosen + margin))
     torch.testing.assert_close(bradley_terry_loss(chosen, rejected, margin), expected)
     single = bradley_terry_loss(chosen.float(), rejected.float(), margin.float())
@@ -118,8 +147,11 @@ def test_loss_equals_a_float64_computation():
 
 
 def test_measures_after_training_equal_those_of_the_exported_classifier(folder):
-    """transformers opens the last checkpoint, renders the pairs itself, and finds the held-out numbers of the run."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(trained(folder), dtype=torch.float32)
+    """transformers opens the last checkpoint, renders the pairs itself, and finds the held-out
+    numbers of the run."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        trained(folder), dtype=torch.float32
+    )
     assert type(model).__name__ == "LlamaForSequenceClassification" and model.config.num_labels == 1
     config = json.loads((trained(folder) / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
@@ -137,17 +169,25 @@ def read_validation(dump: Path) -> list[dict[str, float]]:
 
 def test_loss_and_gradients_of_a_trained_model_equal_transformers(folder, tmp_path):
     """The exported folder is trained further, with all pairs in the first batch."""
-    options = {"training__steps": 1, "training__local_batch_size": 8, "training__global_batch_size": 8}
+    options = {
+        "training__steps": 1,
+        "training__local_batch_size": 8,
+        "training__global_batch_size": 8,
+    }
     options |= {"training__epochs": 1, "dataloader__packing": "none"}
     shutil.copytree(trained(folder), tmp_path / "model")
     shutil.copy(folder / "pairs.jsonl", tmp_path)
     train_reward(tmp_path, tmp_path / "run", **options)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(trained(folder), dtype=torch.float64)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        trained(folder), dtype=torch.float64
+    )
     expected = losses_of_transformers(model, folder)
     expected["loss"].backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     ((_, loss, grad_norm, *measures),) = read_metrics(tmp_path / "run", *NUMBERS)
-    assert [loss, *measures] == pytest.approx([value.item() for value in expected.values()], **TOLERANCE)
+    assert [loss, *measures] == pytest.approx(
+        [value.item() for value in expected.values()], **TOLERANCE
+    )
     assert grad_norm == pytest.approx(norm.item(), rel=1e-4)  # squares double the relative error
 
 
@@ -167,7 +207,9 @@ def test_a_new_score_starts_at_zero(folder, tmp_path):
 def test_fsdp_equals_one_process(folder, tmp_path):
     """The tolerance of 1e-4 covers a different order of sums over three steps of Adam."""
     run_processes(train_on_ranks, 2, folder, tmp_path)
-    for row, expected in zip(read_metrics(tmp_path, *NUMBERS), read_metrics(folder / "run", *NUMBERS), strict=True):
+    for row, expected in zip(
+        read_metrics(tmp_path, *NUMBERS), read_metrics(folder / "run", *NUMBERS), strict=True
+    ):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -183,60 +225,94 @@ def test_resume_is_exact(folder, tmp_path):
     assert read_metrics(tmp_path, *NUMBERS) == read_metrics(folder / "run", *NUMBERS)
 
 
-TYPES = sorted(CASES.keys() & transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+TYPES = sorted(
+    CASES.keys()
+    & transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+)
 QUICK = ("llama", "qwen3", "gemma2", "olmo2")
 
 
 @pytest.mark.parametrize(
-    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+    "model_type",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES],
 )
 def test_every_family_reads_and_writes_classifiers_of_transformers(model_type, tmp_path):
-    capped = {"final_logit_softcapping": 2.0} if model_type == "gemma2" else {}  # of logits, not of scores
+    # of logits, not of scores
+    capped = {"final_logit_softcapping": 2.0} if model_type == "gemma2" else {}
     config = random_reference(model_type, 0, **capped).config
     config.num_labels, config.pad_token_id = 1, 0
     torch.manual_seed(0)
     reference = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     reference.score.weight.data.normal_()
     reference.save_pretrained(tmp_path / "theirs")
-    tokens = torch.randint(1, config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        1, config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0)
+    )
     expected = reference(tokens).logits[:, 0]
     loaded = load_model(tmp_path / "theirs", device="cpu", dtype=torch.float32)
     assert relative_error(loaded.model(tokens, head=linear)[:, -1, 0], expected) < 1e-5
     assert convert([str(tmp_path / "theirs"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
     assert convert([str(tmp_path / "dcp"), str(tmp_path / "ours"), "--to", "hf"]) == 0
-    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "ours", dtype=torch.float32
+    )
     again.config.pad_token_id = 0
-    assert type(again) is type(reference) and again.config.architectures == reference.config.architectures
+    assert (
+        type(again) is type(reference)
+        and again.config.architectures == reference.config.architectures
+    )
     assert relative_error(again.eval()(tokens).logits[:, 0], expected) < 1e-5
 
 
 def test_rewards_of_answers_equal_transformers_with_and_without_padding(folder):
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(trained(folder), dtype=torch.float32)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        trained(folder), dtype=torch.float32
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained(folder))
     tokenizer.pad_token_id = model.config.pad_token_id
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
     rows, rate = [pair_of(i) for i in range(4)], reward_function(str(trained(folder)))
     rated = [rate("ignored", row["chosen"], row) for row in rows]
-    assert rated == pytest.approx([reward(model, tokenizer, row, "chosen").item() for row in rows], **TOLERANCE)
-    chats = [[{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["chosen"]}] for r in rows]
-    batch = tokenizer.apply_chat_template(chats, return_tensors="pt", return_dict=True, padding=True)
+    assert rated == pytest.approx(
+        [reward(model, tokenizer, row, "chosen").item() for row in rows], **TOLERANCE
+    )
+    chats = [
+        [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["chosen"]}]
+        for r in rows
+    ]
+    batch = tokenizer.apply_chat_template(
+        chats, return_tensors="pt", return_dict=True, padding=True
+    )
     assert rated == pytest.approx(model(**batch).logits[:, 0].tolist(), **TOLERANCE)
     total = Rewards([f"reward_model={trained(folder)}", "pattern=No"], [2.0, 5.0], reward_function)
     assert total("ignored", rows[0]["chosen"], rows[0]) == pytest.approx(2 * rated[0] + 5)
 
 
 def test_best_of_n_prints_the_text_with_the_highest_reward(folder, capsys):
-    words = ["--checkpoint", str(folder / "model"), "--temperature", "1", "--max_new_tokens", "6", "--json"]
+    words = [
+        "--checkpoint",
+        str(folder / "model"),
+        "--temperature",
+        "1",
+        "--max_new_tokens",
+        "6",
+        "--json",
+    ]
     words += ["--prompt", "Is 3 a big number?", "--prompt", "Why?"]
     assert generate([*words, "--best_of", "5", "--reward_model", str(trained(folder))]) == 0
     output = capsys.readouterr()
     best = [json.loads(line) for line in output.out.splitlines()]
-    repeated = [word for prompt in (words[-3], words[-1]) for _ in range(5) for word in ("--prompt", prompt)]
+    repeated = [
+        word for prompt in (words[-3], words[-1]) for _ in range(5) for word in ("--prompt", prompt)
+    ]
     assert generate([*words[:-4], *repeated]) == 0  # the same seeds give the same texts
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rate = reward_function(str(trained(folder)))
     for i, found in enumerate(best):
-        rewards = {s["text"]: rate("", s["text"], {"prompt": s["prompt"]}) for s in samples[5 * i : 5 * i + 5]}
+        rewards = {
+            s["text"]: rate("", s["text"], {"prompt": s["prompt"]})
+            for s in samples[5 * i : 5 * i + 5]
+        }
         assert len(rewards) == 5 and found["text"] == max(rewards, key=rewards.__getitem__)
         assert found["reward"] == pytest.approx(max(rewards.values()))
     assert output.err.count("reward: ") == 2
@@ -245,8 +321,17 @@ def test_best_of_n_prints_the_text_with_the_highest_reward(folder, capsys):
 def test_reinforcement_learning_uses_the_reward_model(folder, tmp_path):
     """The rewards in the log belong to the logged answers, as text without special tokens."""
     write_rows(folder / "prompts.jsonl", [{"question": f"Is {i} a big number?"} for i in range(2)])
-    words = flags({**OPTIONS, "hf_assets_path": folder / "model", "dump_folder": tmp_path, "training.steps": 1})
-    words += flags({"dataloader.dataset": [folder / "prompts.jsonl"], "dataloader.cache_dir": folder / "cache"})
+    words = flags(
+        {
+            **OPTIONS,
+            "hf_assets_path": folder / "model",
+            "dump_folder": tmp_path,
+            "training.steps": 1,
+        }
+    )
+    words += flags(
+        {"dataloader.dataset": [folder / "prompts.jsonl"], "dataloader.cache_dir": folder / "cache"}
+    )
     words += flags({"rewards": [f"reward_model={trained(folder)}"], "rollout.max_new_tokens": 5})
     config = ConfigManager().parse_args(["--module", "rl", "--config", "grpo", *words]).config
     with mock.patch("torchtitan.experiments.reward.trainer.load_model", side_effect=AssertionError):
@@ -257,7 +342,9 @@ def test_reinforcement_learning_uses_the_reward_model(folder, tmp_path):
     for line in lines:
         prompt = trainer.tokenizer.decode(line["tokens"], skip_special_tokens=True)
         question, _, answer = prompt.removeprefix("Q: ").partition(" A: ")
-        assert line["reward"] == pytest.approx(rate("", answer, {"question": question}), **TOLERANCE)
+        assert line["reward"] == pytest.approx(
+            rate("", answer, {"question": question}), **TOLERANCE
+        )
     assert len({line["reward"] for line in lines}) > 1
 
 
@@ -274,7 +361,10 @@ def test_margins_of_csv_files_are_numbers(folder, tmp_path):
 def test_mistakes_are_one_line(folder, tmp_path, capsys):
     pairs = tmp_path / "pairs.jsonl"
     for rows, message in (
-        ([{**pair_of(1), "margin": "large"}], r"pairs\.jsonl:1: margin must be a number, not 'large'"),
+        (
+            [{**pair_of(1), "margin": "large"}],
+            r"pairs\.jsonl:1: margin must be a number, not 'large'",
+        ),
         ([{**pair_of(1), "margin": math.nan}], r"margin must be a number, not nan"),
         ([{**pair_of(1), "rejected": pair_of(1)["chosen"]}], r"chosen and rejected are equal"),
     ):
@@ -283,7 +373,8 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
             train_reward(folder, tmp_path / "run", dataloader__dataset=[pairs])
         assert "\n" not in str(error.value)
     with pytest.raises(
-        UserError, match=r"--parallelism\.tensor_parallel_degree 2 cannot be combined with --module rew"
+        UserError,
+        match=r"--parallelism\.tensor_parallel_degree 2 cannot be combined with --module rew",
     ):
         train_reward(folder, tmp_path / "run", parallelism__tensor_parallel_degree=2)
     with pytest.raises(UserError, match="is no reward model; train one with --module reward"):
@@ -301,13 +392,25 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
     assert generate(["--checkpoint", str(trained(folder)), "--prompt", "Why?"]) == 2
     assert chat(["--checkpoint", str(trained(folder))]) == 2
     first, second, third = capsys.readouterr().err.strip().splitlines()
-    assert "--best_of 2 needs a number above 0, --reward_model DIR and a --temperature above 0" in first
-    assert f"{trained(folder)} is a reward model, which predicts no text" in second and second[-40:] == third[-40:]
+    assert (
+        "--best_of 2 needs a number above 0, --reward_model DIR and a --temperature above 0"
+        in first
+    )
+    assert (
+        f"{trained(folder)} is a reward model, which predicts no text" in second
+        and second[-40:] == third[-40:]
+    )
 
 
 def test_other_trainers_refuse_a_reward_model(folder, tmp_path):
-    words = flags({"hf_assets_path": trained(folder), "dataloader.dataset": [folder / "sft.jsonl"], **OPTIONS})
+    words = flags(
+        {"hf_assets_path": trained(folder), "dataloader.dataset": [folder / "sft.jsonl"], **OPTIONS}
+    )
     write_rows(folder / "sft.jsonl", [{"prompt": "Why?", "response": "So."}])
-    config = ConfigManager().parse_args(["--module", "auto", "--config", "sft", *words, f"--dump_folder={tmp_path}"])
-    with pytest.raises(UserError, match=f"{trained(folder)} holds a reward model; train it with --module reward"):
+    config = ConfigManager().parse_args(
+        ["--module", "auto", "--config", "sft", *words, f"--dump_folder={tmp_path}"]
+    )
+    with pytest.raises(
+        UserError, match=f"{trained(folder)} holds a reward model; train it with --module reward"
+    ):
         config.config.check(world_size=1)

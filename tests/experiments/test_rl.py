@@ -1,4 +1,5 @@
-"""Reinforcement learning (`--module rl`): losses against float64 and TRL, exact runs, several processes, tools."""
+"""Reinforcement learning (`--module rl`): losses against float64 and TRL, exact runs, several
+processes, tools."""
 
 import dataclasses
 import itertools
@@ -35,7 +36,10 @@ from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.trainer.rollouts import Completions
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif "
+    "%}{% endfor %}"
+)
 OPTIONS = {
     "training.steps": 4,
     "training.seq_len": 64,
@@ -63,19 +67,25 @@ def folder(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("rl")
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    config = LlamaConfig(
+        **SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256
+    )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     for file in (PROJECT / "torchtitan/assets/tokenizer").glob("*.json"):
         shutil.copy(file, folder / "model")
     (folder / "model/chat_template.jinja").write_text(TEMPLATE)
-    rows = [{"prompt": f"Tell me about {i} " + "very " * (i % 4) + "old cats.", "number": i} for i in range(12)]
+    rows = [
+        {"prompt": f"Tell me about {i} " + "very " * (i % 4) + "old cats.", "number": i}
+        for i in range(12)
+    ]
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "rewards.py").write_text(
         "def many(prompt, completion, row):\n    return [1.0] * 3\n"
         "def nan(prompt, completion, row):\n    return float('nan')\n"
         "def fails(prompt, completion, row):\n    raise ValueError('two\\nlines')\n"
         "async def nothing(row, engine):\n    return None\n"
-        "def sees(prompt, completion, row):\n    assert str(row['number']) in prompt\n    return len(completion)\n"
+        "def sees(prompt, completion, row):\n    assert str(row['number']) in prompt\n    return "
+        "len(completion)\n"
     )
     return folder
 
@@ -83,11 +93,19 @@ def folder(tmp_path_factory) -> Path:
 def train_rl(folder: Path, dump: Path, **options: object) -> RLTrainer:
     module, config = ("ppo", "ppo") if options.get("policy__method") == "ppo" else ("rl", "grpo")
     changed = {key.replace("__", "."): value for key, value in options.items()}
-    common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"], "dump_folder": dump}
+    common = {
+        "hf_assets_path": folder / "model",
+        "dataloader.dataset": [folder / "prompts.jsonl"],
+        "dump_folder": dump,
+    }
     common["dataloader.cache_dir"] = folder / "cache"
     words = flags({**common, **OPTIONS, **changed})
     parsed = ConfigManager().parse_args(["--module", module, "--config", config, *words]).config
-    parsed.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    parsed.check(
+        world_size=1
+        if not torch.distributed.is_initialized()
+        else torch.distributed.get_world_size()
+    )
     trainer = run(parsed)
     assert isinstance(trainer, RLTrainer)
     return trainer
@@ -98,7 +116,9 @@ def train_rl(folder: Path, dump: Path, **options: object) -> RLTrainer:
 
 def random_tokens(n: int = 12) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return list(torch.randn(4, n, generator=generator) * 0.3 - torch.tensor([[1.0], [1.0], [1.0], [0.0]]))
+    return list(
+        torch.randn(4, n, generator=generator) * 0.3 - torch.tensor([[1.0], [1.0], [1.0], [0.0]])
+    )
 
 
 def test_losses_equal_float64():
@@ -120,8 +140,15 @@ def test_losses_equal_float64():
         assert weight == pytest.approx(min(ratio, 1.1), rel=1e-5)
     assert is_clipped.any() and not is_clipped.all()
     samples = [2, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
-    tokens = {"old_logprobs": old, "logprobs": old, "advantages": advantages, "samples": torch.tensor(samples)}
-    loss, weight, _ = losses.PolicyLoss.Config(method="gspo").build(max_new_tokens=12)(log_probs, tokens)
+    tokens = {
+        "old_logprobs": old,
+        "logprobs": old,
+        "advantages": advantages,
+        "samples": torch.tensor(samples),
+    }
+    loss, weight, _ = losses.PolicyLoss.Config(method="gspo").build(max_new_tokens=12)(
+        log_probs, tokens
+    )
     expected = 0.0
     for number in range(3):
         own = [n for n in range(12) if samples[n] == number]
@@ -161,7 +188,9 @@ def test_generalized_advantages_equal_their_definition():
             expected += 0.9 ** (m - n) * (after - values[m]).item()
         assert found[n].item() == pytest.approx(expected, abs=1e-12)
     old = values + 0.5
-    for v, o, r, loss in zip(values, old, rewards, losses.clipped_value_losses(values, old, rewards, 0.2), strict=True):
+    for v, o, r, loss in zip(
+        values, old, rewards, losses.clipped_value_losses(values, old, rewards, 0.2), strict=True
+    ):
         near = max(o - 0.2, min(v, o + 0.2))
         assert loss == pytest.approx(max((v - r) ** 2, (near - r) ** 2).item() / 2)
 
@@ -171,14 +200,21 @@ def test_normalized_advantages_have_mean_0_over_all_batches():
     samples = torch.tensor([[0, 0, 0, 1], [2, 2, 2, 2]])
     rewards = torch.tensor([[1.0, 1.0, 1.0, 2.0], [4.0, 4.0, 4.0, 4.0]])
     batches = [
-        {"labels": labels[i : i + 1], "samples": samples[i : i + 1], "advantages": rewards[i : i + 1]} for i in (0, 1)
+        {
+            "labels": labels[i : i + 1],
+            "samples": samples[i : i + 1],
+            "advantages": rewards[i : i + 1],
+        }
+        for i in (0, 1)
     ]
     for batch in batches:
         batch["old_values"] = torch.full((1, 4), 0.5)
     estimate_advantages(batches, 1.0)
     advantages = torch.cat([batch["advantages"][batch["labels"] != -100] for batch in batches])
     expected = torch.tensor([0.5, 0.5, 1.5, 3.5, 3.5])  # with λ = 1, reward minus value
-    assert advantages == pytest.approx(((expected - expected.mean()) / expected.std(correction=0)).tolist(), abs=1e-5)
+    assert advantages == pytest.approx(
+        ((expected - expected.mean()) / expected.std(correction=0)).tolist(), abs=1e-5
+    )
     returns = torch.cat([batch["returns"][batch["labels"] != -100] for batch in batches])
     assert returns.tolist() == pytest.approx([1, 1, 2, 4, 4])
 
@@ -186,7 +222,8 @@ def test_normalized_advantages_have_mean_0_over_all_batches():
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_the_loss_equals_trl(folder, tmp_path, loss_type):
-    """On one batch of random completions, where all ratios are 1 and gradients differ. Both round to float32."""
+    """On one batch of random completions, where all ratios are 1 and gradients differ. Both round
+    to float32."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -206,9 +243,16 @@ def test_the_loss_equals_trl(folder, tmp_path, loss_type):
             return groups
 
     words = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"]}
-    words |= {"dump_folder": tmp_path, "dataloader.cache_dir": folder / "cache", **OPTIONS, "training.steps": 1}
+    words |= {
+        "dump_folder": tmp_path,
+        "dataloader.cache_dir": folder / "cache",
+        **OPTIONS,
+        "training.steps": 1,
+    }
     words |= {"policy.method": loss_type, "policy.beta": 0.0}
-    config = ConfigManager().parse_args(["--module", "rl", "--config", "grpo", *flags(words)]).config
+    config = (
+        ConfigManager().parse_args(["--module", "rl", "--config", "grpo", *flags(words)]).config
+    )
     run(config, Capturing)
     ((trajectories, loss, grad_norm),) = captured
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -234,7 +278,10 @@ def test_the_loss_equals_trl(folder, tmp_path, loss_type):
     )
     trainer.current_gradient_accumulation_steps = 1
     starts = [t.loss_mask.index(True) for t in trajectories]
-    widths = max(starts), max(len(t.tokens) - start for t, start in zip(trajectories, starts, strict=True))
+    widths = (
+        max(starts),
+        max(len(t.tokens) - start for t, start in zip(trajectories, starts, strict=True)),
+    )
     batch = {
         name: torch.zeros(len(trajectories), widths[name[0] == "c"], dtype=torch.long)
         for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -243,7 +290,10 @@ def test_the_loss_equals_trl(folder, tmp_path, loss_type):
         batch["prompt_ids"][row, widths[0] - start :] = torch.tensor(t.tokens[:start])
         batch["prompt_mask"][row, widths[0] - start :] = 1
         n = len(t.tokens) - start
-        batch["completion_ids"][row, :n], batch["completion_mask"][row, :n] = torch.tensor(t.tokens[start:]), 1
+        batch["completion_ids"][row, :n], batch["completion_mask"][row, :n] = (
+            torch.tensor(t.tokens[start:]),
+            1,
+        )
     rewards = torch.tensor([t.reward for t in trajectories]).view(-1, 4)
     kind = losses.METHODS[loss_type].advantage
     batch["advantages"] = losses.group_advantages(rewards, kind).flatten()
@@ -264,14 +314,21 @@ def test_trajectories_are_packed_without_padding():
     for n, length in enumerate((5, 9, 3, 7)):
         tokens = list(range(10 * n, 10 * n + length))
         samples.append(
-            (Trajectory(tokens, [-0.5 * t for t in tokens], [False] * 2 + [True] * (length - 2), 1.0), n - 1.5)
+            (
+                Trajectory(
+                    tokens, [-0.5 * t for t in tokens], [False] * 2 + [True] * (length - 2), 1.0
+                ),
+                n - 1.5,
+            )
         )
     batches = to_batches(samples, 10, 1, Ranks())
     assert len(batches) == 2  # 8 + 2 and 6 + 4 positions
     windows = []
     for batch in batches:
         positions_BL = batch.pop("attention").positions_BL
-        window = {name: value[0].numpy() for name, value in {**batch, "positions": positions_BL}.items()}
+        window = {
+            name: value[0].numpy() for name, value in {**batch, "positions": positions_BL}.items()
+        }
         windows.append(window)
         for place in (window["labels"] != -100).nonzero()[0]:
             number = window["samples"][place]
@@ -308,7 +365,11 @@ def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
     """The model writes its call in single characters, which encoding the text would merge."""
     from tests.experiments.calculator import rollout
 
-    call = [token for character in "It is <calc>6*7</calc>" for token in tokenizer.encode(character, add_bos=False)]
+    call = [
+        token
+        for character in "It is <calc>6*7</calc>"
+        for token in tokenizer.encode(character, add_bos=False)
+    ]
     assert call != tokenizer.encode("It is <calc>6*7</calc>", add_bos=False)
     answer = tokenizer.encode("So 42.", add_bos=False)
     prompt = tokenizer.encode("What is 6 times 7?")
@@ -318,9 +379,9 @@ def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
     result = tokenizer.encode(" = 42\n", add_bos=False, add_eos=False)
     assert trajectory.tokens == prompt + call + result + answer
     assert fixed.asked == [prompt, prompt + call + result]
-    assert trajectory.loss_mask == [False] * len(prompt) + [True] * len(call) + [False] * len(result) + [True] * len(
-        answer
-    )
+    assert trajectory.loss_mask == [False] * len(prompt) + [True] * len(call) + [False] * len(
+        result
+    ) + [True] * len(answer)
     assert trajectory.reward == 1
     trajectory.check(1000)
     assert [calculate(text) for text in ("1+2*3", "(1+2)/4", "1/0", "a", "2**9")] == [
@@ -334,15 +395,21 @@ def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
 
 def test_built_in_rewards():
     assert number_match("", "first 3, then 1,042", {"answer": "... #### 1042"}) == 1
-    assert number_match("", "41", {"answer": "42"}) == number_match("", "none", {"answer": "42"}) == 0
+    assert (
+        number_match("", "41", {"answer": "42"}) == number_match("", "none", {"answer": "42"}) == 0
+    )
     rewards = Rewards([r"pattern=\bcat\b", "length=10"], [2.0, 1.0])
     assert rewards("", "a cat here", {}) == 3
     assert rewards("", "concatenat" * 2, {}) == 0
     with pytest.raises(
-        UserError, match=r"^the reward function number failed: UserError: it has no reference answer \(column answer"
+        UserError,
+        match=r"^the reward function number failed: UserError: it has no reference answer \(column "
+        r"answer",
     ):
         Rewards(["number"], [])("", "41", {"question": "?"})
-    with pytest.raises(UserError, match=r"--rewards: reward_model is unknown; use .* reward_model=DIR"):
+    with pytest.raises(
+        UserError, match=r"--rewards: reward_model is unknown; use .* reward_model=DIR"
+    ):
         Rewards(["reward_model"], [], print)
 
 
@@ -355,7 +422,8 @@ def test_the_reward_rises(folder, tmp_path, method):
     train_rl(folder, tmp_path, training__steps=8, policy__method=method, policy__updates=2, **clip)
     rewards = [row[1] for row in read_metrics(tmp_path, "reward")]
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.1
-    assert max(row[1] for row in read_metrics(tmp_path, "clip_fraction")) > 0  # in the second update
+    # in the second update
+    assert max(row[1] for row in read_metrics(tmp_path, "clip_fraction")) > 0
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == set(range(1, 9)) and len(lines[0]["tokens"]) > 8
 
@@ -364,8 +432,13 @@ def test_the_reward_rises(folder, tmp_path, method):
 def test_the_small_configurations_run_with_experts(tmp_path, debugmodel):
     """The load of experts is of the sampled tokens, which the loader's batches do not have."""
     config = debugmodel()
-    config.model_spec = moe_spec(dataclasses.replace(FLAVORS["debugmodel"], vocab_size=None, n_layers=1), "debugmodel")
-    config.training, config.dump_folder = dataclasses.replace(config.training, steps=1), str(tmp_path)
+    config.model_spec = moe_spec(
+        dataclasses.replace(FLAVORS["debugmodel"], vocab_size=None, n_layers=1), "debugmodel"
+    )
+    config.training, config.dump_folder = (
+        dataclasses.replace(config.training, steps=1),
+        str(tmp_path),
+    )
     config.metrics = dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False)
     config.checkpoint = dataclasses.replace(config.checkpoint, enable=False)
     run(config)
@@ -387,7 +460,10 @@ def test_a_spike_in_a_further_update_ends_its_step(folder, tmp_path, caplog, met
     assert all(torch.equal(first[name], second[name]) for name in second)
     measured = [read_metrics(tmp_path / name, *NUMBERS) for name in ("run", "single")]
     assert measured[0] == measured[1] and trainer.spikes.n_skipped == trainer.spikes.in_a_row == 0
-    with mock.patch.object(SpikeGuard, "spike", side_effect=["a spike"]), pytest.raises(RunFailure, match="1 steps in"):
+    with (
+        mock.patch.object(SpikeGuard, "spike", side_effect=["a spike"]),
+        pytest.raises(RunFailure, match="1 steps in"),
+    ):
         train_rl(folder, tmp_path / "skipped", **options, policy__updates=3)
 
 
@@ -395,7 +471,9 @@ def test_a_spike_in_a_further_update_ends_its_step(folder, tmp_path, caplog, met
 def test_resume_is_exact(folder, tmp_path, inside, method):
     options = {"policy__beta": 0.1, "policy__updates": 2, "policy__method": method}
     train_rl(folder, tmp_path / "straight", **options)
-    kind, where, count = (Trajectory, "check", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
+    kind, where, count = (
+        (Trajectory, "check", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
+    )
     with killed_in(kind, where, count):
         train_rl(folder, tmp_path / "stopped", **options)
     with open(tmp_path / "stopped/completions.jsonl", "a") as file:
@@ -403,12 +481,15 @@ def test_resume_is_exact(folder, tmp_path, inside, method):
     train_rl(folder, tmp_path / "stopped", **options)
     measured = [read_metrics(tmp_path / name, *NUMBERS, "kl") for name in ("stopped", "straight")]
     assert measured[0] == measured[1] and len(measured[0]) == 4
-    texts = [(tmp_path / name / "completions.jsonl").read_text() for name in ("stopped", "straight")]
+    texts = [
+        (tmp_path / name / "completions.jsonl").read_text() for name in ("stopped", "straight")
+    ]
     assert texts[0] == texts[1]
 
 
 def test_completions_are_appended(folder, tmp_path, monkeypatch):
-    """A step writes its own lines only, however many there are; a full disk does not end the run."""
+    """A step writes its own lines only, however many there are; a full disk does not end the
+    run."""
     drops, sizes = [], []
     drop_lines, complete_step = metric_sinks._drop_lines_after, RLTrainer.complete_step
 
@@ -416,20 +497,34 @@ def test_completions_are_appended(folder, tmp_path, monkeypatch):
         sizes.append((tmp_path / "completions.jsonl").stat())
         complete_step(trainer, outcome)
 
-    monkeypatch.setattr(metric_sinks, "_drop_lines_after", lambda path, *rest: drops.append(path.name))
+    monkeypatch.setattr(
+        metric_sinks, "_drop_lines_after", lambda path, *rest: drops.append(path.name)
+    )
     monkeypatch.setattr(RLTrainer, "complete_step", counted)
     train_rl(folder, tmp_path)
     assert drops == [] and len({found.st_ino for found in sizes}) == 1
-    assert [found.st_size for found in sizes] == sorted({found.st_size for found in sizes}) and len(sizes) == 4
-    monkeypatch.setattr(metric_sinks, "_drop_lines_after", lambda *args: drops.append(args) or drop_lines(*args))
+    assert [found.st_size for found in sizes] == sorted({found.st_size for found in sizes}) and len(
+        sizes
+    ) == 4
+    monkeypatch.setattr(
+        metric_sinks, "_drop_lines_after", lambda *args: drops.append(args) or drop_lines(*args)
+    )
     train_rl(folder, tmp_path, training__steps=6)
-    assert [step for path, step in drops if path.name == "completions.jsonl"] == [2]  # step 4 is an export only
-    steps = [json.loads(line)["step"] for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    # step 4 is an export only
+    assert [step for path, step in drops if path.name == "completions.jsonl"] == [2]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "completions.jsonl").read_text().splitlines()
+    ]
     assert steps == sorted(2 * [1, 2, 3, 4, 5, 6])
 
 
-def test_completions_that_cannot_be_written_do_not_end_the_run(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Completions, "write", lambda self, lines: self.use(mock.Mock(side_effect=OSError("full"))))
+def test_completions_that_cannot_be_written_do_not_end_the_run(
+    folder, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        Completions, "write", lambda self, lines: self.use(mock.Mock(side_effect=OSError("full")))
+    )
     assert train_rl(folder, tmp_path).step == 4
     assert caplog.text.count("completions.jsonl cannot be written: full") == 1
 
@@ -438,59 +533,89 @@ def test_completions_that_cannot_be_written_do_not_end_the_run(folder, tmp_path,
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 @pytest.mark.parametrize("layout", ["data_parallel_shard_degree", "tensor_parallel_degree"])
 def test_two_processes_write_the_same(folder, tmp_path, layout, method):
-    """Rounding may change a token only at a boundary of its distribution, which does not happen here."""
+    """Rounding may change a token only at a boundary of its distribution, which does not happen
+    here."""
     options = {"training__steps": 3, "training__local_batch_size": 4, "policy__method": method}
     train_rl(folder, tmp_path / "one", **options)
     options["training__local_batch_size"] = 2 if layout.startswith("data") else 4
     degrees = {"parallelism__data_parallel_shard_degree": 1, f"parallelism__{layout}": 2}
     run_processes(train_on_ranks, 2, folder, tmp_path / "two", {**options, **degrees})
-    lines = [(tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("one", "two")]
-    assert [json.loads(line)["tokens"] for line in lines[0]] == [json.loads(line)["tokens"] for line in lines[1]]
-    for row, expected in zip(*(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True):
+    lines = [
+        (tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("one", "two")
+    ]
+    assert [json.loads(line)["tokens"] for line in lines[0]] == [
+        json.loads(line)["tokens"] for line in lines[1]
+    ]
+    for row, expected in zip(
+        *(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True
+    ):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_completions_depend_on_the_layout_only_at_boundaries(folder, tmp_path):
-    """Of 1,024 completions in eight steps, 99.9 % are the same on 1, 2 and 4 processes. If one differs, the
-    random number is within 1e-5 of a boundary of the cumulative distribution, which rounding moves. The learning rate
-    is the recipe's: with a high one, a single difference changes the weights, and so all later completions."""
-    rows = [json.dumps({"prompt": f"Story {n} of the {'very ' * (n % 3)}old cat."}) for n in range(160)]
+    """Of 1,024 completions in eight steps, 99.9 % are the same on 1, 2 and 4 processes. If one
+    differs, the random number is within 1e-5 of a boundary of the cumulative distribution, which
+    rounding moves. The learning rate is the recipe's: with a high one, a single difference changes
+    the weights, and so all later completions."""
+    rows = [
+        json.dumps({"prompt": f"Story {n} of the {'very ' * (n % 3)}old cat."}) for n in range(160)
+    ]
     (folder / "many.jsonl").write_text("\n".join(rows))
-    options = {"dataloader__dataset": [folder / "many.jsonl"], "training__steps": 8, "training__global_batch_size": 16}
+    options = {
+        "dataloader__dataset": [folder / "many.jsonl"],
+        "training__steps": 8,
+        "training__global_batch_size": 16,
+    }
     options |= {"rollout__group_size": 8, "rollout__max_rows": 64, "optimizer__lr": 1e-6}
     found = {}
-    for processes, degrees in {1: {}, 2: {"data_parallel_shard_degree": 2}, 4: {"tensor_parallel_degree": 2}}.items():
+    for processes, degrees in {
+        1: {},
+        2: {"data_parallel_shard_degree": 2},
+        4: {"tensor_parallel_degree": 2},
+    }.items():
         layout = {f"parallelism__{name}": degree for name, degree in degrees.items()}
         layout["training__local_batch_size"] = 16 if processes == 1 else 8
         dump = tmp_path / str(processes)
         run_processes(record_draws, processes, folder, dump, {**options, **layout})
-        found[processes] = [json.loads(path.read_text()) for path in sorted(dump.glob("draws-*.json"))]
+        found[processes] = [
+            json.loads(path.read_text()) for path in sorted(dump.glob("draws-*.json"))
+        ]
     (expected,) = found.pop(1)
     assert len(expected) == 1024
     for processes, of_ranks in found.items():
         draws = {key: row for rank in of_ranks for key, row in rank.items()}
         assert draws.keys() == expected.keys()
-        differing = [key for key in expected if [t for t, _ in draws[key]] != [t for t, _ in expected[key]]]
+        differing = [
+            key for key in expected if [t for t, _ in draws[key]] != [t for t, _ in expected[key]]
+        ]
         print(f"{processes} processes: {len(differing)} of {len(expected)} completions differ")
         assert len(differing) <= len(expected) / 1000
         for key in differing:
             pairs = zip(draws[key], expected[key], strict=False)
-            assert next(distance for (token, _), (other, distance) in pairs if token != other) < 1e-5
+            assert (
+                next(distance for (token, _), (other, distance) in pairs if token != other) < 1e-5
+            )
 
 
 def record_draws(folder: Path, dump: Path, options: dict[str, object]) -> None:
-    """Write for each completion, by the seed of its generator, its tokens and the distance of each random number from
-    the next boundary of the cumulative distribution."""
+    """Write for each completion, by the seed of its generator, its tokens and the distance of each
+    random number from the next boundary of the cumulative distribution."""
     draws: dict[int, list[tuple[int, float]]] = {}
 
     def recorded(logits_BV, sampling, generators):
         states = [generator.get_state() for generator in generators]
         tokens = draw(logits_BV, sampling, generators)
-        for logits, state, generator, token in zip(logits_BV, states, generators, tokens.tolist(), strict=True):
-            number = torch.rand(1, generator=torch.Generator().set_state(state), dtype=torch.float64)
+        for logits, state, generator, token in zip(
+            logits_BV, states, generators, tokens.tolist(), strict=True
+        ):
+            number = torch.rand(
+                1, generator=torch.Generator().set_state(state), dtype=torch.float64
+            )
             total = logits.double().softmax(dim=-1).cumsum(dim=-1)
-            draws.setdefault(generator.initial_seed(), []).append((token, (total - number).abs().min().item()))
+            draws.setdefault(generator.initial_seed(), []).append(
+                (token, (total - number).abs().min().item())
+            )
         return tokens
 
     with mock.patch.object(engine, "draw", recorded):
@@ -508,11 +633,24 @@ def train_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None
 
 @pytest.mark.parametrize("method", ["dr_grpo", "dapo", "rloo", "ppo"])
 def test_other_methods_run(folder, tmp_path, method):
-    """Until the data ends, after three steps; the recipe of `ppo` gives its critic a learning rate."""
-    train_rl(folder, tmp_path, training__epochs=1, training__steps=9, policy__method=method, debug__ledger=True)
+    """Until the data ends, after three steps; the recipe of `ppo` gives its critic a learning
+    rate."""
+    train_rl(
+        folder,
+        tmp_path,
+        training__epochs=1,
+        training__steps=9,
+        policy__method=method,
+        debug__ledger=True,
+    )
     assert all(norm > 0 for _, norm in read_metrics(tmp_path, "grad_norm"))
-    steps = [json.loads(line)["documents"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    assert sorted(name for names in steps for name in names) == sorted({name for names in steps for name in names})
+    steps = [
+        json.loads(line)["documents"]
+        for line in (tmp_path / "ledger.jsonl").read_text().splitlines()
+    ]
+    assert sorted(name for names in steps for name in names) == sorted(
+        {name for names in steps for name in names}
+    )
     assert len({name for names in steps for name in names}) == 12
 
 
@@ -523,7 +661,9 @@ def test_an_exception_on_one_rank_ends_all():
 
 def fail_on_one_rank() -> None:
     group = torch.distributed.group.WORLD
-    sampler = engine.Engine(llama_config(max_seq_len=64).build(), sampling=engine.Sampling(), group=group)
+    sampler = engine.Engine(
+        llama_config(max_seq_len=64).build(), sampling=engine.Sampling(), group=group
+    )
 
     async def text():
         await sampler.generate([1], max_new_tokens=2, key="a")
@@ -535,7 +675,9 @@ def fail_on_one_rank() -> None:
 
 
 def test_equal_rewards_end_a_method_that_resamples(folder, tmp_path):
-    with pytest.raises(UserError, match="rewards of each prompt's answers were equal in 10 global batches"):
+    with pytest.raises(
+        UserError, match="rewards of each prompt's answers were equal in 10 global batches"
+    ):
         train_rl(folder, tmp_path, policy__method="dapo", rewards=["pattern=^"])
 
 
@@ -557,7 +699,11 @@ def test_equal_rewards_are_a_warning(folder, tmp_path, caplog):
 def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):
     """One row, four times in a global batch."""
     (folder / "one.jsonl").write_text('{"prompt": "Once upon a time"}\n')
-    options = {"dataloader__dataset": [folder / "one.jsonl"], "training__steps": 1, "rollout__group_size": 2}
+    options = {
+        "dataloader__dataset": [folder / "one.jsonl"],
+        "training__steps": 1,
+        "rollout__group_size": 2,
+    }
     trainer = train_rl(folder, tmp_path, **options)
     batches = list(itertools.islice(trainer.dataloader, 2))
     groups = trainer.sample(lambda: batches, "1/0")
@@ -570,10 +716,14 @@ def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):
     [
         (
             "many",
-            r"prompts\.jsonl:\d+: the reward function .*:many returned \[1\.0, 1\.0, 1\.0\], but must return one",
+            r"prompts\.jsonl:\d+: the reward function .*:many returned \[1\.0, 1\.0, 1\.0\], but "
+            r"must return one",
         ),
         ("nan", r"prompts\.jsonl:\d+: the reward function .*:nan returned nan"),
-        ("fails", r"prompts\.jsonl:\d+: the reward function .*:fails failed: ValueError: two lines"),
+        (
+            "fails",
+            r"prompts\.jsonl:\d+: the reward function .*:fails failed: ValueError: two lines",
+        ),
     ],
 )
 def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, message):
@@ -591,7 +741,9 @@ def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, messa
 
 def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
     with pytest.raises(
-        UserError, match=r"prompts\.jsonl:\d+: the rollout .*:nothing failed: TypeError: it returned None, not a"
+        UserError,
+        match=r"prompts\.jsonl:\d+: the rollout .*:nothing failed: TypeError: it returned None, "
+        r"not a",
     ):
         train_rl(folder, tmp_path, rollout__function=f"{folder}/rewards.py:nothing")
 
@@ -612,11 +764,26 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
             {"lr_scheduler__unit": "tokens"},
             r"--lr_scheduler\.unit is tokens, but must be steps, since rollouts do not know",
         ),
-        ({"training__batch_schedule": "64t:8"}, r"--training\.batch_schedule is \['64t:8'\], but must be in steps"),
-        ({"training__seq_len_schedule": "2:128"}, r"--training\.seq_len_schedule is \['2:128'\], but must be empty"),
-        ({"reward_weights": [1, 2]}, r"--reward_weights is .*, but must be one finite number for each of 1 --rewards"),
-        ({"reward_weights": [float("nan")]}, r"--reward_weights is .nan., but must be one finite number"),
-        ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
+        (
+            {"training__batch_schedule": "64t:8"},
+            r"--training\.batch_schedule is \['64t:8'\], but must be in steps",
+        ),
+        (
+            {"training__seq_len_schedule": "2:128"},
+            r"--training\.seq_len_schedule is \['2:128'\], but must be empty",
+        ),
+        (
+            {"reward_weights": [1, 2]},
+            r"--reward_weights is .*, but must be one finite number for each of 1 --rewards",
+        ),
+        (
+            {"reward_weights": [float("nan")]},
+            r"--reward_weights is .nan., but must be one finite number",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2},
+            r"--parallelism\.pipeline_parallel_degree 2 cannot be combined",
+        ),
     ],
 )
 def test_invalid_options_are_rejected(folder, tmp_path, options, message):

@@ -1,5 +1,6 @@
-"""Rollouts with vLLM (`--rollout.engine vllm`), against a server that speaks its protocol and samples with the class of
-transformers. vLLM itself is not installed, and nothing here ran on a GPU."""
+"""Rollouts with vLLM (`--rollout.engine vllm`), against a server that speaks its protocol and
+samples with the class of transformers. vLLM itself is not installed, and nothing here ran on a
+GPU."""
 
 import asyncio
 import contextlib
@@ -29,13 +30,16 @@ from torchtitan.trainer.rollouts import huggingface_weights
 
 
 class FakeServer:
-    """The routes of `vllm serve` that rollouts use, and the trainer's side of the transfer of weights."""
+    """The routes of `vllm serve` that rollouts use, and the trainer's side of the transfer of
+    weights."""
 
     def __init__(self, path: Path):
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(1)  # other weights than the trainer's, as with --load-format dummy
-        self.model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(path).config).eval()
+        self.model = AutoModelForCausalLM.from_config(
+            AutoModelForCausalLM.from_pretrained(path).config
+        ).eval()
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.lock = threading.Lock()
@@ -69,15 +73,25 @@ class FakeServer:
         self.requests.append(body)
         generator, ids, logprobs = torch.Generator().manual_seed(body["seed"]), [], []
         while len(ids) < body["max_tokens"] and not {*ids} & {*body["stop_token_ids"]}:
-            log_p = self.model(torch.tensor([[*body["prompt"], *ids]])).logits[0, -1].log_softmax(-1)
+            log_p = (
+                self.model(torch.tensor([[*body["prompt"], *ids]])).logits[0, -1].log_softmax(-1)
+            )
             ids.append(int(torch.multinomial(log_p.exp(), 1, generator=generator)))
             logprobs.append(log_p[ids[-1]].item())
         reason = "stop" if {*ids} & {*body["stop_token_ids"]} else "length"
-        return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
+        return {
+            "choices": [
+                {
+                    "token_ids": ids,
+                    "logprobs": {"token_logprobs": logprobs},
+                    "finish_reason": reason,
+                }
+            ]
+        }
 
     def modules(self, rank: int = 0, url: str = "") -> dict[str, ModuleType]:
-        """Return stand-ins for the modules of vLLM, under the names in its documentation, for a rank of the trainer and
-        the server at `url`, by default this one."""
+        """Return stand-ins for the modules of vLLM, under the names in its documentation, for a
+        rank of the trainer and the server at `url`, by default this one."""
         fake, url = self, url or self.url
 
         class WeightSource:
@@ -112,7 +126,8 @@ class FakeServer:
         class WeightTransferTrainerFactory:
             @staticmethod
             def trainer_init(*, init_info: Any, client: str, source: Any) -> Transfer:
-                assert (init_info.world_size, init_info.rank, client) == (3, rank, url)  # two workers, one sender
+                # two workers, one sender
+                assert (init_info.world_size, init_info.rank, client) == (3, rank, url)
                 assert isinstance(source, WeightSource)
                 return Transfer(source)
 
@@ -147,17 +162,35 @@ def server(folder, monkeypatch):  # noqa: F811
 
 
 def test_the_server_samples_with_the_current_weights(folder, tmp_path, server):  # noqa: F811
-    """It returns log-probabilities by transformers under the weights it got, so importance weights of 1 in each step
-    mean that these are the trainer's, also after updates. Float32 rounds to about 1e-6."""
-    options = {"rollout__engine": "vllm", "rollout__url": server.url, "training__steps": 3, "optimizer__lr": 1e-2}
+    """It returns log-probabilities by transformers under the weights it got, so importance weights
+    of 1 in each step mean that these are the trainer's, also after updates. Float32 rounds to about
+    1e-6."""
+    options = {
+        "rollout__engine": "vllm",
+        "rollout__url": server.url,
+        "training__steps": 3,
+        "optimizer__lr": 1e-2,
+    }
     train_rl(folder, tmp_path, **options)
     weights = [row[1] for row in read_metrics(tmp_path, "importance_weight")]
     assert weights == pytest.approx([1.0] * 3, abs=1e-4)
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert len(lines) == 6
-    assert server.calls[:2] == ["weights", "/reset_prefix_cache"] and server.calls.count("weights") == 3
-    assert len(server.requests) == 3 * 4 * 4 and len({request["seed"] for request in server.requests}) == 48
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert (
+        server.calls[:2] == ["weights", "/reset_prefix_cache"]
+        and server.calls.count("weights") == 3
+    )
+    assert (
+        len(server.requests) == 3 * 4 * 4
+        and len({request["seed"] for request in server.requests}) == 48
+    )
+    sampling = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
     assert sampling.items() <= server.requests[0].items() and server.requests[0]["return_token_ids"]
     prompts = [request["prompt"] for request in server.requests]
     assert all(any(line["tokens"][: len(prompt)] == prompt for prompt in prompts) for line in lines)
@@ -166,26 +199,37 @@ def test_the_server_samples_with_the_current_weights(folder, tmp_path, server): 
 def test_weights_are_sent_in_the_type_of_the_computation_and_buffers_in_their_own(tmp_path):
     """The bias that routes tokens of DeepSeek's experts is a buffer, which bfloat16 would round."""
     config = rl_debugmodel()
-    config.model_spec = model_spec(dataclasses.replace(FLAVORS["debugmodel"], vocab_size=None), "debugmodel")
+    config.model_spec = model_spec(
+        dataclasses.replace(FLAVORS["debugmodel"], vocab_size=None), "debugmodel"
+    )
     config.dump_folder = str(tmp_path)
     config.training = dataclasses.replace(config.training, mixed_precision_param="bfloat16")
     with contextlib.closing(RLTrainer(config)) as trainer:
         specs = huggingface_weights(trainer).specs
     types = {name: spec.dtype for name, spec in specs.items()}
     biases = {name for name in types if name.endswith("e_score_correction_bias")}
-    assert biases and all(types[name] == (torch.float32 if name in biases else torch.bfloat16) for name in types)
+    assert biases and all(
+        types[name] == (torch.float32 if name in biases else torch.bfloat16) for name in types
+    )
 
 
 @pytest.mark.slow
 def test_two_ranks_with_sharded_weights_write_the_same(folder, tmp_path, server):  # noqa: F811
-    """Rounding may change a token only at a boundary of its distribution, which does not happen here."""
+    """Rounding may change a token only at a boundary of its distribution, which does not happen
+    here."""
     options = {"rollout__engine": "vllm", "training__steps": 3, "training__local_batch_size": 4}
     train_rl(folder, tmp_path / "one", rollout__url=server.url, **options)
     options |= {"training__local_batch_size": 2, "parallelism__data_parallel_shard_degree": 2}
     run_processes(train_on_ranks, 2, folder, tmp_path / "two", options)
-    lines = [(tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("one", "two")]
-    assert [json.loads(line)["tokens"] for line in lines[0]] == [json.loads(line)["tokens"] for line in lines[1]]
-    for row, expected in zip(*(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True):
+    lines = [
+        (tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("one", "two")
+    ]
+    assert [json.loads(line)["tokens"] for line in lines[0]] == [
+        json.loads(line)["tokens"] for line in lines[1]
+    ]
+    for row, expected in zip(
+        *(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True
+    ):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -212,7 +256,8 @@ def test_running_in_an_asyncio_loop_says_what_to_do():
 def test_an_engine_that_is_absent_is_named(folder, tmp_path, monkeypatch):  # noqa: F811
     if importlib.util.find_spec("vllm") is None:
         with pytest.raises(
-            UserError, match=r"--rollout\.engine vllm: No module named 'vllm'; install torchtitan\[vllm"
+            UserError,
+            match=r"--rollout\.engine vllm: No module named 'vllm'; install torchtitan\[vllm",
         ):
             train_rl(folder, tmp_path, rollout__engine="vllm")
     fake = FakeServer(folder / "model")
@@ -220,6 +265,9 @@ def test_an_engine_that_is_absent_is_named(folder, tmp_path, monkeypatch):  # no
     fake.http.server_close()
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(UserError, match=rf"--rollout\.url {fake.url}: no answer to /v1/models .*refused.*; start VLLM"):
+    with pytest.raises(
+        UserError,
+        match=rf"--rollout\.url {fake.url}: no answer to /v1/models .*refused.*; start VLLM",
+    ):
         train_rl(folder, tmp_path, rollout__engine="vllm", rollout__url=fake.url)
     assert not list(tmp_path.iterdir())  # before training

@@ -1,10 +1,11 @@
 """Predicted against measured steps on this machine, with 1 and 2 processes.
 
-`python -m tests.foresight.local steps` measures the 12 configurations, and predicts all of them REPEATS times, each
-time from a new measurement of the machine. It shows the prediction in the middle, by median error. `layouts` measures
-all layouts of 2 processes: the best of each kind REPEATS times, the others once. Each takes 15 to 20 minutes on an idle
-machine; `--cases FIRST LAST` measures some (`1 0`: none), and `--results FILE` keeps results between calls.
-`--write_docs` writes docs/foresight.md when all are measured.
+`python -m tests.foresight.local steps` measures the 12 configurations, and predicts all of them
+REPEATS times, each time from a new measurement of the machine. It shows the prediction in the
+middle, by median error. `layouts` measures all layouts of 2 processes: the best of each kind
+REPEATS times, the others once. Each takes 15 to 20 minutes on an idle machine; `--cases FIRST LAST`
+measures some (`1 0`: none), and `--results FILE` keeps results between calls. `--write_docs` writes
+docs/foresight.md when all are measured.
 """
 
 import argparse
@@ -29,7 +30,12 @@ from torchtitan.trainer import Trainer
 REPEATS, STEPS, FIRST_STEPS = 5, 8, 3
 """Alternating repeats; steps of each, without the first ones."""
 
-BASE = ["--module=llama3", "--config=debugmodel", "--validator.enable=false", "--checkpoint.enable=false"]
+BASE = [
+    "--module=llama3",
+    "--config=debugmodel",
+    "--validator.enable=false",
+    "--checkpoint.enable=false",
+]
 BASE += [f"--training.steps={STEPS}", "--metrics.log_freq=1", "--training.local_batch_size=4"]
 FULL = "--activation_checkpoint.mode=full"
 WIDE = ["--model.dim=512", "--model.ffn_dim=1536", "--model.n_layers=2"]
@@ -69,9 +75,23 @@ def configuration(words: Sequence[str]) -> Trainer.Config:
 def measure(case: Case) -> float:
     """Return the median time of a run's steps."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torchtitan", "train", *BASE, *case.words, f"--dump_folder={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torchtitan",
+            "train",
+            *BASE,
+            *case.words,
+            f"--dump_folder={folder}",
+        ]
         environment = {**os.environ, "NGPU": str(case.processes)}
-        subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command,
+            env=environment,
+            check=True,
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     times = [record["step_time"] for record in map(json.loads, lines) if "step_time" in record]
     return statistics.median(times[FIRST_STEPS:])
@@ -80,8 +100,11 @@ def measure(case: Case) -> float:
 def measure_all(
     cases: dict[str, Case], results: Path | None, repeats: dict[str, int] | None = None
 ) -> dict[str, list[float]]:
-    """Measure the cases in turns, after those that are in the file, REPEATS times unless others are given."""
-    measured: dict[str, list[float]] = json.loads(results.read_text()) if results and results.is_file() else {}
+    """Measure the cases in turns, after those that are in the file, REPEATS times unless others are
+    given."""
+    measured: dict[str, list[float]] = (
+        json.loads(results.read_text()) if results and results.is_file() else {}
+    )
     for _ in range(REPEATS):
         for name, case in cases.items():
             if len(measured.setdefault(name, [])) < (repeats or {}).get(name, REPEATS):
@@ -93,13 +116,20 @@ def measure_all(
 
 def predict_all(names: list[str]) -> dict[str, float]:
     """Return the predicted time of each case, from a new measurement of the machine."""
-    with tempfile.TemporaryDirectory() as cache, unittest.mock.patch.dict(os.environ, TORCHTITAN_CACHE=cache):
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        unittest.mock.patch.dict(os.environ, TORCHTITAN_CACHE=cache),
+    ):
         predicted = {}
         for name in names:
             processes, words = CASES[name]
             prediction = predict(configuration(words), processes, "cpu", devices_per_host=processes)
             predicted[name] = prediction.seconds
-            print(name, {part: round(seconds, 4) for part, seconds in prediction.parts.items()}, flush=True)
+            print(
+                name,
+                {part: round(seconds, 4) for part, seconds in prediction.parts.items()},
+                flush=True,
+            )
     return predicted
 
 
@@ -110,7 +140,9 @@ def compare_steps(arguments: argparse.Namespace) -> None:
     actual = {name: statistics.median(measured[name]) for name in CASES if name in measured}
 
     def error_of(predicted: dict[str, float]) -> float:
-        return statistics.median(abs(predicted[name] / seconds - 1) for name, seconds in actual.items())
+        return statistics.median(
+            abs(predicted[name] / seconds - 1) for name, seconds in actual.items()
+        )
 
     predictions = sorted((predict_all(list(actual)) for _ in range(REPEATS)), key=error_of)
     predicted = predictions[len(predictions) // 2]
@@ -123,26 +155,41 @@ def compare_steps(arguments: argparse.Namespace) -> None:
     print_table("Step time on this machine", columns, rows)
     all_errors = ", ".join(f"{error_of(one):.1%}" for one in predictions)
     summary = (
-        f"Median error {error_of(predicted):.1%}, worst {max(map(abs, errors)):.1%}. Each of {REPEATS} predictions "
-        f"began with a measurement of the machine; their median errors are {all_errors}. The table has the middle one."
+        f"Median error {error_of(predicted):.1%}, worst {max(map(abs, errors)):.1%}. Each of "
+        f"{REPEATS} predictions began with a measurement of the machine; their median errors are "
+        f"{all_errors}. The table has the middle one."
     )
     print(summary)
     if arguments.write_docs:
-        write_docs(PROJECT / "docs/foresight.md", "local", f"{as_markdown(columns, rows)}\n\n{summary}")
+        write_docs(
+            PROJECT / "docs/foresight.md", "local", f"{as_markdown(columns, rows)}\n\n{summary}"
+        )
 
 
 def compare_layouts(arguments: argparse.Namespace) -> None:
     config = configuration([GLOBAL_BATCH])
-    found = {str(one.layout): one for one in plan(config, 2, "cpu", devices_per_host=2, best=100).options}
+    found = {
+        str(one.layout): one for one in plan(config, 2, "cpu", devices_per_host=2, best=100).options
+    }
     compared = [*(one.layout for one in found.values()), *layouts(config, 2, 2)]
     values = {str(layout): layout.config.to_dict() for layout in compared}
-    cases = {name: Case(2, [GLOBAL_BATCH, *option_words(config, chosen)]) for name, chosen in values.items()}
+    cases = {
+        name: Case(2, [GLOBAL_BATCH, *option_words(config, chosen)])
+        for name, chosen in values.items()
+    }
     first, last = arguments.cases or (1, len(cases))
     chosen = dict(list(cases.items())[first - 1 : last])
-    measured = measure_all(chosen, arguments.results, {name: REPEATS if name in found else 1 for name in cases})
+    measured = measure_all(
+        chosen, arguments.results, {name: REPEATS if name in found else 1 for name in cases}
+    )
     medians = {name: statistics.median(measured[name]) for name in cases if name in measured}
     best = next(iter(medians.values()))
-    columns = ["layout, in the plan's order", "predicted (s)", "measured (s)", "relative to the first"]
+    columns = [
+        "layout, in the plan's order",
+        "predicted (s)",
+        "measured (s)",
+        "relative to the first",
+    ]
     rows = [
         Row([name, f"{found[name].seconds:.3f}", f"{median:.3f}", f"{median / best - 1:+.1%}"])
         for name, median in medians.items()
@@ -154,20 +201,33 @@ def compare_layouts(arguments: argparse.Namespace) -> None:
     if others:
         fastest = min(others, key=lambda name: others[name])
         summary = (
-            f"Of the {len(others)} other layouts (other local batches and schedules), measured once each, the fastest "
-            f"is {fastest}: {others[fastest]:.3f} s, {others[fastest] / best - 1:+.1%}."
+            f"Of the {len(others)} other layouts (other local batches and schedules), measured "
+            f"once each, the fastest is {fastest}: {others[fastest]:.3f} s, "
+            f"{others[fastest] / best - 1:+.1%}."
         )
     print(summary)
     if arguments.write_docs:
-        write_docs(PROJECT / "docs/foresight.md", "layouts", f"{as_markdown(columns, rows)}\n\n{summary}".rstrip())
+        write_docs(
+            PROJECT / "docs/foresight.md",
+            "layouts",
+            f"{as_markdown(columns, rows)}\n\n{summary}".rstrip(),
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["steps", "layouts"])
-    parser.add_argument("--cases", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only these, numbered from 1")
-    parser.add_argument("--results", type=Path, help="file that keeps the measurements between calls")
-    parser.add_argument("--write_docs", action="store_true", help="write the table into docs/foresight.md")
+    parser.add_argument(
+        "--cases", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only these, numbered from 1"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="file that keeps the measurements between calls"
+    )
+    parser.add_argument(
+        "--write_docs", action="store_true", help="write the table into docs/foresight.md"
+    )
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the runs, and of the measurement of this machine
     {"steps": compare_steps, "layouts": compare_layouts}[arguments.what](arguments)

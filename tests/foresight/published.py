@@ -1,4 +1,5 @@
-"""Predicted against published speed and memory: `python -m tests.foresight.published [--write_docs]`, a minute."""
+"""Predicted against published speed and memory: `python -m tests.foresight.published
+[--write_docs]`, a minute."""
 
 import argparse
 import csv
@@ -21,8 +22,8 @@ FITTED = ("1", "2", "3", "11", "13", "21")
 """Rows whose numbers chose constants. The others were only predicted."""
 
 PIPELINE_MICROBATCH = 4
-"""Windows of a micro-batch in the published pipelines: unpublished. A local batch of 32 in 8 micro-batches,
-the number of ranks, explains both row 13's speed and its memory; fitted."""
+"""Windows of a micro-batch in the published pipelines: unpublished. A local batch of 32 in 8
+micro-batches, the number of ranks, explains both row 13's speed and its memory; fitted."""
 
 COMPILED_LOSS = ("21", "24")
 """Rows published later. We assume that their loss was also compiled: otherwise row 21 would need 20
@@ -33,7 +34,8 @@ COLUMNS = ["row", "setup", "tokens/s", "predicted", "error", "GiB", "predicted",
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Memory of a compiled loss: of the logits and their gradient in their own type, without float32 copies."""
+    """Memory of a compiled loss: of the logits and their gradient in their own type, without
+    float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor) -> Tensor:
@@ -84,7 +86,10 @@ def published_runs() -> list[Run]:
         for row in csv.DictReader(file):
             switches = {name: row[name] == "yes" for name in ("compile", "float8", "async_tp")}
             numbers = {name: int(row[name]) for name in ("gpus", "local_batch", "seq_len")}
-            results = {"tokens_per_s": float(row.pop("tokens_per_s_per_gpu")), "gib": float(row["gib"])}
+            results = {
+                "tokens_per_s": float(row.pop("tokens_per_s_per_gpu")),
+                "gib": float(row["gib"]),
+            }
             runs.append(Run(**{**row, **switches, **numbers, **results}))
         return runs
 
@@ -93,7 +98,10 @@ def configuration(run: Run, folder: str) -> Trainer.Config:
     """Return a configuration with the published setup."""
     size = run.model.removeprefix("llama3-").lower()
     name = "llama3_8b_float8" if run.float8 and size == "8b" else f"llama3_{size}"
-    degrees = {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz")) for word in run.layout.split()}
+    degrees = {
+        word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz"))
+        for word in run.layout.split()
+    }
     options = {
         "training.local_batch_size": run.local_batch,
         "training.seq_len": run.seq_len,
@@ -103,11 +111,15 @@ def configuration(run: Run, folder: str) -> Trainer.Config:
         "parallelism.tensor_parallel_degree": degrees.get("tp", 1),
         "parallelism.pipeline_parallel_degree": degrees.get("pp", 1),
         "parallelism.pipeline_parallel_schedule": run.schedule or "1F1B",
-        "parallelism.pipeline_parallel_microbatch_size": PIPELINE_MICROBATCH if "pp" in degrees else 1,
+        "parallelism.pipeline_parallel_microbatch_size": PIPELINE_MICROBATCH
+        if "pp" in degrees
+        else 1,
     }
     words = [f"--{option}={value}" for option, value in options.items()]
     config = (
-        ConfigManager().parse_args(["--module=llama3", f"--config={name}", f"--dump_folder={folder}", *words]).config
+        ConfigManager()
+        .parse_args(["--module=llama3", f"--config={name}", f"--dump_folder={folder}", *words])
+        .config
     )
     if run.float8 and size != "8b":
         from torchtitan.models.llama3.config_registry import llama3_8b_float8
@@ -126,7 +138,9 @@ def prediction_of(run: Run) -> Prediction:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write_docs", action="store_true", help="write the table into docs/foresight.md")
+    parser.add_argument(
+        "--write_docs", action="store_true", help="write the table into docs/foresight.md"
+    )
     parser.add_argument("--parts", action="store_true", help="also print where the time goes")
     arguments = parser.parse_args()
     rows, errors = [], []
@@ -137,9 +151,15 @@ def main() -> None:
         is_fitted = run.id in FITTED
         if not is_fitted:
             errors.append((abs(time_error), abs(memory_error)))
-        speed = [f"{run.tokens_per_s:,.0f}", f"{prediction.tokens_per_second:,.0f}", f"{time_error:+.1%}"]
+        speed = [
+            f"{run.tokens_per_s:,.0f}",
+            f"{prediction.tokens_per_second:,.0f}",
+            f"{time_error:+.1%}",
+        ]
         memory = [f"{run.gib:.1f}", f"{prediction.memory_gib:.1f}", f"{memory_error:+.1%}"]
-        rows.append(Row([f"{run.id}{' (fitted)' if is_fitted else ''}", run.setup, *speed, *memory]))
+        rows.append(
+            Row([f"{run.id}{' (fitted)' if is_fitted else ''}", run.setup, *speed, *memory])
+        )
         if arguments.parts:
             print(
                 run.id,
@@ -149,10 +169,13 @@ def main() -> None:
             )
     times, memory_errors = zip(*errors, strict=True)
     summary = (
-        f"On the {len(errors)} rows that were not fitted: time, median error {statistics.median(times):.1%}, worst "
-        f"{max(times):.1%}; memory, worst {max(memory_errors):.1%}."
+        f"On the {len(errors)} rows that were not fitted: time, median error "
+        f"{statistics.median(times):.1%}, worst {max(times):.1%}; memory, worst "
+        f"{max(memory_errors):.1%}."
     )
-    print_table("Predicted against published (error of the step's time, and of memory)", COLUMNS, rows)
+    print_table(
+        "Predicted against published (error of the step's time, and of memory)", COLUMNS, rows
+    )
     print(summary)
     if arguments.write_docs:
         page = PROJECT / "docs/foresight.md"

@@ -23,7 +23,13 @@ from torchtitan.foresight import plan, predict
 from torchtitan.foresight.devices import DEVICES, device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.planning import MESH, option_words
 from torchtitan.foresight.prediction import predict_from_reports
-from torchtitan.foresight.time import CONTENTION, Message, bubble_seconds, collective_seconds, step_parts
+from torchtitan.foresight.time import (
+    CONTENTION,
+    Message,
+    bubble_seconds,
+    collective_seconds,
+    step_parts,
+)
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -67,7 +73,9 @@ def test_sharding_is_hidden_by_computation_and_tensor_parallelism_is_not():
     assert total(hidden) == pytest.approx(1 + CONTENTION * (0.5 + start))
     exposed = step_parts(DEVICE, [(second, 1), (message._replace(role="tensor parallel"), 100)])
     assert total(exposed) == pytest.approx(1.5 + start)
-    assert total(step_parts(DEVICE, [(second, 1), (message._replace(n_bytes=1e12), 0)])) == pytest.approx(1)
+    assert total(
+        step_parts(DEVICE, [(second, 1), (message._replace(n_bytes=1e12), 0)])
+    ) == pytest.approx(1)
 
 
 def test_rings_use_all_network_devices_of_a_host():
@@ -81,7 +89,9 @@ def test_rings_use_all_network_devices_of_a_host():
 
 
 def test_bubble_of_a_pipeline():
-    single, double = (PipelinePlan(name, 8, ((),) * n, 8) for name, n in (("1F1B", 8), ("Interleaved1F1B", 16)))
+    single, double = (
+        PipelinePlan(name, 8, ((),) * n, 8) for name, n in (("1F1B", 8), ("Interleaved1F1B", 16))
+    )
     assert bubble_seconds({"products": 1.0, "optimizer": 5.0}, single) == pytest.approx(7 / 8)
     assert bubble_seconds({"products": 1.0}, double) == pytest.approx(7 / 16)
     filled = dataclasses.replace(single, schedule="ZBVZeroBubble")
@@ -93,20 +103,32 @@ def test_bubble_of_a_pipeline():
     ("world_size", "words"),
     [
         (8, [LAYERS, "--activation_checkpoint.mode=selective"]),
-        (16, [LAYERS, "--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]),
-        (4, [LAYERS, "--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=none"]),
+        (
+            16,
+            [LAYERS, "--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"],
+        ),
+        (
+            4,
+            [
+                LAYERS,
+                "--parallelism.context_parallel_degree=2",
+                "--activation_checkpoint.mode=none",
+            ],
+        ),
     ],
 )
 def test_few_layers_predict_a_dry_run_of_all(tmp_path: Path, world_size: int, words: list[str]):
-    """The extrapolation counts the same products, messages and memory. The optimizer's traffic is divided evenly, and
-    the calls of messages are rounded, so times differ a little."""
+    """The extrapolation counts the same products, messages and memory. The optimizer's traffic is
+    divided evenly, and the calls of messages are rounded, so times differ a little."""
     config = configuration(tmp_path, *words)
     reports = dry_run(config, world_size)
     whole = predict_from_reports(config, reports, world_size, DEVICE, 8)
     few = predict(config, world_size, DEVICE)
     assert few.parts["products"] == pytest.approx(whole.parts["products"], rel=1e-6)
     assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
-    assert few.memory_gib == pytest.approx(max(r.peak_reserved_bytes for r in reports) / 2**30, rel=0.03)
+    assert few.memory_gib == pytest.approx(
+        max(r.peak_reserved_bytes for r in reports) / 2**30, rel=0.03
+    )
     assert "tokens/s per device, MFU" in str(few)
 
 
@@ -124,11 +146,17 @@ def test_published_rows_that_were_not_fitted(row: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [["--module=llama4", "--config=debugmodel"], [LAYERS, "--config=debugmodel", "--optimizer.name=Muon"]],
+    [
+        ["--module=llama4", "--config=debugmodel"],
+        [LAYERS, "--config=debugmodel", "--optimizer.name=Muon"],
+    ],
     ids=["chunks", "Muon"],
 )
-def test_other_models_and_optimizers_have_the_products_of_a_dry_run(tmp_path: Path, words: list[str]):
-    """Only products and attention: the launches of the optimizer, which bound these small models, are not counted."""
+def test_other_models_and_optimizers_have_the_products_of_a_dry_run(
+    tmp_path: Path, words: list[str]
+):
+    """Only products and attention: the launches of the optimizer, which bound these small models,
+    are not counted."""
     config = configuration(tmp_path, *words)
     whole = predict_from_reports(config, dry_run(config, 4), 4, DEVICE, 8)
     few = predict(config, 4, DEVICE)
@@ -139,8 +167,8 @@ def test_other_models_and_optimizers_have_the_products_of_a_dry_run(tmp_path: Pa
 
 @pytest.mark.slow
 def test_activations_count_if_another_peak_is_higher_in_few_layers(tmp_path: Path):
-    """With one window, few layers need most memory for the gradient of the embedding, and all of them when activations
-    wait for the backward pass."""
+    """With one window, few layers need most memory for the gradient of the embedding, and all of
+    them when activations wait for the backward pass."""
     words = [LAYERS, "--parallelism.tensor_parallel_degree=8", "--training.local_batch_size=1"]
     config = configuration(tmp_path, *words, "--activation_checkpoint.mode=selective")
     peak = max(report.peak_reserved_bytes for report in dry_run(config, 64))
@@ -168,9 +196,14 @@ def test_plan_fits_and_ranks(tmp_path: Path):
     assert found.n_compared > found.n_too_large > 0
     assert "slower" in found.reason(1)
     best = found.options[0]
-    words += ["--parallelism.tensor_parallel_degree=8", "--parallelism.expert_tensor_parallel_degree=8"]
+    words += [
+        "--parallelism.tensor_parallel_degree=8",
+        "--parallelism.expert_tensor_parallel_degree=8",
+    ]
     other = configuration(tmp_path, *words, config="debugmodel")
-    again = configuration(tmp_path, *words, *option_words(other, best.layout.config.to_dict()), config="debugmodel")
+    again = configuration(
+        tmp_path, *words, *option_words(other, best.layout.config.to_dict()), config="debugmodel"
+    )
     assert again.training.resolve_global_batch_size(best.layout.dims.dp_degree) == 64
     assert again.check_layout(8) == best.layout.dims
 
@@ -178,7 +211,13 @@ def test_plan_fits_and_ranks(tmp_path: Path):
 @pytest.mark.slow
 def test_command_writes_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "best.yaml"
-    words = ["plan", "--devices=2", "--devices_per_host=2", f"--apply={file}", "--global_batch_size=8"]
+    words = [
+        "plan",
+        "--devices=2",
+        "--devices_per_host=2",
+        f"--apply={file}",
+        "--global_batch_size=8",
+    ]
     assert main([*words, "--config=debugmodel", f"--dump_folder={tmp_path}"]) == 0
     output = capsys.readouterr().out
     assert "Best: NGPU=2 torchtitan train --config=debugmodel" in output
@@ -188,9 +227,13 @@ def test_command_writes_a_configuration(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_nothing_fits(tmp_path: Path):
-    config = configuration(tmp_path, "--training.seq_len=1024", "--model.vocab_size=65536", config="debugmodel")
+    config = configuration(
+        tmp_path, "--training.seq_len=1024", "--model.vocab_size=65536", config="debugmodel"
+    )
     device = dataclasses.replace(DEVICE, memory_gib=0.15)
-    with pytest.raises(UserError, match=r"no layout fits into the 0.1 GiB .* the nearest of .* fit: .*devices, "):
+    with pytest.raises(
+        UserError, match=r"no layout fits into the 0.1 GiB .* the nearest of .* fit: .*devices, "
+    ):
         plan(config, 2, device)
 
 
@@ -205,10 +248,15 @@ def test_nothing_fits(tmp_path: Path):
         ("--training.seq_len=0", "--training.seq_len is 0, but must be at least 1"),
         ("--apply=/nowhere/best.yaml", "--apply '/nowhere/best.yaml' cannot be written"),
         ("--apply=.", "--apply '.' cannot be written"),
-        ("--device_file=/nowhere", "the device file '/nowhere' cannot be read: No such file or directory"),
+        (
+            "--device_file=/nowhere",
+            "the device file '/nowhere' cannot be read: No such file or directory",
+        ),
     ],
 )
-def test_mistake_on_the_command_line_is_one_line(word: str, message: str, capsys: pytest.CaptureFixture[str]):
+def test_mistake_on_the_command_line_is_one_line(
+    word: str, message: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["plan", "--devices=2", *word.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"torchtitan plan: {message}")
@@ -226,45 +274,73 @@ def test_devices(tmp_path: Path):
         "3": "must map names",
         "name: x": "missing keys memory_gib",
         yaml.safe_dump({**own, "speed": 1}): "unknown keys speed",
-        yaml.safe_dump({**own, "memory_gib": "much"}): "'memory_gib' is 'much', but must be a number",
+        yaml.safe_dump(
+            {**own, "memory_gib": "much"}
+        ): "'memory_gib' is 'much', but must be a number",
         yaml.safe_dump({**own, "memory_gib": -1}): "memory_gib is -1, but must be a number above 0",
-        yaml.safe_dump({**own, "is_asynchronous": "maybe"}): "is_asynchronous. is 'maybe', but must be",
+        yaml.safe_dump(
+            {**own, "is_asynchronous": "maybe"}
+        ): "is_asynchronous. is 'maybe', but must be",
     }.items():
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             device_in_file(path)
-    with pytest.raises(UserError, match=r"the device file '.*missing.yaml' cannot be read: No such file or directory$"):
+    with pytest.raises(
+        UserError,
+        match=r"the device file '.*missing.yaml' cannot be read: No such file or directory$",
+    ):
         device_in_file(tmp_path / "missing.yaml")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int):
+def test_auto_writes_its_layout_and_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+):
     monkeypatch.setattr("torchtitan.cli.auto_layout._own_device", lambda *sizes: DEVICE)
     monkeypatch.setenv("NGPU", str(processes))
-    options = ["--parallelism.auto", "--training.seq_len=32", "--validator.enable=false", "--checkpoint.enable"]
-    run = ["train", "--config=debugmodel", f"--dump_folder={tmp_path}", "--checkpoint.interval=1", *options]
+    options = [
+        "--parallelism.auto",
+        "--training.seq_len=32",
+        "--validator.enable=false",
+        "--checkpoint.enable",
+    ]
+    run = [
+        "train",
+        "--config=debugmodel",
+        f"--dump_folder={tmp_path}",
+        "--checkpoint.interval=1",
+        *options,
+    ]
     assert main([*run, "--training.steps=1"]) == 0
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert written["parallelism"]["auto"] is False
     assert written["training"]["global_batch_size"] == 8 * processes
-    assert prod(written["parallelism"][name.removeprefix("parallelism.")] for name in MESH) == processes
+    assert (
+        prod(written["parallelism"][name.removeprefix("parallelism.")] for name in MESH)
+        == processes
+    )
     assert read_metrics(tmp_path, "loss")
     written["training"]["local_batch_size"] = 2  # not the choice of a plan
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
-    kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), processes, processes)
+    kept = layout_words(
+        configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), processes, processes
+    )
     assert "--training.local_batch_size=2" in kept
 
 
 @pytest.mark.slow
 def test_speed_of_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Against products timed here, alone and in the fastest of 50 calls: two processes are slower, and other programs
-    may be busy. Processes beyond the cores have the speed of one per core."""
+    """Against products timed here, alone and in the fastest of 50 calls: two processes are slower,
+    and other programs may be busy. Processes beyond the cores have the speed of one per core."""
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     device = device_named("cpu", 2)
-    for dtype, flops in {torch.float32: device.float32_flops, torch.bfloat16: device.bfloat16_flops}.items():
+    for dtype, flops in {
+        torch.float32: device.float32_flops,
+        torch.bfloat16: device.bfloat16_flops,
+    }.items():
         a, b = torch.rand(1024, 256, dtype=dtype), torch.rand(256, 768, dtype=dtype)
         with onednn_products():
             fastest = min(timeit.repeat(lambda a=a, b=b: a @ b, number=1, repeat=50))

@@ -1,1 +1,2 @@
-"""Fuzzing of the torchtitan commands with hostile and damaged input files: `python -m tests.hostile_inputs`."""
+"""Fuzzing of the torchtitan commands with hostile and damaged input files: `python -m
+tests.hostile_inputs`."""

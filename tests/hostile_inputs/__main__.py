@@ -1,4 +1,5 @@
-"""`python -m tests.hostile_inputs`: try hostile and damaged files, and print a table of the verdicts."""
+"""`python -m tests.hostile_inputs`: try hostile and damaged files, and print a table of the
+verdicts."""
 
 import argparse
 import importlib
@@ -49,24 +50,42 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile_inputs", description=__doc__)
     parser.add_argument(
-        "--cases", type=int, default=2000, help="number of cases over all kinds of files (default: 2000)"
+        "--cases",
+        type=int,
+        default=2000,
+        help="number of cases over all kinds of files (default: 2000)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first case of each kind (default: 0)")
     parser.add_argument(
-        "--only", metavar="PATTERN", default="", help="only kinds whose name matches this regular expression"
+        "--seed", type=int, default=0, help="seed of the first case of each kind (default: 0)"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        default="",
+        help="only kinds whose name matches this regular expression",
     )
     parser.add_argument("--list", action="store_true", help="list the kinds and exit")
-    parser.add_argument("--verbose", action="store_true", help="print each case and the output of its command")
-    parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print each case and the output of its command"
+    )
+    parser.add_argument(
+        "--write-docs",
+        action="store_true",
+        help=f"replace the table in {PAGE.relative_to(PROJECT)}",
+    )
     return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Try the cases of the command line; return 1 if there are defects, 2 for a mistake in the command line, else 0."""
+    """Try the cases of the command line; return 1 if there are defects, 2 for a mistake in the
+    command line, else 0."""
     arguments = parse_arguments(words)
     subjects = [subject for subject in SUBJECTS if re.search(arguments.only, subject.name)]
     if not subjects or arguments.cases < len(subjects):
-        print(f"--only '{arguments.only}' finds {len(subjects)} kinds, each of which needs a case", file=sys.stderr)
+        print(
+            f"--only '{arguments.only}' finds {len(subjects)} kinds, each of which needs a case",
+            file=sys.stderr,
+        )
         return 2
     if arguments.list:
         print("\n".join(subject.name for subject in subjects))
@@ -85,20 +104,30 @@ def try_cases(subjects: Sequence[Subject], cases: int, seed: int, verbose: bool 
     """Try cases for each kind of file in turn; print defects with their cause."""
     prepare()
     counts: dict[str, Counter[Verdict]] = {subject.name: Counter() for subject in subjects}
-    workplace = Path(tempfile.mkdtemp(prefix="hostile-inputs-", dir=MEMORY if MEMORY.is_dir() else None))
+    workplace = Path(
+        tempfile.mkdtemp(prefix="hostile-inputs-", dir=MEMORY if MEMORY.is_dir() else None)
+    )
     try:
         base = make_world(workplace)
         expected = {subject.name: _undamaged(base, workplace, subject) for subject in subjects}
         drawn = [
-            draw(subjects[number % len(subjects)], base, seed + number // len(subjects)) for number in range(cases)
+            draw(subjects[number % len(subjects)], base, seed + number // len(subjects))
+            for number in range(cases)
         ]
-        # Workers are forked, and fork their cases in turn: neither has threads that a fork would lose.
+        # Workers are forked, and fork their cases in turn: neither has threads that a fork would
+        # lose.
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as workers:
-            tried = [workers.submit(attempt, case, base, workplace, expected[case.subject.name]) for case in drawn]
+            tried = [
+                workers.submit(attempt, case, base, workplace, expected[case.subject.name])
+                for case in drawn
+            ]
             for case, result in zip(drawn, (future.result() for future in tried), strict=True):
                 counts[case.subject.name][result.verdict] += 1
                 if verbose or result.verdict in DEFECTS:
-                    print(f"{result.verdict}: {case.name}\n  {shlex.join(case.command)}\n{result.printed[-3000:]}")
+                    print(
+                        f"{result.verdict}: {case.name}\n  "
+                        f"{shlex.join(case.command)}\n{result.printed[-3000:]}"
+                    )
     finally:
         shutil.rmtree(workplace)
     return counts
@@ -146,7 +175,9 @@ def _undamaged(base: Path, workplace: Path, subject: Subject) -> float | None:
         shutil.copytree(base, copy)
         code, printed = run(command, copy)
         if code != 0:
-            raise RuntimeError(f"{subject.name}: {shlex.join(command)} ended with {code}:\n{printed}")
+            raise RuntimeError(
+                f"{subject.name}: {shlex.join(command)} ended with {code}:\n{printed}"
+            )
         loss = last_loss(copy, subject) if subject.result else None
         shutil.rmtree(copy)
     return loss

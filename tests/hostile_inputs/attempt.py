@@ -1,4 +1,5 @@
-"""One case: one command in a new process, on a copy of the example files with one hostile file, and the verdict."""
+"""One case: one command in a new process, on a copy of the example files with one hostile file, and
+the verdict."""
 
 import contextlib
 import json
@@ -29,11 +30,13 @@ MEMORY_BYTES = 8 * 2**30
 _POLL_SECONDS = 0.002
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-Verdict = Literal["accepted", "refused", "traceback", "hang", "executed", "silent", "leaked", "escape"]
+Verdict = Literal[
+    "accepted", "refused", "traceback", "hang", "executed", "silent", "leaked", "escape"
+]
 DEFECTS: tuple[Verdict, ...] = ("traceback", "hang", "executed", "silent", "leaked", "escape")
-"""An exception with its traceback, or a process that dies; no end within `HANG_SECONDS`; code of the file was executed;
-damage was accepted, or changed a result, without a message; the content of a file outside the folder was copied;
-control characters were printed."""
+"""An exception with its traceback, or a process that dies; no end within `HANG_SECONDS`; code of
+the file was executed; damage was accepted, or changed a result, without a message; the content of a
+file outside the folder was copied; control characters were printed."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,16 @@ class Result:
 def draw(subject: Subject, world: Path, seed: int) -> Case:
     """Return the case of that seed."""
     generator = random.Random(f"{subject.name} {seed}")
-    file = generator.choice([found for pattern in subject.files for found in sorted(world.glob(pattern))])
+    file = generator.choice(
+        [found for pattern in subject.files for found in sorted(world.glob(pattern))]
+    )
     change = generator.choice((*subject.mutators, *ALWAYS, generator.choice(REPLACEMENTS)))
     is_json = file.suffix in (".json", ".jsonl")
     if change.__name__ == "changed_json" and not is_json:
         change = generator.choice(ALWAYS)
-    return Case(subject, str(file.relative_to(world)), change, generator.choice(subject.commands), seed)
+    return Case(
+        subject, str(file.relative_to(world)), change, generator.choice(subject.commands), seed
+    )
 
 
 def last_loss(world: Path, subject: Subject) -> float | None:
@@ -109,8 +116,11 @@ def attempt(case: Case, world: Path, workplace: Path, expected: float | None) ->
         shutil.rmtree(place)
 
 
-def run(command: Command, folder: Path, function: Callable[[Sequence[str]], int] = main) -> tuple[int | None, str]:
-    """Run a command in a forked process, without imports; return the exit code (None if it hung) and output."""
+def run(
+    command: Command, folder: Path, function: Callable[[Sequence[str]], int] = main
+) -> tuple[int | None, str]:
+    """Run a command in a forked process, without imports; return the exit code (None if it hung)
+    and output."""
     output = folder.parent / "printed"
     child = os.fork()
     if child == 0:
@@ -124,10 +134,14 @@ def run(command: Command, folder: Path, function: Callable[[Sequence[str]], int]
         os.killpg(child, signal.SIGKILL)
     if not ended:
         os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if ended else None, output.read_text(errors="surrogateescape")
+    return os.waitstatus_to_exitcode(status) if ended else None, output.read_text(
+        errors="surrogateescape"
+    )
 
 
-def _become(command: Command, folder: Path, output: Path, function: Callable[[Sequence[str]], int]) -> None:
+def _become(
+    command: Command, folder: Path, output: Path, function: Callable[[Sequence[str]], int]
+) -> None:
     """Run the command in this process, and end it."""
     code = 1
     try:
@@ -139,7 +153,9 @@ def _become(command: Command, folder: Path, output: Path, function: Callable[[Se
         for stream in (1, 2):
             os.dup2(descriptor, stream)
         os.dup2(os.open(folder / "stdin", os.O_RDONLY | os.O_CREAT), 0)
-        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w")))
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w"))
+        )
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY_BYTES, hard))
         code = function(command)
@@ -159,8 +175,11 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def verdict_of(case: Case, copy: Path, code: int | None, printed: str, expected: float | None) -> Verdict:
-    """Return the verdict on a case from what its command left in the folder, its exit code, and its output."""
+def verdict_of(
+    case: Case, copy: Path, code: int | None, printed: str, expected: float | None
+) -> Verdict:
+    """Return the verdict on a case from what its command left in the folder, its exit code, and its
+    output."""
     if (copy / CANARY).exists():
         return "executed"
     if code is None:
@@ -182,5 +201,9 @@ def verdict_of(case: Case, copy: Path, code: int | None, printed: str, expected:
 def _leaks(copy: Path, case: Case) -> bool:
     """Return whether a file that was written has the content of a file outside the folder."""
     known = {copy / "secret.txt", copy / case.file}
-    files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink() and path not in known]
+    files = [
+        path
+        for path in copy.rglob("*")
+        if path.is_file() and not path.is_symlink() and path not in known
+    ]
     return any(SECRET.encode() in path.read_bytes() for path in files)

@@ -1,4 +1,5 @@
-"""Mutators, which damage a file or make it hostile: functions from content and a generator to new content."""
+"""Mutators, which damage a file or make it hostile: functions from content and a generator to new
+content."""
 
 import io
 import json
@@ -17,9 +18,12 @@ import yaml
 Mutator = Callable[[bytes, random.Random], bytes]
 
 CANARY = "canary"
-"""Name of the file, in the current folder, that hostile code would write, and of a module that writes it."""
+"""Name of the file, in the current folder, that hostile code would write, and of a module that
+writes it."""
 
-LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456789\n".encode()
+LFS_POINTER = (
+    f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456789\n".encode()
+)
 DEEP = 100_000
 
 
@@ -33,7 +37,8 @@ class Payload:
         return self._call
 
 
-# Damage ----------------------------------------------------------------------------------------------------------
+# Damage
+# --------------------------------------------------------------------------------------------------
 
 
 def emptied(content: bytes, generator: random.Random) -> bytes:
@@ -91,7 +96,8 @@ DESTROYING: tuple[Mutator, ...] = (emptied, truncated, zeroed, garbage, web_page
 DAMAGING: tuple[Mutator, ...] = (*DESTROYING, flipped, spliced)
 
 
-# JSON and YAML -----------------------------------------------------------------------------------------------------
+# JSON and YAML
+# --------------------------------------------------------------------------------------------------
 
 
 def _nested(opening: str, closing: str) -> Any:
@@ -131,7 +137,14 @@ def _hostile_values(generator: random.Random) -> Any:
         "--dump_folder",
         CANARY,
     )
-    classes = (f"{CANARY}.Config", f"{CANARY}:run", "os.system", "torchtitan.cli.main.main", "a" * 100_000, "\u202egnp")
+    classes = (
+        f"{CANARY}.Config",
+        f"{CANARY}:run",
+        "os.system",
+        "torchtitan.cli.main.main",
+        "a" * 100_000,
+        "\u202egnp",
+    )
     shapes: tuple[Any, ...] = (None, True, [], {}, [None], {"": None}, [[[]]], {"a": {"b": []}})
     raw = (_Raw("9" * 5000), _nested("[", "]"), _nested('{"a":', "1}").replace("1}1}", "}}"))
     kind = generator.choice((numbers, numbers, texts, classes, shapes, shapes, raw))
@@ -151,7 +164,8 @@ def _places(document: Any) -> list[tuple[Any, Any]]:
 
 
 def _change(document: Any, generator: random.Random) -> Any:
-    """Replace, remove, or rename one value of a document, which is changed; or replace the document."""
+    """Replace, remove, or rename one value of a document, which is changed; or replace the
+    document."""
     places = _places(document)
     if not places or generator.random() < 0.03:
         return _hostile_values(generator)
@@ -164,7 +178,9 @@ def _change(document: Any, generator: random.Random) -> Any:
     if action == "remove":
         del container[key]
     elif action == "rename" and isinstance(container, dict):
-        container[generator.choice(("", "\x1b[31m", "__class__", "../x", str(key) * 3))] = container.pop(key)
+        container[generator.choice(("", "\x1b[31m", "__class__", "../x", str(key) * 3))] = (
+            container.pop(key)
+        )
     elif action == "exchange":
         other, other_key = generator.choice(places)
         container[key] = other[other_key] if not isinstance(other[other_key], dict | list) else None
@@ -217,7 +233,9 @@ def _line(key: str, value: str) -> str:
     return f"{key}: {value}\n"
 
 
-_BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]\n" for n in range(12))
+_BOMB = "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]\n" for n in range(12)
+)
 _YAML = (
     "training: &t\n  steps: *t\n",
     "&a [*a]\n",
@@ -253,16 +271,21 @@ def hostile_yaml(content: bytes, generator: random.Random) -> bytes:
     return (content if generator.random() < 0.3 else b"") + generator.choice(_YAML).encode()
 
 
-# Templates ---------------------------------------------------------------------------------------------------------
+# Templates
+# --------------------------------------------------------------------------------------------------
 
 _TEMPLATE = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
-    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
-    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor "
+    "%}{{ n.x }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor "
+    "%}{{ n.x }}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ "
+    "n.x }}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor "
+    "%}{{ n.x }}",
     "{{ 'a' * 10 ** 11 }}",
     "{{ [0] * 10 ** 11 }}",
     "{{ 10 ** 10 ** 9 }}",
@@ -273,7 +296,8 @@ _TEMPLATE = (
     "{{ 'a'.ljust(10 ** 11) }}",
     "{{ ('a' * 99999).replace('a', 'a' * 99999).replace('a', 'a' * 99999) }}",
     "{{ ('a' * 99999).join(range(99999)|map('string')) }}",
-    "{% set n = namespace(x='aaa') %}{% for i in range(99) %}{% set n.x = n.x|replace('a', 'aaa') %}{% endfor %}",
+    "{% set n = namespace(x='aaa') %}{% for i in range(99) %}{% set n.x = n.x|replace('a', 'aaa') "
+    "%}{% endfor %}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     f"{{{{ cycler.__init__.__globals__.os.system('touch {CANARY}') }}}}",
     f"{{{{ self.__init__.__globals__.__builtins__.open('{CANARY}', 'w') }}}}",
@@ -296,13 +320,15 @@ _TEMPLATE = (
 
 
 def hostile_template(content: bytes, generator: random.Random) -> bytes:
-    """An expression that tries to run code, hang, or overwhelm, alone or among the original ones."""
+    """An expression that tries to run code, hang, or overwhelm, alone or among the original
+    ones."""
     hostile = generator.choice(_TEMPLATE).encode()
     place = generator.choice((0, len(content)))
     return hostile if generator.random() < 0.4 else content[:place] + hostile + content[place:]
 
 
-# Pickles -----------------------------------------------------------------------------------------------------------
+# Pickles
+# --------------------------------------------------------------------------------------------------
 
 
 def _payload(generator: random.Random) -> Any:
@@ -325,8 +351,14 @@ def hostile_pickle(content: bytes, generator: random.Random) -> bytes:
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
-    stranger = generator.choice((_payload(generator), {"a": _payload(generator)}, deep, None, 1, {1: 2}, [1] * 10))
-    raw = (b"(" * DEEP + b"t" * 10 + b".", b"\x80\x04" + b"]" * DEEP + b"a" * (DEEP - 1) + b".", b"\x8e" + b"\xff" * 8)
+    stranger = generator.choice(
+        (_payload(generator), {"a": _payload(generator)}, deep, None, 1, {1: 2}, [1] * 10)
+    )
+    raw = (
+        b"(" * DEEP + b"t" * 10 + b".",
+        b"\x80\x04" + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
+        b"\x8e" + b"\xff" * 8,
+    )
     whole = pickle.dumps(stranger, protocol=generator.choice((2, 4)))
     if generator.random() < 0.25:
         return generator.choice(raw)
@@ -344,7 +376,8 @@ def hostile_archive(content: bytes, generator: random.Random) -> bytes:
     return buffer.getvalue()
 
 
-# safetensors -------------------------------------------------------------------------------------------------------
+# safetensors
+# --------------------------------------------------------------------------------------------------
 
 
 def changed_header(content: bytes, generator: random.Random) -> bytes:

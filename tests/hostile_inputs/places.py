@@ -7,7 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.components.checkpoint.filesystem import LocalFolder
-from torchtitan.components.checkpoint.manifest import MANIFEST, MARKER, marker_content, read_marker, write_manifest
+from torchtitan.components.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    marker_content,
+    read_marker,
+    write_manifest,
+)
 from torchtitan.components.checkpoint.ranks import Ranks
 
 Replacement = Callable[[Path, random.Random], None]
@@ -47,7 +53,15 @@ def missing(path: Path, generator: random.Random) -> None:
     """Nothing."""
 
 
-REPLACEMENTS: tuple[Replacement, ...] = (link_to_secret, dangling_link, link_to_itself, endless, pipe, folder, missing)
+REPLACEMENTS: tuple[Replacement, ...] = (
+    link_to_secret,
+    dangling_link,
+    link_to_itself,
+    endless,
+    pipe,
+    folder,
+    missing,
+)
 
 
 def forge(checkpoint: Path) -> None:

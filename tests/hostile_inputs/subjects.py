@@ -38,8 +38,9 @@ class Subject:
         commands: a case runs one of these.
         mutators: mutators for this kind; all kinds also get `DAMAGING` and `REPLACEMENTS`.
         noticed: whether a destroyed file must be reported.
-        result: a metrics.jsonl whose last loss must be the undamaged world's in all successful cases, since
-            torchtitan has digests of the file or rebuilds it; empty if other content is another valid input.
+        result: a metrics.jsonl whose last loss must be the undamaged world's in all successful
+            cases, since torchtitan has digests of the file or rebuilds it; empty if other content
+            is another valid input.
         forged: the checkpoint whose manifest and marker are made to agree with the hostile file.
     """
 
@@ -77,10 +78,20 @@ _REPORTS = (["report", "run", "--output", "run.html"], ["report", "--text", "run
 SUBJECTS = (
     Subject("config.json", ["hf/config.json"], [_generate("hf"), _convert("hf", "dcp")], _ANY_JSON),
     Subject(
-        "generation_config.json", ["hf/generation_config.json"], [_generate("hf"), _convert("hf", "meta")], _ANY_JSON
+        "generation_config.json",
+        ["hf/generation_config.json"],
+        [_generate("hf"), _convert("hf", "meta")],
+        _ANY_JSON,
     ),
-    Subject("tokenizer.json", ["hf/tokenizer.json"], [_generate("hf"), _convert("hf", "hf")], _ANY_JSON),
-    Subject("tokenizer_config.json", ["hf/tokenizer_config.json"], [_generate("hf"), _convert("hf", "hf")], _ANY_JSON),
+    Subject(
+        "tokenizer.json", ["hf/tokenizer.json"], [_generate("hf"), _convert("hf", "hf")], _ANY_JSON
+    ),
+    Subject(
+        "tokenizer_config.json",
+        ["hf/tokenizer_config.json"],
+        [_generate("hf"), _convert("hf", "hf")],
+        _ANY_JSON,
+    ),
     Subject(
         "chat template",
         ["hf/chat_template.jinja"],
@@ -107,7 +118,9 @@ SUBJECTS = (
         [_generate("meta"), _convert("meta", "hf"), [*_INSPECT, "meta"]],
         (hostile_archive, hostile_archive, hostile_pickle),
     ),
-    Subject("params.json", ["meta/params.json"], [_generate("meta"), _convert("meta", "hf")], _ANY_JSON),
+    Subject(
+        "params.json", ["meta/params.json"], [_generate("meta"), _convert("meta", "hf")], _ANY_JSON
+    ),
     Subject(
         "DCP, resumed",
         _DCP,
@@ -131,7 +144,11 @@ SUBJECTS = (
     Subject(
         "DCP, loaded, forged",
         _DCP,
-        [resume(), train("out", "rows.jsonl", training__steps=1, checkpoint__initial_load_path=_NEWEST), _READ[0]],
+        [
+            resume(),
+            train("out", "rows.jsonl", training__steps=1, checkpoint__initial_load_path=_NEWEST),
+            _READ[0],
+        ],
         (hostile_pickle, hostile_pickle, hostile_archive),
         noticed=False,
         forged=_NEWEST,
@@ -151,12 +168,26 @@ SUBJECTS = (
         result=_RESUMED,
     ),
     Subject(
-        "assets/model.json, read", [f"{_NEWEST}/assets/model.json"], [_generate(_NEWEST)], _ANY_JSON, noticed=False
+        "assets/model.json, read",
+        [f"{_NEWEST}/assets/model.json"],
+        [_generate(_NEWEST)],
+        _ANY_JSON,
+        noticed=False,
     ),
     Subject(
-        "records of a run", ["run/metrics.jsonl", "run/ledger.jsonl"], [resume()], (changed_line,) * 6, noticed=False
+        "records of a run",
+        ["run/metrics.jsonl", "run/ledger.jsonl"],
+        [resume()],
+        (changed_line,) * 6,
+        noticed=False,
     ),
-    Subject("events of a run", ["run/events.jsonl"], [*_REPORTS, resume()], (changed_line,) * 12, noticed=False),
+    Subject(
+        "events of a run",
+        ["run/events.jsonl"],
+        [*_REPORTS, resume()],
+        (changed_line,) * 12,
+        noticed=False,
+    ),
     Subject(
         "records of a run, reported",
         ["run/metrics.jsonl", "run/completions.jsonl"],
@@ -165,9 +196,23 @@ SUBJECTS = (
         noticed=False,
     ),
     Subject("ledger, shown", ["run/ledger.jsonl"], [show()], (changed_line,) * 12, noticed=False),
-    Subject("foresight, reported", ["run/foresight.json"], _REPORTS, (changed_json,) * 12, noticed=False),
-    Subject("configuration, reported", ["run/config.yaml"], _REPORTS, (hostile_yaml, changed_yaml) * 6, noticed=False),
-    Subject("marker, reported", [f"{_NEWEST}/complete.json"], _REPORTS, (changed_json,) * 12, noticed=False),
+    Subject(
+        "foresight, reported", ["run/foresight.json"], _REPORTS, (changed_json,) * 12, noticed=False
+    ),
+    Subject(
+        "configuration, reported",
+        ["run/config.yaml"],
+        _REPORTS,
+        (hostile_yaml, changed_yaml) * 6,
+        noticed=False,
+    ),
+    Subject(
+        "marker, reported",
+        [f"{_NEWEST}/complete.json"],
+        _REPORTS,
+        (changed_json,) * 12,
+        noticed=False,
+    ),
     Subject("finished stage", ["stages/first/finished.json"], [recipe()], (changed_json,) * 12),
     Subject("recipe", ["recipe.yaml"], [recipe()], (hostile_yaml,) * 8 + (changed_yaml,) * 8),
     Subject("rows of text", ["rows.jsonl"], [_step("rows.jsonl")], (changed_line,) * 6),
@@ -175,7 +220,9 @@ SUBJECTS = (
     Subject("parquet", ["rows.parquet"], [_step("rows.parquet")]),
     Subject("other rows", ["rows.csv"], [_step("rows.csv")], noticed=False),
     Subject("compressed rows", ["rows.txt.gz"], [_step("rows.txt.gz")]),
-    Subject("saved dataset", ["saved/*.json", "saved/train/*"], [_step("saved")], (changed_json,) * 4),
+    Subject(
+        "saved dataset", ["saved/*.json", "saved/train/*"], [_step("saved")], (changed_json,) * 4
+    ),
     Subject(
         "questions",
         ["questions.jsonl"],
@@ -185,14 +232,27 @@ SUBJECTS = (
     Subject(
         "tokenizer.model",
         ["tiktoken/tokenizer.model"],
-        [[*_step("rows.jsonl"), "--hf_assets_path", "tiktoken", "--tokenizer.split_pattern", r"\s?\S+|\s+"]],
+        [
+            [
+                *_step("rows.jsonl"),
+                "--hf_assets_path",
+                "tiktoken",
+                "--tokenizer.split_pattern",
+                r"\s?\S+|\s+",
+            ]
+        ],
     ),
     Subject(
         "SentencePiece model",
         ["pieces/tokenizer.model"],
         [[*_step("rows.jsonl"), "--hf_assets_path", "pieces"]],
     ),
-    Subject("tekken.json", ["tekken/tekken.json"], [[*_step("rows.jsonl"), "--hf_assets_path", "tekken"]], _ANY_JSON),
+    Subject(
+        "tekken.json",
+        ["tekken/tekken.json"],
+        [[*_step("rows.jsonl"), "--hf_assets_path", "tekken"]],
+        _ANY_JSON,
+    ),
     Subject(
         "adapter's configuration",
         [f"{_ADAPTER}/adapter_config.json"],
@@ -200,7 +260,10 @@ SUBJECTS = (
         _ANY_JSON,
     ),
     Subject(
-        "adapter", [f"{_ADAPTER}/adapter_model.safetensors"], [adapter_run("out", _ADAPTER)], (changed_header,) * 6
+        "adapter",
+        [f"{_ADAPTER}/adapter_model.safetensors"],
+        [adapter_run("out", _ADAPTER)],
+        (changed_header,) * 6,
     ),
     Subject(
         "configuration (YAML)",
@@ -208,8 +271,16 @@ SUBJECTS = (
         [["train", "--config_file", "run.yaml", "--dump_folder", "out", "--training.steps", "1"]],
         (hostile_yaml,) * 8 + (changed_yaml,) * 4,
     ),
-    Subject("token cache", ["cache/tokens/*/*"], [_step("rows.jsonl")], _ANY_JSON[:1], result="out/metrics.jsonl"),
-    Subject("sample cache", ["cache/samples/*/*"], [chat_run("out")], (), result="out/metrics.jsonl"),
+    Subject(
+        "token cache",
+        ["cache/tokens/*/*"],
+        [_step("rows.jsonl")],
+        _ANY_JSON[:1],
+        result="out/metrics.jsonl",
+    ),
+    Subject(
+        "sample cache", ["cache/samples/*/*"], [chat_run("out")], (), result="out/metrics.jsonl"
+    ),
     Subject(
         "cache of a reference",
         ["cache/reference/*/*.safetensors", "cache/reference/*.complete"],

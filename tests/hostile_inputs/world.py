@@ -1,4 +1,5 @@
-"""A small example of every kind of file that torchtitan reads, written by torchtitan itself if it can."""
+"""A small example of every kind of file that torchtitan reads, written by torchtitan itself if it
+can."""
 
 import base64
 import csv
@@ -48,7 +49,8 @@ def train(folder: str, data: str, **options: object) -> list[str]:
 
 
 def resume() -> list[str]:
-    """Return the command that made the run's checkpoints, or resumes from the newest one that is left."""
+    """Return the command that made the run's checkpoints, or resumes from the newest one that is
+    left."""
     saving = {"checkpoint__enable": True, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
     return train("run", "rows.jsonl", training__steps=STEPS, debug__ledger=True, **saving)
 
@@ -60,8 +62,11 @@ def chat_run(folder: str) -> list[str]:
 
 
 def preference_run(folder: str) -> list[str]:
-    """Return the command of a step of preference optimization with cached results of the reference."""
-    words = train(folder, "pairs.jsonl", training__steps=1, training__seq_len=256, reference__kind="cached")
+    """Return the command of a step of preference optimization with cached results of the
+    reference."""
+    words = train(
+        folder, "pairs.jsonl", training__steps=1, training__seq_len=256, reference__kind="cached"
+    )
     return [words[0], "--module", "preference", "--config", "dpo_debugmodel", *words[1:]]
 
 
@@ -77,23 +82,32 @@ def recipe() -> list[str]:
 
 
 def adapter_run(folder: str, adapter: str = "") -> list[str]:
-    """Return the command of a step of training adapters, which begin from the ones in `adapter`, if any."""
+    """Return the command of a step of training adapters, which begin from the ones in `adapter`, if
+    any."""
     options = {"model_converters__lora__rank": 4, "model_converters__lora__adapter_path": adapter}
     words = train(folder, "chats.jsonl", training__steps=1, training__seq_len=256, **options)
     return [words[0], "--module", "llama3", "--config", "debugmodel_lora", *words[1:]]
 
 
 def build(folder: Path, run: Callable[[Command], None]) -> None:
-    """Write the examples into `folder`; `run` runs a command of torchtitan with that as its current folder."""
+    """Write the examples into `folder`; `run` runs a command of torchtitan with that as its current
+    folder."""
     generator = random.Random(0)
-    words = ["".join(generator.choices("aeioulnrstm", k=generator.randint(2, 7))) for _ in range(200)]
+    words = [
+        "".join(generator.choices("aeioulnrstm", k=generator.randint(2, 7))) for _ in range(200)
+    ]
 
     def text(count: int) -> str:
         return " ".join(generator.choices(words, k=count))
 
     rows = [{"text": text(30)} for _ in range(40)]
     chats = [
-        {"messages": [{"role": "user", "content": text(5)}, {"role": "assistant", "content": text(8)}]}
+        {
+            "messages": [
+                {"role": "user", "content": text(5)},
+                {"role": "assistant", "content": text(8)},
+            ]
+        }
         for _ in range(20)
     ]
     pairs = [{"prompt": text(5), "chosen": text(6), "rejected": text(4)} for _ in range(8)]
@@ -128,9 +142,16 @@ def build(folder: Path, run: Callable[[Command], None]) -> None:
     stages = [{"name": name, "run": "ls"} for name in ("first", "second")]
     (folder / "recipe.yaml").write_text(json.dumps({"stages": stages}))  # JSON is YAML
     run(recipe())
-    (folder / "run/foresight.json").write_text('{"device": "this machine", "step_time": 0.125, "mfu": 1.0}')
-    completions = [{"step": 1, "reward": 0.5, "prompt": "a", "completion": "b"}, {"step": 2, "reward": 1}]
-    (folder / "run/completions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in completions))
+    (folder / "run/foresight.json").write_text(
+        '{"device": "this machine", "step_time": 0.125, "mfu": 1.0}'
+    )
+    completions = [
+        {"step": 1, "reward": 0.5, "prompt": "a", "completion": "b"},
+        {"step": 2, "reward": 1},
+    ]
+    (folder / "run/completions.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in completions)
+    )
     last = f"run/checkpoint/step-{STEPS}"
     run(["convert", last, "hf", "--to", "hf"])
     run(["convert", last, "sharded", "--to", "hf", "--max_shard_size", "0.0001"])
@@ -138,6 +159,8 @@ def build(folder: Path, run: Callable[[Command], None]) -> None:
     shutil.copytree(folder / "hf", folder / "bin")
     torch.save(load_file(folder / "bin/model.safetensors"), folder / "bin/pytorch_model.bin")
     (folder / "bin/model.safetensors").unlink()
-    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    )
     (folder / "hf/chat_template.jinja").write_text(template)
     shutil.copy(folder / "run/config.yaml", folder / "run.yaml")

@@ -28,10 +28,19 @@ _LARGE_SAVE_BYTES = 64 << 20
 """More than the size of a checkpoint."""
 
 Event = Literal["start", "step", "save", "written", "renamed", "complete"]
-"""Processes started; a step completed; `step-N.partial` exists; its tensors are written; renamed to `step-N`; marked
-complete, before older checkpoints are removed."""
+"""Processes started; a step completed; `step-N.partial` exists; its tensors are written; renamed to
+`step-N`; marked complete, before older checkpoints are removed."""
 
-_EVENTS: tuple[Event, ...] = ("save", "complete", "written", "step", "start", "save", "renamed", "step")
+_EVENTS: tuple[Event, ...] = (
+    "save",
+    "complete",
+    "written",
+    "step",
+    "start",
+    "save",
+    "renamed",
+    "step",
+)
 """Used in turn, so that a few kills cover several events."""
 
 
@@ -66,8 +75,8 @@ def draw_moment(generator: random.Random, kill: int, saved: int, start_seconds: 
 
 
 class Attempt:
-    """A run of `torchtitan train` in its own process group. Use it in a `with` statement: processes that still run at
-    the end are killed.
+    """A run of `torchtitan train` in its own process group. Use it in a `with` statement: processes
+    that still run at the end are killed.
 
     Args:
         workplace: the current folder of the processes.
@@ -126,11 +135,15 @@ class Attempt:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(moment.delay)
 
-    def kill_at(self, moment: Moment, victim: Victim, generator: random.Random, disk: Disk | None = None) -> bool:
-        """Strike `victim` at the moment, and return whether this ended the attempt. No process is left afterwards.
+    def kill_at(
+        self, moment: Moment, victim: Victim, generator: random.Random, disk: Disk | None = None
+    ) -> bool:
+        """Strike `victim` at the moment, and return whether this ended the attempt. No process is
+        left afterwards.
 
         Raises:
-            AttemptFailed: if the moment is not reached, a process does not end, or the attempt ends unexpectedly.
+            AttemptFailed: if the moment is not reached, a process does not end, or the attempt ends
+                unexpectedly.
         """
         ranks = self._ranks() if victim == "rank" else []
         self.wait_for(moment)
@@ -140,7 +153,10 @@ class Attempt:
             rank = generator.choice(ranks)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
-            return self._wait() == -signal.SIGKILL or f"process {rank}, was ended by SIGKILL" in self.printed
+            return (
+                self._wait() == -signal.SIGKILL
+                or f"process {rank}, was ended by SIGKILL" in self.printed
+            )
         if victim == "power":
             assert disk
             disk.cut_power()
@@ -151,7 +167,9 @@ class Attempt:
             self._share_folder()
         if self._process.returncode is None:  # so its number is still valid
             os.killpg(self._process.pid, signal.SIGKILL)
-        return (code := self._wait()) == -signal.SIGKILL or (victim == "space" and self._complains(code))
+        return (code := self._wait()) == -signal.SIGKILL or (
+            victim == "space" and self._complains(code)
+        )
 
     def _fill(self, disk: Disk, generator: random.Random) -> None:
         """Fill the disk for a moment, and wait another moment if the attempt continues."""
@@ -168,9 +186,10 @@ class Attempt:
         return code != 0
 
     def _share_folder(self) -> None:
-        """Suspend this run and start a second one, which must be rejected and change nothing. Then wait for a step of
-        this run."""
-        while self.is_running and self.resumed_step is None:  # earlier, it may not hold the lock yet
+        """Suspend this run and start a second one, which must be rejected and change nothing. Then
+        wait for a step of this run."""
+        # earlier, it may not hold the lock yet
+        while self.is_running and self.resumed_step is None:
             time.sleep(_POLL_SECONDS)
         if not self.is_running:
             return
@@ -182,7 +201,9 @@ class Attempt:
             with Attempt(self._workplace, self._options, self._processes) as second:
                 code = second._wait()
             if code != 2 or "is in use by another run" not in second.printed:
-                raise AttemptFailed(f"exit code {code} of a second run in the folder:\n{second.printed}")
+                raise AttemptFailed(
+                    f"exit code {code} of a second run in the folder:\n{second.printed}"
+                )
             if _content(self._folder) != before:
                 raise AttemptFailed(f"a second run has changed files in {self._folder}")
         finally:
@@ -206,11 +227,14 @@ class Attempt:
         return self._process.wait()
 
     def _ranks(self) -> list[int]:
-        """Return the ids of the ranks when all are started; an empty list if the attempt ends earlier."""
+        """Return the ids of the ranks when all are started; an empty list if the attempt ends
+        earlier."""
         if self._processes == 1:
             return [self._process.pid]
         while self.is_running:
-            listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True)
+            listed = subprocess.run(
+                ["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True
+            )
             pairs = [line.split() for line in listed.stdout.splitlines()]
             children = [int(pid) for parent, pid in pairs if int(parent) == self._process.pid]
             if len(children) == self._processes:
@@ -234,7 +258,9 @@ class Attempt:
                 self.printed += line
                 if match := re.search(r"INFO step +(\d+)/", line):
                     self.done_step = int(match[1])
-                elif match := re.search(r" steps (\d+) to \d+ on |the run is complete: (\d+) of ", line):
+                elif match := re.search(
+                    r" steps (\d+) to \d+ on |the run is complete: (\d+) of ", line
+                ):
                     self.resumed_step = int(match[1]) - 1 if match[1] else int(match[2])
                 elif match := re.search(r"INFO saved \S*step-(\d+)", line):
                     self.saved_step = int(match[1])
@@ -245,12 +271,15 @@ class Attempt:
         if moment.event == "step":
             return self.done_step >= moment.step
         # Not earlier: files of an earlier attempt still exist.
-        return self.resumed_step is not None and furthest_save(self._checkpoints, moment.event) >= moment.step
+        return (
+            self.resumed_step is not None
+            and furthest_save(self._checkpoints, moment.event) >= moment.step
+        )
 
 
 def _is_suspended(pid: int) -> bool:
-    """Return whether all threads of a process are stopped, or the process has ended. The process need not be a child of
-    this one."""
+    """Return whether all threads of a process are stopped, or the process has ended. The process
+    need not be a child of this one."""
     states = set()
     for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended

@@ -78,14 +78,20 @@ class Campaign:
         options: additional options for all runs.
     """
 
-    def __init__(self, workplace: Path, dataset: Path, kills: int, seed: int, options: Options | None = None):
+    def __init__(
+        self, workplace: Path, dataset: Path, kills: int, seed: int, options: Options | None = None
+    ):
         self.workplace = workplace
         self.dataset = dataset
         self.kills = kills
         self.seed = seed
         # An attempt gets about two saves far at most, so the run does not end before the last kill.
         self.steps = kills * 2 * INTERVAL
-        self._options: Options = {"dataloader.dataset": dataset, "training.steps": self.steps, **(options or {})}
+        self._options: Options = {
+            "dataloader.dataset": dataset,
+            "training.steps": self.steps,
+            **(options or {}),
+        }
         self._references: dict[tuple[int, ...], Reference] = {}
 
     def run(self, mode: Mode) -> Outcome:
@@ -130,24 +136,39 @@ class Campaign:
                 run.wait_for(Moment("step", step=1, delay=0))
                 start_seconds = time.monotonic() - started
                 run.check_success()
-            lines, state = read_lines(folder), read_state(folder / "checkpoint" / f"step-{self.steps}")
+            lines, state = (
+                read_lines(folder),
+                read_state(folder / "checkpoint" / f"step-{self.steps}"),
+            )
             assert len(lines) == self.steps, "a run that was left alone has a line for each step"
             shutil.rmtree(folder)
             self._references[mode.processes] = Reference(lines, state, start_seconds)
         return self._references[mode.processes]
 
     def _make_attempt(
-        self, outcome: Outcome, generator: random.Random, folder: Path, disk: Disk | None, reference: Reference
+        self,
+        outcome: Outcome,
+        generator: random.Random,
+        folder: Path,
+        disk: Disk | None,
+        reference: Reference,
     ) -> bool:
         """Make one attempt, and return whether it was killed before the end of the run."""
         mode, before = outcome.mode, Checkpoints.read(folder)
-        options = {**mode.options, **self._options, "dump_folder": folder, "checkpoint.async_mode": mode.async_mode}
+        options = {
+            **mode.options,
+            **self._options,
+            "dump_folder": folder,
+            "checkpoint.async_mode": mode.async_mode,
+        }
         # The caches are on the run's disk too.
         workplace = folder.parent if disk else self.workplace
         with Attempt(workplace, options, generator.choice(mode.processes)) as attempt:
             killed = False
             if outcome.kills < self.kills:
-                moment = draw_moment(generator, outcome.kills, before.newest, reference.start_seconds)
+                moment = draw_moment(
+                    generator, outcome.kills, before.newest, reference.start_seconds
+                )
                 killed = attempt.kill_at(moment, mode.victim, generator, disk)
             if not killed:
                 attempt.check_success()
@@ -156,14 +177,20 @@ class Campaign:
         after = Checkpoints.read(folder)
         outcome.kills += killed
         outcome.kills_in_save += killed and bool(after.unfinished - before.unfinished)
-        different = compare_lines(read_lines(folder), reference.lines, with_gaps=mode.may_lack_lines)
+        different = compare_lines(
+            read_lines(folder), reference.lines, with_gaps=mode.may_lack_lines
+        )
         outcome.lines = max(outcome.lines, different)
         if attempt.resumed_step is not None:
             outcome.resumed_steps.append(attempt.resumed_step)
             if attempt.resumed_step != before.newest:
-                outcome.faults.append(f"resumed from step {attempt.resumed_step}, but {before.newest} was saved")
+                outcome.faults.append(
+                    f"resumed from step {attempt.resumed_step}, but {before.newest} was saved"
+                )
         if after.newest < (saved := max(before.newest, attempt.saved_step)):
-            outcome.faults.append(f"the checkpoint of step {saved} is gone, and there is no later one")
+            outcome.faults.append(
+                f"the checkpoint of step {saved} is gone, and there is no later one"
+            )
         return killed
 
     def _check_end(self, outcome: Outcome, folder: Path, reference: Reference) -> None:
@@ -174,9 +201,15 @@ class Campaign:
             outcome.faults.append(f"the ledger does not have the steps 1 to {self.steps}")
         if left := sorted(str(path.relative_to(folder)) for path in folder.rglob("*.partial")):
             outcome.faults.append(f"left behind: {', '.join(left)}")
-        unmarked = [path.name for path in folder.glob("checkpoint/step-*") if not (path / "complete.json").exists()]
+        unmarked = [
+            path.name
+            for path in folder.glob("checkpoint/step-*")
+            if not (path / "complete.json").exists()
+        ]
         if unmarked:
-            outcome.faults.append(f"without a marker, but not removed: {', '.join(sorted(unmarked))}")
+            outcome.faults.append(
+                f"without a marker, but not removed: {', '.join(sorted(unmarked))}"
+            )
         last = folder / "checkpoint" / f"step-{self.steps}"
         if not (last / "complete.json").exists():
             outcome.faults.append(f"there is no complete checkpoint of step {self.steps}")
@@ -200,6 +233,12 @@ class Checkpoints:
     @classmethod
     def read(cls, folder: Path) -> "Checkpoints":
         """Read the checkpoints of the run in `folder`."""
-        found = [(path, int(re.split(r"\D", path.name[5:])[0])) for path in folder.glob("checkpoint/step-*")]
+        found = [
+            (path, int(re.split(r"\D", path.name[5:])[0]))
+            for path in folder.glob("checkpoint/step-*")
+        ]
         newest = max((step for path, step in found if (path / "complete.json").exists()), default=0)
-        return cls(newest, frozenset((path.name, path.stat().st_ino) for path, step in found if step > newest))
+        return cls(
+            newest,
+            frozenset((path.name, path.stat().st_ino) for path, step in found if step > newest),
+        )

@@ -9,4 +9,6 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 def noisy_debugmodel() -> NoisyTrainer.Config:
     """The small Llama 3, trained by `NoisyTrainer`."""
     base = llama3_debugmodel()
-    return NoisyTrainer.Config(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+    return NoisyTrainer.Config(
+        **{field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    )

@@ -15,12 +15,14 @@ from typing import Self
 _MIB = 1 << 20
 _SIZE = 512 * _MIB
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, __u32)
-_WITHOUT_LOG = struct.pack("I", 2)  # EXT4_GOING_FLAGS_NOLOGFLUSH: all that has not been synced is lost
+# EXT4_GOING_FLAGS_NOLOGFLUSH: all that has not been synced is lost
+_WITHOUT_LOG = struct.pack("I", 2)
 _UMOUNT_TRIES = 100
 
 
 class Disk:
-    """An ext4 file system in a file, mounted at `path` within the `with` statement; see `obstacle` for its needs.
+    """An ext4 file system in a file, mounted at `path` within the `with` statement; see `obstacle`
+    for its needs.
 
     Args:
         place: an empty folder, for the file and the mount point.
@@ -37,7 +39,9 @@ class Disk:
             return f"it needs Linux, and this is {sys.platform}"
         if os.geteuid() != 0:
             return "mounting a disk image needs root"
-        if missing := [program for program in ("mkfs.ext4", "mount", "umount") if shutil.which(program) is None]:
+        if missing := [
+            program for program in ("mkfs.ext4", "mount", "umount") if shutil.which(program) is None
+        ]:
             return f"{missing[0]} is not installed"
         return "" if os.path.exists("/dev/loop-control") else "there are no loop devices"
 

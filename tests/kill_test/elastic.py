@@ -1,5 +1,5 @@
-"""`python -m tests.kill_test.elastic`: kill whole hosts of an elastic run, add others, and compare it with a run that
-was left alone. A host is a torchrun agent with one process."""
+"""`python -m tests.kill_test.elastic`: kill whole hosts of an elastic run, add others, and compare
+it with a run that was left alone. A host is a torchrun agent with one process."""
 
 import argparse
 import contextlib
@@ -23,7 +23,14 @@ from tests.conftest import PROJECT
 from tests.kill_test.__main__ import write_text
 from tests.kill_test.attempts import Attempt, AttemptFailed
 from tests.kill_test.modes import INTERVAL, ROUNDING, RUN, Options
-from tests.kill_test.records import Difference, compare_lines, compare_states, read_lines, read_state, without_ranks
+from tests.kill_test.records import (
+    Difference,
+    compare_lines,
+    compare_states,
+    read_lines,
+    read_state,
+    without_ranks,
+)
 from tests.training import flags
 
 MOST = 4
@@ -38,12 +45,14 @@ _PAUSE = 0.7
 _TIMEOUT_SECONDS = 240
 """Longest time without progress; interpreters of four hosts start on two busy cores."""
 
-# Short times until a silent host counts as lost, and until the others start without it; the defaults are 15 s and 30 s.
+# Short times until a silent host counts as lost, and until the others start without it; the
+# defaults are 15 s and 30 s.
 _MEETING = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 class Hosts:
-    """The hosts of a run, which meet at a store outside of them. Use it in a `with` statement, which ends them all."""
+    """The hosts of a run, which meet at a store outside of them. Use it in a `with` statement,
+    which ends them all."""
 
     def __init__(self, workplace: Path, options: Options):
         self._workplace, self._options = workplace, options
@@ -53,13 +62,45 @@ class Hosts:
 
     def start(self, count: int) -> None:
         """Start hosts."""
-        torchrun = ["-m", "torch.distributed.run", "--nnodes", f"{LEAST}:{MOST}", "--nproc-per-node", "1"]
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--rdzv-id", "elastic"]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            f"{LEAST}:{MOST}",
+            "--nproc-per-node",
+            "1",
+        ]
+        meeting = [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{self._store.port}",
+            "--rdzv-id",
+            "elastic",
+        ]
         limits = ["--rdzv-conf", _MEETING, "--max-restarts", "1000", "--monitor-interval", "0.1"]
-        run = ["-m", "torchtitan.train", "--module", "tests.kill_test", "--config", "noisy_debugmodel"]
-        words = [*torchrun, *meeting, *limits, "--local-addr", "127.0.0.1", *run, *flags(dict(self._options))]
+        run = [
+            "-m",
+            "torchtitan.train",
+            "--module",
+            "tests.kill_test",
+            "--config",
+            "noisy_debugmodel",
+        ]
+        words = [
+            *torchrun,
+            *meeting,
+            *limits,
+            "--local-addr",
+            "127.0.0.1",
+            *run,
+            *flags(dict(self._options)),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
-        environment |= {"TORCHTITAN_CACHE": str(self._workplace / "cache"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment |= {
+            "TORCHTITAN_CACHE": str(self._workplace / "cache"),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         with open(self._log, "ab") as log:
             for _ in range(count):
                 host = subprocess.Popen(
@@ -75,7 +116,9 @@ class Hosts:
     def kill(self, host: "subprocess.Popen[bytes]") -> None:
         """End an agent and its processes, which have their own process groups, by SIGKILL."""
         os.kill(host.pid, signal.SIGSTOP)  # it starts no more processes
-        listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True
+        )
         pairs = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
         for pid in (host.pid, *(child for parent, child in pairs if parent == host.pid)):
             with contextlib.suppress(ProcessLookupError):
@@ -85,7 +128,10 @@ class Hosts:
 
     def starts(self) -> list[tuple[int, int]]:
         """Return the first step and the number of processes of each start so far."""
-        return [(int(a), int(b)) for a, b in re.findall(r" steps (\d+) to \d+ on (\d+) process", self.printed())]
+        return [
+            (int(a), int(b))
+            for a, b in re.findall(r" steps (\d+) to \d+ on (\d+) process", self.printed())
+        ]
 
     def done_steps(self) -> list[int]:
         """Return the steps logged so far, in the order in which they were taken."""
@@ -174,14 +220,17 @@ def run(workplace: Path, rounds: int, seed: int) -> Outcome:
         hosts.wait_until(lambda: False)
         outcome.starts = hosts.starts()
     outcome.lines = compare_lines(read_lines(folder), read_lines(alone))
-    states = [without_ranks(read_state(run / "checkpoint" / f"step-{steps}")) for run in (folder, alone)]
+    states = [
+        without_ranks(read_state(run / "checkpoint" / f"step-{steps}")) for run in (folder, alone)
+    ]
     outcome.state = compare_states(*states)
     outcome.same_documents = _documents(folder) == _documents(alone)
     return outcome
 
 
 def _lose_hosts(hosts: Hosts, generator: random.Random) -> bool:
-    """Kill hosts at a random moment, let the others take a step, and start new ones. Return whether it continued."""
+    """Kill hosts at a random moment, let the others take a step, and start new ones. Return whether
+    it continued."""
     started = len(hosts.starts())
     first = len(hosts.done_steps()) + generator.randint(1, 2 * INTERVAL)
     delay = generator.uniform(0, 0.3)
@@ -203,7 +252,9 @@ def _lose_hosts(hosts: Hosts, generator: random.Random) -> bool:
 
 
 def _documents(folder: Path) -> list[list[str]]:
-    return [json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()
+    ]
 
 
 def _tell(text: str) -> None:
@@ -211,16 +262,24 @@ def _tell(text: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the rounds that the command line asks for: 0 if the run equals the one left alone, otherwise 1."""
+    """Run the rounds that the command line asks for: 0 if the run equals the one left alone,
+    otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.kill_test.elastic", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="times that hosts are killed (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the hosts and moments (default: 0)")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="times that hosts are killed (default: 20)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the hosts and moments (default: 0)"
+    )
     arguments = parser.parse_args(words)
     workplace = Path(tempfile.mkdtemp(prefix="elastic-test-"))
     outcome = run(workplace, arguments.rounds, arguments.seed)
     sizes = " ".join(str(processes) for _, processes in outcome.starts)
     print(f"{outcome.rounds} rounds; processes after each start: {sizes}")
-    print(f"same documents: {outcome.same_documents}; losses differ by {outcome.lines}, weights by {outcome.state}")
+    print(
+        f"same documents: {outcome.same_documents}; losses differ by {outcome.lines}, weights by "
+        f"{outcome.state}"
+    )
     return 0 if outcome.passed else 1
 
 

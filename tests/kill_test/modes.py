@@ -8,14 +8,16 @@ Options = Mapping[str, Any]
 """Options of the command line, without the dashes."""
 
 Victim = Literal["all", "rank", "power", "space", "folder"]
-"""The target: SIGKILL for all processes or one rank, a power cut of the disk, which loses unsynced data, a full disk,
-or a second run in the same dump folder, which must be rejected. After the last three, all processes are killed."""
+"""The target: SIGKILL for all processes or one rank, a power cut of the disk, which loses unsynced
+data, a full disk, or a second run in the same dump folder, which must be rejected. After the last
+three, all processes are killed."""
 
 INTERVAL = 3
 """Steps between saves."""
 
 ROUNDING = 1e-5
-"""Relative difference from the order of float32 sums if attempts have different numbers of processes."""
+"""Relative difference from the order of float32 sums if attempts have different numbers of
+processes."""
 
 RUN: Options = {
     "model.n_layers": 2,
@@ -31,7 +33,8 @@ RUN: Options = {
     "checkpoint.keep_latest_k": 2,
     "debug.deterministic": True,
 }
-"""Steps of a tenth of a second, and checkpoints of tens of megabytes, so that a save takes about as long as a step."""
+"""Steps of a tenth of a second, and checkpoints of tens of megabytes, so that a save takes about as
+long as a step."""
 
 
 def _count(processes: int) -> str:
@@ -74,10 +77,14 @@ class Mode:
     def options(self) -> Options:
         """Options of the attempts and of the uninterrupted run.
 
-        Random state belongs to a process, so runs with different numbers of processes have no noise. A failed write of
-        the ledger ends a run, so modes with a full disk have no ledger.
+        Random state belongs to a process, so runs with different numbers of processes have no
+        noise. A failed write of the ledger ends a run, so modes with a full disk have no ledger.
         """
-        return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0, "debug.ledger": not self.may_lack_lines}
+        return {
+            **RUN,
+            "noise": 0.1 if self.tolerance == 0 else 0.0,
+            "debug.ledger": not self.may_lack_lines,
+        }
 
 
 MODES = (
@@ -87,12 +94,26 @@ MODES = (
         for async_mode in ("disabled", "async", "async_with_pinned_mem")
     ),
     *(
-        Mode(f"{_count(processes)}, {async_mode}, one rank killed", (processes,), async_mode, victim="rank")
-        for processes, async_mode in ((1, "async_with_pinned_mem"), (2, "async"), (2, "async_with_pinned_mem"))
+        Mode(
+            f"{_count(processes)}, {async_mode}, one rank killed",
+            (processes,),
+            async_mode,
+            victim="rank",
+        )
+        for processes, async_mode in (
+            (1, "async_with_pinned_mem"),
+            (2, "async"),
+            (2, "async_with_pinned_mem"),
+        )
     ),
     Mode("1, 2 or 4 processes, async", (1, 2, 4), "async"),
     *(
-        Mode(f"{_count(processes)}, {async_mode}, power cut", (processes,), async_mode, victim="power")
+        Mode(
+            f"{_count(processes)}, {async_mode}, power cut",
+            (processes,),
+            async_mode,
+            victim="power",
+        )
         for processes, async_mode in ((1, "disabled"), (1, "async_with_pinned_mem"), (2, "async"))
     ),
     Mode("1 process, disabled, full disk", (1,), "disabled", victim="space"),

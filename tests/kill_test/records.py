@@ -19,13 +19,16 @@ Line = dict[str, Any]
 """A line of metrics.jsonl, without timings."""
 
 State = dict[str, Tensor | str]
-"""Entries of a checkpoint by name, such as "model.tok_embeddings.weight": full tensors, and other values as JSON
-strings, whose names are their digests."""
+"""Entries of a checkpoint by name, such as "model.tok_embeddings.weight": full tensors, and other
+values as JSON strings, whose names are their digests."""
 
 
 def read_lines(folder: Path) -> list[Line]:
     """Return the training lines of a run."""
-    return [{key: line[key] for key in (*_EXACT, *_COMPUTED)} for line in _read_json(folder / "metrics.jsonl")]
+    return [
+        {key: line[key] for key in (*_EXACT, *_COMPUTED)}
+        for line in _read_json(folder / "metrics.jsonl")
+    ]
 
 
 def read_ledger(folder: Path) -> list[int]:
@@ -46,7 +49,9 @@ def read_state(checkpoint: Path) -> State:
 
     forms = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state: State = {
-        name: torch.empty(form.size, dtype=form.properties.dtype) if isinstance(form, TensorStorageMetadata) else ""
+        name: torch.empty(form.size, dtype=form.properties.dtype)
+        if isinstance(form, TensorStorageMetadata)
+        else ""
         for name, form in forms.items()
     }
     dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
@@ -54,13 +59,16 @@ def read_state(checkpoint: Path) -> State:
 
 
 def without_ranks(state: State) -> State:
-    """Return the entries that do not belong to a rank, and rank 0's position in the data; and the spike guard's values
-    without recent losses, which other numbers of ranks sum in another order. `compare_lines` compares these."""
+    """Return the entries that do not belong to a rank, and rank 0's position in the data; and the
+    spike guard's values without recent losses, which other numbers of ranks sum in another order.
+    `compare_lines` compares these."""
     other_ranks = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.|spikes\.")
     kept = {name: value for name, value in state.items() if not other_ranks.match(name)}
     for name, value in state.items():
         if name.startswith("spikes.") and isinstance(value, str):
-            kept["spikes"] = json.dumps({key: item for key, item in json.loads(value).items() if key != "recent"})
+            kept["spikes"] = json.dumps(
+                {key: item for key, item in json.loads(value).items() if key != "recent"}
+            )
     return kept
 
 
@@ -75,8 +83,11 @@ class Difference:
     """Name of the entry or line; empty without a difference."""
 
 
-def compare_lines(lines: Sequence[Line], expected: Sequence[Line], *, with_gaps: bool = False) -> Difference:
-    """Compare `lines` with the first lines of a full run or, with gaps, with its lines of the same steps."""
+def compare_lines(
+    lines: Sequence[Line], expected: Sequence[Line], *, with_gaps: bool = False
+) -> Difference:
+    """Compare `lines` with the first lines of a full run or, with gaps, with its lines of the same
+    steps."""
     if with_gaps:
         steps = {line["step"] for line in lines}
         expected = [line for line in expected if line["step"] in steps]
@@ -89,7 +100,9 @@ def compare_lines(lines: Sequence[Line], expected: Sequence[Line], *, with_gaps:
 
 def _compare_line(line: Line, expected: Line, number: int) -> Difference:
     values = {key: 0.0 if line[key] == expected[key] else math.inf for key in _EXACT}
-    values |= {key: _relative(abs(line[key] - expected[key]), abs(expected[key])) for key in _COMPUTED}
+    values |= {
+        key: _relative(abs(line[key] - expected[key]), abs(expected[key])) for key in _COMPUTED
+    }
     return _largest(values, f" of line {number}")
 
 

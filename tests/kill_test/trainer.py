@@ -21,7 +21,8 @@ class NoisyTrainer(Trainer):
         """Options of the trainer, the share of hidden labels, and a pause."""
 
         noise: float = 0.0
-        """Share of labels hidden by torch's generator, and again by numpy's; Python's hides one column."""
+        """Share of labels hidden by torch's generator, and again by numpy's; Python's hides one
+        column."""
 
         pause: float = 0.0
         """Seconds of sleep before each step."""
@@ -38,5 +39,7 @@ class NoisyTrainer(Trainer):
 
     def _hide_labels(self, labels_BL: torch.Tensor) -> None:
         labels_BL[torch.rand(labels_BL.shape) < self.config.noise] = IGNORE_INDEX
-        labels_BL[torch.from_numpy(numpy.random.rand(*labels_BL.shape) < self.config.noise)] = IGNORE_INDEX
+        labels_BL[torch.from_numpy(numpy.random.rand(*labels_BL.shape) < self.config.noise)] = (
+            IGNORE_INDEX
+        )
         labels_BL[:, randrange(labels_BL.shape[1])] = IGNORE_INDEX

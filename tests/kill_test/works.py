@@ -1,5 +1,5 @@
-"""Commands that write conversions, exports and caches. Each is interrupted repeatedly; a folder with its final name
-must equal the result of an uninterrupted command."""
+"""Commands that write conversions, exports and caches. Each is interrupted repeatedly; a folder
+with its final name must equal the result of an uninterrupted command."""
 
 import hashlib
 import os
@@ -60,13 +60,23 @@ class Materials:
 def make_materials(dataset: Path, folder: Path) -> Materials:
     """Train one step in `folder`."""
     materials = Materials(dataset, folder / "checkpoint" / "step-1")
-    _run(Work("run", lambda materials, folder: _train(materials, folder), ""), materials, folder, None)
+    _run(
+        Work("run", lambda materials, folder: _train(materials, folder), ""),
+        materials,
+        folder,
+        None,
+    )
     return materials
 
 
 def _train(materials: Materials, folder: Path, **options: object) -> list[str]:
     """Train and save one step."""
-    settings: Options = {**RUN, "dataloader.dataset": materials.dataset, "dump_folder": folder, "training.steps": 1}
+    settings: Options = {
+        **RUN,
+        "dataloader.dataset": materials.dataset,
+        "dump_folder": folder,
+        "training.steps": 1,
+    }
     module = ["--module", "tests.kill_test", "--config", "noisy_debugmodel"]
     return ["-m", "torchtitan.cli.main", "train", *module, *flags({**settings, **options})]
 
@@ -75,19 +85,34 @@ WORKS = (
     Work(
         "conversion",
         lambda materials, folder: [
-            *("-m", "torchtitan.cli.main", "convert", str(materials.checkpoint), str(folder / "out"), "--to", "hf"),
+            *(
+                "-m",
+                "torchtitan.cli.main",
+                "convert",
+                str(materials.checkpoint),
+                str(folder / "out"),
+                "--to",
+                "hf",
+            ),
             *("--max_shard_size", "0.01"),
         ],
         "out",
     ),
     Work(
         "export of a run",
-        lambda materials, folder: _train(materials, folder / "run", **{"checkpoint.last_save_in_hf": True}),
+        lambda materials, folder: _train(
+            materials, folder / "run", **{"checkpoint.last_save_in_hf": True}
+        ),
         "run/checkpoint/step-1",
     ),
     Work(
         "token cache",
-        lambda materials, folder: ["-c", _BUILD_CACHE, str(materials.dataset), str(folder / "cache")],
+        lambda materials, folder: [
+            "-c",
+            _BUILD_CACHE,
+            str(materials.dataset),
+            str(folder / "cache"),
+        ],
         "cache/tokens/*[!k]",  # not .lock
     ),
 )
@@ -113,10 +138,14 @@ def end_repeatedly(
     shutil.rmtree(folder)
     for _ in range(ends):
         folder.mkdir(exist_ok=True)
-        how = generator.choice((None, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+        how = generator.choice(
+            (None, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+        )
         _run(work, materials, folder, _Ending(generator.random() ** 2 * longest, how, disk))
         if products := _products(work, folder):
-            faults += [] if products == expected else [f"after {how or 'a power cut'}: another product"]
+            faults += (
+                [] if products == expected else [f"after {how or 'a power cut'}: another product"]
+            )
             shutil.rmtree(folder)
         else:
             n_halfway += any(folder.rglob("*"))
@@ -195,11 +224,19 @@ def _entries(folder: str) -> list["os.DirEntry[str]"]:
 
 
 def _products(work: Work, folder: Path) -> dict[str, Content]:
-    """Return the contents of each folder with a final name; checkpoints also need their last file."""
+    """Return the contents of each folder with a final name; checkpoints also need their last
+    file."""
     found = [path for path in folder.glob(work.product) if path.suffix != ".partial"]
-    return {path.name: _content(path) for path in found if path.name != "step-1" or (path / "complete.json").exists()}
+    return {
+        path.name: _content(path)
+        for path in found
+        if path.name != "step-1" or (path / "complete.json").exists()
+    }
 
 
 def _content(folder: Path) -> Content:
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "complete.json"]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }

@@ -1,4 +1,5 @@
-"""Small random models of transformers for every `model_type` that a family here reads, and their equivalents here."""
+"""Small random models of transformers for every `model_type` that a family here reads, and their
+equivalents here."""
 
 import copy
 import math
@@ -39,7 +40,12 @@ SIZES: Options = {
         DEFAULT_ROPE,
         LINEAR_ROPE,
         {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
         {
             "rope_type": "yarn",
             "rope_theta": 1e4,
@@ -97,13 +103,22 @@ GEMMA4: Options = {
     "final_logit_softcapping": [None, 1.5, 30.0],
     "rope_parameters": [
         None,
-        *({"full_attention": rope, "sliding_attention": DEFAULT_ROPE} for rope in SIZES["rope_parameters"]),
-        {"full_attention": PROPORTIONAL_ROPE, "sliding_attention": {**DEFAULT_ROPE, "rope_theta": 1e2}},
+        *(
+            {"full_attention": rope, "sliding_attention": DEFAULT_ROPE}
+            for rope in SIZES["rope_parameters"]
+        ),
+        {
+            "full_attention": PROPORTIONAL_ROPE,
+            "sliding_attention": {**DEFAULT_ROPE, "rope_theta": 1e2},
+        },
         {
             "full_attention": {**PROPORTIONAL_ROPE, "partial_rotary_factor": 0.75, "factor": 3.0},
             "sliding_attention": LINEAR_ROPE,
         },
-        {"full_attention": DEFAULT_ROPE, "sliding_attention": {**PROPORTIONAL_ROPE, "partial_rotary_factor": 0.5}},
+        {
+            "full_attention": DEFAULT_ROPE,
+            "sliding_attention": {**PROPORTIONAL_ROPE, "partial_rotary_factor": 0.5},
+        },
     ],
 }
 
@@ -159,7 +174,12 @@ LATENTS: Options = {
         *SIZES["rope_parameters"],
         *(
             {
-                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16},
+                **{
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 40.0,
+                    "original_max_position_embeddings": 16,
+                },
                 **{"beta_fast": fast, "beta_slow": 1.0, "mscale": mscale, "mscale_all_dim": 0.7},
             }
             for fast in (32.0, 1.0)
@@ -181,18 +201,23 @@ class Case:
     name: str = ""
     """If a type has several cases; empty: the type."""
     query_norm: float = 1.0
-    """Factor of the weights of query norms, for types with large scores, which magnify rounding, here and
-    in transformers."""
+    """Factor of the weights of query norms, for types with large scores, which magnify rounding,
+    here and in transformers."""
 
 
 CASES = {
     case.name or case.model_type: case
     for case in [
-        Case(model_type="llama", options={"attention_bias": [False, True], "mlp_bias": [False, True]}),
+        Case(
+            model_type="llama", options={"attention_bias": [False, True], "mlp_bias": [False, True]}
+        ),
         Case(model_type="mistral", options={"sliding_window": [None, 3, 16]}),
         Case(
             model_type="ministral",
-            options={**WINDOWS, "layer_types": [("sliding_attention", "full_attention"), ("full_attention",)]},
+            options={
+                **WINDOWS,
+                "layer_types": [("sliding_attention", "full_attention"), ("full_attention",)],
+            },
         ),
         Case(
             model_type="qwen2",
@@ -225,8 +250,14 @@ CASES = {
                 "sliding_window_pattern": [2, 6],
                 "rope_parameters": [
                     None,
-                    *({"full_attention": rope, "sliding_attention": DEFAULT_ROPE} for rope in SIZES["rope_parameters"]),
-                    {"full_attention": {**DEFAULT_ROPE, "rope_theta": 1e3}, "sliding_attention": LINEAR_ROPE},
+                    *(
+                        {"full_attention": rope, "sliding_attention": DEFAULT_ROPE}
+                        for rope in SIZES["rope_parameters"]
+                    ),
+                    {
+                        "full_attention": {**DEFAULT_ROPE, "rope_theta": 1e3},
+                        "sliding_attention": LINEAR_ROPE,
+                    },
                 ],
             },
         ),
@@ -248,7 +279,8 @@ CASES = {
                 "vocab_size_per_layer_input": [97],
                 "num_kv_shared_layers": [0, 1, 3, 4],
                 "use_double_wide_mlp": [False, True],
-                # With a smaller constant, the narrow norms magnify rounding, here and in transformers.
+                # With a smaller constant, the narrow norms magnify rounding, here and in
+                # transformers.
                 "rms_norm_eps": [1e-3, 1e-2],
             },
             query_norm=0.25,
@@ -278,7 +310,12 @@ CASES = {
                     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
                     {"rope_type": "longrope", "rope_theta": 1e4, **LONG_FACTORS},
                     {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **LONG_FACTORS},
-                    {"rope_type": "longrope", "rope_theta": 1e4, "attention_factor": 1.4, **LONG_FACTORS},
+                    {
+                        "rope_type": "longrope",
+                        "rope_theta": 1e4,
+                        "attention_factor": 1.4,
+                        **LONG_FACTORS,
+                    },
                     {
                         "rope_type": "longrope",
                         "rope_theta": 1e4,
@@ -346,7 +383,11 @@ CASES = {
         ),
         Case(
             model_type="mixtral",
-            options={"sliding_window": [None, 3, 16], "num_local_experts": [4, 7], "num_experts_per_tok": [1, 2]},
+            options={
+                "sliding_window": [None, 3, 16],
+                "num_local_experts": [4, 7],
+                "num_experts_per_tok": [1, 2],
+            },
         ),
         Case(
             model_type="qwen3_moe",
@@ -359,7 +400,11 @@ CASES = {
         ),
         Case(
             model_type="qwen2_moe",
-            options={**EXPERTS, "qkv_bias": [False, True], "shared_expert_intermediate_size": [24, 40]},
+            options={
+                **EXPERTS,
+                "qkv_bias": [False, True],
+                "shared_expert_intermediate_size": [24, 40],
+            },
             without=["head_dim"],
         ),
         Case(
@@ -396,7 +441,8 @@ CASES = {
             model_type="qwen3_5_text",
             options={
                 "head_dim": [16, 24],
-                # With a smaller constant, norms in delta nets magnify rounding, here and in transformers.
+                # With a smaller constant, norms in delta nets magnify rounding, here and in
+                # transformers.
                 "rms_norm_eps": [3e-2, 1e-1],
                 "attention_bias": [False, True],
                 "layer_types": [
@@ -429,7 +475,12 @@ CASES["qwen3_5_moe_text"] = Case(
     options={**CASES["qwen3_5_text"].options, **_QWEN_3_5_MOE},
     without=["intermediate_size"],
 )
-_UNTRUNCATED = {"rope_type": "yarn", "rope_theta": 1e4, "truncate": False, "original_max_position_embeddings": 32}
+_UNTRUNCATED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 CASES["gpt_oss"] = Case(
     model_type="gpt_oss",
     options={
@@ -450,7 +501,9 @@ CASES["llama4_text"] = Case(
     model_type="llama4_text",
     options={
         # Others have a factor of queries and keys, which norms would remove.
-        "rope_parameters": [rope for rope in SIZES["rope_parameters"] if rope["rope_type"] != "yarn"],
+        "rope_parameters": [
+            rope for rope in SIZES["rope_parameters"] if rope["rope_type"] != "yarn"
+        ],
         "attention_bias": [False, True],
         "num_local_experts": [4, 7],
         "num_experts_per_tok": [1, 2],
@@ -476,20 +529,29 @@ ALIASES = {"kimi_k2"}
 
 
 def random_reference(name: str, seed: int, **fixed: Any) -> Any:
-    """Return transformers' model of a random configuration of a case, with weights that make every part matter: norms
-    and biases that differ from their initial values, and attention that is far from uniform."""
+    """Return transformers' model of a random configuration of a case, with weights that make every
+    part matter: norms and biases that differ from their initial values, and attention that is far
+    from uniform."""
     case, choose = CASES[name], random.Random(f"{name} {seed}")
-    options = {key: values for key, values in SIZES.items() if key not in case.without} | dict(case.options)
+    options = {key: values for key, values in SIZES.items() if key not in case.without} | dict(
+        case.options
+    )
     # Copied, since transformers changes them.
-    document = copy.deepcopy({key: choose.choice(values) for key, values in sorted(options.items())}) | fixed
+    document = (
+        copy.deepcopy({key: choose.choice(values) for key, values in sorted(options.items())})
+        | fixed
+    )
     n_layers = document["num_hidden_layers"]
     for key, value in document.items():
         if isinstance(value, tuple):  # a pattern of layers
             document[key] = [value[index % len(value)] for index in range(n_layers)]
-    config = transformers.AutoConfig.for_model(case.model_type, **copy.deepcopy(document))  # it changes nested values
+    # it changes nested values
+    config = transformers.AutoConfig.for_model(case.model_type, **copy.deepcopy(document))
     print(f"{name}, seed {seed}: {document}")
     torch.manual_seed(seed)
-    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    reference = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     reference.config._experts_implementation = "eager"  # grouped products do not support float64
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -516,7 +578,8 @@ def family_of(name: str) -> Any:
 
 
 def to_ours(family: Any, reference: Any) -> tuple[BaseModel, dict[str, Tensor]]:
-    """Return our model of transformers' configuration and weights, and those weights as in its files."""
+    """Return our model of transformers' configuration and weights, and those weights as in its
+    files."""
     format = family.FORMATS["hf"]
     config = format.from_external(reference.config.to_dict())
     weights = reference.state_dict()
@@ -526,7 +589,9 @@ def to_ours(family: Any, reference: Any) -> tuple[BaseModel, dict[str, Tensor]]:
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     ours: dict[str, Tensor] = {}
     for step in adapter.steps:
-        tensors = step.transform.to_internal([theirs[n] for n in step.external], [shapes[n] for n in step.internal])
+        tensors = step.transform.to_internal(
+            [theirs[n] for n in step.external], [shapes[n] for n in step.internal]
+        )
         ours |= dict(zip(step.internal, tensors, strict=True))
     assert {name for step in adapter.steps for name in step.external} == set(theirs)
     model.load_state_dict(ours)
@@ -534,8 +599,8 @@ def to_ours(family: Any, reference: Any) -> tuple[BaseModel, dict[str, Tensor]]:
 
 
 def to_external(family: Any, model: BaseModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of our model, weights or gradients, under the names and in the layout of transformers' class.
-    Skips tensors that are not given, such as a buffer's gradient."""
+    """Return tensors of our model, weights or gradients, under the names and in the layout of
+    transformers' class. Skips tensors that are not given, such as a buffer's gradient."""
     converted: dict[str, Tensor] = {}
     format = family.FORMATS["hf"]
     for step in (format.other_adapter(model.config) or format.adapter(model.config)).steps:
@@ -555,12 +620,14 @@ def random_tokens(vocab_size: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def relative_error(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest element, or to `least` if that is larger."""
+    """Return the largest difference, relative to the largest element, or to `least` if that is
+    larger."""
     return (ours - theirs).abs().max().item() / max(theirs.abs().max().item(), least)
 
 
 def difference_with(mistake: Callable[[Any], None], reference: Any) -> float:
-    """Return the largest difference of logits between transformers' model and ours, changed by `mistake`."""
+    """Return the largest difference of logits between transformers' model and ours, changed by
+    `mistake`."""
     model, _ = to_ours(family_of(reference.config.model_type), reference)
     mistake(model)
     tokens, _ = random_tokens(97, 50)

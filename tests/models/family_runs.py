@@ -15,17 +15,23 @@ transformers = pytest.importorskip("transformers")
 
 
 def save_with_tokenizer(reference: Any, folder: Path) -> Path:
-    """Save transformers' model with the embedded tokenizer and a custom chat template; return the folder."""
+    """Save transformers' model with the embedded tokenizer and a custom chat template; return the
+    folder."""
     reference.generation_config.eos_token_id = 1
     reference.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER)
-    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def assert_adapters_open_in_peft(family: str, pretrained: Path, chat_file: Path, folder: Path, **options: Any) -> None:
-    """Train adapters: transformers opens the merged model, and peft opens the adapter on its base model."""
+def assert_adapters_open_in_peft(
+    family: str, pretrained: Path, chat_file: Path, folder: Path, **options: Any
+) -> None:
+    """Train adapters: transformers opens the merged model, and peft opens the adapter on its base
+    model."""
     from peft import PeftModel
 
     trainer = run_named(
@@ -41,7 +47,9 @@ def assert_adapters_open_in_peft(family: str, pretrained: Path, chat_file: Path,
     assert trainer.config.model_spec.name == family
     export = folder / "checkpoint" / f"step-{trainer.step}"
     assert loss_of_transformers(export, CHATS) < loss_of_transformers(pretrained, CHATS)
-    merged, base = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (export, pretrained))
+    merged, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (export, pretrained)
+    )
     tokens = torch.arange(1, 40)[None]
     with torch.no_grad():
         expected = merged(tokens).logits
@@ -62,4 +70,6 @@ def assert_conversion_round_trip(pretrained: Path, folder: Path) -> None:
         expected = original(tokens).logits
         assert torch.equal(again(tokens).logits, expected)
         # Float32 rounding of sums in another order.
-        torch.testing.assert_close(loaded.model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+        torch.testing.assert_close(
+            loaded.model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
+        )

@@ -1,4 +1,5 @@
-"""Every kernel of attention against explicit products and softmax, the choice of the kernel, and its metadata."""
+"""Every kernel of attention against explicit products and softmax, the choice of the kernel, and
+its metadata."""
 
 import math
 from collections.abc import Sequence
@@ -31,10 +32,14 @@ def metadata_of(rows: Sequence[Sequence[int]], window: int | None = None) -> Att
     return replace(AttentionMetadata.from_positions(positions_of(rows)), window=window)
 
 
-def random_inputs(rows: int, length: int, dtype: torch.dtype = torch.float64, head_dim: int = 8) -> list[Tensor]:
+def random_inputs(
+    rows: int, length: int, dtype: torch.dtype = torch.float64, head_dim: int = 8
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(rows, length, heads, head_dim) for heads in (4, 2, 2)]
-    return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes
+    ]
 
 
 def seen_tokens(rows: Sequence[Sequence[int]], window: int | None) -> Tensor:
@@ -42,14 +47,22 @@ def seen_tokens(rows: Sequence[Sequence[int]], window: int | None) -> Tensor:
     documents = [[number for number, n in enumerate(lengths) for _ in range(n)] for lengths in rows]
     length, reach = len(documents[0]), window or math.inf
     return torch.tensor(
-        [[[row[q] == row[k] and 0 <= q - k < reach for k in range(length)] for q in range(length)] for row in documents]
+        [
+            [
+                [row[q] == row[k] and 0 <= q - k < reach for k in range(length)]
+                for q in range(length)
+            ]
+            for row in documents
+        ]
     )
 
 
 def expected_output(q: Tensor, k: Tensor, v: Tensor, seen_BQK: Tensor) -> Tensor:
     heads_first = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], dim=1) for x in (q, k, v)]
     scores = heads_first[0] @ heads_first[1].mT / 8**0.5
-    return (scores.masked_fill(~seen_BQK[:, None], -torch.inf).softmax(-1) @ heads_first[2]).transpose(1, 2)
+    return (
+        scores.masked_fill(~seen_BQK[:, None], -torch.inf).softmax(-1) @ heads_first[2]
+    ).transpose(1, 2)
 
 
 def assert_equals_definition(metadata: AttentionMetadata, rows: Sequence[Sequence[int]]) -> None:
@@ -66,22 +79,28 @@ def assert_equals_definition(metadata: AttentionMetadata, rows: Sequence[Sequenc
     )
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
+# --- kernels
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [PACKED, WHOLE], ids=["packed", "whole"])
 def test_kernels_of_the_cpu_equal_the_definition(rows, static, window):
-    metadata = with_kernel(metadata_of(rows, window), device=CPU, dtype=torch.float64, head_dim=8, static=static)
+    metadata = with_kernel(
+        metadata_of(rows, window), device=CPU, dtype=torch.float64, head_dim=8, static=static
+    )
     assert metadata.kernel == ("dense" if static else "causal" if rows is WHOLE else "documents")
     assert_equals_definition(metadata, rows)
 
 
 def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen_BQK: Tensor) -> Tensor:
-    """Return the output from the definition: a further column of the softmax, which has no value."""
+    """Return the output from the definition: a further column of the softmax, which has no
+    value."""
     heads_first = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], dim=1) for x in (q, k, v)]
-    scores = (heads_first[0] @ heads_first[1].mT / 8**0.5).masked_fill(~seen_BQK[:, None], -torch.inf)
+    scores = (heads_first[0] @ heads_first[1].mT / 8**0.5).masked_fill(
+        ~seen_BQK[:, None], -torch.inf
+    )
     scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
     return (scores.softmax(-1)[..., :-1] @ heads_first[2]).transpose(1, 2)
 
@@ -91,7 +110,9 @@ def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen_BQK: 
 @pytest.mark.parametrize("rows", [PACKED, WHOLE], ids=["packed", "whole"])
 def test_sinks_equal_the_definition(rows, static, window):
     metadata = metadata_of(rows, window)
-    metadata = with_kernel(metadata, device=CPU, dtype=torch.float64, head_dim=8, static=static, capped=True)
+    metadata = with_kernel(
+        metadata, device=CPU, dtype=torch.float64, head_dim=8, static=static, capped=True
+    )
     (q, k, v), sinks = random_inputs(3, 12), Sinks(4).double()
     torch.nn.init.normal_(sinks.scores, generator=torch.Generator().manual_seed(1))
     out = Attention(has_sinks=True)(sinks(q), k, v, metadata)
@@ -106,7 +127,9 @@ def test_sinks_of_flex_attention_equal_the_definition(monkeypatch):
     monkeypatch.setattr(kernels, "_compiled", lambda name: getattr(flex_attention, name))
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: "flex")
     rows = ([100, 156], [30, 1, 225])
-    metadata = with_kernel(metadata_of(rows), device=CPU, dtype=torch.float32, head_dim=8, static=False, capped=True)
+    metadata = with_kernel(
+        metadata_of(rows), device=CPU, dtype=torch.float32, head_dim=8, static=False, capped=True
+    )
     q, k, v = (x.detach() for x in random_inputs(2, 256, torch.float32))
     sinks = Sinks(4).requires_grad_(False)
     torch.nn.init.normal_(sinks.scores, generator=torch.Generator().manual_seed(1))
@@ -117,9 +140,14 @@ def test_sinks_of_flex_attention_equal_the_definition(monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 3, 5, 12, 20])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("rows", [PACKED, WHOLE, None], ids=["packed", "whole", "without positions"])
+@pytest.mark.parametrize(
+    "rows", [PACKED, WHOLE, None], ids=["packed", "whole", "without positions"]
+)
 def test_chunks_are_documents(rows, static, length):
-    documents = [[min(length, n - start) for n in row for start in range(0, n, length)] for row in rows or WHOLE]
+    documents = [
+        [min(length, n - start) for n in row for start in range(0, n, length)]
+        for row in rows or WHOLE
+    ]
     metadata = metadata_of(rows) if rows else AttentionMetadata.of_rows(3, 12)
     metadata = metadata.with_chunks(length, positions_of(rows or WHOLE))
     metadata = with_kernel(metadata, device=CPU, dtype=torch.float64, head_dim=8, static=static)
@@ -129,10 +157,14 @@ def test_chunks_are_documents(rows, static, length):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [PACKED, WHOLE], ids=["packed", "whole"])
 def test_values_may_be_narrower_than_keys(rows, static):
-    metadata = with_kernel(metadata_of(rows), device=CPU, dtype=torch.float64, head_dim=8, static=static)
+    metadata = with_kernel(
+        metadata_of(rows), device=CPU, dtype=torch.float64, head_dim=8, static=static
+    )
     q, k, v = random_inputs(3, 12)
     expected = expected_output(q, k, v[..., :5], seen_tokens(rows, None))
-    torch.testing.assert_close(Attention()(q, k, v[..., :5], metadata), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        Attention()(q, k, v[..., :5], metadata), expected, rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -147,16 +179,23 @@ def test_rows_without_positions_equal_the_definition(static, window):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("packed", [True, False])
 def test_block_mask_equals_the_definition(monkeypatch, window, packed):
-    """FlexAttention's forward pass runs on a CPU too, uncompiled; its backward pass does not (torch 2.13)."""
+    """FlexAttention's forward pass runs on a CPU too, uncompiled; its backward pass does not (torch
+    2.13)."""
     monkeypatch.setattr(kernels, "_compiled", lambda name: getattr(flex_attention, name))
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: "flex")
     rows = ([100, 156], [30, 1, 225]) if packed else ([256], [256])
-    metadata = metadata_of(rows, window) if packed else replace(AttentionMetadata.of_rows(2, 256), window=window)
+    metadata = (
+        metadata_of(rows, window)
+        if packed
+        else replace(AttentionMetadata.of_rows(2, 256), window=window)
+    )
     metadata = with_kernel(metadata, device=CPU, dtype=torch.float32, head_dim=8, static=False)
     q, k, v = (x.detach() for x in random_inputs(2, 256, torch.float32))
     seen_BQK = seen_tokens(rows, window)
     # Float32 sums in another order.
-    torch.testing.assert_close(Attention()(q, k, v, metadata), expected_output(q, k, v, seen_BQK), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        Attention()(q, k, v, metadata), expected_output(q, k, v, seen_BQK), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -164,20 +203,37 @@ def test_varlen_gets_the_documents_and_the_window(monkeypatch, window):
     """PyTorch's kernel needs CUDA. A stand-in follows the documentation of its arguments."""
 
     def varlen_attn(
-        q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, **options: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ends_q: Tensor,
+        ends_k: Tensor,
+        max_q: int,
+        max_k: int,
+        **options: Any,
     ) -> Tensor:
-        assert ends_q is ends_k and ends_q.dtype == torch.int32 and max_q == max_k == int(ends_q.diff().max())
+        assert (
+            ends_q is ends_k
+            and ends_q.dtype == torch.int32
+            and max_q == max_k == int(ends_q.diff().max())
+        )
         (before, after), enable_gqa = options.pop("window_size"), options.pop("enable_gqa")
         assert enable_gqa and after == 0 and options == {"scale": None}
         document = torch.bucketize(torch.arange(len(q)), ends_q[1:], right=True)
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-        seen = (document[:, None] == document) & (distance >= 0) & ((before == -1) | (distance <= before))
+        seen = (
+            (document[:, None] == document)
+            & (distance >= 0)
+            & ((before == -1) | (distance <= before))
+        )
         return expected_output(q[None], k[None], v[None], seen[None])[0]
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: "varlen")
-    metadata = with_kernel(metadata_of(PACKED, window), device=CPU, dtype=torch.float64, head_dim=8, static=False)
+    metadata = with_kernel(
+        metadata_of(PACKED, window), device=CPU, dtype=torch.float64, head_dim=8, static=False
+    )
     assert_equals_definition(metadata, PACKED)
 
 
@@ -186,25 +242,38 @@ def test_varlen_gets_the_documents_and_the_window(monkeypatch, window):
 def test_kernels_of_cuda_equal_the_definition(device, window):
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    for dtype, static, kernel in ((torch.bfloat16, False, "varlen"), (torch.float32, False, "flex")):
-        inputs = [x.detach().to(device, dtype).requires_grad_() for x in random_inputs(3, 12, head_dim=16)]
+    for dtype, static, kernel in (
+        (torch.bfloat16, False, "varlen"),
+        (torch.float32, False, "flex"),
+    ):
+        inputs = [
+            x.detach().to(device, dtype).requires_grad_() for x in random_inputs(3, 12, head_dim=16)
+        ]
         metadata = metadata_of(PACKED, window).to(device)
-        metadata = with_kernel(metadata, device=torch.device(device), dtype=dtype, head_dim=16, static=static)
+        metadata = with_kernel(
+            metadata, device=torch.device(device), dtype=dtype, head_dim=16, static=static
+        )
         assert metadata.kernel == kernel
-        expected = expected_output(*(x.double() for x in inputs), seen_tokens(PACKED, window).to(device))
+        expected = expected_output(
+            *(x.double() for x in inputs), seen_tokens(PACKED, window).to(device)
+        )
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         out = Attention()(*inputs, metadata).double()
         results, references = ((y, *torch.autograd.grad(y.sum(), inputs)) for y in (out, expected))
         torch.testing.assert_close(results, references, rtol=tolerance, atol=tolerance)
 
 
-# --- choice -----------------------------------------------------------------------------------------------------------
+# --- choice
+# --------------------------------------------------------------------------------------------------
 
 SHARD = {"query_places_L": torch.arange(6), "key_places_S": torch.arange(12)}
-CHOICES: list[tuple[torch.device, torch.dtype, int, bool, dict[str, Any], Sequence[Sequence[int]], Kernel]] = [
+CHOICES: list[
+    tuple[torch.device, torch.dtype, int, bool, dict[str, Any], Sequence[Sequence[int]], Kernel]
+] = [
     (CPU, torch.bfloat16, 64, False, {}, PACKED, "documents"),
     (CPU, torch.bfloat16, 64, True, {}, PACKED, "dense"),
-    (CPU, torch.bfloat16, 64, True, {}, WHOLE, "dense"),  # the choice does not depend on the documents
+    # the choice does not depend on the documents
+    (CPU, torch.bfloat16, 64, True, {}, WHOLE, "dense"),
     (CPU, torch.bfloat16, 64, False, SHARD, WHOLE, "dense"),
     (CUDA, torch.bfloat16, 64, False, {}, WHOLE, "causal"),
     (CUDA, torch.bfloat16, 64, False, {"window": 12}, WHOLE, "causal"),
@@ -221,11 +290,16 @@ CHOICES: list[tuple[torch.device, torch.dtype, int, bool, dict[str, Any], Sequen
 ]
 
 
-@pytest.mark.parametrize(("device", "dtype", "head_dim", "static", "fields", "rows", "kernel"), CHOICES)
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "static", "fields", "rows", "kernel"), CHOICES
+)
 def test_choice_of_the_kernel(monkeypatch, device, dtype, head_dim, static, fields, rows, kernel):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     metadata = replace(metadata_of(rows), **fields)
-    assert choose_kernel(metadata, device=device, dtype=dtype, head_dim=head_dim, static=static) == kernel
+    assert (
+        choose_kernel(metadata, device=device, dtype=dtype, head_dim=head_dim, static=static)
+        == kernel
+    )
 
 
 def test_old_gpus_have_no_varlen(monkeypatch):
@@ -234,7 +308,8 @@ def test_old_gpus_have_no_varlen(monkeypatch):
     assert choose_kernel(metadata_of(PACKED), **options) == "flex"
 
 
-# --- metadata ---------------------------------------------------------------------------------------------------------
+# --- metadata
+# --------------------------------------------------------------------------------------------------
 
 
 def test_documents_of_positions():
@@ -248,7 +323,8 @@ def test_documents_of_positions():
 
 
 def test_lengths_of_documents():
-    """Every token has its document's length, also if a rank holds only some tokens of the document."""
+    """Every token has its document's length, also if a rank holds only some tokens of the
+    document."""
     metadata = metadata_of(PACKED)
     expected = [[3] * 3 + [9] * 9, [12] * 12, [7] * 7 + [1] + [4] * 4]
     assert metadata.document_lengths_BL(CPU).tolist() == expected
@@ -260,7 +336,8 @@ def test_lengths_of_documents():
     whole = AttentionMetadata.of_rows(3, 12)
     assert whole.document_lengths_BL(CPU).tolist() == [[12]]
     assert whole.shard(places, torch.arange(12)).document_lengths_BL(CPU).tolist() == [[12] * 6] * 3
-    assert metadata.to("meta").document_lengths_BL(torch.device("meta")).is_meta  # no value of the device is read
+    # no value of the device is read
+    assert metadata.to("meta").document_lengths_BL(torch.device("meta")).is_meta
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -280,9 +357,15 @@ def test_no_kernel_reads_the_device(monkeypatch, kernel):
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: kernel)
     metadata = metadata_of(PACKED, window=4).to("meta", non_blocking=True)
-    assert metadata.positions_BL is not None and metadata.positions_BL.is_meta and not metadata.cu_seqlens.is_meta
+    assert (
+        metadata.positions_BL is not None
+        and metadata.positions_BL.is_meta
+        and not metadata.cu_seqlens.is_meta
+    )
     inputs = [x.detach().to("meta").requires_grad_() for x in random_inputs(3, 12)]
-    metadata = with_kernel(metadata, device=torch.device("meta"), dtype=torch.float64, head_dim=8, static=False)
+    metadata = with_kernel(
+        metadata, device=torch.device("meta"), dtype=torch.float64, head_dim=8, static=False
+    )
     Attention()(*inputs, metadata).sum().backward()
     assert all(x.grad is not None for x in inputs)
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):

@@ -1,4 +1,5 @@
-"""`MODULE=auto`: model and training configuration from the config.json or params.json of a folder."""
+"""`MODULE=auto`: model and training configuration from the config.json or params.json of a
+folder."""
 
 import json
 import logging
@@ -66,9 +67,17 @@ class TestConfigJson:
 
     def test_missing_keys_have_transformers_defaults(self):
         transformers = pytest.importorskip("transformers")
-        names = ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "head_dim")
+        names = (
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "rope_theta",
+            "head_dim",
+        )
         config = from_hf(**dict.fromkeys(names, ...))
-        theirs = transformers.LlamaConfig(**{key: value for key, value in SMALL.items() if key not in names})
+        theirs = transformers.LlamaConfig(
+            **{key: value for key, value in SMALL.items() if key not in names}
+        )
         assert config.n_kv_heads == theirs.num_key_value_heads
         assert config.norm_eps == theirs.rms_norm_eps
         assert config.tie_embeddings == theirs.tie_word_embeddings
@@ -89,7 +98,11 @@ class TestConfigJson:
     )
     def test_rope_in_both_spellings(self, rope):
         assert from_hf(**rope).rope == RoPEConfig(
-            theta=7e5, scaling_factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_seq_len=64
+            theta=7e5,
+            scaling_factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=2.0,
+            original_max_seq_len=64,
         )
 
     @pytest.mark.parametrize("key", ["type", "rope_type"])
@@ -106,15 +119,33 @@ class TestConfigJson:
             ({"use_qk_norm": True}, "use_qk_norm is True"),
             ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
             ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
-            ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
+            (
+                {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+                r"partial_rotary_factor is 0\.5",
+            ),
             ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE of type 'ntk'"),
-            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 0}}, "truncate is 0"),
-            ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor is missing, but must be a list of numbers"),
-            ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0, which this family does not support"),
+            (
+                {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 0}},
+                "truncate is 0",
+            ),
+            (
+                {"rope_parameters": {"rope_type": "longrope"}},
+                "short_factor is missing, but must be a list of numbers",
+            ),
+            (
+                {"attn_logit_softcapping": 50.0},
+                r"attn_logit_softcapping is 50\.0, which this family does not support",
+            ),
             ({"num_local_experts": 8}, "num_local_experts is 8"),
             ({"rope_scaling": {"rope_type": "linear"}}, ": factor is missing"),
-            ({"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": "low"}}, "low_freq_factor is 'low'"),
-            ({"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}}, r"RoPE's attention_factor is 2\.0"),
+            (
+                {"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": "low"}},
+                "low_freq_factor is 'low'",
+            ),
+            (
+                {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}},
+                r"RoPE's attention_factor is 2\.0",
+            ),
             ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "RoPE's full_attention"),
             ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
             ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
@@ -130,14 +161,20 @@ class TestConfigJson:
             ({"rope_scaling": "linear"}, "rope_scaling is 'linear', but must be an object"),
             ({"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
             ({"rope_scaling": {"type": "linear", "factor": True}}, "factor is True"),
-            ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
+            (
+                {"tie_word_embeddings": "false"},
+                "tie_word_embeddings is 'false', but must be true or false",
+            ),
             ({"tie_word_embeddings": None}, "tie_word_embeddings is None"),
             ({"rms_norm_eps": True}, "rms_norm_eps is True"),
             ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
             ({"num_hidden_layers": True}, "num_hidden_layers is True"),
             ({"attention_dropout": "0.1"}, "attention_dropout is '0.1'"),
             (
-                {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+                {
+                    "rope_scaling": {"type": "linear", "factor": 2.0},
+                    "rope_parameters": {"rope_theta": 1e4},
+                },
                 "rope_scaling {'type'.*} and rope_parameters {'rope_theta'.*} differ",
             ),
             (
@@ -154,17 +191,24 @@ class TestConfigJson:
         transformers = pytest.importorskip("transformers")
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        without = {key: LLAMA3_SCALING[key] for key in LLAMA3_SCALING if not key.startswith("original")}
+        without = {
+            key: LLAMA3_SCALING[key] for key in LLAMA3_SCALING if not key.startswith("original")
+        }
         for changes, expected in (({}, 256), ({"original_max_position_embeddings": 32}, 32)):
             rope = from_hf(rope_scaling=without, **changes, head_dim=64).rope
             document = {**SMALL, "rope_scaling": dict(without), **changes, "head_dim": 64}
-            theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig.from_dict(document), torch.device("cpu"))
+            theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](
+                transformers.LlamaConfig.from_dict(document), torch.device("cpu")
+            )
             torch.testing.assert_close(rope_frequencies(rope, 64), theirs)
             assert rope.original_max_seq_len == expected
 
     def test_equivalent_spellings(self):
         rope = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5e5}
-        both = {**rope, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+        both = {
+            **rope,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        }
         assert from_hf(**both) == from_hf(**rope)
         assert from_hf(hidden_act="swish", partial_rotary_factor=None) == from_hf()
 
@@ -210,7 +254,15 @@ class TestConfigJson:
                 with pytest.raises(UserError, match=document["model_type"]):
                     FORMATS["hf"].from_external(document)
                 refused.add(document["model_type"])
-        assert {"qwen2", "qwen3", "qwen3_moe", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"} <= refused
+        assert {
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "gemma2",
+            "mixtral",
+            "deepseek_v3",
+            "gpt_oss",
+        } <= refused
 
 
 class TestParamsJson:
@@ -235,7 +287,10 @@ class TestParamsJson:
 
     @pytest.mark.parametrize("flavor", sorted(FLAVORS.keys() - {"debugmodel"}))
     def test_every_flavor_round_trips(self, flavor):
-        assert FORMATS["meta"].from_external(FORMATS["meta"].to_external(FLAVORS[flavor])) == FLAVORS[flavor]
+        assert (
+            FORMATS["meta"].from_external(FORMATS["meta"].to_external(FLAVORS[flavor]))
+            == FLAVORS[flavor]
+        )
 
     def test_every_width_is_exact(self):
         for dim in (64, 100, 4096):
@@ -243,8 +298,15 @@ class TestParamsJson:
                 assert _ffn_dim(dim, *_ffn_parameters(dim, ffn_dim)) == ffn_dim
 
     def test_llama_2(self, caplog):
-        """The file has neither RoPE's base nor the vocabulary size; Hugging Face's config.json has width 11008."""
-        document = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5}
+        """The file has neither RoPE's base nor the vocabulary size; Hugging Face's config.json has
+        width 11008."""
+        document = {
+            "dim": 4096,
+            "multiple_of": 256,
+            "n_heads": 32,
+            "n_layers": 32,
+            "norm_eps": 1e-5,
+        }
         with pytest.raises(UserError, match="vocab_size is -1.*rows of tok_embeddings.weight"):
             FORMATS["meta"].from_external(document | {"vocab_size": -1})
         config = FORMATS["meta"].from_external(document | {"vocab_size": 32_000})
@@ -270,7 +332,10 @@ class TestParamsJson:
             ({"dim": "4096"}, "dim is '4096'"),
             ({"torchtitan": {"depth": 3}}, "under 'torchtitan': depth"),
             ({"torchtitan": [1]}, r"torchtitan is \[1\], but must be an object"),
-            ({"torchtitan": {"tie_embeddings": 1}}, "tie_embeddings is 1, but must be true or false"),
+            (
+                {"torchtitan": {"tie_embeddings": 1}},
+                "tie_embeddings is 1, but must be true or false",
+            ),
             ({"dim": True}, "dim is True"),
             ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
             ({"rope_theta": None}, "rope_theta is None, but must be a number"),
@@ -316,17 +381,24 @@ class TestAuto:
     def test_folder_sets_model_tokenizer_and_weights(self, folder, flag):
         config = parse(flag, folder).config
         assert config.model_spec.model == from_hf()
-        assert (config.hf_assets_path, config.checkpoint.initial_load_path) == (str(folder), str(folder))
+        assert (config.hf_assets_path, config.checkpoint.initial_load_path) == (
+            str(folder),
+            str(folder),
+        )
         assert config.checkpoint.initial_load_in_hf
         assert config.training.seq_len == 256  # the model's context is shorter than 2048
 
     def test_explicit_option_wins(self, folder):
-        config = parse(f"--hf_assets_path={folder}", "--model.n_layers", 2, "--model.rope.theta", "5e5").config
+        config = parse(
+            f"--hf_assets_path={folder}", "--model.n_layers", 2, "--model.rope.theta", "5e5"
+        ).config
         assert (config.model_spec.model.n_layers, config.model_spec.model.rope.theta) == (2, 5e5)
         assert config.model_spec.model.dim == 32
 
     def test_saved_run_is_reproduced(self, folder, tmp_path):
-        resolved = parse("--hf_assets_path", folder, "--model.norm_eps", "1e-4", "--optimizer.lr", "3e-5")
+        resolved = parse(
+            "--hf_assets_path", folder, "--model.norm_eps", "1e-4", "--optimizer.lr", "3e-5"
+        )
         resolved.save(tmp_path / "config.yaml")
         again = ConfigManager().parse_args(["--config_file", str(tmp_path / "config.yaml")])
         assert again.config == resolved.config
@@ -344,7 +416,8 @@ class TestAuto:
             parse("--help")
         assert ended.value.code == 0
         assert (
-            "the options of 'pretrain' depend on a folder; use --hf_assets_path DIR --help" in capsys.readouterr().out
+            "the options of 'pretrain' depend on a folder; use --hf_assets_path DIR --help"
+            in capsys.readouterr().out
         )
 
     @pytest.mark.parametrize(
@@ -352,8 +425,16 @@ class TestAuto:
         [
             ({"torch_dtype": "float32"}, "float32", ""),
             ({"dtype": "bfloat16", "torch_dtype": None}, "bfloat16", ""),
-            ({"torch_dtype": "float16"}, "bfloat16", "torch_dtype is float16, which is not supported"),
-            ({"torch_dtype": None}, "bfloat16", "no dtype: --training.mixed_precision_param is bfloat16"),
+            (
+                {"torch_dtype": "float16"},
+                "bfloat16",
+                "torch_dtype is float16, which is not supported",
+            ),
+            (
+                {"torch_dtype": None},
+                "bfloat16",
+                "no dtype: --training.mixed_precision_param is bfloat16",
+            ),
         ],
     )
     def test_dtype_of_the_model_is_used(self, folder, caplog, keys, expected, logged):
@@ -423,7 +504,16 @@ class TestOwnConfigurations:
 
 
 def test_command_ends_with_the_message(tmp_path):
-    command = [sys.executable, "-m", "torchtitan.cli.main", "train", "--module", "auto", "--config", "pretrain"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan.cli.main",
+        "train",
+        "--module",
+        "auto",
+        "--config",
+        "pretrain",
+    ]
     result = run_command(command)
     assert result.returncode == 2
     assert "needs --hf_assets_path" in result.stderr
@@ -434,9 +524,25 @@ def test_first_loss_equals_the_model_s_loss(assets, tmp_path):
     """The first loss equals the loss of transformers' model on the same tokens."""
     transformers = pytest.importorskip("transformers")
     folder = assets / "stories260K/hf-converted"
-    args = ["--dataloader.dataset", "stories", "--dataloader.num_workers", 0, "--dump_folder", tmp_path]
-    args += ["--training.steps", 1, "--training.seq_len", 64, "--training.mixed_precision_param", "float32"]
-    trainer = parse("--hf_assets_path", folder, *args, "--metrics.no_enable_tensorboard").config.build()
+    args = [
+        "--dataloader.dataset",
+        "stories",
+        "--dataloader.num_workers",
+        0,
+        "--dump_folder",
+        tmp_path,
+    ]
+    args += [
+        "--training.steps",
+        1,
+        "--training.seq_len",
+        64,
+        "--training.mixed_precision_param",
+        "float32",
+    ]
+    trainer = parse(
+        "--hf_assets_path", folder, *args, "--metrics.no_enable_tensorboard"
+    ).config.build()
     seen: list[Batch] = []
     forward = trainer.forward
     trainer.forward = lambda batch: (seen.append(batch), forward(batch))[1]
@@ -444,8 +550,10 @@ def test_first_loss_equals_the_model_s_loss(assets, tmp_path):
     trainer.train()
     trainer.close()
     (batch,) = seen
-    assert batch["attention"].positions_BL.tolist() == [list(range(64))]  # the sample is inside one story
+    # the sample is inside one story
+    assert batch["attention"].positions_BL.tolist() == [list(range(64))]
     logits = transformers.AutoModelForCausalLM.from_pretrained(folder)(batch["input"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["loss"] == pytest.approx(expected.item(), rel=1e-5)  # float32 rounding of a mean of 64
+    # float32 rounding of a mean of 64
+    assert json.loads(line)["loss"] == pytest.approx(expected.item(), rel=1e-5)

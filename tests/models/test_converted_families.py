@@ -32,11 +32,19 @@ def test_every_converter_trains(family: str, tmp_path: Path) -> None:
         sizes = {"config": "transformers_debugmodel_dense", **dict.fromkeys(sizes, ABSENT)}
     if family in OTHER_DESIGNS:
         if "small" in family:
-            sizes["model__hidden_size_per_layer_input"] = 64  # 4-bit weights need a multiple, as in published models
+            # 4-bit weights need a multiple, as in published models
+            sizes["model__hidden_size_per_layer_input"] = 64
         sizes, family = {**sizes, "config": family}, OTHER_DESIGNS[family]
     final = set()
     for name, converter in CONVERTERS.items():
-        train(tmp_path / name, converter, module=family, **sizes, optimizer__lr=1e-2, training__steps=3)
+        train(
+            tmp_path / name,
+            converter,
+            module=family,
+            **sizes,
+            optimizer__lr=1e-2,
+            training__steps=3,
+        )
         losses = [loss for _, loss in read_metrics(tmp_path / name, "loss")]
         assert all(0 < loss < 20 for loss in losses) and len(set(losses)) == 3, (name, losses)
         final.add(losses[-1])

@@ -6,7 +6,14 @@ import shutil
 import pytest
 import torch
 
-from tests.models.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, pretrained, run_named
+from tests.models.test_sft_configs import (
+    CHATS,
+    SHORT,
+    chat_file,
+    loss_of_transformers,
+    pretrained,
+    run_named,
+)
 from tests.training import read_metrics
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import config_registry
@@ -49,7 +56,8 @@ def test_small_model_learns(tmp_path, kind):
 
 @pytest.mark.parametrize("size", ["8b_float8", "8b_lora", "8b_qlora"])
 def test_large_configurations_convert_the_named_layers(size, monkeypatch):
-    """The sizes of Llama 3.1 8B on the meta device; float8 is checked without the GPU that it needs to run."""
+    """The sizes of Llama 3.1 8B on the meta device; float8 is checked without the GPU that it needs
+    to run."""
     config = getattr(config_registry, f"llama3_{size}")()
     config.model_spec.model = dataclasses.replace(config.model_spec.model, vocab_size=128256)
     config.check_conversion()
@@ -70,12 +78,17 @@ def test_frozen_rows_of_added_tokens_warn(tmp_path, caplog):
         "--tokenizer.added_tokens",
         "<|new|>",
     ]
-    patterns = {"frozen": [], "adapted": ["--model_converters.lora.include", "layers", r"^head\.output$"]}
+    patterns = {
+        "frozen": [],
+        "adapted": ["--model_converters.lora.include", "layers", r"^head\.output$"],
+    }
     for kind, include in patterns.items():
         config = ConfigManager().parse_args([*words, *include]).config
         caplog.clear()
         config.check(world_size=1)
-        assert any("1 tokens are added" in message for message in caplog.messages) is (kind == "frozen")
+        assert any("1 tokens are added" in message for message in caplog.messages) is (
+            kind == "frozen"
+        )
 
 
 class TestFromHuggingFace:
@@ -110,8 +123,11 @@ class TestFromHuggingFace:
         tokens = torch.arange(40)[None]
         with torch.no_grad():
             logits = merged(tokens).logits
-            # Relative to the largest: products of small matrices, summed in another order in float32.
-            torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-5 * logits.abs().max().item(), rtol=0)
+            # Relative to the largest: products of small matrices, summed in another order in
+            # float32.
+            torch.testing.assert_close(
+                adapted(tokens).logits, logits, atol=1e-5 * logits.abs().max().item(), rtol=0
+            )
             with adapted.disable_adapter():
                 assert not torch.allclose(adapted(tokens).logits, logits, atol=1e-2)
         assert loss_of_transformers(folder, CHATS) < first
@@ -136,7 +152,10 @@ class TestFromHuggingFace:
         losses = read_metrics(tmp_path / "run", "loss")
         checkpoints = tmp_path / "run" / "checkpoint"
         weights = sum(file.stat().st_size for file in pretrained.glob("*.safetensors"))
-        assert sum(file.stat().st_size for file in (checkpoints / "step-2").glob("*.distcp")) < weights / 2
+        assert (
+            sum(file.stat().st_size for file in (checkpoints / "step-2").glob("*.distcp"))
+            < weights / 2
+        )
         for step in (3, 4):
             shutil.rmtree(checkpoints / f"step-{step}")
         run_named("lora", tmp_path / "run", **options)

@@ -27,17 +27,22 @@ def with_instructions(monkeypatch):
 
 
 def random_inputs(case: str, spread: float) -> list[Tensor]:
-    """Queries, keys, values and a gradient in bfloat16; the larger the spread, the more peaked is the attention."""
+    """Queries, keys, values and a gradient in bfloat16; the larger the spread, the more peaked is
+    the attention."""
     samples, heads, kv_heads, length, width = CASES[case]
     generator = torch.Generator().manual_seed(0)
     sizes = ((heads, spread), (kv_heads, spread), (kv_heads, 1.0), (heads, 1.0))
     return [
-        (torch.randn(samples, length, n, width, generator=generator) * size).bfloat16().requires_grad_()
+        (torch.randn(samples, length, n, width, generator=generator) * size)
+        .bfloat16()
+        .requires_grad_()
         for n, size in sizes
     ]
 
 
-def gradients(inputs: list[Tensor], attend: Attention, lengths: list[int] | None = None) -> list[Tensor]:
+def gradients(
+    inputs: list[Tensor], attend: Attention, lengths: list[int] | None = None
+) -> list[Tensor]:
     *qkv, weight = inputs
     samples, length = weight.shape[:2]
     metadata = AttentionMetadata.of_rows(samples, length)
@@ -45,25 +50,33 @@ def gradients(inputs: list[Tensor], attend: Attention, lengths: list[int] | None
         positions = torch.cat([torch.arange(n) for n in lengths])
         metadata = AttentionMetadata.from_positions(positions.expand(samples, -1))
     metadata = with_kernel(
-        metadata, device=torch.device("cpu"), dtype=weight.dtype, head_dim=weight.shape[-1], static=False
+        metadata,
+        device=torch.device("cpu"),
+        dtype=weight.dtype,
+        head_dim=weight.shape[-1],
+        static=False,
     )
     return list(torch.autograd.grad((attend(*qkv, metadata) * weight).sum(), qkv))
 
 
 def errors(measured: list[Tensor], exact: list[Tensor]) -> list[float]:
     """Relative errors in the Euclidean norm."""
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(measured, exact, strict=True)]
+    return [
+        ((a.double() - b).norm() / b.norm()).item() for a, b in zip(measured, exact, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("spread", [0.5, 1.0, 3.0], ids=["diffuse", "normal", "peaked"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_float64(case, spread, scale, monkeypatch):
-    """Probabilities (in both passes), results, and gradients of scores are rounded to bfloat16, whose relative errors
-    are up to 2**-8 each; so the error of a gradient is at most 4 * 2**-8, or twice the error of PyTorch's
-    kernel."""
+    """Probabilities (in both passes), results, and gradients of scores are rounded to bfloat16,
+    whose relative errors are up to 2**-8 each; so the error of a gradient is at most 4 * 2**-8, or
+    twice the error of PyTorch's kernel."""
     inputs = random_inputs(case, spread)
-    exact = gradients([x.detach().double().requires_grad_() for x in inputs], Attention(scale=scale))
+    exact = gradients(
+        [x.detach().double().requires_grad_() for x in inputs], Attention(scale=scale)
+    )
     own = errors(gradients(inputs, Attention(scale=scale)), exact)
     monkeypatch.setattr(cpu_attention, "multiplies", lambda dtype: False)
     library = errors(gradients(inputs, Attention(scale=scale)), exact)
@@ -75,14 +88,16 @@ def test_gradients_are_those_of_float64(case, spread, scale, monkeypatch):
 @pytest.mark.parametrize("spread", [0.5, 1.0, 3.0], ids=["diffuse", "normal", "peaked"])
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_float64(case, spread):
-    """Probabilities, products and their quotient are rounded to bfloat16, whose relative error is up to 2**-8; the
-    log-sum-exp has the error of a sum of such probabilities."""
+    """Probabilities, products and their quotient are rounded to bfloat16, whose relative error is
+    up to 2**-8; the log-sum-exp has the error of a sum of such probabilities."""
     q, k, v, _ = (x.detach().transpose(1, 2) for x in random_inputs(case, spread))
     context = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
     saved: list[Tensor] = []
     scale = q.shape[-1] ** -0.5
     out = cpu_attention.BFloat16CausalAttention.forward(context, q, k, v, scale)
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    exact = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
     assert errors([out], [exact])[0] < 3 * 2**-8
     scores = scale * q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -91,10 +106,13 @@ def test_results_are_those_of_float64(case, spread):
 
 
 def test_great_scores_do_not_overflow():
-    """The rounding error of scores of tens of thousands is above 88, the largest exponent in float32."""
+    """The rounding error of scores of tens of thousands is above 88, the largest exponent in
+    float32."""
     q, k, v = (x.transpose(1, 2) for x in random_inputs("several blocks", 100.0)[:3])
     out = cpu_attention.BFloat16CausalAttention.apply(q, k, v, q.shape[-1] ** -0.5)
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    exact = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
     assert errors([out], [exact])[0] < 2**-8
 
 

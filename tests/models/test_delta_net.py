@@ -1,4 +1,5 @@
-"""Gated delta nets against transformers' Qwen3.5, and against the recurrence, token by token, in float64."""
+"""Gated delta nets against transformers' Qwen3.5, and against the recurrence, token by token, in
+float64."""
 
 import random
 from collections.abc import Sequence
@@ -53,7 +54,9 @@ def make_net(seed: int = 0, norm_eps: float = 1e-6, **sizes: int) -> GatedDeltaN
 
 def random_input(rows: Sequence[Sequence[int]], dim: int = SIZES["dim"]) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(len(rows), sum(rows[0]), dim, generator=generator, dtype=torch.float64, requires_grad=True)
+    return torch.randn(
+        len(rows), sum(rows[0]), dim, generator=generator, dtype=torch.float64, requires_grad=True
+    )
 
 
 def recurrence(net: GatedDeltaNet, x_TD: Tensor) -> Tensor:
@@ -73,7 +76,9 @@ def recurrence(net: GatedDeltaNet, x_TD: Tensor) -> Tensor:
         q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
         decay = torch.exp(-net.A_log.exp() * F.softplus(net.in_a(x_D) + net.dt_bias))
         state_HEF = state_HEF * decay[:, None, None]
-        change_HF = net.in_b(x_D).sigmoid()[:, None] * (v - torch.einsum("hef,he->hf", state_HEF, k))
+        change_HF = net.in_b(x_D).sigmoid()[:, None] * (
+            v - torch.einsum("hef,he->hf", state_HEF, k)
+        )
         state_HEF = state_HEF + k[:, :, None] * change_HF[:, None]
         out_HF = torch.einsum("hef,he->hf", state_HEF, q) / net.key_head_dim**0.5
         out_HF = out_HF / (out_HF.square().mean(-1, keepdim=True) + 1e-6).sqrt() * net.norm.weight
@@ -91,12 +96,14 @@ def expected_output(net: GatedDeltaNet, x_BLD: Tensor, rows: Sequence[Sequence[i
 
 
 def results(net: GatedDeltaNet, x: Tensor, out: Tensor) -> list[Tensor]:
-    """Return the output and the gradients of the input and all parameters for a fixed weighting of the outputs."""
+    """Return the output and the gradients of the input and all parameters for a fixed weighting of
+    the outputs."""
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     return [out, *torch.autograd.grad((out * weight).sum(), [x, *net.parameters()])]
 
 
-# --- transformers -----------------------------------------------------------------------------------------------------
+# --- transformers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,8 +123,9 @@ def test_output_and_all_gradients_equal_transformers(seed):
     }
     length = choose.choice([1, 2, 40, 63, 64, 65, 128, 150, 200])
     print(sizes, length)
-    # With a smaller constant, the norm of a document's first token magnifies rounding where its query and its key are
-    # nearly orthogonal. For faster decays, the rounding of the reference's cumulative sums alone is 1e-5.
+    # With a smaller constant, the norm of a document's first token magnifies rounding where its
+    # query and its key are nearly orthogonal. For faster decays, the rounding of the reference's
+    # cumulative sums alone is 1e-5.
     net = make_net(seed, norm_eps=1e-2, **sizes).float()
     net.A_log.data.clamp_(max=0.5)
     reference = Qwen3_5GatedDeltaNet(
@@ -134,7 +142,10 @@ def test_output_and_all_gradients_equal_transformers(seed):
         ),
         0,
     )
-    names = {row.external.rpartition("linear_attn.")[2]: row.internal.split(".", 3)[3] for row in DELTA_NET_ROWS}
+    names = {
+        row.external.rpartition("linear_attn.")[2]: row.internal.split(".", 3)[3]
+        for row in DELTA_NET_ROWS
+    }
     ours = dict(net.named_parameters())
 
     def external(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -149,13 +160,16 @@ def test_output_and_all_gradients_equal_transformers(seed):
         (each * weight).sum().backward()
     gradients = external({name: parameter.grad for name, parameter in ours.items()})
     pairs = {"output": (out, expected), "input": (copies[0].grad, copies[1].grad)}
-    pairs |= {name: (gradients[name], parameter.grad) for name, parameter in reference.named_parameters()}
+    pairs |= {
+        name: (gradients[name], parameter.grad) for name, parameter in reference.named_parameters()
+    }
     for name, (found, other) in pairs.items():
         # Float32 sums in another order, relative to the largest value.
         assert (found - other).abs().max() <= 1e-5 * other.abs().max(), name
 
 
-# --- documents --------------------------------------------------------------------------------------------------------
+# --- documents
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)
@@ -163,7 +177,9 @@ def test_packed_documents_equal_the_recurrence_of_each(rows):
     net, x = make_net(), random_input(rows)
     found = results(net, x, net(x, ROPE, metadata_of(rows)))
     # Float64 sums in another order.
-    torch.testing.assert_close(found, results(net, x, expected_output(net, x, rows)), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        found, results(net, x, expected_output(net, x, rows)), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -172,14 +188,19 @@ def test_random_documents_equal_the_recurrence_of_each(seed):
     boundaries = [sorted(choose.sample(range(1, 170), choose.choice([1, 4, 30]))) for _ in range(2)]
     rows = [[b - a for a, b in zip([0, *cuts], [*cuts, 170], strict=True)] for cuts in boundaries]
     print(rows)
-    net, x = make_net(seed, num_key_heads=1, conv_kernel_dim=choose.choice([1, 2, 5])), random_input(rows)
+    net, x = (
+        make_net(seed, num_key_heads=1, conv_kernel_dim=choose.choice([1, 2, 5])),
+        random_input(rows),
+    )
     found = results(net, x, net(x, ROPE, metadata_of(rows)))
-    torch.testing.assert_close(found, results(net, x, expected_output(net, x, rows)), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        found, results(net, x, expected_output(net, x, rows)), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_fast_decays_are_as_precise_as_slow_ones():
-    """In float32, differences of the cumulative sums would be wrong by 3e-5 where tokens that forget everything
-    precede tokens that forget little."""
+    """In float32, differences of the cumulative sums would be wrong by 3e-5 where tokens that
+    forget everything precede tokens that forget little."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (F.normalize(torch.randn(1, 64, 1, 8, generator=generator), dim=-1) for _ in range(3))
     decay, beta = torch.full((1, 64, 1), -0.01), torch.full((1, 64, 1), 0.5)
@@ -203,7 +224,12 @@ def test_a_missing_reset_is_caught(monkeypatch, mistake):
     def one_document(*args: Any) -> Any:
         """Call the original with the same number for all documents."""
         integers = [isinstance(arg, Tensor) and not arg.is_floating_point() for arg in args]
-        return original(*(arg * 0 if is_integer else arg for arg, is_integer in zip(args, integers, strict=True)))
+        return original(
+            *(
+                arg * 0 if is_integer else arg
+                for arg, is_integer in zip(args, integers, strict=True)
+            )
+        )
 
     monkeypatch.setattr(owner, name, one_document)
     difference = net(x, ROPE, metadata_of(rows)) - expected_output(net, x, rows)
@@ -211,12 +237,16 @@ def test_a_missing_reset_is_caught(monkeypatch, mistake):
     assert difference.abs().max() > 1e-2
 
 
-# --- states -----------------------------------------------------------------------------------------------------------
+# --- states
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [(70, 1, 1, 1, 5, 66), (1,) * 12 + (132,), (2, 64, 64, 14), (144,)], ids=str)
+@pytest.mark.parametrize(
+    "parts", [(70, 1, 1, 1, 5, 66), (1,) * 12 + (132,), (2, 64, 64, 14), (144,)], ids=str
+)
 def test_states_continue_where_the_last_pass_ended(parts):
-    """Rows are padded on the left, by more and by less than the convolution sees, and every part may end anywhere."""
+    """Rows are padded on the left, by more and by less than the convolution sees, and every part
+    may end anywhere."""
     paddings, length = (0, 1, 2, 69, 75), 144
     positions_BL = (torch.arange(length) - torch.tensor(paddings)[:, None]).clamp(min=0)
     rows = [[1] * padding + [length - padding] for padding in paddings]
@@ -239,7 +269,9 @@ class MixedModel(Llama3Model):
     def make_block(self, index: int) -> torch.nn.Module:
         block = super().make_block(index)
         if index == 0:
-            block.attention = GatedDeltaNet(**{**SIZES, "dim": 64}, norm_eps=1e-6, init_std=0.2, out_init_std=0.2)
+            block.attention = GatedDeltaNet(
+                **{**SIZES, "dim": 64}, norm_eps=1e-6, init_std=0.2, out_init_std=0.2
+            )
         return block
 
 
@@ -247,9 +279,12 @@ def test_generation_with_and_without_the_cache_are_equal():
     model = MixedModel(small_config()).double()
     initialize_weights(model, 0)
     prompts = [[5], [9, 8], list(range(20, 90)), [1, 2, 3, 4, 5, 6]]
-    cached, recomputed = (generate(model, prompts, max_new_tokens=6, use_cache=cached) for cached in (True, False))
+    cached, recomputed = (
+        generate(model, prompts, max_new_tokens=6, use_cache=cached) for cached in (True, False)
+    )
     for one, other in zip(cached, recomputed, strict=True):
-        assert one.ids == other.ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-5)  # float32 logits
+        # float32 logits
+        assert one.ids == other.ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_a_compiled_block_is_one_graph_and_equal():
@@ -268,7 +303,9 @@ def test_compiled_gradients_are_equal(rows):
     net, x = make_net(), random_input(rows)
     compiled, metadata = torch.compile(net, backend="aot_eager"), metadata_of(rows)
     # The compiler may change the order of sums.
-    torch.testing.assert_close(results(net, x, compiled(x, ROPE, metadata)), results(net, x, net(x, ROPE, metadata)))
+    torch.testing.assert_close(
+        results(net, x, compiled(x, ROPE, metadata)), results(net, x, net(x, ROPE, metadata))
+    )
 
 
 def test_bfloat16_states_and_recurrence_are_float32():
@@ -283,10 +320,16 @@ def test_bfloat16_states_and_recurrence_are_float32():
 
 def test_every_parameter_has_an_initial_distribution():
     net = GatedDeltaNet(
-        **{**SIZES, "num_key_heads": 8, "num_value_heads": 512}, norm_eps=1e-6, init_std=0.1, out_init_std=0.2
+        **{**SIZES, "num_key_heads": 8, "num_value_heads": 512},
+        norm_eps=1e-6,
+        init_std=0.1,
+        out_init_std=0.2,
     )
     initialize_weights(net, 0)
     rates = net.A_log.exp()
     assert 0.01 <= rates.min() < 0.2 and 15.8 < rates.max() <= 16 and 7 < rates.mean() < 9
     assert (net.dt_bias == 1).all() and (net.norm.weight == 1).all()
-    assert 0.49 < net.conv.weight.abs().max() <= 0.5 and net.out.weight.std().item() == pytest.approx(0.2, rel=0.05)
+    assert (
+        0.49 < net.conv.weight.abs().max() <= 0.5
+        and net.out.weight.std().item() == pytest.approx(0.2, rel=0.05)
+    )

@@ -1,4 +1,5 @@
-"""Every family against transformers: logits, all gradients, weights and config.json both ways, cached generation."""
+"""Every family against transformers: logits, all gradients, weights and config.json both ways,
+cached generation."""
 
 import json
 from pathlib import Path
@@ -25,10 +26,12 @@ from torchtitan.models.families import families_with
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
-"""Relative to the largest element. Float32 sums in another order change the seventh digit, and layers add to that."""
+"""Relative to the largest element. Float32 sums in another order change the seventh digit, and
+layers add to that."""
 
 ROUNDING = 3
-"""Largest error of gradients above `TOLERANCE`, as a multiple of the error of transformers in float32."""
+"""Largest error of gradients above `TOLERANCE`, as a multiple of the error of transformers in
+float32."""
 
 
 def test_every_model_type_has_a_case() -> None:
@@ -45,30 +48,46 @@ def test_logits_and_all_gradients_equal_transformers(model_type: str, seed: int)
     logits, expected = model(tokens), reference(tokens).logits
     assert relative_error(logits, expected) < TOLERANCE
     loss = model(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=labels)
-    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected_loss = torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(loss, expected_loss, rtol=TOLERANCE, atol=0, check_dtype=False)
     loss.backward()
     expected_loss.backward()
     ours = {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()}
     ours |= {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    # Sums of large terms that nearly cancel have fewer digits, so a small gradient counts as 1 % of the largest.
+    # Sums of large terms that nearly cancel have fewer digits, so a small gradient counts as 1 % of
+    # the largest.
     least = 0.01 * max(gradient.abs().max().item() for gradient in gradients.values())
     converted = to_external(family, model, ours)
-    errors = {name: relative_error(converted[name], gradient, least) for name, gradient in gradients.items()}
+    errors = {
+        name: relative_error(converted[name], gradient, least)
+        for name, gradient in gradients.items()
+    }
     if max(errors.values()) >= TOLERANCE:
         single = random_reference(model_type, seed)
         torch.nn.functional.cross_entropy(
             single(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum"
         ).backward()
-        theirs = {name: relative_error(p.grad, gradients[name], least) for name, p in single.named_parameters()}
-        errors = {name: error for name, error in errors.items() if error >= ROUNDING * max(theirs.values())}
+        theirs = {
+            name: relative_error(p.grad, gradients[name], least)
+            for name, p in single.named_parameters()
+        }
+        errors = {
+            name: error
+            for name, error in errors.items()
+            if error >= ROUNDING * max(theirs.values())
+        }
     assert max(errors.values(), default=0) < TOLERANCE, errors
 
 
 @pytest.mark.parametrize(("model_type", "seed"), all_cases(4))
-def test_weights_and_config_json_convert_both_ways(model_type: str, seed: int, tmp_path: Path) -> None:
-    """Weights bit for bit. transformers computes the same logits from our config.json, and we read it back."""
+def test_weights_and_config_json_convert_both_ways(
+    model_type: str, seed: int, tmp_path: Path
+) -> None:
+    """Weights bit for bit. transformers computes the same logits from our config.json, and we read
+    it back."""
     family, reference = family_of(model_type), random_reference(model_type, seed)
     model, theirs = to_ours(family, reference)
     converted = to_external(family, model, model.state_dict())
@@ -78,7 +97,9 @@ def test_weights_and_config_json_convert_both_ways(model_type: str, seed: int, t
     assert family.FORMATS["hf"].from_external(json.loads(json.dumps(written))) == model.config
     (tmp_path / "config.json").write_text(json.dumps(written))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    again = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     again.load_state_dict(reference.state_dict())
     again.config._experts_implementation = "eager"
     tokens, _ = random_tokens(97, 50)
@@ -94,6 +115,10 @@ def test_cached_generation_equals_transformers(model_type: str, seed: int) -> No
     generations = generate(model, prompts, max_new_tokens=40)
     for prompt, generation in zip(prompts, generations, strict=True):
         expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert [*prompt, *generation.ids] == expected[0].tolist()

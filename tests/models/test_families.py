@@ -1,5 +1,5 @@
-"""A model family outside the package, with its converters, in every command: it is selected by `--module` or an
-installed package, and never imported just because a checkpoint names it."""
+"""A model family outside the package, with its converters, in every command: it is selected by
+`--module` or an installed package, and never imported just because a checkpoint names it."""
 
 import io
 import json
@@ -90,7 +90,8 @@ def forget() -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the family, its checkpoint and Hugging Face export, and a llama3 checkpoint with its converter."""
+    """A folder with the family, its checkpoint and Hugging Face export, and a llama3 checkpoint
+    with its converter."""
     place = tmp_path_factory.mktemp("workplace")
     (place / "homemade").mkdir()
     files = {"__init__.py": INIT, "config_registry.py": REGISTRY, "converters.py": CONVERTERS}
@@ -112,7 +113,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use the folder as current folder and on the import path, so that a careless import would find the family."""
+    """Use the folder as current folder and on the import path, so that a careless import would find
+    the family."""
     monkeypatch.chdir(workplace)
     sys.path.insert(0, str(workplace))
     return workplace
@@ -132,10 +134,12 @@ def words_of(command: str, checkpoint: str, out: Path) -> list[object]:
 
 COMMANDS = ("generate", "chat", "eval", "convert", "inspect")
 ADVICE = {
-    "native": "package 'homemade', which is neither built in nor installed; if you trust that package, name it with "
+    "native": "package 'homemade', which is neither built in nor installed; if you trust that "
+    "package, name it with "
     "--module PATH (its folder, or 'homemade' where Python finds it)",
     "hf": "--module PATH names a family of your own",
-    "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, set --module to the "
+    "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, set "
+    "--module to the "
     "module whose config_registry.py imports it",
 }
 
@@ -144,7 +148,8 @@ ADVICE = {
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("checkpoint", ADVICE)
 def test_checkpoint_does_not_import_its_family(in_workplace, tmp_path, capsys, command, checkpoint):
-    """Every command gives the same message and imports nothing, though the family is in the current folder."""
+    """Every command gives the same message and imports nothing, though the family is in the current
+    folder."""
     code = run(*words_of(command, checkpoint, tmp_path))
     out, error = capsys.readouterr()
     assert (code, error.count(ADVICE[checkpoint])) == (0 if command == "inspect" else 2, 1), error
@@ -157,7 +162,9 @@ def test_checkpoint_does_not_import_its_family(in_workplace, tmp_path, capsys, c
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("checkpoint", ADVICE)
-def test_module_option_selects_the_family(in_workplace, tmp_path, monkeypatch, capsys, command, checkpoint):
+def test_module_option_selects_the_family(
+    in_workplace, tmp_path, monkeypatch, capsys, command, checkpoint
+):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert run(*words_of(command, checkpoint, tmp_path), "--module", "./homemade") == 0
     out, error = capsys.readouterr()
@@ -171,7 +178,9 @@ def test_exports_are_equal(in_workplace):
     import homemade  # type: ignore[import-not-found]
 
     tokens = torch.arange(20)[None]
-    native, exported = (load_model(path, device="cpu", family=homemade) for path in ("native", "hf"))
+    native, exported = (
+        load_model(path, device="cpu", family=homemade) for path in ("native", "hf")
+    )
     assert json.loads(Path("hf/config.json").read_text())["model_type"] == "homemade"
     assert exported.spec.name == native.spec.name == "homemade"
     assert torch.equal(native.model(tokens), exported.model(tokens))
@@ -187,8 +196,12 @@ def test_module_option_trains_a_folder_of_its_family(in_workplace, config):
 
 
 def test_auto_does_not_import_an_unnamed_family(in_workplace):
-    with pytest.raises(UserError, match="model_type is 'homemade'.*--module PATH names a family of your own"):
-        ConfigManager().parse_args(["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"])
+    with pytest.raises(
+        UserError, match="model_type is 'homemade'.*--module PATH names a family of your own"
+    ):
+        ConfigManager().parse_args(
+            ["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"]
+        )
     assert "homemade" not in sys.modules
 
 
@@ -197,7 +210,9 @@ def test_configuration_of_the_family_overrides_auto(in_workplace, tmp_path):
     file = tmp_path / "homemade/config_registry.py"
     own = "\n\ndef homemade_sft():\n    return llama3_debugmodel()\n"
     file.write_text(file.read_text() + own)
-    resolved = ConfigManager().parse_args(["--module", str(tmp_path / "homemade"), "--config", "sft"])
+    resolved = ConfigManager().parse_args(
+        ["--module", str(tmp_path / "homemade"), "--config", "sft"]
+    )
     assert resolved.config.registered_as == "homemade.homemade_sft"
 
 
@@ -221,7 +236,9 @@ class TestInstalled:
         shutil.copytree(in_workplace / "homemade", site / "homemade")
         (site / "own_models-1.0.dist-info").mkdir()
         (site / "own_models-1.0.dist-info/METADATA").write_text("Name: own-models\nVersion: 1.0\n")
-        (site / "own_models-1.0.dist-info/entry_points.txt").write_text("[torchtitan.models]\nours = homemade\n")
+        (site / "own_models-1.0.dist-info/entry_points.txt").write_text(
+            "[torchtitan.models]\nours = homemade\n"
+        )
         sys.path[:] = [str(site), *(path for path in sys.path if path != str(in_workplace))]
         self.site = site
 
@@ -253,10 +270,14 @@ class TestInstalled:
 def test_removed_built_in_family(in_workplace, tmp_path):
     shutil.copytree("native", tmp_path / "native")
     file = tmp_path / "native/assets/model.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"module": "torchtitan.models.llama9"}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"module": "torchtitan.models.llama9"})
+    )
     from torchtitan.models.pretrained import spec_of
 
-    with pytest.raises(UserError, match="native holds a model of the package 'torchtitan.models.llama9': .*failed"):
+    with pytest.raises(
+        UserError, match="native holds a model of the package 'torchtitan.models.llama9': .*failed"
+    ):
         spec_of(tmp_path / "native")
 
 
@@ -268,5 +289,7 @@ def test_help_does_not_import_torch():
         "    except SystemExit: pass\n"
         "assert 'torch' not in sys.modules"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT
+    )
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,5 @@
-"""Special features of Gemma 1, 2 and 3 against transformers, and their sizes against the published ones."""
+"""Special features of Gemma 1, 2 and 3 against transformers, and their sizes against the published
+ones."""
 
 import json
 import re
@@ -64,10 +65,13 @@ DISTINCT: dict[str, dict[str, Any]] = {
 """Model type → a configuration in which each feature has an effect."""
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
-def _patch_norms(model: Any, forward: Callable[[OffsetRMSNorm, Tensor], Tensor], within: str = "") -> None:
+def _patch_norms(
+    model: Any, forward: Callable[[OffsetRMSNorm, Tensor], Tensor], within: str = ""
+) -> None:
     for name, norm in model.named_modules():
         if isinstance(norm, OffsetRMSNorm) and within in name:
             norm.forward = forward.__get__(norm)
@@ -111,7 +115,9 @@ def cap_before_scale(model: Any) -> None:
     scale = config.query_pre_attn_scalar**-0.5
     for layer in model.layers.values():
         # scale c tanh(s / c), with unscaled scores s, is c' tanh(scale s / c') with c' = scale c.
-        layer.attention.attend = Attention(scale=scale, softcap=scale * config.attn_logit_softcapping)
+        layer.attention.attend = Attention(
+            scale=scale, softcap=scale * config.attn_logit_softcapping
+        )
 
 
 def no_cap_of_scores(model: Any) -> None:
@@ -142,7 +148,8 @@ def post_norm_after_addition(model: Any) -> None:
     for layer in model.layers.values():
         norm, layer.attention_post_norm = layer.attention_post_norm, None
         layer.forward = lambda x, rope, attention, layer=layer, norm=norm: layer._add(
-            y := norm(layer._add(x, layer._attend(x, rope, attention))), layer._feed_forward(y, attention)
+            y := norm(layer._add(x, layer._attend(x, rope, attention))),
+            layer._feed_forward(y, attention),
         )
 
 
@@ -160,12 +167,21 @@ def rope_without_scaling(model: Any) -> None:
 
 def query_and_key_norms_exchanged(model: Any) -> None:
     for layer in model.layers.values():
-        layer.attention.q_norm, layer.attention.k_norm = layer.attention.k_norm, layer.attention.q_norm
+        layer.attention.q_norm, layer.attention.k_norm = (
+            layer.attention.k_norm,
+            layer.attention.q_norm,
+        )
 
 
 _OF_ALL = [norms_without_offset, no_embedding_factor, exact_gelu]
 _OF_2_AND_3 = [
-    *(window_one_longer, window_one_shorter, first_layer_is_full, scale_of_head_width, no_cap_of_logits),
+    *(
+        window_one_longer,
+        window_one_shorter,
+        first_layer_is_full,
+        scale_of_head_width,
+        no_cap_of_logits,
+    ),
     *(norms_named_as_in_llama, norms_only_before, post_norm_after_addition),
 ]
 _OF_3 = [ropes_exchanged, one_rope_for_all, rope_without_scaling]
@@ -179,7 +195,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize(
     ("model_type", "mistake"),
-    [pytest.param(kind, mistake, id=f"{kind}-{mistake.__name__}") for kind in TYPES for mistake in MISTAKES[kind]],
+    [
+        pytest.param(kind, mistake, id=f"{kind}-{mistake.__name__}")
+        for kind in TYPES
+        for mistake in MISTAKES[kind]
+    ],
 )
 def test_mistake_is_caught(model_type: str, mistake: Callable[[Any], None]) -> None:
     reference = random_reference(model_type, 0, **DISTINCT[model_type])
@@ -187,7 +207,8 @@ def test_mistake_is_caught(model_type: str, mistake: Callable[[Any], None]) -> N
     tokens, _ = random_tokens(97, 50)
     with torch.no_grad():
         expected = reference(tokens).logits
-        # Float32 sums in another order. Mistakes change more than 0.1, except GELU by erf instead of tanh, 1e-3.
+        # Float32 sums in another order. Mistakes change more than 0.1, except GELU by erf instead
+        # of tanh, 1e-3.
         torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
         mistake(model)
         assert (model(tokens) - expected).abs().max() > 5e-4
@@ -204,7 +225,8 @@ def test_embedding_factor_is_rounded() -> None:
     assert not torch.equal(F.embedding(tokens, theirs.weight) * 48**0.5, theirs(tokens))
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +250,8 @@ def test_published_sizes(flavor: str, parameters: int) -> None:
     with torch.device("meta"):
         model = config.build()
     if flavor in ("3-4B", "3-12B", "3-27B"):
-        parameters -= 416_866_032 + 1152 * (config.dim + 1)  # of the vision encoder, and of its norm and projection
+        # of the vision encoder, and of its norm and projection
+        parameters -= 416_866_032 + 1152 * (config.dim + 1)
     assert model.num_parameters() == parameters
 
 
@@ -240,14 +263,22 @@ def test_flavors_are_written_and_read(flavor: str) -> None:
 
 
 def required(flavor: str) -> dict[str, Any]:
-    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names = (
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     names += ("vocab_size", "max_position_embeddings")
     written = WRITE(FLAVORS[flavor])
     return {name: written[name] for name in names}
 
 
 @pytest.mark.parametrize("flavor", ["1-7B", "2-9B", "3-12B"])
-def test_missing_keys_have_transformers_defaults(flavor: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_keys_have_transformers_defaults(
+    flavor: str, caplog: pytest.LogCaptureFixture
+) -> None:
     document = required(flavor)
     theirs = transformers.AutoConfig.for_model(**document).to_dict()
     assert len(theirs) > 2 * len(document)
@@ -287,15 +318,28 @@ OLD_GEMMA3: dict[str, Any] = {
         ("2-2B", {"layer_types": None}),
         ("2-2B", {"hidden_act": ...}),
         ("3-1B", {**OLD_GEMMA3, "rope_scaling": None}),
-        ("3-1B", {**OLD_GEMMA3, "rope_scaling": ..., "rope_theta": ..., "rope_local_base_freq": ...}),
+        (
+            "3-1B",
+            {**OLD_GEMMA3, "rope_scaling": ..., "rope_theta": ..., "rope_local_base_freq": ...},
+        ),
         ("3-270M", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
         ("3-4B", OLD_GEMMA3),
         ("3-4B", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}),
         # The files of 4B omit these three keys.
-        ("3-4B", {**OLD_GEMMA3, "num_attention_heads": ..., "vocab_size": ..., "max_position_embeddings": ...}),
+        (
+            "3-4B",
+            {
+                **OLD_GEMMA3,
+                "num_attention_heads": ...,
+                "vocab_size": ...,
+                "max_position_embeddings": ...,
+            },
+        ),
     ],
 )
-def test_spellings_of_published_files(flavor: str, change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_spellings_of_published_files(
+    flavor: str, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """They mean the same model, here and in transformers, and nothing is logged."""
     document = changed(WRITE(FLAVORS[flavor]), change)
     assert READ(document) == FLAVORS[flavor]
@@ -304,7 +348,9 @@ def test_spellings_of_published_files(flavor: str, change: dict[str, Any], caplo
 
 
 def test_pattern_of_windows_is_read() -> None:
-    document = changed(WRITE(FLAVORS["3-1B"]), {**OLD_GEMMA3, "rope_scaling": None, "sliding_window_pattern": 4})
+    document = changed(
+        WRITE(FLAVORS["3-1B"]), {**OLD_GEMMA3, "rope_scaling": None, "sliding_window_pattern": 4}
+    )
     theirs = transformers.AutoConfig.for_model(**document)
     config = READ(document)
     assert [config.has_window(index) for index in range(config.n_layers)] == [
@@ -342,16 +388,28 @@ def test_pattern_of_windows_is_read() -> None:
             "rope_parameters has 'rope_type': 'default', .* full_attention and sliding_attention",
         ),
         ("3-4B", {"rope_parameters": {**ROPES, "sliding_attention": 3}}, "sliding_attention is 3"),
-        ("3-4B", {"rope_parameters": {**ROPES, "sliding_attention": {"rope_type": "x"}}}, "RoPE of type 'x'"),
+        (
+            "3-4B",
+            {"rope_parameters": {**ROPES, "sliding_attention": {"rope_type": "x"}}},
+            "RoPE of type 'x'",
+        ),
         (
             "3-4B",
             {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
             "rope_scaling .*4.0.* and rope_parameters .*8.0",
         ),
         ("3-4B", {"rope_scaling": 8}, "rope_scaling is 8"),
-        ("3-4B", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 8.0}}, "rename .* to rope_type"),
+        (
+            "3-4B",
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rename .* to rope_type",
+        ),
         ("3-4B", {"rope_parameters": ..., "rope_local_base_freq": None}, "rope_theta is None"),
-        ("3-4B", {"model_type": "gemma4"}, "model_type is 'gemma4', and this family is gemma or gemma2 or gemma3_text"),
+        (
+            "3-4B",
+            {"model_type": "gemma4"},
+            "model_type is 'gemma4', and this family is gemma or gemma2 or gemma3_text",
+        ),
     ],
 )
 def test_unsupported_values_are_refused(flavor: str, change: dict[str, Any], message: str) -> None:
@@ -414,9 +472,12 @@ def test_unusable_options_are_refused(flavor: str, change: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    ("flavor", "change"), [("1-2B", {"sliding_window": 8}), ("3-1B", {"attn_logit_softcapping": 50.0})]
+    ("flavor", "change"),
+    [("1-2B", {"sliding_window": 8}), ("3-1B", {"attn_logit_softcapping": 50.0})],
 )
-def test_models_unknown_to_transformers_are_not_written(flavor: str, change: dict[str, Any]) -> None:
+def test_models_unknown_to_transformers_are_not_written(
+    flavor: str, change: dict[str, Any]
+) -> None:
     config = model_registry(flavor).model
     for name, value in change.items():
         setattr(config, name, value)
@@ -424,19 +485,23 @@ def test_models_unknown_to_transformers_are_not_written(flavor: str, change: dic
         WRITE(config)
 
 
-# --- files and runs ---------------------------------------------------------------------------------------------------
+# --- files and runs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=TYPES)
 def pretrained(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tiny model, saved by transformers with the embedded tokenizer and a custom chat template."""
+    """A tiny model, saved by transformers with the embedded tokenizer and a custom chat
+    template."""
     options = {"vocab_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True}
     reference = random_reference(request.param, 0, **{**DISTINCT[request.param], **options})
     return save_with_tokenizer(reference, tmp_path / "hf")
 
 
 @pytest.mark.slow
-def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
+def test_adapters_for_a_hugging_face_folder(
+    tmp_path: Path, pretrained: Path, chat_file: Path
+) -> None:
     assert_adapters_open_in_peft("gemma", pretrained, chat_file, tmp_path / "run")
 
 
@@ -446,21 +511,45 @@ def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
 
 def test_language_model_of_a_model_with_vision(tmp_path: Path) -> None:
     """Vision tensors are skipped, under the names of transformers 4 and 5; logits are equal."""
-    reference = random_reference("gemma3_text", 0, **{**DISTINCT["gemma3_text"], "tie_word_embeddings": True})
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    reference = random_reference(
+        "gemma3_text", 0, **{**DISTINCT["gemma3_text"], "tie_word_embeddings": True}
+    )
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 28, "patch_size": 14}
-    options = {"text_config": reference.config.to_dict(), "vision_config": vision, "mm_tokens_per_image": 4}
+    options = {
+        "text_config": reference.config.to_dict(),
+        "vision_config": vision,
+        "mm_tokens_per_image": 4,
+    }
     config = transformers.AutoConfig.for_model("gemma3", **options)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     model.model.language_model.load_state_dict(reference.model.state_dict())
     model.save_pretrained(tmp_path)
     file, tokens = tmp_path / "model.safetensors", random_tokens(97, 50)[0]
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
-    plain = {name.replace("language_model.model.", "language_model."): tensor for name, tensor in tensors.items()}
-    assert {name.partition(".")[0] for name in plain} == {"language_model", "vision_tower", "multi_modal_projector"}
-    old = {re.sub("^language_model.", "language_model.model.", name): tensor for name, tensor in plain.items()}
+    plain = {
+        name.replace("language_model.model.", "language_model."): tensor
+        for name, tensor in tensors.items()
+    }
+    assert {name.partition(".")[0] for name in plain} == {
+        "language_model",
+        "vision_tower",
+        "multi_modal_projector",
+    }
+    old = {
+        re.sub("^language_model.", "language_model.model.", name): tensor
+        for name, tensor in plain.items()
+    }
     for named in ({f"model.{name}": tensor for name, tensor in plain.items()}, old):
         save_file(named, file, metadata={"format": "pt"})
         with torch.no_grad():
-            logits, expected = load_model(tmp_path, device="cpu").model(tokens), reference(tokens).logits
+            logits, expected = (
+                load_model(tmp_path, device="cpu").model(tokens),
+                reference(tokens).logits,
+            )
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # float32 rounding

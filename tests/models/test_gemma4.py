@@ -1,4 +1,5 @@
-"""Gemma 4: mistakes are caught; published sizes, config.json, files of models with vision, and adapters."""
+"""Gemma 4: mistakes are caught; published sizes, config.json, files of models with vision, and
+adapters."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +12,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.models.family_cases import difference_with, random_reference, random_tokens, relative_error, to_ours
+from tests.models.family_cases import (
+    difference_with,
+    random_reference,
+    random_tokens,
+    relative_error,
+    to_ours,
+)
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
 from tests.models.test_sft_configs import SHORT, chat_file, run_named
 from tests.training import killed_in, read_metrics, train
@@ -38,7 +45,11 @@ transformers = pytest.importorskip("transformers")
 READ, WRITE = FORMATS["hf"].from_external, FORMATS["hf"].to_external
 
 ROPES = {
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+    },
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
 }
 DISTINCT: dict[str, Any] = {
@@ -60,8 +71,16 @@ DISTINCT: dict[str, Any] = {
 
 SMALL: dict[str, Any] = {
     **DISTINCT,
-    **{"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 3},
-    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97, "use_double_wide_mlp": True},
+    **{
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+    },
+    **{
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 97,
+        "use_double_wide_mlp": True,
+    },
     "attention_k_eq_v": False,
 }
 EXPERTS: dict[str, Any] = {
@@ -70,7 +89,8 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def _for_attention(model: Any, change: Callable[[Any], None]) -> None:
@@ -247,21 +267,40 @@ def experts() -> Any:
 
 
 MISTAKES = [
-    *(scores_divided, no_value_norm, values_after_key_norm, norms_with_offset, no_layer_scalar, scalar_before_addition),
-    *(first_elements_rotated, all_elements_rotated, ropes_exchanged, frequencies_of_narrow_heads, window_one_longer),
+    *(
+        scores_divided,
+        no_value_norm,
+        values_after_key_norm,
+        norms_with_offset,
+        no_layer_scalar,
+        scalar_before_addition,
+    ),
+    *(
+        first_elements_rotated,
+        all_elements_rotated,
+        ropes_exchanged,
+        frequencies_of_narrow_heads,
+        window_one_longer,
+    ),
     *(windows_exchanged, no_cap_of_logits, no_embedding_factor, exact_gelu),
 ]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_caught(reference: Any, mistake: Callable[[Any], None]) -> None:
-    # Float32 sums in another order. Mistakes change more than 0.01, except GELU by erf instead of tanh.
+    # Float32 sums in another order. Mistakes change more than 0.01, except GELU by erf instead of
+    # tanh.
     assert difference_with(lambda model: None, reference) < 1e-5
     assert difference_with(mistake, reference) > 2e-4
 
 
 SMALL_MISTAKES = [
-    *(keys_of_the_first_layer, no_embedding_of_layers, no_factor_of_their_embeddings, no_projection_of_states),
+    *(
+        keys_of_the_first_layer,
+        no_embedding_of_layers,
+        no_factor_of_their_embeddings,
+        no_projection_of_states,
+    ),
     *(inputs_of_the_next_layer, third_part_behind_the_factor),
 ]
 
@@ -273,7 +312,8 @@ def test_mistake_in_small_model_is_caught(small: Any, mistake: Callable[[Any], N
 
 
 @pytest.mark.parametrize(
-    "mistake", [plain_router, no_scale_of_experts, experts_behind_the_dense_norm, no_norm_of_the_dense_result]
+    "mistake",
+    [plain_router, no_scale_of_experts, experts_behind_the_dense_norm, no_norm_of_the_dense_result],
 )
 def test_mistake_with_experts_is_caught(experts: Any, mistake: Callable[[Any], None]) -> None:
     assert difference_with(lambda model: None, experts) < 1e-5
@@ -322,9 +362,12 @@ def test_unused_keys_in_files_are_left_out(tmp_path: Path, small: Any) -> None:
 
 
 def test_proportional_rope() -> None:
-    """The first eighth of the elements, and of the second half, turn as in a head that is rotated entirely."""
+    """The first eighth of the elements, and of the second half, turn as in a head that is rotated
+    entirely."""
     whole = rope_frequencies(RoPEConfig(theta=1e4), 16)
-    part = rope_frequencies(RoPEConfig(theta=1e4, scaling="proportional", rotated_fraction=0.25), 16)
+    part = rope_frequencies(
+        RoPEConfig(theta=1e4, scaling="proportional", rotated_fraction=0.25), 16
+    )
     assert part.tolist() == [*whole[:2].tolist(), *[0.0] * 6]
 
 
@@ -334,29 +377,41 @@ def test_proportional_rope_in_other_families(model_type: str) -> None:
     rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     reference = random_reference(model_type, 0, rope_parameters=rope, num_hidden_layers=3)
     assert difference_with(lambda model: None, reference) < 1e-5
-    assert difference_with(lambda model: setattr(model.config, "rope", RoPEConfig(theta=1e4)), reference) > 1e-3
+    assert (
+        difference_with(
+            lambda model: setattr(model.config, "rope", RoPEConfig(theta=1e4)), reference
+        )
+        > 1e-3
+    )
 
 
 def test_embedding_factor_and_scalar_are_rounded(reference: Any) -> None:
     """As in transformers, bit for bit, to the type of the weights."""
     model, _ = to_ours(gemma4, reference)
     tokens, _ = random_tokens(97, 50)
-    model, theirs = model.to(torch.bfloat16), random_reference("gemma4_text", 0, **DISTINCT).to(torch.bfloat16)
+    model, theirs = (
+        model.to(torch.bfloat16),
+        random_reference("gemma4_text", 0, **DISTINCT).to(torch.bfloat16),
+    )
     assert torch.equal(model.embed(tokens), theirs.model.embed_tokens(tokens))  # type: ignore[operator]
     assert model(tokens).dtype == torch.bfloat16
 
 
-# --- sizes of heads ---------------------------------------------------------------------------------------------------
+# --- sizes of heads
+# --------------------------------------------------------------------------------------------------
 
 
 def test_each_layer_has_its_heads(monkeypatch: pytest.MonkeyPatch, reference: Any) -> None:
-    """RoPE and kernels are computed once for each width of heads, and the cache holds each layer's."""
+    """RoPE and kernels are computed once for each width of heads, and the cache holds each
+    layer's."""
     model, _ = to_ours(gemma4, reference)
     calls: list[tuple[str, int]] = []
     for name in ("rope_cos_sin", "with_kernel"):
         original = getattr(layer_inputs, name)
 
-        def recorded(*inputs: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+        def recorded(
+            *inputs: Any, name: str = name, original: Any = original, **options: Any
+        ) -> Any:
             calls.append((name, options["head_dim"] if options else inputs[1]))
             return original(*inputs, **options)
 
@@ -364,13 +419,16 @@ def test_each_layer_has_its_heads(monkeypatch: pytest.MonkeyPatch, reference: An
     with KVCache(model, 20) as cache, torch.no_grad():
         model(torch.arange(20)[None], cache.attention(torch.arange(20)[None]))
         shapes = [tuple(keys.shape) for _, keys, _ in cache._stored.values()]
-    assert sorted(calls) == [(name, head_dim) for name in ("rope_cos_sin", "with_kernel") for head_dim in (8, 16)]
+    assert sorted(calls) == [
+        (name, head_dim) for name in ("rope_cos_sin", "with_kernel") for head_dim in (8, 16)
+    ]
     assert shapes == [(1, 20, 4, 8), (1, 20, 2, 16)] * 2
 
 
 def test_operations_count_the_width_of_each_layer(reference: Any) -> None:
     model, _ = to_ours(gemma4, reference)
-    scores = 2 * 12 * 4 * (8 * 16 + 16 * 50)  # 2 layers of 4 heads with a window of 16 tokens, and 2 wider ones
+    # 2 layers of 4 heads with a window of 16 tokens, and 2 wider ones
+    scores = 2 * 12 * 4 * (8 * 16 + 16 * 50)
     weights = model.num_parameters() - 97 * 32  # except the embedding, which is only looked up
     frozen_input = sum(p.numel() for p in [*model.layers["0"].attention.wq.parameters()])  # type: ignore[union-attr]
     assert frozen_input and model.flops_per_token(50) == pytest.approx(6 * weights + scores)
@@ -392,7 +450,9 @@ def test_operations_count_active_weights_only(small: Any, experts: Any) -> None:
 def test_pipelines_are_refused_by_name() -> None:
     config = model_registry("small-debugmodel").model
     dims = ParallelDims.from_config(ParallelismConfig(pipeline_parallel_degree=2), world_size=2)
-    with pytest.raises(UserError, match="pipeline_parallel_degree 2 must be 1 for Gemma4Model, because layers use"):
+    with pytest.raises(
+        UserError, match="pipeline_parallel_degree 2 must be 1 for Gemma4Model, because layers use"
+    ):
         dims.check_fits(config, 64)
 
 
@@ -401,10 +461,22 @@ def test_pipelines_are_refused_by_name() -> None:
     [
         ({"global_head_dim": 15}, "an even number from 2 to the head width 15 is rotated"),
         ({"global_head_dim": 2**25}, "--model.global_head_dim is 33554432, but must be from 1 to"),
-        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads is 3, but must be a divisor of n_heads 8"),
-        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads is 0, but must be from 1 to"),
-        ({"n_layers": 3}, "--model.layer_types is .*, but must be full_attention in the last layer"),
-        ({"hidden_size_per_layer_input": -1}, "--model.hidden_size_per_layer_input is -1, but must be from 0 to"),
+        (
+            {"num_global_key_value_heads": 3},
+            "num_global_key_value_heads is 3, but must be a divisor of n_heads 8",
+        ),
+        (
+            {"num_global_key_value_heads": 0},
+            "num_global_key_value_heads is 0, but must be from 1 to",
+        ),
+        (
+            {"n_layers": 3},
+            "--model.layer_types is .*, but must be full_attention in the last layer",
+        ),
+        (
+            {"hidden_size_per_layer_input": -1},
+            "--model.hidden_size_per_layer_input is -1, but must be from 0 to",
+        ),
         ({"final_logit_softcapping": 0.0}, "--model.final_logit_softcapping is 0.0"),
         ({"local_rope": RoPEConfig(theta=0.0)}, "theta is 0.0"),
     ],
@@ -422,7 +494,8 @@ def test_tensor_parallelism_needs_all_key_value_heads() -> None:
     assert FLAVORS["31B"].tensor_parallel_sizes["num_global_key_value_heads"] == 4
 
 
-# --- config.json ------------------------------------------------------------------------------------------------------
+# --- config.json
+# --------------------------------------------------------------------------------------------------
 
 
 SIZES = {"E2B": 4_628_569_344, "E4B": 7_463_013_376, "12B": 11_907_350_272}
@@ -435,7 +508,9 @@ def test_tensors_of_published_sizes(flavor: str) -> None:
     config = transformers.AutoConfig.for_model(**WRITE(FLAVORS[flavor]))
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config).state_dict()
-    specs = FORMATS["hf"].adapter(FLAVORS[flavor]).external_specs(model_tensor_specs(FLAVORS[flavor]))
+    specs = (
+        FORMATS["hf"].adapter(FLAVORS[flavor]).external_specs(model_tensor_specs(FLAVORS[flavor]))
+    )
     assert {name: spec.shape for name, spec in specs.items()} == {
         name: tensor.shape for name, tensor in theirs.items() if name != "lm_head.weight"
     }
@@ -443,8 +518,9 @@ def test_tensors_of_published_sizes(flavor: str) -> None:
 
 @pytest.mark.parametrize(("flavor", "parameters"), SIZES.items())
 def test_published_sizes(flavor: str, parameters: int) -> None:
-    """The published 26B-A4B has 25.2 billion parameters, and E2B 2.3 billion besides the embeddings of layers. 12B has
-    11,959,730,176 with the embedders of images and sound, as transformers builds it too."""
+    """The published 26B-A4B has 25.2 billion parameters, and E2B 2.3 billion besides the embeddings
+    of layers. 12B has 11,959,730,176 with the embedders of images and sound, as transformers builds
+    it too."""
     with torch.device("meta"):
         model = model_registry(flavor).model.build()
     assert model.num_parameters() == parameters
@@ -473,7 +549,12 @@ def changed(document: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 BASE = WRITE(FLAVORS["31B"])
 OVERRIDES = {str(index): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
 OWN = {"hidden_size_per_layer_input": 256}
-WITH_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+WITH_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
 WITHOUT_GLOBAL = {"global_head_dim": ..., "num_global_key_value_heads": ...}
 
 
@@ -485,7 +566,11 @@ WITHOUT_GLOBAL = {"global_head_dim": ..., "num_global_key_value_heads": ...}
         {"rope_parameters": ..., "head_dim": ...},
         {"use_bidirectional_attention": "vision", "top_k_experts": None},
         {"use_double_wide_mlp": True},  # only layers that share keys are wide
-        {"model_type": "gemma4_unified_text", "sliding_window": ..., "hidden_size_per_layer_input": ...},
+        {
+            "model_type": "gemma4_unified_text",
+            "sliding_window": ...,
+            "hidden_size_per_layer_input": ...,
+        },
         {**WITHOUT_GLOBAL, "per_layer_config": OVERRIDES},
         {"global_head_dim": 7, "per_layer_config": OVERRIDES},
     ],
@@ -499,14 +584,21 @@ def test_spellings(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_missing_keys_have_transformers_defaults() -> None:
-    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names = (
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     names += ("vocab_size", "max_position_embeddings", "hidden_size_per_layer_input")
     document = {name: BASE[name] for name in names}
     assert READ(document) == READ(transformers.AutoConfig.for_model(**document).to_dict())
 
 
 def test_key_value_heads_without_keys_as_values() -> None:
-    """transformers then ignores the number of full layers, except in `per_layer_config`, which is not written."""
+    """transformers then ignores the number of full layers, except in `per_layer_config`, which is
+    not written."""
     document = {**BASE, "attention_k_eq_v": False}
     assert READ(document).num_global_key_value_heads == 16  # type: ignore[attr-defined]
     config = READ({**document, "per_layer_config": OVERRIDES})
@@ -518,14 +610,29 @@ def test_key_value_heads_without_keys_as_values() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 9}, "hidden_size_per_layer_input is 9"),
+        (
+            {"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 9},
+            "hidden_size_per_layer_input is 9",
+        ),
         ({"hidden_size_per_layer_input": "9"}, "hidden_size_per_layer_input is '9'"),
-        ({**OWN, "vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input is 9, but must be vocab_size 262144"),
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20, but must be 0 without hidden_size_per_layer_input"),
+        (
+            {**OWN, "vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input is 9, but must be vocab_size 262144",
+        ),
+        (
+            {"num_kv_shared_layers": 20},
+            "num_kv_shared_layers is 20, but must be 0 without hidden_size_per_layer_input",
+        ),
         ({"model_type": "gemma4_unified_text", "enable_moe_block": True}, "num_experts is missing"),
         ({"model_type": "gemma4_unified_text", **WITH_EXPERTS}, "enable_moe_block is True"),
-        ({**OWN, "num_kv_shared_layers": 55}, "num_kv_shared_layers is 55, but must be .*leave a layer of each type"),
-        ({**OWN, "num_kv_shared_layers": 61}, "num_kv_shared_layers is 61, but must be .*leave a layer of each type"),
+        (
+            {**OWN, "num_kv_shared_layers": 55},
+            "num_kv_shared_layers is 55, but must be .*leave a layer of each type",
+        ),
+        (
+            {**OWN, "num_kv_shared_layers": 61},
+            "num_kv_shared_layers is 61, but must be .*leave a layer of each type",
+        ),
         ({"enable_moe_block": True}, "num_experts is missing"),
         ({**WITH_EXPERTS, "enable_moe_block": 1}, "enable_moe_block is 1"),
         ({**WITH_EXPERTS, "moe_intermediate_size": None}, "moe_intermediate_size is None"),
@@ -540,15 +647,29 @@ def test_key_value_heads_without_keys_as_values() -> None:
         ({"sliding_window": None}, "sliding_window is None"),
         ({"global_head_dim": 511}, "an even number from 2 to the head width 511"),
         ({"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config is .*all full layers"),
-        ({"per_layer_config": {**OVERRIDES, "0": {"head_dim": 512}}}, "per_layer_config is .*all full layers"),
-        ({"per_layer_config": {i: {"sliding_window": 3} for i in OVERRIDES}}, "per_layer_config is .*all full layers"),
+        (
+            {"per_layer_config": {**OVERRIDES, "0": {"head_dim": 512}}},
+            "per_layer_config is .*all full layers",
+        ),
+        (
+            {"per_layer_config": {i: {"sliding_window": 3} for i in OVERRIDES}},
+            "per_layer_config is .*all full layers",
+        ),
         ({"per_layer_config": 3}, "per_layer_config is 3"),
         ({"per_layer_config": {"59": 3}}, "59 is 3"),
         (
-            {"rope_parameters": {**ROPES, "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            {
+                "rope_parameters": {
+                    **ROPES,
+                    "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                }
+            },
             "partial_rotary_factor is 0.5",
         ),
-        ({"rope_parameters": {**ROPES, "full_attention": {"rope_type": "axial"}}}, "RoPE of type 'axial'"),
+        (
+            {"rope_parameters": {**ROPES, "full_attention": {"rope_type": "axial"}}},
+            "RoPE of type 'axial'",
+        ),
     ],
 )
 def test_unsupported_values_are_refused(change: dict[str, Any], message: str) -> None:
@@ -557,24 +678,36 @@ def test_unsupported_values_are_refused(change: dict[str, Any], message: str) ->
     assert "\n" not in str(raised.value)
 
 
-# --- files and runs ---------------------------------------------------------------------------------------------------
+# --- files and runs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def pretrained(tmp_path: Path) -> Path:
-    """A tiny model, saved by transformers with the embedded tokenizer and a custom chat template."""
+    """A tiny model, saved by transformers with the embedded tokenizer and a custom chat
+    template."""
     options = {"vocab_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True}
-    return save_with_tokenizer(random_reference("gemma4_text", 0, **{**DISTINCT, **options}), tmp_path / "hf")
+    return save_with_tokenizer(
+        random_reference("gemma4_text", 0, **{**DISTINCT, **options}), tmp_path / "hf"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "small", "experts"])
-def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path, kind: str) -> None:
+def test_adapters_for_a_hugging_face_folder(
+    tmp_path: Path, pretrained: Path, chat_file: Path, kind: str
+) -> None:
     if kind != "dense":
-        options = {"vocab_size": 2048, "vocab_size_per_layer_input": 2048, "max_position_embeddings": 2048}
+        options = {
+            "vocab_size": 2048,
+            "vocab_size_per_layer_input": 2048,
+            "max_position_embeddings": 2048,
+        }
         wide = {**SMALL, "hidden_size_per_layer_input": 16}  # the rank of the adapters
         own = {**(wide if kind == "small" else EXPERTS), **options, "tie_word_embeddings": True}
-        pretrained = save_with_tokenizer(random_reference(f"gemma4_text, {kind}", 0, **own), tmp_path / "own")
+        pretrained = save_with_tokenizer(
+            random_reference(f"gemma4_text, {kind}", 0, **own), tmp_path / "own"
+        )
     assert_adapters_open_in_peft("gemma4", pretrained, chat_file, tmp_path / "run")
 
 
@@ -582,24 +715,39 @@ def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
     """Bit for bit, including the layers' factors, which are buffers."""
     assert main(["convert", "--to", "dcp", str(pretrained), str(tmp_path / "dcp")]) == 0
     assert main(["convert", "--to", "hf", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
-    original, again = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "again"))
+    original, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("hf", "again")
+    )
     theirs, ours = original.state_dict(), again.state_dict()
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert theirs.keys() == ours.keys() and all(
+        torch.equal(theirs[name], ours[name]) for name in theirs
+    )
     assert theirs["model.layers.0.layer_scalar"] != 1
 
 
 @pytest.mark.slow
-def test_resumed_run_keeps_the_factors_of_layers(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
-    """Whole weights are trained, saved, resumed and exported; the factors stay as they were loaded."""
+def test_resumed_run_keeps_the_factors_of_layers(
+    tmp_path: Path, pretrained: Path, chat_file: Path
+) -> None:
+    """Whole weights are trained, saved, resumed and exported; the factors stay as they were
+    loaded."""
     options = {"module": "auto", "hf_assets_path": pretrained, "dataloader__dataset": [chat_file]}
-    options |= {**SHORT, "training__seq_len": 128, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 3}
+    options |= {
+        **SHORT,
+        "training__seq_len": 128,
+        "checkpoint__interval": 1,
+        "checkpoint__keep_latest_k": 3,
+    }
     options |= {"training__epochs": None}
     for steps in (1, 2):
         length = {"training__steps": steps, "checkpoint__last_save_in_hf": steps == 2}
         length["checkpoint__export_dtype"] = "float32" if steps == 2 else None
         trainer = run_named("sft", tmp_path / "run", **options, **length)
     assert trainer.step == 2
-    export = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint/step-2").state_dict()
+    export = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run/checkpoint/step-2"
+    ).state_dict()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(pretrained).state_dict()
     same = {name for name, tensor in theirs.items() if torch.equal(tensor, export[name])}
     assert same == {name for name in theirs if name.endswith("layer_scalar")}
@@ -609,28 +757,52 @@ def test_resumed_run_keeps_the_factors_of_layers(tmp_path: Path, pretrained: Pat
 @pytest.mark.parametrize("kind", ["small", "moe"])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, kind: str) -> None:
     """Bit for bit, with shared keys or experts."""
-    options = {"module": "gemma4", "config": f"gemma4_{kind}_debugmodel", "model__n_layers": 4, "model__ffn_dim": 96}
-    options |= {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}
+    options = {
+        "module": "gemma4",
+        "config": f"gemma4_{kind}_debugmodel",
+        "model__n_layers": 4,
+        "model__ffn_dim": 96,
+    }
+    options |= {
+        "checkpoint__enable": True,
+        "checkpoint__interval": 2,
+        "checkpoint__keep_latest_k": 0,
+    }
     train(tmp_path / "whole", **options)
     with killed_in(Trainer, "train_step", 4):
         train(tmp_path / "cut", **options)
     train(tmp_path / "cut", **options)
     assert read_metrics(tmp_path / "cut", "loss") == read_metrics(tmp_path / "whole", "loss")
-    weights = [load_model(tmp_path / name / "checkpoint/step-4", device="cpu").model for name in ("whole", "cut")]
+    weights = [
+        load_model(tmp_path / name / "checkpoint/step-4", device="cpu").model
+        for name in ("whole", "cut")
+    ]
     ours, theirs = (model.state_dict() for model in weights)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def with_vision_and_sound(whole: str, reference: Any) -> Any:
-    """Return transformers' model with vision and sound, and with the reference as its language model."""
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    """Return transformers' model with vision and sound, and with the reference as its language
+    model."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
     audio: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     audio |= {"subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
     if whole == "gemma4_unified":
         vision, audio = {"mm_embed_dim": 16}, {}
-    parts = {"text_config": reference.config.to_dict(), "vision_config": vision, "audio_config": audio}
-    model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(whole, **parts))
+    parts = {
+        "text_config": reference.config.to_dict(),
+        "vision_config": vision,
+        "audio_config": audio,
+    }
+    model = transformers.AutoModelForImageTextToText.from_config(
+        transformers.AutoConfig.for_model(whole, **parts)
+    )
     model.model.language_model.load_state_dict(reference.model.state_dict())
     return model
 
@@ -638,12 +810,16 @@ def with_vision_and_sound(whole: str, reference: Any) -> Any:
 DESIGNS = {"": DISTINCT, ", small": SMALL, ", experts": EXPERTS}
 
 
-@pytest.mark.parametrize(("whole", "design"), [*(("gemma4", design) for design in DESIGNS), ("gemma4_unified", "")])
+@pytest.mark.parametrize(
+    ("whole", "design"), [*(("gemma4", design) for design in DESIGNS), ("gemma4_unified", "")]
+)
 def test_language_model_of_a_model_with_vision(
     tmp_path: Path, whole: str, design: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Vision and sound tensors are skipped; the language model generates the same tokens."""
-    reference = random_reference(f"{whole}_text{design}", 0, **{**DESIGNS[design], "tie_word_embeddings": True})
+    reference = random_reference(
+        f"{whole}_text{design}", 0, **{**DESIGNS[design], "tie_word_embeddings": True}
+    )
     save_with_tokenizer(with_vision_and_sound(whole, reference), tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert any("vision" in name for name in names) and any("audio" in name for name in names)
@@ -652,20 +828,37 @@ def test_language_model_of_a_model_with_vision(
     tokens, _ = random_tokens(97, 50)
     with torch.no_grad():
         assert relative_error(ours(tokens), reference(tokens).logits) < 1e-5
-    expected = reference.generate(torch.tensor([[5, 7]]), max_new_tokens=30, do_sample=False, eos_token_id=None)
+    expected = reference.generate(
+        torch.tensor([[5, 7]]), max_new_tokens=30, do_sample=False, eos_token_id=None
+    )
     (generation,) = generate(ours, [[5, 7]], max_new_tokens=30)
     assert [5, 7, *generation.ids] == expected[0].tolist()
 
 
 @pytest.mark.slow
-def test_auto_trains_the_language_model_of_a_folder_with_vision(tmp_path: Path, chat_file: Path) -> None:
+def test_auto_trains_the_language_model_of_a_folder_with_vision(
+    tmp_path: Path, chat_file: Path
+) -> None:
     """The export is the language model alone, which transformers opens."""
-    sizes = {"vocab_size": 2048, "vocab_size_per_layer_input": 2048, "max_position_embeddings": 2048}
-    reference = random_reference("gemma4_text, small", 0, **{**SMALL, **sizes, "tie_word_embeddings": True})
+    sizes = {
+        "vocab_size": 2048,
+        "vocab_size_per_layer_input": 2048,
+        "max_position_embeddings": 2048,
+    }
+    reference = random_reference(
+        "gemma4_text, small", 0, **{**SMALL, **sizes, "tie_word_embeddings": True}
+    )
     folder = save_with_tokenizer(with_vision_and_sound("gemma4", reference), tmp_path / "hf")
-    options = {"module": "auto", "hf_assets_path": folder, "dataloader__dataset": [chat_file], **SHORT}
+    options = {
+        "module": "auto",
+        "hf_assets_path": folder,
+        "dataloader__dataset": [chat_file],
+        **SHORT,
+    }
     options |= {"training__seq_len": 128, "training__epochs": None, "training__steps": 1}
     trainer = run_named("sft", tmp_path / "run", **options)
     export = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint/step-1")
-    assert type(export).__name__ == "Gemma4ForCausalLM" and trainer.config.model_spec.name == "gemma4"
+    assert (
+        type(export).__name__ == "Gemma4ForCausalLM" and trainer.config.model_spec.name == "gemma4"
+    )
     assert export.state_dict().keys() == reference.state_dict().keys()

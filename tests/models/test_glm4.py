@@ -1,4 +1,5 @@
-"""GLM-4 against transformers: mistakes that `test_equal_transformers` catches, config.json, published sizes."""
+"""GLM-4 against transformers: mistakes that `test_equal_transformers` catches, config.json,
+published sizes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,10 @@ TINY: dict[str, Any] = {
 
 
 def logits_error(
-    model_type: str, mistake: Callable[[Any], None] = lambda model: None, length: int = 50, **options: Any
+    model_type: str,
+    mistake: Callable[[Any], None] = lambda model: None,
+    length: int = 50,
+    **options: Any,
 ) -> float:
     """Return the relative error of our logits after a `mistake` that changes our model."""
     reference = random_reference(model_type, 0, **{**TINY, **options})
@@ -68,7 +72,9 @@ def _no_norm_after(model: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("mistake", [_whole_heads_rotated, _gate_and_up_exchanged, _no_biases_of_keys])
+@pytest.mark.parametrize(
+    "mistake", [_whole_heads_rotated, _gate_and_up_exchanged, _no_biases_of_keys]
+)
 def test_mistake_changes_logits(model_type: str, mistake: Callable[[Any], None]) -> None:
     assert logits_error(model_type) < 1e-5
     assert logits_error(model_type, mistake) > 1e-3  # a hundred times the tolerance
@@ -81,10 +87,15 @@ def test_misplaced_norm_changes_logits(mistake: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize(
     "permutation",
-    [lambda head_dim, rotated: RopePermutation(head_dim), lambda head_dim, rotated: RopePermutation(head_dim, 2)],
+    [
+        lambda head_dim, rotated: RopePermutation(head_dim),
+        lambda head_dim, rotated: RopePermutation(head_dim, 2),
+    ],
     ids=["whole heads", "too few elements"],
 )
-def test_other_permutation_changes_logits(monkeypatch: pytest.MonkeyPatch, permutation: Any) -> None:
+def test_other_permutation_changes_logits(
+    monkeypatch: pytest.MonkeyPatch, permutation: Any
+) -> None:
     monkeypatch.setattr(hugging_face, "RopePermutation", permutation)
     assert logits_error("glm4") > 1e-3
 
@@ -99,7 +110,8 @@ def test_biases_are_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logits_error("glm4") > 1e-3
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,13 @@ def test_published_sizes(flavor: str, parameters: int) -> None:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
-    names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
+    names = (
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "attention_bias",
+    )
     document = FORMATS["hf"].to_external(FLAVORS[TYPES[model_type]])
     rope = ("rope_theta", "rope_scaling", "partial_rotary_factor")
     document = {key: value for key, value in document.items() if key not in (*names, *rope)}
@@ -130,14 +148,19 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
     config: Any = FORMATS["hf"].from_external(document)
     theirs = transformers.AutoConfig.for_model(**document)
     assert (config.n_kv_heads, config.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
-    assert (config.resolved_head_dim, config.attention_bias) == (theirs.head_dim, theirs.attention_bias)
+    assert (config.resolved_head_dim, config.attention_bias) == (
+        theirs.head_dim,
+        theirs.attention_bias,
+    )
     assert config.tie_embeddings == theirs.tie_word_embeddings
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
     assert config.rope.rotated_fraction == theirs.rope_parameters["partial_rotary_factor"] == 0.5
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_spellings_of_transformers_4_and_5_are_equal(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_spellings_of_transformers_4_and_5_are_equal(
+    model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
     older = FORMATS["hf"].to_external(FLAVORS[TYPES[model_type]])
     assert older["partial_rotary_factor"] == 0.5
     newer = transformers.AutoConfig.for_model(**older).to_dict()
@@ -152,7 +175,10 @@ def test_spellings_of_transformers_4_and_5_are_equal(model_type: str, caplog: py
     [
         ({"rope_scaling": {"rope_type": "axial"}}, "RoPE of type 'axial'"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is 0.0"),
-        ({"partial_rotary_factor": 0.01}, "rotated_fraction is 0.01, but must be such that an even number"),
+        (
+            {"partial_rotary_factor": 0.01},
+            "rotated_fraction is 0.01, but must be such that an even number",
+        ),
         ({"attention_bias": 1}, "attention_bias is 1"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_experts": 8}, "num_experts is 8"),
@@ -164,7 +190,8 @@ def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message
         FORMATS["hf"].from_external({**FORMATS["hf"].to_external(FLAVORS["9B-0414"]), **change})
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -173,8 +200,14 @@ def test_conversion_round_trip(tmp_path: Path, model_type: str) -> None:
     assert main(["convert", "--to", "dcp", str(tmp_path / "hf"), str(tmp_path / "dcp")]) == 0
     assert main(["convert", "--to", "hf", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
     tokens, _ = random_tokens(97, 30)
-    original, again = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "again"))
+    original, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("hf", "again")
+    )
     with torch.no_grad():
         expected = original(tokens).logits
         assert torch.equal(again(tokens).logits, expected)
-        assert relative_error(load_model(tmp_path / "dcp", device="cpu").model(tokens), expected) < 1e-5
+        assert (
+            relative_error(load_model(tmp_path / "dcp", device="cpu").model(tokens), expected)
+            < 1e-5
+        )

@@ -1,4 +1,5 @@
-"""Features of Granite that Llama lacks: mistakes are caught. Sizes and config.json are as published."""
+"""Features of Granite that Llama lacks: mistakes are caught. Sizes and config.json are as
+published."""
 
 import json
 from collections.abc import Callable
@@ -85,7 +86,8 @@ GRANITE_4_MICRO = {
 """With the keys of Granite 4.0."""
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def embedding_not_multiplied(model: Any) -> None:
@@ -157,7 +159,8 @@ def test_mistake_is_caught(model_type: str, mistake: Callable[[Any], None]) -> N
     assert difference_with(mistake, reference) > 1e-3
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -172,7 +175,9 @@ def test_published_sizes(flavor: str, parameters: int) -> None:
     assert READ(json.loads(json.dumps(WRITE(FLAVORS[flavor])))) == FLAVORS[flavor]
 
 
-@pytest.mark.parametrize(("document", "flavor"), [(GRANITE_3_8B, "3.3-8B"), (GRANITE_4_MICRO, "4.0-micro")])
+@pytest.mark.parametrize(
+    ("document", "flavor"), [(GRANITE_3_8B, "3.3-8B"), (GRANITE_4_MICRO, "4.0-micro")]
+)
 def test_published_file_is_read_without_warning(
     document: dict[str, Any], flavor: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,15 +189,29 @@ def test_published_file_is_read_without_warning(
 
 @pytest.mark.parametrize("document", [GRANITE_3_8B, GRANITE_4_MICRO])
 def test_missing_keys_have_transformers_defaults(document: dict[str, Any]) -> None:
-    required = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    required = (
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     required += ("vocab_size", "max_position_embeddings", "shared_intermediate_size", "layer_types")
     required += ("num_local_experts",)  # with experts by default, which are refused
     document = {key: value for key, value in document.items() if key in required}
     config, theirs = READ(document), transformers.AutoConfig.for_model(**document)
     assert config.n_kv_heads == theirs.num_key_value_heads
-    assert (config.norm_eps, config.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert (config.norm_eps, config.tie_embeddings) == (
+        theirs.rms_norm_eps,
+        theirs.tie_word_embeddings,
+    )
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
-    for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"):
+    for name in (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    ):
         assert getattr(config, name) == getattr(theirs, name)
     if document["model_type"] == "granitemoehybrid":
         assert theirs.position_embedding_type is None and config.position_embedding_type == "nope"
@@ -204,22 +223,34 @@ def test_missing_keys_have_transformers_defaults(document: dict[str, Any]) -> No
         (GRANITE_3_8B, {"logits_scaling": 0}, "logits_scaling is 0"),
         (GRANITE_3_8B, {"attention_multiplier": None}, "attention_multiplier is None"),
         (GRANITE_3_8B, {"sliding_window_pattern": 2}, "sliding_window_pattern is 2"),
-        (GRANITE_4_MICRO, {"layer_types": ["mamba", *["attention"] * 39]}, "layer_types is .*'mamba'"),
+        (
+            GRANITE_4_MICRO,
+            {"layer_types": ["mamba", *["attention"] * 39]},
+            "layer_types is .*'mamba'",
+        ),
         (GRANITE_4_MICRO, {"layer_types": ["attention"]}, r"layer_types is \['attention'\]"),
         (GRANITE_4_MICRO, {"layer_types": None}, "layer_types is None"),
         (GRANITE_4_MICRO, {"layers_block_type": ["mamba"] * 40}, "layers_block_type is .*'mamba'"),
         (GRANITE_4_MICRO, {"num_local_experts": 64}, "num_local_experts is 64"),
-        (GRANITE_4_MICRO, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        (
+            GRANITE_4_MICRO,
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type is 'alibi'",
+        ),
         (GRANITE_4_MICRO, {"mlp_bias": True}, "mlp_bias is True"),
     ],
 )
-def test_unsupported_values_are_refused_by_name(document: dict[str, Any], change: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_refused_by_name(
+    document: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         READ({**document, **change})
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("key", "message"), [("layer_types", "layer_types is None"), ("num_local_experts", "is 8")])
+@pytest.mark.parametrize(
+    ("key", "message"), [("layer_types", "layer_types is None"), ("num_local_experts", "is 8")]
+)
 def test_absent_keys_of_other_layers_are_refused(key: str, message: str) -> None:
     """Without these keys, transformers makes Mamba layers and experts."""
     with pytest.raises(UserError, match=message):
@@ -227,17 +258,25 @@ def test_absent_keys_of_other_layers_are_refused(key: str, message: str) -> None
 
 
 def test_new_model_starts_like_one_without_factors() -> None:
-    """Embedding of unit variance, logits of standard deviation 1/4, and results of layers as in Llama."""
+    """Embedding of unit variance, logits of standard deviation 1/4, and results of layers as in
+    Llama."""
     sizes = {"n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 512, "rope": RoPEConfig()}
     factors = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
-    model = GraniteModel.Config(dim=64, ffn_dim=64, attention_multiplier=0.25, **sizes, **factors).build()
+    model = GraniteModel.Config(
+        dim=64, ffn_dim=64, attention_multiplier=0.25, **sizes, **factors
+    ).build()
     plain = Llama3Model.Config(dim=64, ffn_dim=64, **sizes).build()
     for decoder in (model, plain):
         initialize_weights(decoder, seed=0)
     tokens = torch.arange(512)[None]
     torch.testing.assert_close(model.embed(tokens), plain.embed(tokens))
-    torch.testing.assert_close(0.22 * model.layers["0"].attention.wo.weight, plain.layers["0"].attention.wo.weight)
+    torch.testing.assert_close(
+        0.22 * model.layers["0"].attention.wo.weight, plain.layers["0"].attention.wo.weight
+    )
     hidden = torch.randn(1, 512, 64)
     torch.testing.assert_close(
-        model.head(hidden, None, compute_logits), plain.head(hidden, None, compute_logits), rtol=1e-4, atol=1e-4
+        model.head(hidden, None, compute_logits),
+        plain.head(hidden, None, compute_logits),
+        rtol=1e-4,
+        atol=1e-4,
     )

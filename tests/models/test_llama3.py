@@ -17,12 +17,22 @@ VARIANTS = {
     "multi-head": {"n_kv_heads": 4},
     "gqa": {"n_kv_heads": 2},
     "tied": {"n_kv_heads": 2, "tie_embeddings": True},
-    "scaled-rope": {"n_kv_heads": 1, "rope": RoPEConfig(theta=10_000.0, scaling_factor=8.0, original_max_seq_len=16)},
+    "scaled-rope": {
+        "n_kv_heads": 1,
+        "rope": RoPEConfig(theta=10_000.0, scaling_factor=8.0, original_max_seq_len=16),
+    },
 }
 
 
 def small_config(**overrides) -> Llama3Model.Config:
-    sizes = {"vocab_size": 97, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
+    sizes = {
+        "vocab_size": 97,
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 96,
+    }
     return Llama3Model.Config(**{**sizes, "rope": RoPEConfig(theta=10_000.0), **overrides})
 
 
@@ -51,8 +61,8 @@ def windowed_model() -> WindowedModel:
 
 
 def reference_of(model: Llama3Model):
-    """Return transformers' model (Llama, or Mistral for a window) with the same sizes and weights, and the map from our
-    parameter names to its names."""
+    """Return transformers' model (Llama, or Mistral for a window) with the same sizes and weights,
+    and the map from our parameter names to its names."""
     transformers = pytest.importorskip("transformers")
     config, rope = model.config, model.config.rope
     parameters = {"rope_type": "default", "rope_theta": rope.theta}
@@ -82,7 +92,10 @@ def reference_of(model: Llama3Model):
             **({"sliding_window": window} if window else {}),
         )
     )
-    names = {"tok_embeddings.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"}
+    names = {
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "head.norm.weight": "model.norm.weight",
+    }
     names["head.output.weight"] = "lm_head.weight"
     inner = {
         "attention_norm": "input_layernorm",
@@ -93,7 +106,10 @@ def reference_of(model: Llama3Model):
         "feed_forward.w3": "mlp.up_proj",
     }
     for layer in range(config.n_layers):
-        names |= {f"layers.{layer}.{ours}.weight": f"model.layers.{layer}.{x}.weight" for ours, x in inner.items()}
+        names |= {
+            f"layers.{layer}.{ours}.weight": f"model.layers.{layer}.{x}.weight"
+            for ours, x in inner.items()
+        }
     theirs = dict(reference.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -115,11 +131,14 @@ def test_logits_and_all_gradients_equal_transformers(variant):
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         gradient = theirs[names[name]].grad
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item()
+        )
 
 
 def test_wrong_rotation_is_caught():
-    """Interleaved instead of half-split pairs have the effect of a wrong permutation of query and key rows."""
+    """Interleaved instead of half-split pairs have the effect of a wrong permutation of query and
+    key rows."""
     model = small_model()
     reference, _ = reference_of(model)
     with torch.no_grad():
@@ -128,7 +147,8 @@ def test_wrong_rotation_is_caught():
                 rows = projection.weight.unflatten(0, (-1, 2, 8)).transpose(1, 2).flatten(0, 2)
                 projection.weight.copy_(rows)
     tokens = torch.arange(48)[None]
-    assert (model(tokens) - reference(tokens).logits).abs().max() > 1e-2  # a thousand times the tolerance above
+    # a thousand times the tolerance above
+    assert (model(tokens) - reference(tokens).logits).abs().max() > 1e-2
 
 
 def test_rope_frequencies_equal_transformers_for_the_published_scaling(assets):
@@ -137,7 +157,9 @@ def test_rope_frequencies_equal_transformers_for_the_published_scaling(assets):
     config = transformers.LlamaConfig(**json.loads(path.read_text()))
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
     ours = model_registry("1B").model
-    torch.testing.assert_close(rope_frequencies(ours.rope, ours.resolved_head_dim), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rope_frequencies(ours.rope, ours.resolved_head_dim), expected, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("flavor", ["1B", "8B", "405B"])
@@ -155,11 +177,16 @@ def test_published_sizes(flavor, assets):
         "norm_eps": published["rms_norm_eps"],
         "tie_embeddings": published["tie_word_embeddings"],
         "max_seq_len": published["max_position_embeddings"],
-        "resolved_head_dim": published.get("head_dim", published["hidden_size"] // published["num_attention_heads"]),
+        "resolved_head_dim": published.get(
+            "head_dim", published["hidden_size"] // published["num_attention_heads"]
+        ),
     }
     assert {key: getattr(config, key) for key in expected} == expected
     scaling = published["rope_scaling"]
-    assert (config.rope.theta, config.rope.scaling_factor) == (published["rope_theta"], scaling["factor"])
+    assert (config.rope.theta, config.rope.scaling_factor) == (
+        published["rope_theta"],
+        scaling["factor"],
+    )
     assert config.rope.original_max_seq_len == scaling["original_max_position_embeddings"]
 
 
@@ -185,7 +212,10 @@ def test_flops_count_every_matrix_product(tied):
     from torch.utils.flop_counter import FlopCounterMode
 
     model, length = small_model(tie_embeddings=tied), 32
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
         model(torch.zeros(1, length, dtype=torch.long)).sum().backward()
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     counted = model.flops_per_token(length) - 6 * norms
@@ -207,7 +237,9 @@ def test_packed_documents_do_not_see_each_other():
     model, lengths = small_model(), [5, 1, 20, 6]
     torch.manual_seed(0)
     documents = [torch.randint(97, (1, n)) for n in lengths]
-    attention = AttentionMetadata.from_positions(torch.cat([torch.arange(n) for n in lengths])[None])
+    attention = AttentionMetadata.from_positions(
+        torch.cat([torch.arange(n) for n in lengths])[None]
+    )
     packed = model(torch.cat(documents, dim=1), attention)
     alone = torch.cat([model(document) for document in documents], dim=1)
     # Float32 rounding of the same products in other shapes.
@@ -218,7 +250,9 @@ def test_packed_documents_do_not_see_each_other():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_packed_documents_on_cuda_equal_the_cpu():
     model = small_model()
-    attention = AttentionMetadata.from_positions(torch.cat([torch.arange(n) for n in (100, 28)])[None])
+    attention = AttentionMetadata.from_positions(
+        torch.cat([torch.arange(n) for n in (100, 28)])[None]
+    )
     tokens = torch.randint(97, (1, 128))
     results = []
     for device in ("cpu", "cuda"):
@@ -232,7 +266,8 @@ def test_packed_documents_on_cuda_equal_the_cpu():
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"dim": 66}, {"n_kv_heads": 3}, {"n_layers": 0}, {"rope": RoPEConfig(low_freq_factor=5.0)}]
+    "overrides",
+    [{"dim": 66}, {"n_kv_heads": 3}, {"n_layers": 0}, {"rope": RoPEConfig(low_freq_factor=5.0)}],
 )
 def test_inconsistent_sizes_are_rejected(overrides):
     with pytest.raises(UserError, match="--model"):

@@ -11,7 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_pretrained import ODD, SHAPES, assert_identical, assert_same_logits, reference_of
+from tests.models.test_pretrained import (
+    ODD,
+    SHAPES,
+    assert_identical,
+    assert_same_logits,
+    reference_of,
+)
 from torchtitan.cli.main import main
 from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
@@ -21,8 +27,11 @@ from torchtitan.tools.errors import UserError
 BIN = "pytorch_model.bin"
 
 
-def save_pickled(reference: "transformers.PreTrainedModel", folder: Path, *, shards: int = 1) -> None:
-    """Save like transformers 4 with `safe_serialization=False`: tied tensors share their storage."""
+def save_pickled(
+    reference: "transformers.PreTrainedModel", folder: Path, *, shards: int = 1
+) -> None:
+    """Save like transformers 4 with `safe_serialization=False`: tied tensors share their
+    storage."""
     folder.mkdir(exist_ok=True)
     reference.config.save_pretrained(folder)
     tensors = reference.state_dict()
@@ -35,7 +44,9 @@ def save_pickled(reference: "transformers.PreTrainedModel", folder: Path, *, sha
         file = f"pytorch_model-{shard + 1:05d}-of-{shards:05d}.bin"
         torch.save({name: tensors[name] for name in names[shard::shards]}, folder / file)
         weight_map |= dict.fromkeys(names[shard::shards], file)
-    (folder / f"{BIN}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / f"{BIN}.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 class TestPickled:
@@ -46,7 +57,9 @@ class TestPickled:
         assert SHAPES[shape].tie_embeddings == (shape == "1B")
         save_pickled(reference, tmp_path / "bin", shards=shards)
         assert_same_logits(load_model(tmp_path / "bin", device="cpu").model, reference)
-        assert main(["convert", "--to", "hf", str(tmp_path / "bin"), str(tmp_path / "converted")]) == 0
+        assert (
+            main(["convert", "--to", "hf", str(tmp_path / "bin"), str(tmp_path / "converted")]) == 0
+        )
         reference.save_pretrained(tmp_path / "expected")
         expected = load_file(tmp_path / "expected/model.safetensors")
         assert_identical(load_file(tmp_path / "converted/model.safetensors"), expected)
@@ -108,11 +121,14 @@ class TestPickled:
         save_pickled(reference_of(ODD), tmp_path)
         content = (tmp_path / BIN).read_bytes()
         (tmp_path / BIN).write_bytes(content[: place if place > 1 else int(place * len(content))])
-        with pytest.raises(UserError, match=rf"{BIN} cannot be read, it is damaged or was cut short: .*again$"):
+        with pytest.raises(
+            UserError, match=rf"{BIN} cannot be read, it is damaged or was cut short: .*again$"
+        ):
             load_model(tmp_path, device="cpu")
 
     def test_damaged_bytes_are_reported(self, tmp_path):
-        """Damage anywhere in the descriptions or offsets of tensors. A changed value is undetectable."""
+        """Damage anywhere in the descriptions or offsets of tensors. A changed value is
+        undetectable."""
         save_pickled(reference_of(ODD), tmp_path)
         content = (tmp_path / BIN).read_bytes()
         generator = torch.Generator().manual_seed(0)
@@ -149,16 +165,20 @@ class TestPickled:
         index["weight_map"]["more"] = "pytorch_model-00001-of-00002.bin"
         (tmp_path / f"{BIN}.index.json").write_text(json.dumps(index))
         with pytest.raises(
-            UserError, match=rf"00001-of-00002\.bin has no tensors .*more, which {BIN}\.index\.json lists"
+            UserError,
+            match=rf"00001-of-00002\.bin has no tensors .*more, which {BIN}\.index\.json lists",
         ):
             open_source(tmp_path)
         (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
-        with pytest.raises(UserError, match=r"lists missing files: pytorch_model-00002-of-00002\.bin"):
+        with pytest.raises(
+            UserError, match=r"lists missing files: pytorch_model-00002-of-00002\.bin"
+        ):
             open_source(tmp_path)
 
 
 def messages(folder: Path | str, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the messages of train, generate, convert and inspect for an unusable folder, without command names."""
+    """Return the messages of train, generate, convert and inspect for an unusable folder, without
+    command names."""
     train = [
         "--module",
         "auto",
@@ -188,9 +208,19 @@ def messages(folder: Path | str, out: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 CONFIGS = [
-    *("Qwen--Qwen2.5-7B", "Qwen--Qwen3-0.6B", "Qwen--Qwen3-30B-A3B", "Qwen--Qwen3-8B", "deepseek-ai--DeepSeek-V3"),
+    *(
+        "Qwen--Qwen2.5-7B",
+        "Qwen--Qwen3-0.6B",
+        "Qwen--Qwen3-30B-A3B",
+        "Qwen--Qwen3-8B",
+        "deepseek-ai--DeepSeek-V3",
+    ),
     *("google--gemma-2-2b-it", "meta-llama--Llama-3.2-1B", "meta-llama--Meta-Llama-3-8B-Instruct"),
-    *("meta-llama--Meta-Llama-3.1-405B", "meta-llama--Meta-Llama-3.1-8B", "mistralai--Mistral-7B-Instruct-v0.3"),
+    *(
+        "meta-llama--Meta-Llama-3.1-405B",
+        "meta-llama--Meta-Llama-3.1-8B",
+        "mistralai--Mistral-7B-Instruct-v0.3",
+    ),
     *("mistralai--Mixtral-8x7B-v0.1", "openai--gpt-oss-20b"),
 ]
 
@@ -208,7 +238,9 @@ class TestMessages:
         shutil.copy(assets / f"hf-configs/{name}_config.json", tmp_path / "model/config.json")
         first, *others = messages("model", tmp_path, capsys)
         assert others == [first] * 3
-        assert first.startswith("model holds no checkpoint: it contains config.json, and has neither .metadata (DCP), ")
+        assert first.startswith(
+            "model holds no checkpoint: it contains config.json, and has neither .metadata (DCP), "
+        )
 
     def test_unknown_type(self, tmp_path, capsys):
         """Without weights and with weights."""
@@ -218,7 +250,8 @@ class TestMessages:
         assert others == [first] * 3
         assert first == (
             "config.json: model_type is 'mixtrall', which neither a family here nor transformers "
-            f"{transformers.__version__} knows; did you mean 'mixtral'? --module PATH names a family of your own"
+            f"{transformers.__version__} knows; did you mean 'mixtral'? --module PATH names a "
+            "family of your own"
         )
         save_file({"weight": torch.zeros(3)}, tmp_path / "model/model.safetensors")
         assert messages("model", tmp_path, capsys) == [first] * 4
@@ -229,8 +262,9 @@ class TestMessages:
         [
             (
                 {"quantization_config": {"quant_method": "gptq"}, "is_causal": False},
-                "config.json: quantization_config has 'gptq', and only weights of fp8, fbgemm_fp8, mxfp4, "
-                "compressed-tensors (float-quantized) can be loaded; use the model before quantization",
+                "config.json: quantization_config has 'gptq', and only weights of fp8, fbgemm_fp8, "
+                "mxfp4, compressed-tensors (float-quantized) can be loaded; use the model before "
+                "quantization",
             ),
             (
                 {"is_causal": False, "hidden_size": 0},
@@ -254,25 +288,32 @@ class TestMessages:
         [
             (
                 "meta-llama/Llama-3.1-8B",
-                "meta-llama/Llama-3.1-8B does not exist; if it is a model on the Hugging Face Hub, run "
-                "torchtitan download meta-llama/Llama-3.1-8B, and use ./assets/hf/Llama-3.1-8B",
+                "meta-llama/Llama-3.1-8B does not exist; if it is a model on the Hugging Face Hub, "
+                "run torchtitan download meta-llama/Llama-3.1-8B, and use ./assets/hf/Llama-3.1-8B",
             ),
             (
                 "someone/fetched",
-                "someone/fetched does not exist, but is the name of a downloaded model; use ./assets/hf/fetched",
+                "someone/fetched does not exist, but is the name of a downloaded model; use "
+                "./assets/hf/fetched",
             ),
             (
                 "./assets/hf/Llama-3.1-8B",
-                "assets/hf/Llama-3.1-8B does not exist; to download the model, run: "
-                "torchtitan download meta-llama/Llama-3.1-8B",
+                "assets/hf/Llama-3.1-8B does not exist; to download the model, run: torchtitan "
+                "download meta-llama/Llama-3.1-8B",
             ),
             (
                 "elsewhere/assets/hf/Model",
-                "elsewhere/assets/hf/Model does not exist; to download the model, run: "
-                "torchtitan download OWNER/Model --dest elsewhere/assets/hf/Model",
+                "elsewhere/assets/hf/Model does not exist; to download the model, run: torchtitan "
+                "download OWNER/Model --dest elsewhere/assets/hf/Model",
             ),
-            ("here/model", "here/model does not exist; use the folder that contains the model's files"),
-            ("no/such/place", "no/such/place does not exist; use the folder that contains the model's files"),
+            (
+                "here/model",
+                "here/model does not exist; use the folder that contains the model's files",
+            ),
+            (
+                "no/such/place",
+                "no/such/place does not exist; use the folder that contains the model's files",
+            ),
             ("here/file", "here/file is not a folder but a file; use the folder that contains it"),
         ],
     )
@@ -286,9 +327,21 @@ class TestMessages:
     @pytest.mark.parametrize("command", [["train"], ["data", "inspect"]])
     def test_default_folder(self, tmp_path, capsys, config, command):
         """`torchtitan download` with the name in the message would create the folder."""
-        words = ["--config", config, "--dump_folder", str(tmp_path), "--dataloader.dataset", "stories"]
+        words = [
+            "--config",
+            config,
+            "--dump_folder",
+            str(tmp_path),
+            "--dataloader.dataset",
+            "stories",
+        ]
         assert main([*command, *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        name = {"1b": "Llama-3.2-1B", "70b": "Llama-3.1-70B", "8b": "Llama-3.1-8B"}.get(config, "Llama-3.1-8B-Instruct")
-        expected = f"assets/hf/{name} does not exist; to download the model, run: torchtitan download meta-llama/{name}"
+        name = {"1b": "Llama-3.2-1B", "70b": "Llama-3.1-70B", "8b": "Llama-3.1-8B"}.get(
+            config, "Llama-3.1-8B-Instruct"
+        )
+        expected = (
+            f"assets/hf/{name} does not exist; to download the model, run: torchtitan download "
+            f"meta-llama/{name}"
+        )
         assert line.endswith(expected)

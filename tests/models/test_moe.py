@@ -12,7 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.family_cases import relative_error
 from torchtitan.components.losses import load_balance
 from torchtitan.components.losses.load_balance import LoadBalancer
-from torchtitan.models.common.moe.experts import ClampedExperts, GeGLUExperts, InputScaledExperts, RoutedExperts, swiglu
+from torchtitan.models.common.moe.experts import (
+    ClampedExperts,
+    GeGLUExperts,
+    InputScaledExperts,
+    RoutedExperts,
+    swiglu,
+)
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import Router, RoutingConfig
 from torchtitan.protocols.experts import PenaltyConfig
@@ -23,7 +29,8 @@ transformers = pytest.importorskip("transformers")
 DIM, HIDDEN, EXPERTS, K, TOKENS = 16, 24, 6, 2, 40
 
 TOLERANCE = 1e-5
-"""Relative to the largest element: float32 sums in another order than the reference's, which is in float64."""
+"""Relative to the largest element: float32 sums in another order than the reference's, which is in
+float64."""
 
 
 def filled(module: Any, std: float = 0.5) -> Any:
@@ -33,7 +40,8 @@ def filled(module: Any, std: float = 0.5) -> Any:
     return module
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
+# --- experts
+# --------------------------------------------------------------------------------------------------
 
 
 def choices(*, idle: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,12 +55,16 @@ def choices(*, idle: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     return x_ND.requires_grad_(), weights_NK.requires_grad_(), scores_NE.topk(K).indices
 
 
-def token_by_token(experts: Any, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor, *, before: bool) -> Tensor:
+def token_by_token(
+    experts: Any, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor, *, before: bool
+) -> Tensor:
     """Compute the definition in float64, a pair at a time."""
     p = {name: parameter.double() for name, parameter in experts.named_parameters()}
     p = {"bias13": torch.zeros(EXPERTS, 2, 1), "bias2": torch.zeros(EXPERTS, 1), **p}
     rows = []
-    for token, (weights, chosen) in enumerate(zip(weights_NK.double(), chosen_NK.tolist(), strict=True)):
+    for token, (weights, chosen) in enumerate(
+        zip(weights_NK.double(), chosen_NK.tolist(), strict=True)
+    ):
         row = torch.zeros(DIM, dtype=torch.float64)
         for weight, e in zip(weights, chosen, strict=True):
             x = x_ND[token].double() * (weight if before else 1.0)
@@ -74,10 +86,22 @@ def token_by_token(experts: Any, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Te
     ],
 )
 def test_experts_and_all_gradients_equal_their_definition(
-    kind: type[RoutedExperts], has_bias: bool, idle: int | None, algorithm: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[RoutedExperts],
+    has_bias: bool,
+    idle: int | None,
+    algorithm: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both algorithms; the grouped products of CUDA also run on a CPU. Large inputs reach the clamps."""
-    sizes = {"n_experts": EXPERTS, "top_k": K, "dim": DIM, "hidden_dim": HIDDEN, "init_std": 1.0, "out_init_std": 1.0}
+    """Both algorithms; the grouped products of CUDA also run on a CPU. Large inputs reach the
+    clamps."""
+    sizes = {
+        "n_experts": EXPERTS,
+        "top_k": K,
+        "dim": DIM,
+        "hidden_dim": HIDDEN,
+        "init_std": 1.0,
+        "out_init_std": 1.0,
+    }
     monkeypatch.setattr(kind, "has_bias", has_bias)
     experts = filled(kind(**sizes), std=1.0)
     experts.device_type = algorithm
@@ -96,40 +120,62 @@ def test_experts_and_all_gradients_equal_their_definition(
 
 @pytest.mark.parametrize("frozen", [("w13",), ("w2",), ("w13", "w2")])
 def test_frozen_experts_pass_on_the_same_gradients(frozen: tuple[str, ...]) -> None:
-    experts = filled(RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1))
+    experts = filled(
+        RoutedExperts(
+            n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1
+        )
+    )
     inputs, gradients = choices(), []
     for names in ((), frozen):
         for name in names:
             experts.get_parameter(name).requires_grad_(False)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
-        gradients.append(torch.autograd.grad(experts(*inputs).square().sum(), [*inputs[:2], *trained]))
+        gradients.append(
+            torch.autograd.grad(experts(*inputs).square().sum(), [*inputs[:2], *trained])
+        )
     kept = [0, 1, *(i for i, name in enumerate(("w13", "w2"), start=2) if name not in frozen)]
     assert all(torch.equal(gradients[0][i], own) for i, own in zip(kept, gradients[1], strict=True))
 
 
 @pytest.mark.parametrize("algorithm", ["cpu", "cuda", "cpu without bfloat16"])
-def test_experts_in_bfloat16_are_near_float32(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_in_bfloat16_are_near_float32(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "without" in algorithm:
         monkeypatch.setattr("torchtitan.models.common.moe.experts.multiplies", lambda dtype: False)
     experts = filled(
-        RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1)
+        RoutedExperts(
+            n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1
+        )
     ).bfloat16()
     experts.device_type = algorithm.partition(" ")[0]
     x, weights, chosen = choices()
     out = experts(x.bfloat16(), weights, chosen)
     out.backward(torch.ones_like(out))
     # A few roundings to 8 bits.
-    assert relative_error(out.float(), token_by_token(experts, x, weights, chosen, before=False)) < 0.03
+    assert (
+        relative_error(out.float(), token_by_token(experts, x, weights, chosen, before=False))
+        < 0.03
+    )
     assert out.dtype == experts.w13.grad.dtype == torch.bfloat16
 
 
 def test_experts_of_gpt_oss_equal_transformers() -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    config = transformers.GptOssConfig(hidden_size=DIM, intermediate_size=HIDDEN, num_local_experts=EXPERTS)
+    config = transformers.GptOssConfig(
+        hidden_size=DIM, intermediate_size=HIDDEN, num_local_experts=EXPERTS
+    )
     config._experts_implementation = "eager"
     reference = filled(GptOssExperts(config), std=1.0)
-    sizes = {"n_experts": EXPERTS, "top_k": K, "dim": DIM, "hidden_dim": HIDDEN, "init_std": 1.0, "out_init_std": 1.0}
+    sizes = {
+        "n_experts": EXPERTS,
+        "top_k": K,
+        "dim": DIM,
+        "hidden_dim": HIDDEN,
+        "init_std": 1.0,
+        "out_init_std": 1.0,
+    }
     experts = ClampedExperts(**sizes)
     with torch.no_grad():
         experts.w13.copy_(reference.gate_up_proj.mT.unflatten(1, (-1, 2)).transpose(1, 2))
@@ -142,7 +188,8 @@ def test_experts_of_gpt_oss_equal_transformers() -> None:
     assert relative_error(experts(x, weights, chosen), expected) < TOLERANCE
 
 
-# --- routers ----------------------------------------------------------------------------------------------------------
+# --- routers
+# --------------------------------------------------------------------------------------------------
 
 
 def router(*, bias: bool = False, **options: Any) -> Any:
@@ -150,7 +197,9 @@ def router(*, bias: bool = False, **options: Any) -> Any:
     return filled(Router(config, dim=DIM, bias=bias, init_std=1.0))
 
 
-def best_in_groups(scores: list[float], groups: int, chosen_groups: int, members: int, k: int) -> set[int]:
+def best_in_groups(
+    scores: list[float], groups: int, chosen_groups: int, members: int, k: int
+) -> set[int]:
     """Choose by the definition, in plain Python."""
     size = len(scores) // groups
     values = {g: sum(sorted(scores[g * size : (g + 1) * size])[-members:]) for g in range(groups)}
@@ -159,9 +208,14 @@ def best_in_groups(scores: list[float], groups: int, chosen_groups: int, members
     return set(sorted(allowed, key=lambda e: scores[e])[-k:])
 
 
-@pytest.mark.parametrize(("groups", "chosen_groups", "members", "k"), [(4, 2, 2, 3), (2, 1, 1, 4), (4, 4, 2, 5)])
-def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int, members: int, k: int) -> None:
-    scores = torch.rand(50, 12, generator=torch.Generator().manual_seed(0)) - 0.5  # a bias makes some negative
+@pytest.mark.parametrize(
+    ("groups", "chosen_groups", "members", "k"), [(4, 2, 2, 3), (2, 1, 1, 4), (4, 4, 2, 5)]
+)
+def test_choice_in_groups_equals_its_definition(
+    groups: int, chosen_groups: int, members: int, k: int
+) -> None:
+    # a bias makes some negative
+    scores = torch.rand(50, 12, generator=torch.Generator().manual_seed(0)) - 0.5
     options: Any = {"n_group": groups, "topk_group": chosen_groups, "selection_bias": members == 2}
     chosen = RoutingConfig(n_experts=12, top_k=k, **options).choose(scores)
     expected = [best_in_groups(row, groups, chosen_groups, members, k) for row in scores.tolist()]
@@ -169,7 +223,8 @@ def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int,
 
 
 def test_weights_before_and_after_the_choice() -> None:
-    """A softmax over the chosen logits equals normalized probabilities; plain probabilities add up to less than 1."""
+    """A softmax over the chosen logits equals normalized probabilities; plain probabilities add up
+    to less than 1."""
     x = torch.randn(2, 20, DIM, generator=torch.Generator().manual_seed(0))
     normalized, chosen = router(norm_topk_prob=True)(x)
     logits = F.linear(x, router().weight)
@@ -192,7 +247,8 @@ def test_bias_changes_the_choice_but_not_the_weights() -> None:
     assert not torch.equal(before, weights)
 
 
-# --- balance ----------------------------------------------------------------------------------------------------------
+# --- balance
+# --------------------------------------------------------------------------------------------------
 
 WEIGHTS = {"batch_loss": 0.3, "sequence_loss": 0.7, "z_loss": 0.2}
 N_BATCHES = 3
@@ -212,7 +268,11 @@ def published_losses(weight_ED: Tensor, scoring_func: str) -> dict[str, Tensor]:
     chosen = F.one_hot(scores.topk(K).indices, EXPERTS).sum(dim=2).double()  # (B, L, E)
     batch = EXPERTS * (chosen.mean(dim=(0, 1)) / K * probabilities.mean(dim=(0, 1))).sum()
     rows = EXPERTS * (chosen.mean(dim=1) / K * probabilities.mean(dim=1)).sum(dim=-1)
-    return {"batch_loss": batch, "sequence_loss": rows.mean(), "z_loss": torch.logsumexp(logits, -1).square().mean()}
+    return {
+        "batch_loss": batch,
+        "sequence_loss": rows.mean(),
+        "z_loss": torch.logsumexp(logits, -1).square().mean(),
+    }
 
 
 class Holder(nn.Module):
@@ -224,7 +284,8 @@ class Holder(nn.Module):
 
 
 def run_step(routed: Any, *, recomputed: bool = False) -> LoadBalancer:
-    """Run a step whose own loss is 0, so that only the auxiliary losses have gradients; return the balancer."""
+    """Run a step whose own loss is 0, so that only the auxiliary losses have gradients; return the
+    balancer."""
     balancer = LoadBalancer([routed])
     step_with(balancer, routed, recomputed=recomputed)
     return balancer
@@ -248,7 +309,8 @@ def step_with(balancer: LoadBalancer, routed: Any, *, recomputed: bool = False) 
 def test_gradients_of_auxiliary_losses_are_those_of_the_global_batch(
     names: list[str], scoring_func: str, recomputed: bool
 ) -> None:
-    """Although micro-batches are computed one after the other, with or without activation checkpointing."""
+    """Although micro-batches are computed one after the other, with or without activation
+    checkpointing."""
     penalties = PenaltyConfig(**{name: WEIGHTS[name] for name in names})
     routed = router(scoring_func=scoring_func, penalties=penalties)
     run_step(routed, recomputed=recomputed)
@@ -336,7 +398,9 @@ def test_metrics_equal_those_of_independently_counted_tokens() -> None:
         "expert_load": pytest.approx((counts.max() / counts.double().mean()).item()),
         "expert_load/layers.7": pytest.approx((counts.max() / counts.double().mean()).item()),
         # Sums of 60 tokens, each rounded to 2⁻²⁰.
-        "router_entropy/layers.7": pytest.approx(entropies.mean().item() / math.log(EXPERTS), abs=1e-6),
+        "router_entropy/layers.7": pytest.approx(
+            entropies.mean().item() / math.log(EXPERTS), abs=1e-6
+        ),
         "selection_bias/layers.7": 0.5,
         "dropped_tokens/layers.7": 0,
     }
@@ -351,7 +415,9 @@ def test_metrics_show_tokens_that_no_layer_counted() -> None:
     assert balancer.watch()["dropped_tokens/"] == (N_BATCHES - 1) * 20 * K
 
 
-def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+def test_starving_experts_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     """After three steps without a break."""
     monkeypatch.setattr(load_balance, "_STARVING_STEPS", 3)
     routed = router(bias=True)
@@ -370,23 +436,48 @@ def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: p
     )
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MoEConfig(n_experts=4, top_k=5), "top_k is 5, but must be from 1 to --model.moe.n_experts 4"),
+        (
+            MoEConfig(n_experts=4, top_k=5),
+            "top_k is 5, but must be from 1 to --model.moe.n_experts 4",
+        ),
         (MoEConfig(n_experts=0, top_k=1), "n_experts is 0"),
         (MoEConfig(n_experts=4, top_k=1, ffn_dim=0), "ffn_dim is 0"),
-        (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is \\[\\], but must be at least one type"),
-        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "penalties.z_loss is -1.0"),
-        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "penalties.z_loss is nan"),
-        (MoEConfig(n_experts=8, top_k=2, n_group=3), "n_group is 3, but must be a divisor of --model.moe.n_experts 8"),
-        (MoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "topk_group 3 of them must have"),
-        (MoEConfig(n_experts=8, top_k=3, n_group=4), "topk_group 1 of them must have --model.moe.top_k 3"),
+        (
+            MoEConfig(n_experts=4, top_k=1, layer_types=[]),
+            "layer_types is \\[\\], but must be at least one type",
+        ),
+        (
+            MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)),
+            "penalties.z_loss is -1.0",
+        ),
+        (
+            MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)),
+            "penalties.z_loss is nan",
+        ),
+        (
+            MoEConfig(n_experts=8, top_k=2, n_group=3),
+            "n_group is 3, but must be a divisor of --model.moe.n_experts 8",
+        ),
+        (
+            MoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3),
+            "topk_group 3 of them must have",
+        ),
+        (
+            MoEConfig(n_experts=8, top_k=3, n_group=4),
+            "topk_group 1 of them must have --model.moe.top_k 3",
+        ),
         (MoEConfig(n_experts=8, top_k=2, selection_bias=True, bias_rate=-0.1), "bias_rate is -0.1"),
-        (MoEConfig(n_experts=8, top_k=2, bias_rate=0.1), "bias_rate is 0.1, but must be 0 without the bias"),
+        (
+            MoEConfig(n_experts=8, top_k=2, bias_rate=0.1),
+            "bias_rate is 0.1, but must be 0 without the bias",
+        ),
         (MoEConfig(n_experts=8, top_k=2, n_shared_experts=-1), "n_shared_experts is -1"),
     ],
 )
@@ -400,6 +491,8 @@ def test_a_router_has_losses_if_any_has_a_weight() -> None:
     plain = LoadBalancer([router()])
     assert plain.has_routers and not plain.has_losses and not plain.needs_load
     for name, weight in WEIGHTS.items():
-        balancer = LoadBalancer([nn.ModuleList([router(), router(penalties=PenaltyConfig(**{name: weight}))])])
+        balancer = LoadBalancer(
+            [nn.ModuleList([router(), router(penalties=PenaltyConfig(**{name: weight}))])]
+        )
         assert balancer.has_losses and balancer.needs_load == (name == "batch_loss")
     assert swiglu(torch.tensor(0.0), torch.tensor(1.0)) == 0

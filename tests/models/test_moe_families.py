@@ -1,4 +1,5 @@
-"""Families with experts: mistakes are caught; published sizes, config.json, layouts of files, training and adapters."""
+"""Families with experts: mistakes are caught; published sizes, config.json, layouts of files,
+training and adapters."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +40,8 @@ __all__ = ["chat_file"]  # a fixture
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def in_routers(change: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -82,7 +84,8 @@ def without_bias(model: Any) -> None:
 
 
 def biased_weights(router: Any) -> None:
-    router.selection.forward = lambda scores: scores.data.add_(router.selection.bias_E)  # in place: the weights too
+    # in place: the weights too
+    router.selection.forward = lambda scores: scores.data.add_(router.selection.bias_E)
 
 
 def all_groups(router: Any) -> None:
@@ -123,10 +126,20 @@ def scaled_results(model: Any) -> None:
         layer.moe.experts.__class__ = RoutedExperts
 
 
-QWEN3 = {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1}
+QWEN3 = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 QWEN2 = {**QWEN3, "norm_topk_prob": False}
 LLAMA4 = {
-    **{"no_rope_layers": [1, 0], "moe_layers": [0, 1], "attention_chunk_size": 5, "num_experts_per_tok": 2},
+    **{
+        "no_rope_layers": [1, 0],
+        "moe_layers": [0, 1],
+        "attention_chunk_size": 5,
+        "num_experts_per_tok": 2,
+    },
     **{"attn_temperature_tuning": True, "use_qk_norm": True},
 }
 GLM = {
@@ -169,7 +182,9 @@ GLM = {
         ("glm4_moe", GLM, without_shared),
     ],
 )
-def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Callable[[Any], None]) -> None:
+def test_mistake_is_caught(
+    model_type: str, options: dict[str, Any], mistake: Callable[[Any], None]
+) -> None:
     if model_type.startswith("qwen"):
         options = {**options, "mlp_only_layers": []}
     reference = random_reference(model_type, 0, num_hidden_layers=2, **options)
@@ -177,7 +192,8 @@ def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Ca
     assert difference_with(mistake, reference) > 1e-3
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -230,12 +246,19 @@ def test_published_files_equal_flavors(assets: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "llama4_text", "qwen3_5_moe_text"]
+    "model_type",
+    ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "llama4_text", "qwen3_5_moe_text"],
 )
 def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
     read = family_of(model_type).FORMATS["hf"].from_external
     theirs = transformers.AutoConfig.for_model(model_type)
-    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    required = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
     keys = (*required, "max_position_embeddings", "model_type")
     document = {key: getattr(theirs, key) for key in keys if hasattr(theirs, key)}
     assert read(document) == read(theirs.to_dict())
@@ -244,7 +267,11 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "change", "message"),
     [
-        ("qwen3_moe", {"num_experts_per_tok": 129}, "top_k is 129, but must be from 1 to --model.moe.n_experts 128"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 129},
+            "top_k is 129, but must be from 1 to --model.moe.n_experts 128",
+        ),
         ("qwen3_moe", {"num_experts": 0}, "num_experts is 0"),
         ("qwen3_moe", {"num_experts": 2**30}, "n_experts is 1073741824"),
         ("qwen3_moe", {"moe_intermediate_size": "768"}, "moe_intermediate_size is '768'"),
@@ -252,8 +279,16 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
-        ("qwen2_moe", {"use_sliding_window": True, "layer_types": None}, "use_sliding_window is True"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "layer_types": None},
+            "use_sliding_window is True",
+        ),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size is 0",
+        ),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ("mixtral", {"num_local_experts": 1}, "top_k is 2"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0"),
@@ -262,7 +297,11 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers is .* 48 items"),
         ("llama4_text", {"no_rope_layers": 3}, "no_rope_layers is 3"),
         ("llama4_text", {"moe_layers": [48]}, "moe_layers is .*numbers of layers"),
-        ("llama4_text", {"layer_types": ["full_attention"] * 48}, "layer_types is .*chunked_attention where"),
+        (
+            "llama4_text",
+            {"layer_types": ["full_attention"] * 48},
+            "layer_types is .*chunked_attention where",
+        ),
         ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
         ("llama4_text", {"attn_scale": -1.0}, "attn_scale is -1.0"),
         (
@@ -272,14 +311,24 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ),
         ("llama4_text", {"floor_scale": 0}, "floor_scale is 0"),
         ("llama4_text", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
-        ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
-        ("glm4_moe", {"n_group": 3}, "n_group is 3, but must be a divisor of --model.moe.n_experts 128"),
+        (
+            "qwen3_5_moe_text",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size is 0",
+        ),
+        (
+            "glm4_moe",
+            {"n_group": 3},
+            "n_group is 3, but must be a divisor of --model.moe.n_experts 128",
+        ),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
         ("glm4_moe", {"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
         ("glm4_moe", {"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
     ],
 )
-def test_unsupported_models_are_rejected_by_name(model_type: str, change: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_rejected_by_name(
+    model_type: str, change: dict[str, Any], message: str
+) -> None:
     document = {**transformers.AutoConfig.for_model(model_type).to_dict(), "head_dim": 128}
     if "num_experts" in change:
         document.pop("num_local_experts", None)
@@ -288,18 +337,28 @@ def test_unsupported_models_are_rejected_by_name(model_type: str, change: dict[s
     assert "\n" not in str(caught.value)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_5_moe_text"])
-def test_files_with_an_experts_tensors_and_with_all_experts_open(model_type: str, tmp_path: Path) -> None:
-    """transformers writes a tensor for each expert; its class holds one for all experts of a layer."""
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_5_moe_text"]
+)
+def test_files_with_an_experts_tensors_and_with_all_experts_open(
+    model_type: str, tmp_path: Path
+) -> None:
+    """transformers writes a tensor for each expert; its class holds one for all experts of a
+    layer."""
     options = GLM if model_type == "glm4_moe" else {}
     reference = random_reference(model_type, 1, num_hidden_layers=3, **options)
     each = save_with_tokenizer(reference, tmp_path / "each")
     fused = save_with_tokenizer(reference, tmp_path / "fused")
     tied = reference.config.tie_word_embeddings
-    weights = {k: v.clone() for k, v in reference.state_dict().items() if not (tied and k.startswith("lm_head"))}
+    weights = {
+        k: v.clone()
+        for k, v in reference.state_dict().items()
+        if not (tied and k.startswith("lm_head"))
+    }
     safetensors.save_file(weights, fused / "model.safetensors", metadata={"format": "pt"})
     tokens, _ = random_tokens(97, 40)
     expected = reference(tokens).logits
@@ -310,7 +369,11 @@ def test_files_with_an_experts_tensors_and_with_all_experts_open(model_type: str
     for folder in (each, fused):
         assert relative_error(load_model(folder, device="cpu").model(tokens), expected) < 1e-5
     one = next(name for name in sorted(names) if ".experts.3." in name)
-    rest = {name: tensor for name, tensor in safetensors.load_file(each / "model.safetensors").items() if name != one}
+    rest = {
+        name: tensor
+        for name, tensor in safetensors.load_file(each / "model.safetensors").items()
+        if name != one
+    }
     safetensors.save_file(rest, each / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"missing from the checkpoint: {one}$"):
         load_model(each, device="cpu")
@@ -325,9 +388,15 @@ def test_mxfp4_experts_are_read_as_transformers_reads_them(tmp_path: Path) -> No
     for name, weight in dict(reference.named_parameters()).items():
         if name.endswith(("gate_up_proj", "down_proj")):
             n_experts, n_in, n_out = weight.shape
-            blocks = torch.randint(256, (n_experts, n_out, n_in // 32, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(120, 128, blocks.shape[:3], generator=generator, dtype=torch.uint8)
-            weight.data = transformers.integrations.mxfp4.convert_moe_packed_tensors(blocks, scales).float()
+            blocks = torch.randint(
+                256, (n_experts, n_out, n_in // 32, 16), generator=generator, dtype=torch.uint8
+            )
+            scales = torch.randint(
+                120, 128, blocks.shape[:3], generator=generator, dtype=torch.uint8
+            )
+            weight.data = transformers.integrations.mxfp4.convert_moe_packed_tensors(
+                blocks, scales
+            ).float()
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             del tensors[name]
     safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -344,13 +413,25 @@ def test_language_model_of_llama_4_with_vision_is_read(tmp_path: Path) -> None:
     folder = save_with_tokenizer(reference, tmp_path)
     tensors = safetensors.load_file(folder / "model.safetensors")
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    vision = {"vision_model.class_embedding": torch.ones(4), "multi_modal_projector.linear_1.weight": torch.ones(4, 4)}
-    safetensors.save_file({**whole, **vision}, folder / "model.safetensors", metadata={"format": "pt"})
+    vision = {
+        "vision_model.class_embedding": torch.ones(4),
+        "multi_modal_projector.linear_1.weight": torch.ones(4, 4),
+    }
+    safetensors.save_file(
+        {**whole, **vision}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     text = json.loads((folder / "config.json").read_text())
-    document = {"model_type": "llama4", "text_config": text, "vision_config": {"model_type": "llama4_vision_model"}}
+    document = {
+        "model_type": "llama4",
+        "text_config": text,
+        "vision_config": {"model_type": "llama4_vision_model"},
+    }
     (folder / "config.json").write_text(json.dumps(document))
     tokens, _ = random_tokens(97, 40)
-    assert relative_error(load_model(folder, device="cpu").model(tokens), reference(tokens).logits) < 1e-5
+    assert (
+        relative_error(load_model(folder, device="cpu").model(tokens), reference(tokens).logits)
+        < 1e-5
+    )
 
 
 @pytest.mark.slow
@@ -364,12 +445,18 @@ def test_language_model_of_llama_4_with_vision_is_read(tmp_path: Path) -> None:
     ids=lambda options: options["module"],
 )
 def test_exports_open_in_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
-    saving = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "float32"}
+    saving = {
+        "checkpoint__enable": True,
+        "checkpoint__last_save_in_hf": True,
+        "checkpoint__export_dtype": "float32",
+    }
     train(tmp_path, **options, **saving)
     (folder,) = (tmp_path / "checkpoint").glob("step-*")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens, _ = random_tokens(2000, 200)
-    assert relative_error(load_model(folder, device="cpu").model(tokens), theirs(tokens).logits) < 1e-5
+    assert (
+        relative_error(load_model(folder, device="cpu").model(tokens), theirs(tokens).logits) < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -381,8 +468,12 @@ def test_exports_open_in_transformers(tmp_path: Path, options: dict[str, Any]) -
         (qwen3_5, {"norm_topk_prob": False}),
     ],
 )
-def test_models_that_a_format_cannot_describe_are_not_exported_as_others(family: Any, options: dict[str, Any]) -> None:
-    config: Any = family.model_registry("moe-debugmodel" if family is qwen3_5 else "debugmodel").model
+def test_models_that_a_format_cannot_describe_are_not_exported_as_others(
+    family: Any, options: dict[str, Any]
+) -> None:
+    config: Any = family.model_registry(
+        "moe-debugmodel" if family is qwen3_5 else "debugmodel"
+    ).model
     config.moe.penalties.z_loss = 0.1
     family.FORMATS["hf"].to_external(config)
     for name, value in options.items():
@@ -391,7 +482,8 @@ def test_models_that_a_format_cannot_describe_are_not_exported_as_others(family:
         family.FORMATS["hf"].to_external(config)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training
+# --------------------------------------------------------------------------------------------------
 
 SIGMOID: dict[str, Any] = {
     "module": "glm4_moe",
@@ -418,14 +510,18 @@ def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     bias = after["layers.1.moe.router.selection.bias_E"]
     assert (
         bias.abs().max() > 0.015
-        and read_metrics(tmp_path / "parts", "loss")[2:] == read_metrics(tmp_path / "whole", "loss")[2:]
+        and read_metrics(tmp_path / "parts", "loss")[2:]
+        == read_metrics(tmp_path / "whole", "loss")[2:]
     )
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP": {},
     "TP": {"parallelism__tensor_parallel_degree": 2},
-    "PP": {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 1},
+    "PP": {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_microbatch_size": 1,
+    },
 }
 
 
@@ -437,13 +533,18 @@ def train_layouts(folder: Path) -> None:
 @pytest.mark.slow
 def test_metrics_of_load_are_the_same_in_any_layout(tmp_path: Path) -> None:
     """Also if the process that writes them has a stage of the pipeline without experts."""
-    keys = [f"{name}/layers.1" for name in ("expert_load", "router_entropy", "selection_bias", "dropped_tokens")]
+    keys = [
+        f"{name}/layers.1"
+        for name in ("expert_load", "router_entropy", "selection_bias", "dropped_tokens")
+    ]
     train(tmp_path / "one", **SIGMOID)
     run_processes(train_layouts, 2, tmp_path)
     expected = read_metrics(tmp_path / "one", "expert_load", *keys)
     assert expected[-1][1] > 1 and [row[-1] for row in expected] == [0, 0, 0, 0]
     for name in LAYOUTS:
-        for ours, theirs in zip(read_metrics(tmp_path / name, "expert_load", *keys), expected, strict=True):
+        for ours, theirs in zip(
+            read_metrics(tmp_path / name, "expert_load", *keys), expected, strict=True
+        ):
             # No token of this run is so near to a tie that rounding moves it to another expert.
             assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -458,7 +559,12 @@ def last_means(folder: Path, module: str, *words: str) -> dict[str, float]:
     return {name: sum(line[name] for line in lines) / 50 for name in lines[0]}
 
 
-WITHOUT_BALANCE = ("--model.moe.penalties.sequence_loss", "0", "--model.moe.penalties.batch_loss", "0")
+WITHOUT_BALANCE = (
+    "--model.moe.penalties.sequence_loss",
+    "0",
+    "--model.moe.penalties.batch_loss",
+    "0",
+)
 
 
 @pytest.mark.long
@@ -469,12 +575,16 @@ WITHOUT_BALANCE = ("--model.moe.penalties.sequence_loss", "0", "--model.moe.pena
         *((name, ("--model.moe.bias_rate", "0")) for name in ("glm4_moe", "deepseek_v3")),
     ],
 )
-def test_recipes_balance_every_layer_without_harm(module: str, without: tuple[str, ...], tmp_path: Path) -> None:
+def test_recipes_balance_every_layer_without_harm(
+    module: str, without: tuple[str, ...], tmp_path: Path
+) -> None:
     balanced = last_means(tmp_path / "balanced", module)
     alone = last_means(tmp_path / "alone", module, *WITHOUT_BALANCE, *without)
     loads = {name: value for name, value in balanced.items() if name.startswith("expert_load/")}
     assert loads and max(loads.values()) <= 1.5, loads
-    assert max(value for name, value in alone.items() if name.startswith("expert_load/")) > 2.5, alone
+    assert max(value for name, value in alone.items() if name.startswith("expert_load/")) > 2.5, (
+        alone
+    )
     # Balance costs little of what the experts learn in so short a run.
     assert balanced["loss"] < alone["loss"] + 0.05
 
@@ -489,13 +599,17 @@ def test_skipped_step_leaves_the_bias(tmp_path: Path) -> None:
     name = "layers.1.moe.router.selection.bias_E"
     clean = tensors_of(train(tmp_path / "clean", **SIGMOID, training__steps=1))[name]
     options = {**SIGMOID, "training__steps": 2, "training__on_nonfinite": "skip"}
-    skipped = tensors_of(train(tmp_path / "skipped", trainer_class=SecondStepIsNaN, **options))[name]
+    skipped = tensors_of(train(tmp_path / "skipped", trainer_class=SecondStepIsNaN, **options))[
+        name
+    ]
     assert torch.equal(clean, skipped) and clean.any()
 
 
 def test_frozen_router_keeps_weights_and_bias(tmp_path: Path) -> None:
     frozen = Freeze.Config(include=[r"moe\.router"])
-    start = tensors_of(train(tmp_path / "start", frozen, **SIGMOID, training__steps=1, optimizer__lr=0.0))
+    start = tensors_of(
+        train(tmp_path / "start", frozen, **SIGMOID, training__steps=1, optimizer__lr=0.0)
+    )
     end = tensors_of(train(tmp_path / "end", frozen, **SIGMOID))
     prefix = "layers.1.moe."
     for name in ("router.weight", "router.selection.bias_E"):
@@ -512,14 +626,19 @@ def test_penalties_change_gradients_but_not_the_loss(tmp_path: Path) -> None:
     logged = []
     for weight in (0.0, 1.0):
         folder = tmp_path / str(weight)
-        penalties = {f"model__moe__penalties__{name}": weight for name in ("batch_loss", "sequence_loss", "z_loss")}
+        penalties = {
+            f"model__moe__penalties__{name}": weight
+            for name in ("batch_loss", "sequence_loss", "z_loss")
+        }
         train(folder, module="qwen3_moe", **penalties, training__steps=2)
         logged.append(read_metrics(folder, "loss", "grad_norm"))
     (_, loss, norm), (_, same, other) = logged[0][0], logged[1][0]
     assert loss == same and abs(norm - other) > 0.01 * norm
 
 
-@pytest.mark.parametrize(("family", "kind"), [(mixtral, "sigmoid"), (glm4_moe, "softmax"), (llama4, "softmax")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [(mixtral, "sigmoid"), (glm4_moe, "softmax"), (llama4, "softmax")]
+)
 def test_other_types_of_routers_are_refused(family: Any, kind: Any) -> None:
     config = family.model_registry("debugmodel").model
     config.moe.scoring_func = kind
@@ -528,11 +647,18 @@ def test_other_types_of_routers_are_refused(family: Any, kind: Any) -> None:
 
 
 def test_routing_without_a_place_in_config_json_trains_and_is_not_exported(tmp_path: Path) -> None:
-    options = {"model__moe__selection_bias": True, "model__moe__bias_rate": 0.01, "model__moe__n_group": 4}
+    options = {
+        "model__moe__selection_bias": True,
+        "model__moe__bias_rate": 0.01,
+        "model__moe__n_group": 4,
+    }
     options |= {"model__moe__topk_group": 2, "model__moe__n_shared_experts": 1}
     trainer = train(tmp_path, module="qwen3_moe", **options, training__steps=1)
     model = trainer.model_parts[0]
-    assert model.layers["0"].moe.router.selection.bias_E.any() and model.layers["0"].moe.shared is not None
+    assert (
+        model.layers["0"].moe.router.selection.bias_E.any()
+        and model.layers["0"].moe.shared is not None
+    )
     with pytest.raises(UserError, match="no model_type of config.json"):
         qwen3_moe.FORMATS["hf"].to_external(model.config)
 
@@ -540,19 +666,36 @@ def test_routing_without_a_place_in_config_json_trains_and_is_not_exported(tmp_p
 def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"OwnLoss computes its own loss.*--model.moe.penalties"):
         train(tmp_path / "own", trainer_class=OwnLoss, module="qwen3_moe")
-    train(tmp_path / "fine", trainer_class=OwnLoss, **SIGMOID, model__moe__penalties__sequence_loss=0.0)
+    train(
+        tmp_path / "fine",
+        trainer_class=OwnLoss,
+        **SIGMOID,
+        model__moe__penalties__sequence_loss=0.0,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "include"),
-    [("mixtral", None), ("qwen3_moe", None), ("qwen2_moe", None), ("qwen3_moe", ["attention", "experts"])],
+    [
+        ("mixtral", None),
+        ("qwen3_moe", None),
+        ("qwen2_moe", None),
+        ("qwen3_moe", ["attention", "experts"]),
+    ],
 )
-def test_adapters_open_in_peft(model_type: str, include: list[str] | None, tmp_path: Path, chat_file: Path) -> None:
+def test_adapters_open_in_peft(
+    model_type: str, include: list[str] | None, tmp_path: Path, chat_file: Path
+) -> None:
     """By default, attention and Qwen2's shared experts; routers stay as they are."""
     sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 4}
     options = {} if model_type == "mixtral" else sparse
-    sizes = {"vocab_size": 2048, "num_hidden_layers": 2, "hidden_size": 48, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 2048,
+        "num_hidden_layers": 2,
+        "hidden_size": 48,
+        "num_key_value_heads": 2,
+    }
     reference = random_reference(model_type, 0, **sizes, **options)
     pretrained = save_with_tokenizer(reference, tmp_path / "base")
     name = family_of(model_type).__name__.rpartition(".")[2]
@@ -588,13 +731,17 @@ def test_a_dry_run_counts_active_experts(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_predicts_further_tokens_is_left_out() -> None:
-    """As in the published files of GLM-4.5; without the layer's own projection, it is one layer too many."""
+    """As in the published files of GLM-4.5; without the layer's own projection, it is one layer too
+    many."""
     model = glm4_moe.model_registry("debugmodel").model
     model.vocab_size = 64
     adapter, internal = glm4_moe.FORMATS["hf"].adapter(model), model_tensor_specs(model)
     external = adapter.external_specs(internal)
     spec = TensorSpec(torch.Size([4]), torch.float32)
-    further = {f"model.layers.{model.n_layers}.{name}.weight": spec for name in ("eh_proj", "enorm", "mlp.gate")}
+    further = {
+        f"model.layers.{model.n_layers}.{name}.weight": spec
+        for name in ("eh_proj", "enorm", "mlp.gate")
+    }
     assert adapter.plan({**external, **further}, internal).unexpected == []
     del further[f"model.layers.{model.n_layers}.eh_proj.weight"]
     with pytest.raises(UserError, match="enorm"):
@@ -602,7 +749,11 @@ def test_a_layer_that_predicts_further_tokens_is_left_out() -> None:
 
 
 def test_exports_keep_the_type_of_the_selection_bias(tmp_path: Path) -> None:
-    options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "bfloat16"}
+    options = {
+        "checkpoint__enable": True,
+        "checkpoint__last_save_in_hf": True,
+        "checkpoint__export_dtype": "bfloat16",
+    }
     train(tmp_path, module="glm4_moe", **options)
     (folder,) = (tmp_path / "checkpoint").glob("step-*")
     types = {name: spec.dtype for name, spec in open_source(folder).specs.items()}

@@ -1,4 +1,5 @@
-"""Statistics of routers count tokens of documents: the same rows give the same numbers in any form and layout."""
+"""Statistics of routers count tokens of documents: the same rows give the same numbers in any form
+and layout."""
 
 import json
 import os
@@ -29,8 +30,16 @@ PACKED: dict[str, Any] = {"training__seq_len": 1024, "training__local_batch_size
 FORMS: dict[str, dict[str, Any]] = {
     "padded": {"training__seq_len": 256, "training__local_batch_size": 8},
     "padded further": {"training__seq_len": 1024, "training__local_batch_size": 8},
-    "one by one": {"training__seq_len": 256, "training__local_batch_size": 1, "training__global_batch_size": 8},
-    "two by two": {"training__seq_len": 256, "training__local_batch_size": 2, "training__global_batch_size": 8},
+    "one by one": {
+        "training__seq_len": 256,
+        "training__local_batch_size": 1,
+        "training__global_batch_size": 8,
+    },
+    "two by two": {
+        "training__seq_len": 256,
+        "training__local_batch_size": 2,
+        "training__global_batch_size": 8,
+    },
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -42,7 +51,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "llama4": {"model__sliding_window": 12},
         "gpt_oss": {},
         "gemma4": {"config": "gemma4_moe_debugmodel"},
-        "qwen3_5": {"config": "qwen3_5_moe_debugmodel", "model__norm_eps": 1e-2, "model__n_layers": 4},
+        "qwen3_5": {
+            "config": "qwen3_5_moe_debugmodel",
+            "model__norm_eps": 1e-2,
+            "model__n_layers": 4,
+        },
         "deepseek_v3": {"model__moe__bias_rate": 0.05, "model__n_mtp_modules": 2},
     }.items()
 }
@@ -66,7 +79,9 @@ def numbers(folder: Path, rows: Path, *, packed: bool = False, **options: Any) -
     """Take a step over all rows; on rank 0, return what it logs of its gradients and routers."""
     options = {"training__steps": 1, "lr_scheduler__warmup_steps": 0, **PENALTIES, **options}
     config = tiny_config(folder, **options)
-    config.dataloader = SFTDataLoader.Config(dataset=[str(rows)], packing="ffd" if packed else "none")
+    config.dataloader = SFTDataLoader.Config(
+        dataset=[str(rows)], packing="ffd" if packed else "none"
+    )
     run(config)
     return logged(folder) if int(os.environ.get("RANK", 0)) == 0 else {}
 
@@ -74,18 +89,30 @@ def numbers(folder: Path, rows: Path, *, packed: bool = False, **options: Any) -
 def logged(folder: Path) -> dict[str, float]:
     """Return the numbers of a run of one step."""
     (line,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    names = ("loss", "grad_norm", "expert_load", "router_entropy", "selection_bias", "dropped_tokens")
+    names = (
+        "loss",
+        "grad_norm",
+        "expert_load",
+        "router_entropy",
+        "selection_bias",
+        "dropped_tokens",
+    )
     return {key: value for key, value in line.items() if key.partition("/")[0] in names}
 
 
 @pytest.mark.parametrize(
-    "family", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "family",
+    [
+        name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_padding_changes_no_number(family: str, tmp_path: Path, rows: Path) -> None:
     options = FAMILIES[family]
     expected = numbers(tmp_path / "packed", rows, packed=True, **options, **PACKED)
     assert expected["expert_load"] > 1
-    # Modules of multi-token prediction, layers 2 and 3, have nothing to predict from the last tokens of a document.
+    # Modules of multi-token prediction, layers 2 and 3, have nothing to predict from the last
+    # tokens of a document.
     assert expected["dropped_tokens/layers.1"] == 0
     for name, form in FORMS.items():
         found = numbers(tmp_path / name, rows, **options, **form)
@@ -150,12 +177,16 @@ def test_a_router_counts_tokens_of_documents() -> None:
     penalties = PenaltyConfig(sequence_loss=0.5, z_loss=0.1)
     results = []
     for inputs, n_tokens in ((x_BLD, None), (padded_BLD, torch.tensor([10, 0]))):
-        router = Router(RoutingConfig(n_experts=6, top_k=2, penalties=penalties), dim=16, init_std=1.0)
+        router = Router(
+            RoutingConfig(n_experts=6, top_k=2, penalties=penalties), dim=16, init_std=1.0
+        )
         with torch.no_grad():
             router.weight.copy_(torch.randn(6, 16, generator=torch.Generator().manual_seed(1)))
         balancer = LoadBalancer([router])
         balancer.start_step(10, 1, torch.device("cpu"))
-        attention = AttentionMetadata.of_rows(*inputs.shape[:2], n_tokens).with_documents(inputs.device)
+        attention = AttentionMetadata.of_rows(*inputs.shape[:2], n_tokens).with_documents(
+            inputs.device
+        )
         (0.0 * router(inputs, attention.documents)[0]).sum().backward()
         results.append((router.totals, router.weight.grad))
     assert torch.equal(results[0][0], results[1][0]) and results[0][0][:-1].sum() == 20

@@ -1,4 +1,5 @@
-"""Multi-token prediction of DeepSeek-V3 against its equations (arXiv:2412.19437, 21 to 25), files, and runs."""
+"""Multi-token prediction of DeepSeek-V3 against its equations (arXiv:2412.19437, 21 to 25), files,
+and runs."""
 
 import json
 import shutil
@@ -11,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.family_cases import random_reference, random_tokens, relative_error, to_external, to_ours
+from tests.models.family_cases import (
+    random_reference,
+    random_tokens,
+    relative_error,
+    to_external,
+    to_ours,
+)
 from tests.models.test_attention import metadata_of
 from tests.models.test_deepseek import V3
 from tests.training import train
@@ -30,27 +37,34 @@ from torchtitan.trainer.sample_losses import SampleLosses
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
-"""Relative: the models compute in float32, and the reference norms and routers of transformers do."""
+"""Relative: the models compute in float32, and the reference norms and routers of transformers
+do."""
 
 N_LAYERS, DOCUMENTS = 2, [[20, 3, 27], [1, 49]]
 OWN = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight", "eh_proj.weight")
 
 
 def weights_of(reference: Any, n_modules: int) -> dict[str, Tensor]:
-    """Return the weights that only modules have, as in files; their blocks are layers of `reference`."""
+    """Return the weights that only modules have, as in files; their blocks are layers of
+    `reference`."""
     dim, generator = reference.config.hidden_size, torch.Generator().manual_seed(1)
     weights = {}
     for layer in range(N_LAYERS, N_LAYERS + n_modules):
         for name in OWN:
             shape = (dim, 2 * dim) if name.startswith("eh") else (dim,)
-            weight = torch.randn(shape, generator=generator) * (0.2 if len(shape) == 2 else 0.3) + (len(shape) == 1)
+            weight = torch.randn(shape, generator=generator) * (0.2 if len(shape) == 2 else 0.3) + (
+                len(shape) == 1
+            )
             weights[f"model.layers.{layer}.{name}"] = weight
     return weights
 
 
 def make_pair(n_modules: int, **options: Any) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Return our model with modules, and transformers' class with a layer for each of them, and their other weights."""
-    reference = random_reference("deepseek_v3", 0, **{**V3, "num_hidden_layers": N_LAYERS + n_modules, **options})
+    """Return our model with modules, and transformers' class with a layer for each of them, and
+    their other weights."""
+    reference = random_reference(
+        "deepseek_v3", 0, **{**V3, "num_hidden_layers": N_LAYERS + n_modules, **options}
+    )
     own = weights_of(reference, n_modules)
     plain, _ = to_ours(deepseek_v3, reference)
     config = plain.config
@@ -61,12 +75,17 @@ def make_pair(n_modules: int, **options: Any) -> tuple[Any, Any, dict[str, Tenso
     ours: dict[str, Tensor] = {}
     for step in adapter.steps:
         tensors = step.transform.to_internal(
-            [as_in_files(theirs)[name] for name in step.external], [shapes[name] for name in step.internal]
+            [as_in_files(theirs)[name] for name in step.external],
+            [shapes[name] for name in step.internal],
         )
         ours |= dict(zip(step.internal, tensors, strict=True))
     model.load_state_dict(ours)
     reference.double()
-    return model, reference, {name: weight.double().requires_grad_() for name, weight in own.items()}
+    return (
+        model,
+        reference,
+        {name: weight.double().requires_grad_() for name, weight in own.items()},
+    )
 
 
 def as_in_files(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -76,19 +95,27 @@ def as_in_files(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         folder, _, last = name.rpartition(".")
         if last == "gate_up_proj":
             for expert, both in enumerate(weight):
-                files[f"{folder}.{expert}.gate_proj.weight"], files[f"{folder}.{expert}.up_proj.weight"] = both.chunk(2)
+                (
+                    files[f"{folder}.{expert}.gate_proj.weight"],
+                    files[f"{folder}.{expert}.up_proj.weight"],
+                ) = both.chunk(2)
         elif last == "down_proj":
-            files |= {f"{folder}.{expert}.down_proj.weight": each for expert, each in enumerate(weight)}
+            files |= {
+                f"{folder}.{expert}.down_proj.weight": each for expert, each in enumerate(weight)
+            }
         else:
             files[name] = weight
     return files
 
 
 def expected_loss(
-    reference: Any, own: dict[str, Tensor], documents: Sequence[tuple[Tensor, Tensor]], n_modules: int
+    reference: Any,
+    own: dict[str, Tensor],
+    documents: Sequence[tuple[Tensor, Tensor]],
+    n_modules: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the main loss, and the sum of the modules', of documents that are computed one by one; each module has as
-    many positions less as it predicts tokens ahead."""
+    """Return the main loss, and the sum of the modules', of documents that are computed one by one;
+    each module has as many positions less as it predicts tokens ahead."""
     theirs, output = reference.model, reference.lm_head.weight
     eps = reference.config.rms_norm_eps
 
@@ -100,7 +127,9 @@ def expected_loss(
         mask = torch.full((length, length), -torch.inf, dtype=h_TD.dtype).triu(1)[None, None]
         places = torch.arange(length)[None]
         rope = theirs.rotary_emb(h_TD[None], places)
-        hidden: Tensor = theirs.layers[index](h_TD[None], mask, position_ids=places, position_embeddings=rope)[0]
+        hidden: Tensor = theirs.layers[index](
+            h_TD[None], mask, position_ids=places, position_embeddings=rope
+        )[0]
         return hidden
 
     def loss(h_TD: Tensor, labels_T: Tensor) -> Tensor:
@@ -117,19 +146,25 @@ def expected_loss(
         for k in range(1, n_modules + 1):
             if k >= len(tokens_T):
                 break
-            enorm, hnorm, last, projection = (own[f"model.layers.{N_LAYERS + k - 1}.{name}"] for name in OWN)
+            enorm, hnorm, last, projection = (
+                own[f"model.layers.{N_LAYERS + k - 1}.{name}"] for name in OWN
+            )
             both = torch.cat((norm(embedded_TD[k:], enorm), norm(h_TD[:-1], hnorm)), dim=-1)
             h_TD = norm(block(N_LAYERS + k - 1, both @ projection.T), last)
             further = further + loss(h_TD, labels_T[k:])
     return main, further
 
 
-def difference(n_modules: int, mistake: Callable[[Any], None] = lambda model: None, **options: Any) -> float:
+def difference(
+    n_modules: int, mistake: Callable[[Any], None] = lambda model: None, **options: Any
+) -> float:
     """Return the largest relative difference in the loss and all gradients."""
     model, reference, own = make_pair(n_modules, **options)
     tokens, labels = random_tokens(97, 50)
     mistake(model)
-    loss = model(tokens, metadata_of(DOCUMENTS), head=CrossEntropyLoss.Config().build(), labels_BL=labels)
+    loss = model(
+        tokens, metadata_of(DOCUMENTS), head=CrossEntropyLoss.Config().build(), labels_BL=labels
+    )
     loss.backward()
     documents = [
         part
@@ -138,8 +173,12 @@ def difference(n_modules: int, mistake: Callable[[Any], None] = lambda model: No
     ]
     main, further = expected_loss(reference, own, documents, n_modules)
     (main + 0.7 / n_modules * further).backward()
-    expected = {name: parameter.grad for name, parameter in [*reference.named_parameters(), *own.items()]}
-    ours = to_external(deepseek_v3, model, {name: parameter.grad for name, parameter in model.named_parameters()})
+    expected = {
+        name: parameter.grad for name, parameter in [*reference.named_parameters(), *own.items()]
+    }
+    ours = to_external(
+        deepseek_v3, model, {name: parameter.grad for name, parameter in model.named_parameters()}
+    )
     assert ours.keys() == expected.keys()
     # As in `test_equal_transformers`: a small gradient counts as 1 % of the largest.
     least = 0.01 * max(gradient.abs().max().item() for gradient in expected.values())
@@ -187,7 +226,8 @@ def test_mistake_in_a_module_is_caught(mistake: Callable[[Any], None]) -> None:
     [
         lambda tokens, positions: (tokens.roll(-1, 1), positions),
         lambda tokens, positions: (tokens.roll(1, 1), positions),
-        lambda tokens, positions: (tokens, torch.arange(50).expand(2, -1)),  # labels of the next document
+        # labels of the next document
+        lambda tokens, positions: (tokens, torch.arange(50).expand(2, -1)),
         lambda tokens, positions: (tokens, positions * 2),  # hides all labels
     ],
 )
@@ -226,7 +266,8 @@ def test_losses_of_samples_leave_modules_out() -> None:
     assert relative_error(losses.sum(), total) < TOLERANCE
 
 
-# --- files and runs ---------------------------------------------------------------------------------------------------
+# --- files and runs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_files_hold_modules_as_layers_behind_the_last() -> None:
@@ -237,9 +278,13 @@ def test_files_hold_modules_as_layers_behind_the_last() -> None:
     internal = {name: TensorSpec.of(tensor) for name, tensor in model.state_dict().items()}
     files = adapter.external_specs(internal)
     copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
-    published = files | {f"model.layers.{N_LAYERS}.{name}.weight": files[of] for name, of in copies.items()}
+    published = files | {
+        f"model.layers.{N_LAYERS}.{name}.weight": files[of] for name, of in copies.items()
+    }
     match = adapter.plan(published, internal)
-    assert dict(match.tied) == {f"model.layers.{N_LAYERS}.{name}.weight": of for name, of in copies.items()}
+    assert dict(match.tied) == {
+        f"model.layers.{N_LAYERS}.{name}.weight": of for name, of in copies.items()
+    }
     off = FORMAT.from_external(json.loads(json.dumps(FORMAT.to_external(config))))
     assert off.n_mtp_modules == 0
     plain = FORMAT.adapter(off)
@@ -249,7 +294,8 @@ def test_files_hold_modules_as_layers_behind_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("n_mtp_modules", -1), ("n_mtp_modules", 65), ("mtp_weight", 0.0), ("mtp_weight", -1.0)]
+    ("option", "value"),
+    [("n_mtp_modules", -1), ("n_mtp_modules", 65), ("mtp_weight", 0.0), ("mtp_weight", -1.0)],
 )
 def test_impossible_values_are_named(option: str, value: float) -> None:
     config = deepseek_v3.model_registry("debugmodel").model
@@ -263,11 +309,23 @@ def test_a_dry_run_counts_modules(tmp_path: Path) -> None:
     """Executed are also products with values' padding to the width of keys, as without modules."""
 
     def flops(n_modules: int) -> tuple[float, float]:
-        words = ["--module", "deepseek_v3", "--config", "debugmodel", "--dump_folder", str(tmp_path)]
+        words = [
+            "--module",
+            "deepseek_v3",
+            "--config",
+            "debugmodel",
+            "--dump_folder",
+            str(tmp_path),
+        ]
         config = ConfigManager().parse_args([*words, f"--model.n_mtp_modules={n_modules}"]).config
         (rank,) = dry_run(config, world_size=2)
-        tokens, length = config.training.local_batch_size * config.training.seq_len, config.training.seq_len
-        return rank.executed_flops - 6 * (4 + n_modules) * 8 * (48 - 32) * length * tokens, rank.model_flops
+        tokens, length = (
+            config.training.local_batch_size * config.training.seq_len,
+            config.training.seq_len,
+        )
+        return rank.executed_flops - 6 * (4 + n_modules) * 8 * (
+            48 - 32
+        ) * length * tokens, rank.model_flops
 
     (executed, computed), (base, _) = flops(2), flops(0)
     assert executed == pytest.approx(computed, rel=0.01)
@@ -289,21 +347,32 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_balances_exports_and_starts_again_with_modules(tmp_path: Path) -> None:
     options = {"module": "deepseek_v3", "model__n_mtp_modules": 1, "model__moe__bias_rate": 0.01}
-    export = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "float32"}
+    export = {
+        "checkpoint__enable": True,
+        "checkpoint__last_save_in_hf": True,
+        "checkpoint__export_dtype": "float32",
+    }
     trainer = train(tmp_path / "first", **options, **export)
     (model,) = trainer.model_parts
     module = list(model.layers.values())[-1]
     assert isinstance(module.mtp, torch.nn.ModuleDict)
     assert module.moe.router.selection.bias_E.any()  # it has a load of its own
     (line, *_) = map(json.loads, (tmp_path / "first/metrics.jsonl").read_text().splitlines())
-    assert line["dropped_tokens/layers.2"] > 0  # the last token of a document has no second one to predict
+    # the last token of a document has no second one to predict
+    assert line["dropped_tokens/layers.2"] > 0
     assert line["expert_load/layers.2"] >= 1
     (folder,) = (tmp_path / "first/checkpoint").glob("step-*")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
     tokens = random_tokens(97, 40)[0]
     with torch.no_grad():
         assert relative_error(model.eval()(tokens), theirs(tokens).logits) < TOLERANCE
-    load = {"checkpoint__enable": True, "checkpoint__initial_load_path": folder, "checkpoint__initial_load_in_hf": True}
+    load = {
+        "checkpoint__enable": True,
+        "checkpoint__initial_load_path": folder,
+        "checkpoint__initial_load_in_hf": True,
+    }
     again = train(tmp_path / "again", **options, **load, training__steps=1, optimizer__lr=1e-30)
     (loaded,) = again.model_parts
     weights = loaded.state_dict()

@@ -1,4 +1,5 @@
-"""Features of OLMo 2 and 3 that Llama lacks: mistakes are caught. Sizes and config.json are as published."""
+"""Features of OLMo 2 and 3 that Llama lacks: mistakes are caught. Sizes and config.json are as
+published."""
 
 import json
 from collections.abc import Callable
@@ -55,7 +56,8 @@ OLMO_3_7B = {
 """As published, in the spelling of transformers 4."""
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def norms_before_instead_of_after(model: Any) -> None:
@@ -67,7 +69,10 @@ def norms_before_instead_of_after(model: Any) -> None:
 def query_norm_of_each_head(model: Any) -> None:
     def forward(norm: nn.RMSNorm, x_BLE: Tensor) -> Tensor:
         x_BLHD = x_BLE.unflatten(-1, (4, -1))
-        return nn.functional.rms_norm(x_BLHD, x_BLHD.shape[-1:], eps=norm.eps).flatten(-2) * norm.weight
+        return (
+            nn.functional.rms_norm(x_BLHD, x_BLHD.shape[-1:], eps=norm.eps).flatten(-2)
+            * norm.weight
+        )
 
     for block in model.layers.values():
         norm = block.attention.q_wide_norm
@@ -132,7 +137,8 @@ def test_mistake_is_caught(mistake: Callable[[Any], None]) -> None:
     assert difference_with(mistake, reference) > 1e-3
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -160,7 +166,9 @@ def test_published_file_is_read_without_warning(caplog: pytest.LogCaptureFixture
 
 
 def test_spelling_of_transformers_5_is_equal() -> None:
-    document = {key: value for key, value in OLMO_3_7B.items() if key not in ("rope_scaling", "rope_theta")}
+    document = {
+        key: value for key, value in OLMO_3_7B.items() if key not in ("rope_scaling", "rope_theta")
+    }
     sections = {
         "full_attention": {**YARN, "rope_theta": 500000},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
@@ -175,7 +183,12 @@ def test_written_file_has_the_spelling_of_transformers_4() -> None:
     config = FLAVORS["debugmodel"]
     assert "rope_scaling" in WRITE(config)
     differing = type(config)(
-        **{**config.to_dict(), "vocab_size": 8, "rope": RoPEConfig(theta=1e6), "local_rope": RoPEConfig(theta=1e4)}
+        **{
+            **config.to_dict(),
+            "vocab_size": 8,
+            "rope": RoPEConfig(theta=1e6),
+            "local_rope": RoPEConfig(theta=1e4),
+        }
     )
     assert "rope_scaling" not in WRITE(differing)
     assert READ(WRITE(differing)) == differing
@@ -183,11 +196,24 @@ def test_written_file_has_the_spelling_of_transformers_4() -> None:
 
 @pytest.mark.parametrize("model_type", ["olmo2", "olmo3"])
 def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
-    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    document = {"model_type": model_type, "max_position_embeddings": 64, **{key: OLMO_3_7B[key] for key in required}}
+    required = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
+    document = {
+        "model_type": model_type,
+        "max_position_embeddings": 64,
+        **{key: OLMO_3_7B[key] for key in required},
+    }
     config, theirs = READ(document), transformers.AutoConfig.for_model(**document)
     assert config.n_kv_heads == theirs.num_key_value_heads
-    assert (config.norm_eps, config.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert (config.norm_eps, config.tie_embeddings) == (
+        theirs.rms_norm_eps,
+        theirs.tie_word_embeddings,
+    )
     if model_type == "olmo2":
         assert config.rope.theta == theirs.rope_parameters["rope_theta"]
         return
@@ -204,9 +230,15 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
     [
         ({"layer_types": ["sliding_attention"]}, "layer_types is .* 32 items"),
         ({"layer_types": ["linear_attention"] * 32}, "layer_types is .*'linear_attention'"),
-        ({"rope_theta": 1e6}, "rope_theta is 1000000.0, which transformers 5 does not apply to all layers"),
+        (
+            {"rope_theta": 1e6},
+            "rope_theta is 1000000.0, which transformers 5 does not apply to all layers",
+        ),
         ({"rope_parameters": YARN}, "rope_parameters has 'rope_type': 'yarn'"),
-        ({"rope_parameters": {"sliding_attention": YARN}}, "rope_scaling .* and rope_parameters .* differ"),
+        (
+            {"rope_parameters": {"sliding_attention": YARN}},
+            "rope_scaling .* and rope_parameters .* differ",
+        ),
         ({"sliding_window": None}, "sliding_window is None"),
         ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn', but must be an object"),
         ({"rope_parameters": {"full_attention": 5}}, "full_attention is 5, but must be an object"),
@@ -229,7 +261,14 @@ def test_unsupported_values_are_refused_by_name(change: dict[str, Any], message:
 
 def test_windows_of_olmo_2_cannot_be_written() -> None:
     config = Olmo2Model.Config(
-        dim=32, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=8, vocab_size=8, rope=RoPEConfig(), sliding_window=4
+        dim=32,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=2,
+        ffn_dim=8,
+        vocab_size=8,
+        rope=RoPEConfig(),
+        sliding_window=4,
     )
     with pytest.raises(UserError, match="no model_type of config.json"):
         WRITE(config)

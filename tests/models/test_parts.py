@@ -1,5 +1,5 @@
-"""Parts that no built-in family uses, as a model of transformers that has them: GPT-NeoX, with a parallel residual,
-LayerNorms with biases, a plain network, and a partly rotated head."""
+"""Parts that no built-in family uses, as a model of transformers that has them: GPT-NeoX, with a
+parallel residual, LayerNorms with biases, a plain network, and a partly rotated head."""
 
 from functools import partial
 from typing import Any
@@ -43,8 +43,14 @@ class NeoX(Decoder):
 
     def make_block(self, index: int) -> nn.Module:
         feed_forward = self.make_feed_forward(index, FeedForward, activation=F.gelu)
-        kind = partial(blocks.ParallelBlock, separate_norms=True) if self.parallel else blocks.PreNormBlock
-        return kind(self.make_attention(index), feed_forward, dim=self.config.dim, norm=self.make_norm)
+        kind = (
+            partial(blocks.ParallelBlock, separate_norms=True)
+            if self.parallel
+            else blocks.PreNormBlock
+        )
+        return kind(
+            self.make_attention(index), feed_forward, dim=self.config.dim, norm=self.make_norm
+        )
 
 
 class SequentialNeoX(NeoX):
@@ -70,9 +76,17 @@ def reference_of(parallel: bool) -> Any:
 
 
 def loaded(kind: type[NeoX], reference: Any, **options: Any) -> Decoder:
-    """Return our model with the weights of transformers', whose rows of queries, keys and values alternate by head."""
+    """Return our model with the weights of transformers', whose rows of queries, keys and values
+    alternate by head."""
     rope = RoPEConfig(theta=10_000.0, rotated_fraction=options.pop("rotated_fraction", 0.5))
-    sizes = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64, "vocab_size": 97}
+    sizes = {
+        "dim": 32,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "ffn_dim": 64,
+        "vocab_size": 97,
+    }
     model: Decoder = kind.Config(rope=rope, **sizes, **options).build()
     theirs, state = reference.state_dict(), {}
     for name in model.state_dict():
@@ -84,7 +98,9 @@ def loaded(kind: type[NeoX], reference: Any, **options: Any) -> Decoder:
         if stem in NAMES:
             state[name] = theirs[f"{prefix}{NAMES[stem]}.{kind_of_tensor}"]
         else:
-            fused = theirs[f"{prefix}attention.query_key_value.{kind_of_tensor}"].unflatten(0, (4, 3, 8))
+            fused = theirs[f"{prefix}attention.query_key_value.{kind_of_tensor}"].unflatten(
+                0, (4, 3, 8)
+            )
             state[name] = fused[:, "qkv".index(stem[-1])].flatten(0, 1)
     model.load_state_dict(state)
     return model
@@ -104,7 +120,9 @@ def test_gpt_neox_equals_transformers(kind: type[NeoX], parallel: bool) -> None:
     assert relative_error(ours, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("mistake", [{"rotated_fraction": 1.0}, {"norm_eps": 0.1}, {"kind": SequentialNeoX}])
+@pytest.mark.parametrize(
+    "mistake", [{"rotated_fraction": 1.0}, {"norm_eps": 0.1}, {"kind": SequentialNeoX}]
+)
 def test_mistakes_are_caught(mistake: dict[str, Any]) -> None:
     reference, (tokens, _) = reference_of(True), random_tokens(97, 50)
     model = loaded(mistake.pop("kind", NeoX), reference, **mistake)
@@ -114,12 +132,16 @@ def test_mistakes_are_caught(mistake: dict[str, Any]) -> None:
 def test_parallel_block_with_one_norm() -> None:
     attention, feed_forward = nn.Linear(8, 8), nn.Linear(8, 8)
     attention.forward = lambda x, rope, metadata: nn.Linear.forward(attention, x)  # type: ignore[method-assign]
-    block = blocks.ParallelBlock(attention, feed_forward, dim=8, norm=partial(RMSNorm, eps=1e-6), multiplier=0.5)
+    block = blocks.ParallelBlock(
+        attention, feed_forward, dim=8, norm=partial(RMSNorm, eps=1e-6), multiplier=0.5
+    )
     assert block.ffn_norm is None
     x = torch.randn(2, 3, 8)
     initialize_weights(block.attention_norm, 0)
     normalized = block.attention_norm(x)
-    expected = x + 0.5 * (F.linear(normalized, attention.weight, attention.bias) + feed_forward(normalized))
+    expected = x + 0.5 * (
+        F.linear(normalized, attention.weight, attention.bias) + feed_forward(normalized)
+    )
     torch.testing.assert_close(block(x, None, None), expected)
 
 
@@ -136,18 +158,26 @@ def test_norm_with_offset_equals_its_definition() -> None:
 
 @pytest.mark.parametrize("activation", [F.silu, F.gelu, gelu_tanh])
 def test_gated_network_equals_its_definition(activation: Any) -> None:
-    network = GatedFeedForward(dim=8, hidden_dim=12, activation=activation, bias=True, init_std=0.1, out_init_std=0.1)
+    network = GatedFeedForward(
+        dim=8, hidden_dim=12, activation=activation, bias=True, init_std=0.1, out_init_std=0.1
+    )
     for parameter in network.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(2, 8)
-    hidden = activation(x @ network.w1.weight.T + network.w1.bias) * (x @ network.w3.weight.T + network.w3.bias)
+    hidden = activation(x @ network.w1.weight.T + network.w1.bias) * (
+        x @ network.w3.weight.T + network.w3.bias
+    )
     torch.testing.assert_close(network(x), hidden @ network.w2.weight.T + network.w2.bias)
 
 
 def test_frequencies_that_depend_on_the_length_are_those_of_each_document() -> None:
     """A long document does not change the frequencies of a short one in the same row."""
     longrope = RoPEConfig(
-        theta=1e4, scaling="longrope", original_max_seq_len=8, short_factors=[1.0] * 4, long_factors=[3.0] * 4
+        theta=1e4,
+        scaling="longrope",
+        original_max_seq_len=8,
+        short_factors=[1.0] * 4,
+        long_factors=[3.0] * 4,
     )
     dynamic = RoPEConfig(theta=1e4, scaling="dynamic", scaling_factor=2.0, original_max_seq_len=8)
     for rope in (longrope, dynamic):
@@ -173,7 +203,14 @@ def test_frequencies_that_depend_on_the_length_are_those_of_each_document() -> N
             {"scaling": "longrope"},
             "short_factors is 0 numbers, but must be 4 numbers above 0, one for each rotated pair",
         ),
-        ({"scaling": "longrope", "short_factors": [1.0] * 4, "long_factors": [1.0, 0.0, 1.0, 1.0]}, "long_factors"),
+        (
+            {
+                "scaling": "longrope",
+                "short_factors": [1.0] * 4,
+                "long_factors": [1.0, 0.0, 1.0, 1.0],
+            },
+            "long_factors",
+        ),
     ],
 )
 def test_unusable_rope_is_rejected(options: dict[str, Any], message: str) -> None:
@@ -186,5 +223,9 @@ def test_tensors_are_used(tmp_path: Any) -> None:
     model = loaded(NeoX, reference_of(True))
     tokens, _ = random_tokens(97, 20)
     model(tokens).square().mean().backward()
-    gradients: dict[str, Tensor | None] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert not [name for name, gradient in gradients.items() if gradient is None or not gradient.any()]
+    gradients: dict[str, Tensor | None] = {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
+    assert not [
+        name for name, gradient in gradients.items() if gradient is None or not gradient.any()
+    ]

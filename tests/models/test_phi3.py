@@ -1,4 +1,5 @@
-"""Phi-3 against transformers, in addition to `test_equal_transformers`: mistakes, config.json, published sizes."""
+"""Phi-3 against transformers, in addition to `test_equal_transformers`: mistakes, config.json,
+published sizes."""
 
 import dataclasses
 import importlib
@@ -10,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.family_cases import LONG_FACTORS, random_reference, random_tokens, relative_error, to_ours
+from tests.models.family_cases import (
+    LONG_FACTORS,
+    random_reference,
+    random_tokens,
+    relative_error,
+    to_ours,
+)
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
 from tests.models.test_sft_configs import chat_file
 from torchtitan.components.generation import generate
@@ -27,7 +34,12 @@ transformers = pytest.importorskip("transformers")
 
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, **LONG_FACTORS}
 LONG: dict[str, Any] = {"original_max_position_embeddings": 16, "rope_parameters": LONG_ROPE}
-TINY: dict[str, Any] = {"num_hidden_layers": 3, "sliding_window": 16, "tie_word_embeddings": False, **LONG}
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "sliding_window": 16,
+    "tie_word_embeddings": False,
+    **LONG,
+}
 
 
 def tiny(**options: Any) -> tuple[BaseModel, Any]:
@@ -36,7 +48,8 @@ def tiny(**options: Any) -> tuple[BaseModel, Any]:
     return to_ours(phi3, reference)[0], reference
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def _window_excludes_the_token_itself(model: Any) -> None:
@@ -92,7 +105,10 @@ def test_mistake_changes_logits(mistake: Callable[[Any], None], length: int) -> 
 
 
 def test_other_part_of_heads_rotated_changes_logits() -> None:
-    long = {"partial_rotary_factor": 0.75, **{key: factors[:3] for key, factors in LONG_FACTORS.items()}}
+    long = {
+        "partial_rotary_factor": 0.75,
+        **{key: factors[:3] for key, factors in LONG_FACTORS.items()},
+    }
     model, reference = tiny(rope_parameters={**LONG_ROPE, **long})
     tokens, _ = random_tokens(97, 50)
     config: Any = model.config
@@ -103,7 +119,8 @@ def test_other_part_of_heads_rotated_changes_logits() -> None:
         assert relative_error(model(tokens), reference(tokens).logits) > 1e-3
 
 
-# --- documents and generation -----------------------------------------------------------------------------------------
+# --- documents and generation
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -136,7 +153,11 @@ def test_cache_is_computed_again_at_the_original_context(window: int | None) -> 
     assert tokens == generated(model, use_cache=False)
     for prompt, ids in zip(PROMPTS, tokens, strict=True):
         expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=30,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert [*prompt, *ids] == expected[0].tolist()
 
@@ -152,7 +173,9 @@ def test_cache_is_computed_again_with_padding_of_tensor_parallelism(
     assert generated(model) == expected
 
 
-def test_keys_from_before_the_original_context_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_from_before_the_original_context_change_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The test above can fail."""
     model, _ = tiny(sliding_window=None)
     expected = generated(model)
@@ -160,7 +183,8 @@ def test_keys_from_before_the_original_context_change_tokens(monkeypatch: pytest
     assert generated(model) != expected
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,19 +195,24 @@ def test_keys_from_before_the_original_context_change_tokens(monkeypatch: pytest
 def test_published_sizes(flavor: str, parameters: int) -> None:
     with torch.device("meta"):
         assert model_registry(flavor).model.build().num_parameters() == parameters
-    assert FORMATS["hf"].from_external(FORMATS["hf"].to_external(FLAVORS[flavor])) == FLAVORS[flavor]
+    assert (
+        FORMATS["hf"].from_external(FORMATS["hf"].to_external(FLAVORS[flavor])) == FLAVORS[flavor]
+    )
 
 
 def document_of(flavor: str, **changes: Any) -> dict[str, Any]:
     return {**FORMATS["hf"].to_external(FLAVORS[flavor]), **changes}
 
 
-FACTORS = {"short_factor": [1.0 + i / 48 for i in range(48)], "long_factor": [1.0 + i for i in range(48)]}
+FACTORS = {
+    "short_factor": [1.0 + i / 48 for i in range(48)],
+    "long_factor": [1.0 + i for i in range(48)],
+}
 
 
 def test_older_spellings_equal_newer_ones(caplog: pytest.LogCaptureFixture) -> None:
-    """Phi-3-mini-128k and Phi-3.5 as published, with `su`, `yarn` (which transformers reads as `longrope`) and
-    `longrope`; the factor is the ratio of the contexts."""
+    """Phi-3-mini-128k and Phi-3.5 as published, with `su`, `yarn` (which transformers reads as
+    `longrope`) and `longrope`; the factor is the ratio of the contexts."""
     newer = document_of(
         "3-mini-4k",
         max_position_embeddings=131_072,
@@ -197,7 +226,12 @@ def test_older_spellings_equal_newer_ones(caplog: pytest.LogCaptureFixture) -> N
     assert rope._attention_factor(expected.rope) == pytest.approx(
         transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"](theirs)[1], rel=1e-12
     )
-    for spelling in ({"type": "su"}, {"type": "yarn"}, {"type": "longrope"}, {"rope_type": "longrope"}):
+    for spelling in (
+        {"type": "su"},
+        {"type": "yarn"},
+        {"type": "longrope"},
+        {"rope_type": "longrope"},
+    ):
         older = {key: value for key, value in newer.items() if key != "rope_parameters"}
         older |= {"rope_theta": 1e4, "rope_scaling": {**spelling, **FACTORS}}
         assert FORMATS["hf"].from_external(older) == expected
@@ -210,9 +244,14 @@ def test_long_rope_is_written_as_transformers_4_reads_it() -> None:
     written = FORMATS["hf"].to_external(config)
     factors = {"short_factor": config.rope.short_factors, "long_factor": config.rope.long_factors}
     assert written["rope_scaling"] == {"type": "longrope", **factors}
-    assert (written["original_max_position_embeddings"], written["partial_rotary_factor"]) == (128, 0.75)
+    assert (written["original_max_position_embeddings"], written["partial_rotary_factor"]) == (
+        128,
+        0.75,
+    )
     for change in ({"scaling_factor": 2.0}, {"attention_factor": 1.5}):
-        other = dataclasses.replace(config, rope=dataclasses.replace(config.rope, **change), vocab_size=97)
+        other = dataclasses.replace(
+            config, rope=dataclasses.replace(config.rope, **change), vocab_size=97
+        )
         written = FORMATS["hf"].to_external(other)
         assert FORMATS["hf"].from_external(written) == other
         assert len(written["rope_scaling"]) > 3
@@ -237,21 +276,45 @@ def test_phi_4_mini_is_read(caplog: pytest.LogCaptureFixture) -> None:
     config = FORMATS["hf"].from_external(document)
     assert config.rope.rotated_dim(config.resolved_head_dim) == 96
     with torch.device("meta"):
-        assert config.build().num_parameters() == 3_836_021_760  # from the files of the published model
+        # from the files of the published model
+        assert config.build().num_parameters() == 3_836_021_760
     assert not caplog.records
 
 
 def test_missing_keys_have_transformers_defaults() -> None:
-    names = ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling")
+    names = (
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+    )
     document = document_of("3-medium-4k")
-    document = {key: value for key, value in document.items() if key not in (*names, "head_dim", "sliding_window")}
-    config, theirs = FORMATS["hf"].from_external(document), transformers.Phi3Config.from_dict(document)
+    document = {
+        key: value
+        for key, value in document.items()
+        if key not in (*names, "head_dim", "sliding_window")
+    }
+    config, theirs = (
+        FORMATS["hf"].from_external(document),
+        transformers.Phi3Config.from_dict(document),
+    )
     assert (config.n_kv_heads, config.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
-    assert (config.tie_embeddings, config.sliding_window) == (theirs.tie_word_embeddings, theirs.sliding_window)
+    assert (config.tie_embeddings, config.sliding_window) == (
+        theirs.tie_word_embeddings,
+        theirs.sliding_window,
+    )
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
     document["rope_scaling"] = {"rope_type": "longrope", **{key: [1.0] * 64 for key in FACTORS}}
-    config, theirs = FORMATS["hf"].from_external(document), transformers.Phi3Config.from_dict(document)
-    assert config.rope.original_max_seq_len == theirs.rope_parameters["original_max_position_embeddings"] == 4096
+    config, theirs = (
+        FORMATS["hf"].from_external(document),
+        transformers.Phi3Config.from_dict(document),
+    )
+    assert (
+        config.rope.original_max_seq_len
+        == theirs.rope_parameters["original_max_position_embeddings"]
+        == 4096
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,7 +345,9 @@ def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message
 
 
 def test_models_of_other_scalings_cannot_be_written() -> None:
-    scaled = dataclasses.replace(FLAVORS["4"], rope=rope.RoPEConfig(scaling="linear", scaling_factor=2.0))
+    scaled = dataclasses.replace(
+        FLAVORS["4"], rope=rope.RoPEConfig(scaling="linear", scaling_factor=2.0)
+    )
     for config in (scaled, dataclasses.replace(FLAVORS["4"], layer_types=["full_attention"])):
         with pytest.raises(UserError, match="no model_type of config.json"):
             FORMATS["hf"].to_external(config)
@@ -295,13 +360,21 @@ def test_dropout_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> 
     assert "ignoring resid_pdrop 0.1" in record.getMessage()
 
 
-# --- files and runs ---------------------------------------------------------------------------------------------------
+# --- files and runs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, chat_file: Path) -> None:
     """The adapter is of fused layers."""
-    sizes = {"vocab_size": 2048, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 2048}
-    _, reference = tiny(**sizes, sliding_window=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    sizes = {
+        "vocab_size": 2048,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+    }
+    _, reference = tiny(
+        **sizes, sliding_window=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
     pretrained = save_with_tokenizer(reference, tmp_path / "hf")
     assert_adapters_open_in_peft("phi3", pretrained, chat_file, tmp_path / "run")

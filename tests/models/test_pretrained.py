@@ -1,4 +1,5 @@
-"""Checkpoints in other formats, loaded as our models: the logits of transformers, and exact round trips."""
+"""Checkpoints in other formats, loaded as our models: the logits of transformers, and exact round
+trips."""
 
 import dataclasses
 import importlib
@@ -25,13 +26,16 @@ transformers = pytest.importorskip("transformers")
 
 
 def scaled_down(published: Llama3Model.Config) -> Llama3Model.Config:
-    """The same ratios, tying and RoPE scaling in a small size; samples are longer than the original context."""
+    """The same ratios, tying and RoPE scaling in a small size; samples are longer than the original
+    context."""
     n_heads = 2 * published.n_heads // published.n_kv_heads
     dim = 16 * n_heads
     rope = dataclasses.replace(published.rope, original_max_seq_len=24)
     sizes = {"vocab_size": 97, "n_layers": 2, "max_seq_len": 512, "rope": rope}
     ffn_dim = dim * published.ffn_dim // published.dim
-    return dataclasses.replace(published, dim=dim, n_heads=n_heads, n_kv_heads=2, ffn_dim=ffn_dim, **sizes)
+    return dataclasses.replace(
+        published, dim=dim, n_heads=n_heads, n_kv_heads=2, ffn_dim=ffn_dim, **sizes
+    )
 
 
 ODD = Llama3Model.Config(
@@ -46,7 +50,9 @@ ODD = Llama3Model.Config(
     max_seq_len=77,
     rope=RoPEConfig(theta=321.0),
 )
-LINEAR = dataclasses.replace(ODD, n_kv_heads=5, rope=RoPEConfig(theta=50.0, scaling="linear", scaling_factor=3.0))
+LINEAR = dataclasses.replace(
+    ODD, n_kv_heads=5, rope=RoPEConfig(theta=50.0, scaling="linear", scaling_factor=3.0)
+)
 SHAPES = {name: scaled_down(config) for name, config in FLAVORS.items()}
 SHAPES |= {"odd": ODD, "linear": LINEAR}
 
@@ -85,7 +91,8 @@ def reference_of(config: Llama3Model.Config) -> "transformers.PreTrainedModel":
             if "norm" in name:
                 parameter.normal_()
             if "q_proj" in name or "k_proj" in name:
-                # With initial weights, attention is nearly uniform, which would hide a wrong rotation.
+                # With initial weights, attention is nearly uniform, which would hide a wrong
+                # rotation.
                 parameter.normal_(std=1.5 * config.dim**-0.5)
     return model
 
@@ -96,7 +103,9 @@ def save_older_spelling(model: "transformers.PreTrainedModel", folder: Path) -> 
     document = json.loads((folder / "config.json").read_text())
     rope = document.pop("rope_parameters")
     document["rope_theta"] = rope.pop("rope_theta")
-    document["rope_scaling"] = None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+    document["rope_scaling"] = (
+        None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+    )
     document["torch_dtype"] = document.pop("dtype")
     (folder / "config.json").write_text(json.dumps(document))
 
@@ -123,13 +132,17 @@ def assert_identical(tensors: dict[str, torch.Tensor], expected: dict[str, torch
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
         assert (tensor.shape, tensor.dtype) == (expected[name].shape, expected[name].dtype), name
-        values, expected_values = (x.contiguous().view(torch.uint8) for x in (tensor, expected[name]))
+        values, expected_values = (
+            x.contiguous().view(torch.uint8) for x in (tensor, expected[name])
+        )
         assert torch.equal(values, expected_values), name
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 class TestEveryShape:
-    @pytest.mark.parametrize("save", [transformers.PreTrainedModel.save_pretrained, save_older_spelling])
+    @pytest.mark.parametrize(
+        "save", [transformers.PreTrainedModel.save_pretrained, save_older_spelling]
+    )
     def test_logits_equal_transformers(self, shape, save, tmp_path):
         reference = reference_of(SHAPES[shape])
         save(reference, tmp_path)
@@ -145,13 +158,19 @@ class TestEveryShape:
     def test_round_trip_keeps_every_byte(self, shape, dtype, tmp_path):
         reference_of(SHAPES[shape]).to(dtype).save_pretrained(tmp_path)
         assert {p.dtype for p in load_model(tmp_path, device="cpu").model.parameters()} == {dtype}
-        assert_identical(external_tensors(tmp_path, "hf"), load_file(tmp_path / "model.safetensors"))
+        assert_identical(
+            external_tensors(tmp_path, "hf"), load_file(tmp_path / "model.safetensors")
+        )
 
     def test_transformers_loads_our_config_json(self, shape, tmp_path):
         reference = reference_of(SHAPES[shape])
         reference.save_pretrained(tmp_path / "theirs")
         (tmp_path / "ours").mkdir()
-        save_file(external_tensors(tmp_path / "theirs", "hf"), tmp_path / "ours/model.safetensors", {"format": "pt"})
+        save_file(
+            external_tensors(tmp_path / "theirs", "hf"),
+            tmp_path / "ours/model.safetensors",
+            {"format": "pt"},
+        )
         document = FORMATS["hf"].to_external(spec_of(tmp_path / "theirs").model)
         (tmp_path / "ours/config.json").write_text(json.dumps(document))
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
@@ -163,7 +182,10 @@ class TestEveryShape:
 def test_requested_dtype(tmp_path):
     reference_of(ODD).to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, device="cpu", dtype=torch.float32)
-    assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    assert_same_logits(
+        loaded.model,
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
+    )
 
 
 def test_real_model(stories):
@@ -192,7 +214,9 @@ class TestTies:
 
     def test_different_output_weight_is_rejected(self, folder):
         self.add_head(folder, 1e-3)
-        with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        with pytest.raises(
+            UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+        ):
             load_model(folder, device="cpu")
 
 
@@ -215,16 +239,22 @@ def metas_weights(reference: "transformers.PreTrainedModel") -> dict[str, torch.
     tensors["output.weight"] = theirs["lm_head.weight"].clone()
     inner = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     inner |= {f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}
-    inner |= {f"feed_forward.w{i}": f"mlp.{x}_proj" for i, x in ((1, "gate"), (2, "down"), (3, "up"))}
+    inner |= {
+        f"feed_forward.w{i}": f"mlp.{x}_proj" for i, x in ((1, "gate"), (2, "down"), (3, "up"))
+    }
     for layer in range(reference.config.num_hidden_layers):
         for ours, name in inner.items():
             weight = theirs[f"model.layers.{layer}.{name}.weight"]
             rotated = ours in ("attention.wq", "attention.wk")
-            tensors[f"layers.{layer}.{ours}.weight"] = metas_rows(weight, head_dim) if rotated else weight
+            tensors[f"layers.{layer}.{ours}.weight"] = (
+                metas_rows(weight, head_dim) if rotated else weight
+            )
     return tensors
 
 
-def save_meta(reference: "transformers.PreTrainedModel", config: Llama3Model.Config, folder: Path) -> None:
+def save_meta(
+    reference: "transformers.PreTrainedModel", config: Llama3Model.Config, folder: Path
+) -> None:
     """Write a folder in Meta's format."""
     folder.mkdir()
     torch.save(metas_weights(reference), folder / "consolidated.00.pth")
@@ -232,11 +262,14 @@ def save_meta(reference: "transformers.PreTrainedModel", config: Llama3Model.Con
 
 
 METAS = {
-    name: dataclasses.replace(scaled, rope=dataclasses.replace(scaled.rope, original_max_seq_len=8192))
+    name: dataclasses.replace(
+        scaled, rope=dataclasses.replace(scaled.rope, original_max_seq_len=8192)
+    )
     for name, scaled in SHAPES.items()
     if name in FLAVORS
 } | {"odd": dataclasses.replace(ODD, n_heads=4, head_dim=None)}
-"""Shapes that Meta's format supports: one original context of RoPE scaling, and head_dim = dim / n_heads."""
+"""Shapes that Meta's format supports: one original context of RoPE scaling, and head_dim = dim /
+n_heads."""
 
 
 class TestMeta:
@@ -254,7 +287,9 @@ class TestMeta:
         """Llama 1 and 2 take it from the tokenizer."""
         save_meta(reference_of(METAS["odd"]), METAS["odd"], tmp_path / "meta")
         path = tmp_path / "meta/params.json"
-        document = {key: value for key, value in json.loads(path.read_text()).items() if key != "vocab_size"}
+        document = {
+            key: value for key, value in json.loads(path.read_text()).items() if key != "vocab_size"
+        }
         path.write_text(json.dumps(document | said))
         assert load_model(tmp_path / "meta", device="cpu").spec.model == METAS["odd"]
 
@@ -273,7 +308,9 @@ def test_extra_permutation_is_caught(tmp_path, monkeypatch):
 
     def permuted(match):
         steps = [
-            dataclasses.replace(step, transform=RopePermutation(16)) if "q_proj" in step.external[0] else step
+            dataclasses.replace(step, transform=RopePermutation(16))
+            if "q_proj" in step.external[0]
+            else step
             for step in match.steps
         ]
         return match._replace(steps=steps)
@@ -294,7 +331,10 @@ class TestMismatches:
         ("changes", "message"),
         [
             ({"model.norm.weight": None}, r"missing from the checkpoint: model\.norm\.weight"),
-            ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(70)}, r"not in the model: .*q_proj\.bias"),
+            (
+                {"model.layers.0.self_attn.q_proj.bias": torch.zeros(70)},
+                r"not in the model: .*q_proj\.bias",
+            ),
             (
                 {"model.layers.2.mlp.up_proj.weight": torch.zeros(52, 40)},
                 r"up_proj\.weight has shape \[52, 40\] instead of \[53, 40\]",
@@ -303,7 +343,11 @@ class TestMismatches:
     )
     def test_tensors_are_named(self, folder, changes, message):
         tensors = {**load_file(folder / "model.safetensors"), **changes}
-        save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {k: v for k, v in tensors.items() if v is not None},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
         with pytest.raises(UserError, match=message):
             load_model(folder, device="cpu")
 
@@ -333,19 +377,25 @@ class TestMismatches:
     def test_other_family_is_named(self, folder):
         document = json.loads((folder / "config.json").read_text()) | {"model_type": "lamma"}
         (folder / "config.json").write_text(json.dumps(document))
-        with pytest.raises(UserError, match="'lamma', which neither a family here nor .*; did you mean 'llama'"):
+        with pytest.raises(
+            UserError, match="'lamma', which neither a family here nor .*; did you mean 'llama'"
+        ):
             load_model(folder, device="cpu")
 
     def test_quantized_model_is_reported_briefly(self, folder):
         document = json.loads((folder / "config.json").read_text())
-        document["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": list(range(1000))}}
+        document["quantization_config"] = {
+            "quant_method": "torchao",
+            "quant_type": {"default": list(range(1000))},
+        }
         (folder / "config.json").write_text(json.dumps(document))
         with pytest.raises(UserError, match="quantization_config has 'torchao'") as refused:
             load_model(folder, device="cpu")
         assert len(str(refused.value)) < 150 + len(str(folder))
 
     @pytest.mark.parametrize(
-        ("text", "message"), [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "object, not list")]
+        ("text", "message"),
+        [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "object, not list")],
     )
     def test_invalid_config_json(self, folder, text, message):
         (folder / "config.json").unlink()
@@ -370,7 +420,9 @@ class TestModelJson:
         path = Path(str(partial))
         write_dcp(path, source.specs, source.read)
         CheckpointAssets.of(spec, files_in(EMBEDDED_TOKENIZER)).write(path)
-        return Path(str(catalog.commit(partial, catalog.Marker(step=3, kind="model_only", world_size=1))))
+        return Path(
+            str(catalog.commit(partial, catalog.Marker(step=3, kind="model_only", world_size=1)))
+        )
 
     def test_damaged_file_is_rejected(self, folder):
         file = next(folder.glob("*.distcp"))
@@ -383,12 +435,20 @@ class TestModelJson:
     def test_names_its_model(self, folder):
         loaded = load_model(folder, device="cpu")
         assert loaded.spec.model == ODD
-        assert (loaded.spec.module, loaded.spec.flavor) == ("torchtitan.models.llama3", "pretrained")
+        assert (loaded.spec.module, loaded.spec.flavor) == (
+            "torchtitan.models.llama3",
+            "pretrained",
+        )
         assert (loaded.tokenizer_path / "tokenizer.json").is_file()
         assert_same_logits(
-            loaded.model, transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "hf", dtype=torch.float32)
+            loaded.model,
+            transformers.AutoModelForCausalLM.from_pretrained(
+                folder.parent / "hf", dtype=torch.float32
+            ),
         )
-        assert_identical(external_tensors(folder, "hf"), load_file(folder.parent / "hf/model.safetensors"))
+        assert_identical(
+            external_tensors(folder, "hf"), load_file(folder.parent / "hf/model.safetensors")
+        )
 
     def describe(self, folder: Path, **changes: object) -> None:
         path = folder / "assets/model.json"
@@ -397,9 +457,13 @@ class TestModelJson:
     def test_family_outside_the_package(self, folder, tmp_path, monkeypatch):
         """The family must have been imported; a checkpoint never imports it."""
         self.describe(folder, module="family_of_mine")
-        (tmp_path / "family_of_mine.py").write_text("from torchtitan.models.llama3 import *\nFLAVORS, model_spec")
+        (tmp_path / "family_of_mine.py").write_text(
+            "from torchtitan.models.llama3 import *\nFLAVORS, model_spec"
+        )
         monkeypatch.syspath_prepend(str(tmp_path))
-        with pytest.raises(UserError, match="'family_of_mine', which is neither built in nor installed.* --module"):
+        with pytest.raises(
+            UserError, match="'family_of_mine', which is neither built in nor installed.* --module"
+        ):
             spec_of(folder)
         importlib.import_module("family_of_mine")
         assert spec_of(folder).model == ODD
@@ -437,7 +501,11 @@ def test_files_are_read_in_blocks(tmp_path, monkeypatch):
     reference_of(ODD).save_pretrained(tmp_path)
     asked = []
     read = HuggingFaceSource.read
-    monkeypatch.setattr(HuggingFaceSource, "read", lambda self, *args: (asked.append(args), read(self, *args))[1])
+    monkeypatch.setattr(
+        HuggingFaceSource, "read", lambda self, *args: (asked.append(args), read(self, *args))[1]
+    )
     part = internal_source(tmp_path)[1].read("tok_embeddings.weight", (slice(3, 7), slice(0, 40)))
     assert asked == [("model.embed_tokens.weight", (slice(3, 7), slice(0, 40)))]
-    assert torch.equal(part, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][3:7])
+    assert torch.equal(
+        part, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][3:7]
+    )

@@ -1,4 +1,5 @@
-"""Qwen3 against transformers' Qwen3ForCausalLM, in its own files and ours; its sizes against the published ones."""
+"""Qwen3 against transformers' Qwen3ForCausalLM, in its own files and ours; its sizes against the
+published ones."""
 
 import json
 from collections.abc import Callable
@@ -27,18 +28,31 @@ __all__ = ["chat_file"]  # a fixture
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 97, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 256}
+SIZES = {
+    "vocab_size": 97,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "max_seq_len": 256,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 16},
     "tied": {"tie_embeddings": True},
-    "scaled RoPE": {"head_dim": 16, "rope": RoPEConfig(theta=1e4, scaling="linear", scaling_factor=2.0)},
+    "scaled RoPE": {
+        "head_dim": 16,
+        "rope": RoPEConfig(theta=1e4, scaling="linear", scaling_factor=2.0),
+    },
 }
 
 
 def small_model(**options: Any) -> Qwen3Model:
     """Return a model with far from uniform attention, and weights of norms other than 1."""
-    model: Qwen3Model = Qwen3Model.Config(**{"rope": RoPEConfig(theta=1e4), **SIZES, **options}).build()
+    model: Qwen3Model = Qwen3Model.Config(
+        **{"rope": RoPEConfig(theta=1e4), **SIZES, **options}
+    ).build()
     initialize_weights(model, seed=1)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -49,7 +63,8 @@ def small_model(**options: Any) -> Qwen3Model:
 
 
 def reference_of(model: Qwen3Model) -> tuple[Any, dict[str, str]]:
-    """Return transformers' model of our config.json with the same weights, and our names → its names."""
+    """Return transformers' model of our config.json with the same weights, and our names → its
+    names."""
     written = FORMATS["hf"].to_external(model.config)
     reference = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(written))
     adapter = FORMATS["hf"].adapter(model.config)
@@ -73,33 +88,46 @@ def test_logits_and_all_gradients_equal_transformers(variant: str) -> None:
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         gradient = theirs[names[name]].grad
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item()
+        )
 
 
 def _after_rope(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
     return q_norm(apply_rope(q, rope)), k_norm(apply_rope(k, rope))
 
 
-def _over_all_heads(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
+def _over_all_heads(
+    q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any
+) -> tuple[Tensor, Tensor]:
     def normalized(x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean((-2, -1), keepdim=True) + 1e-6).rsqrt() * weight
 
-    return apply_rope(normalized(q, q_norm.weight), rope), apply_rope(normalized(k, k_norm.weight), rope)
+    return apply_rope(normalized(q, q_norm.weight), rope), apply_rope(
+        normalized(k, k_norm.weight), rope
+    )
 
 
 def _exchanged(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
     return apply_rope(k_norm(q), rope), apply_rope(q_norm(k), rope)
 
 
-def _of_queries_alone(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
+def _of_queries_alone(
+    q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any
+) -> tuple[Tensor, Tensor]:
     return apply_rope(q_norm(q), rope), apply_rope(k, rope)
 
 
 @pytest.mark.parametrize("mistake", [_after_rope, _over_all_heads, _exchanged, _of_queries_alone])
 def test_misplaced_norm_is_caught(mistake: Callable[..., tuple[Tensor, Tensor]]) -> None:
     def forward(self: Any, x: Tensor, rope: Any, mask: Any) -> Tensor:
-        q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv))
-        return self.wo(self.attend(*mistake(q, k, rope, self.q_norm, self.k_norm), v, mask).flatten(-2))
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.wq, self.wk, self.wv)
+        )
+        return self.wo(
+            self.attend(*mistake(q, k, rope, self.q_norm, self.k_norm), v, mask).flatten(-2)
+        )
 
     model = small_model()
     reference, _ = reference_of(model)
@@ -117,12 +145,17 @@ def test_cached_generation_equals_transformers() -> None:
     prompt = [5, 17, 3]
     (generation,) = generate(model, [prompt], max_new_tokens=20)
     expected = reference.generate(
-        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([prompt]),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert [*prompt, *generation.ids] == expected[0].tolist()
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -149,19 +182,45 @@ def test_published_sizes(flavor: str, parameters: int, assets: Path) -> None:
 
 
 def test_missing_keys_have_transformers_defaults() -> None:
-    names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling")
-    document = {key: value for key, value in FORMATS["hf"].to_external(FLAVORS["8B"]).items() if key not in names}
-    config, theirs = FORMATS["hf"].from_external(document), transformers.Qwen3Config.from_dict(document)
-    assert (config.n_kv_heads, config.resolved_head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
-    assert (config.norm_eps, config.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    names = (
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+    )
+    document = {
+        key: value
+        for key, value in FORMATS["hf"].to_external(FLAVORS["8B"]).items()
+        if key not in names
+    }
+    config, theirs = (
+        FORMATS["hf"].from_external(document),
+        transformers.Qwen3Config.from_dict(document),
+    )
+    assert (config.n_kv_heads, config.resolved_head_dim) == (
+        theirs.num_key_value_heads,
+        theirs.head_dim,
+    )
+    assert (config.norm_eps, config.tie_embeddings) == (
+        theirs.rms_norm_eps,
+        theirs.tie_word_embeddings,
+    )
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .* use_sliding_window is not true"),
-        ({**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}, "list with .* 36 items"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is .* use_sliding_window is not true",
+        ),
+        (
+            {**WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
+            "list with .* 36 items",
+        ),
         ({**WINDOW, "layer_types": 2}, "layer_types is 2"),
         ({**WINDOW, "layer_types": ["linear_attention"] * 36}, "layer_types is .*one of"),
         ({**WINDOW, "layer_types": None, "max_window_layers": "0"}, "max_window_layers is '0'"),
@@ -180,15 +239,21 @@ def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message
         FORMATS["hf"].from_external({**FORMATS["hf"].to_external(FLAVORS["8B"]), **change})
 
 
-def test_config_json_of_transformers_is_read_without_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_config_json_of_transformers_is_read_without_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Keys as in version 5, and a sliding window that is disabled."""
     config = small_model(head_dim=16).config
     written = transformers.Qwen3Config.from_dict(FORMATS["hf"].to_external(config)).to_diff_dict()
-    assert FORMATS["hf"].from_external({**written, "sliding_window": 8, "max_window_layers": 1}) == config
+    assert (
+        FORMATS["hf"].from_external({**written, "sliding_window": 8, "max_window_layers": 1})
+        == config
+    )
     assert not caplog.records
 
 
-# --- files and runs ---------------------------------------------------------------------------------------------------
+# --- files and runs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,7 +264,9 @@ def pretrained(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
+def test_adapters_for_a_hugging_face_folder(
+    tmp_path: Path, pretrained: Path, chat_file: Path
+) -> None:
     assert_adapters_open_in_peft("qwen3", pretrained, chat_file, tmp_path / "run")
 
 

@@ -1,4 +1,5 @@
-"""Qwen3.5: mistakes are caught; published sizes, config.json, files of models with vision, and adapters."""
+"""Qwen3.5: mistakes are caught; published sizes, config.json, files of models with vision, and
+adapters."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.family_cases import family_of, random_reference, random_tokens, relative_error, to_ours
+from tests.models.family_cases import (
+    family_of,
+    random_reference,
+    random_tokens,
+    relative_error,
+    to_ours,
+)
 from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, run_named
 from tests.training import read_metrics
@@ -83,13 +90,16 @@ PUBLISHED_4B: dict[str, Any] = {
 """In the spelling of published files."""
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def _norm_without_offset(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, OffsetRMSNorm):
-            module.forward = lambda x, own=module: F.rms_norm(x, own.weight.shape, own.weight, own.eps)
+            module.forward = lambda x, own=module: F.rms_norm(
+                x, own.weight.shape, own.weight, own.eps
+            )
 
 
 def _delta_norm_with_offset(model: Any) -> None:
@@ -99,7 +109,8 @@ def _delta_norm_with_offset(model: Any) -> None:
 
 
 def _attention(change: Callable[..., Tensor]) -> Callable[[Any], None]:
-    """Return a mistake in the outputs of attention, which `change` returns from queries, gates and values."""
+    """Return a mistake in the outputs of attention, which `change` returns from queries, gates and
+    values."""
 
     def mistake(model: Any) -> None:
         def forward(self: Any, x: Tensor, rope: Any, attention: Any) -> Tensor:
@@ -159,7 +170,9 @@ def _exchanged_decay_and_beta(model: Any) -> None:
         _norm_without_offset,
         _delta_norm_with_offset,
         pytest.param(_attention(lambda out, gate: out / torch.sigmoid(gate)), id="no gate"),
-        pytest.param(_attention(lambda out, gate: out / torch.sigmoid(gate) * F.silu(gate)), id="silu gate"),
+        pytest.param(
+            _attention(lambda out, gate: out / torch.sigmoid(gate) * F.silu(gate)), id="silu gate"
+        ),
         _queries_and_gates_apart,
         _all_rotated,
         _wrong_base,
@@ -193,19 +206,29 @@ def test_packed_documents_equal_documents_alone() -> None:
     model, _ = to_ours(family_of("qwen3_5_text"), random_reference("qwen3_5_text", 2, **MIXED))
     rows = [[7, 1, 2, 90], [64, 36]]
     tokens = torch.randint(97, (2, 100), generator=torch.Generator().manual_seed(0))
-    documents = [document for row, lengths in zip(tokens, rows, strict=True) for document in row.split(lengths)]
+    documents = [
+        document
+        for row, lengths in zip(tokens, rows, strict=True)
+        for document in row.split(lengths)
+    ]
     weight = torch.randn(200, 97, generator=torch.Generator().manual_seed(1))
     outcomes = []
-    for logits in (model(tokens, metadata_of(rows)), torch.cat([model(each[None])[0] for each in documents])):
+    for logits in (
+        model(tokens, metadata_of(rows)),
+        torch.cat([model(each[None])[0] for each in documents]),
+    ):
         flat = logits.reshape(-1, 97)
-        outcomes.append([flat, *torch.autograd.grad((flat * weight).sum(), list(model.parameters()))])
+        outcomes.append(
+            [flat, *torch.autograd.grad((flat * weight).sum(), list(model.parameters()))]
+        )
     least = 0.01 * max(gradient.abs().max().item() for gradient in outcomes[1][1:])
     for packed, alone in zip(*outcomes, strict=True):
         # Float32 sums in another order; small gradients are as in test_equal_transformers.
         assert relative_error(packed, alone, least) < 2e-5
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -233,12 +256,24 @@ def test_defaults_of_transformers_are_a_published_size() -> None:
 def test_published_file_equals_flavor(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
     assert READ(PUBLISHED_4B if whole else PUBLISHED_4B["text_config"]) == FLAVORS["4B"]
     warnings = [record.getMessage() for record in caplog.records]
-    assert all("without the model's vision" in warning for warning in warnings) and len(warnings) == whole
+    assert (
+        all("without the model's vision" in warning for warning in warnings)
+        and len(warnings) == whole
+    )
 
 
 def test_missing_keys_have_transformers_defaults() -> None:
-    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    document = {key: PUBLISHED_4B["text_config"][key] for key in (*required, "max_position_embeddings", "model_type")}
+    required = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
+    document = {
+        key: PUBLISHED_4B["text_config"][key]
+        for key in (*required, "max_position_embeddings", "model_type")
+    }
     config, theirs = READ(document), transformers.Qwen3_5TextConfig.from_dict(document)
     assert config == READ(theirs.to_dict())
     assert config.rope.rotated_fraction == theirs.rope_parameters["partial_rotary_factor"] == 0.25
@@ -246,13 +281,22 @@ def test_missing_keys_have_transformers_defaults() -> None:
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 9])
 def test_interval_of_attention_is_that_of_transformers(interval: int) -> None:
-    document = {**PUBLISHED_4B["text_config"], "full_attention_interval": interval, "layer_types": None}
+    document = {
+        **PUBLISHED_4B["text_config"],
+        "full_attention_interval": interval,
+        "layer_types": None,
+    }
     theirs = transformers.Qwen3_5TextConfig.from_dict(document)
     assert READ(document) == READ(theirs.to_dict())
 
 
 def test_coordinates_of_images_have_no_effect_on_text() -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    }
     reference = random_reference("qwen3_5_text", 1, **MIXED, rope_parameters=rope)
     model, _ = to_ours(family_of("qwen3_5_text"), reference)
     tokens, _ = random_tokens(97, 50)
@@ -264,14 +308,20 @@ def test_coordinates_of_images_have_no_effect_on_text() -> None:
     [
         ({"full_attention_interval": 2}, "full_attention_interval 2 contradicts layer_types"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
-        ({"layer_types": ["sliding_attention"] * 32, "full_attention_interval": 4}, "contradicts layer_types"),
+        (
+            {"layer_types": ["sliding_attention"] * 32, "full_attention_interval": 4},
+            "contradicts layer_types",
+        ),
         ({"layer_types": ["full_attention"] * 3}, "layer_types is .* 32 items"),
         ({"layer_types": ["mamba"] * 32}, "layer_types is"),
         ({"num_hidden_layers": 2**31, "layer_types": None}, "n_layers is 2147483648"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
         ({"attn_output_gate": False}, "attn_output_gate is False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"linear_num_key_heads": 24}, "linear_num_key_heads is 24, but must be a divisor of .* 32"),
+        (
+            {"linear_num_key_heads": 24},
+            "linear_num_key_heads is 24, but must be a divisor of .* 32",
+        ),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ({"linear_value_head_dim": 2**20}, "linear_value_head_dim is 1048576"),
         ({"num_experts": 64}, "num_experts is 64"),
@@ -282,7 +332,11 @@ def test_coordinates_of_images_have_no_effect_on_text() -> None:
     ],
 )
 def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message: str) -> None:
-    document = {key: value for key, value in PUBLISHED_4B["text_config"].items() if key != "full_attention_interval"}
+    document = {
+        key: value
+        for key, value in PUBLISHED_4B["text_config"].items()
+        if key != "full_attention_interval"
+    }
     with pytest.raises(UserError, match=message) as caught:
         READ({**document, **change})
     assert "\n" not in str(caught.value)
@@ -293,38 +347,56 @@ def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message
     [
         ({"text_config": None}, "num_hidden_layers is missing"),
         ({"text_config": "x"}, "text_config is 'x'"),
-        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "model_type is 'qwen3_5_moe_text' in text_config"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is True in text_config, but must be False"),
+        (
+            {"text_config": {"model_type": "qwen3_5_moe_text"}},
+            "model_type is 'qwen3_5_moe_text' in text_config",
+        ),
+        (
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings is True in text_config, but must be False",
+        ),
     ],
 )
-def test_unsupported_models_with_vision_are_rejected_by_name(change: dict[str, Any], message: str) -> None:
+def test_unsupported_models_with_vision_are_rejected_by_name(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         READ({**PUBLISHED_4B, **change})
 
 
 def test_tie_outside_of_the_text_holds() -> None:
-    text = {key: value for key, value in PUBLISHED_4B["text_config"].items() if key != "tie_word_embeddings"}
+    text = {
+        key: value
+        for key, value in PUBLISHED_4B["text_config"].items()
+        if key != "tie_word_embeddings"
+    }
     assert READ({**PUBLISHED_4B, "text_config": text}).tie_embeddings
 
 
 def test_flops() -> None:
-    """Besides the parameters: the products of attention in one layer of four, and of three states."""
+    """Besides the parameters: the products of attention in one layer of four, and of three
+    states."""
     config = FLAVORS["4B"]
     with torch.device("meta"):
         model: Any = config.build()
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # the tied matrix multiplies once
+    # the tied matrix multiplies once
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     attention, states = 4 * 16 * 256 * 1000, 3 * 2 * 32 * 128 * 128
     assert model.flops_per_token(1000) == 6 * parameters + 3 * (8 * attention + 24 * states)
 
 
 def test_split_heads_and_sequences_are_refused_only_with_delta_nets() -> None:
     config = model_registry("debugmodel").model
-    assert set(config.unsupported_parallelisms()) == {"tensor_parallel_degree", "context_parallel_degree"}
+    assert set(config.unsupported_parallelisms()) == {
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+    }
     config.layer_types = ["full_attention"]
     assert not config.unsupported_parallelisms()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -333,8 +405,16 @@ def test_language_model_of_a_model_with_vision(tmp_path: Path, tied: bool) -> No
     language model."""
     from safetensors.torch import load_file, save_file
 
-    text = random_reference("qwen3_5_text", 3, **MIXED, vocab_size=2048, tie_word_embeddings=tied).config
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "num_position_embeddings": 4}
+    text = random_reference(
+        "qwen3_5_text", 3, **MIXED, vocab_size=2048, tie_word_embeddings=tied
+    ).config
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 16,
+        "num_position_embeddings": 4,
+    }
     config = transformers.Qwen3_5Config(
         text_config=text.to_dict(),
         vision_config={**vision, "patch_size": 4, "out_hidden_size": text.hidden_size},
@@ -345,7 +425,11 @@ def test_language_model_of_a_model_with_vision(tmp_path: Path, tied: bool) -> No
     reference.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "mtp.norm.weight": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**tensors, "mtp.norm.weight": torch.zeros(3)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
     tokens, _ = random_tokens(2048, 50)
     with torch.no_grad():
@@ -359,15 +443,17 @@ def test_language_model_of_a_model_with_vision(tmp_path: Path, tied: bool) -> No
 
     twice = {"model.norm.weight": tensors["model.language_model.norm.weight"].clone(), **tensors}
     save_file(twice, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"model\.norm\.weight twice: .*model\.language_model\.norm\.weight"):
+    with pytest.raises(
+        UserError, match=r"model\.norm\.weight twice: .*model\.language_model\.norm\.weight"
+    ):
         load_model(folder, device="cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, chat_file: Path, dora: bool) -> None:
-    """Of all projections, also in delta nets and for gates. peft opens the adapter on its base model, and a run
-    continues from it."""
+    """Of all projections, also in delta nets and for gates. peft opens the adapter on its base
+    model, and a run continues from it."""
     from peft import PeftModel
 
     base = tmp_path / "hf"
@@ -383,7 +469,9 @@ def test_adapters_for_a_hugging_face_folder(tmp_path: Path, chat_file: Path, dor
     reference.generation_config.eos_token_id = 1
     reference.save_pretrained(base)
     tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER)
-    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )
     tokenizer.save_pretrained(base)
     options: dict[str, Any] = {
         "module": "auto",
@@ -399,8 +487,13 @@ def test_adapters_for_a_hugging_face_folder(tmp_path: Path, chat_file: Path, dor
     folder = tmp_path / "run/checkpoint" / f"step-{trainer.step}"
     assert loss_of_transformers(folder, CHATS) < loss_of_transformers(base, CHATS)
     adapted = json.loads((folder / "adapter/adapter_config.json").read_text())["target_modules"]
-    assert all(any(name in target for target in adapted) for name in ("in_proj_qkv", "in_proj_b", "out_proj", "q_proj"))
-    merged, plain = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, base))
+    assert all(
+        any(name in target for target in adapted)
+        for name in ("in_proj_qkv", "in_proj_b", "out_proj", "q_proj")
+    )
+    merged, plain = (
+        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, base)
+    )
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         expected = merged(tokens).logits
@@ -411,9 +504,15 @@ def test_adapters_for_a_hugging_face_folder(tmp_path: Path, chat_file: Path, dor
         "lora",
         tmp_path / "again",
         **options,
-        **{**SHORT, "training__epochs": 1, "model_converters__lora__adapter_path": folder / "adapter"},
+        **{
+            **SHORT,
+            "training__epochs": 1,
+            "model_converters__lora__adapter_path": folder / "adapter",
+        },
     )
-    (_, loss), (_, continued) = (read_metrics(tmp_path / name, "loss")[0] for name in ("run", "again"))
+    (_, loss), (_, continued) = (
+        read_metrics(tmp_path / name, "loss")[0] for name in ("run", "again")
+    )
     assert continued < loss
 
 
@@ -427,7 +526,9 @@ def test_norms_of_delta_nets_have_no_offset() -> None:
 def test_converters_without_attention_layers() -> None:
     """Only tensor parallelism needs modules for all entries of the sharding plan."""
     config = qwen3_5_debugmodel()
-    config.model_spec.model = replace(config.model_spec.model, vocab_size=2048, layer_types=["linear_attention"])
+    config.model_spec.model = replace(
+        config.model_spec.model, vocab_size=2048, layer_types=["linear_attention"]
+    )
     config.model_converters = [LoRA.Config()]
     config.check_conversion()
     config.parallelism.tensor_parallel_degree = 2

@@ -16,8 +16,10 @@ from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|pad|>' + message['role'] + ':\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}"
+    "{% for message in messages %}{{ '<|pad|>' + message['role'] + ':\n' }}{% if message['role'] "
+    "== 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ "
+    "message['content'] }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|pad|>assistant:\n' }}{% endif %}"
 )
 """A custom template that marks the assistant's text."""
@@ -39,7 +41,11 @@ CHATS = [[{"role": role, "content": text} for role, text in row] for row in ROWS
 def run_named(config_name: str, folder: Path, **options: Any) -> Trainer:
     """Train `CONFIG=config_name` to its end in this process; return the trainer."""
     cache = {} if "dataloader__cache_dir" in options else {"dataloader.cache_dir": folder / "cache"}
-    words = flags({key.replace("__", "."): value for key, value in options.items()} | cache | {"dump_folder": folder})
+    words = flags(
+        {key.replace("__", "."): value for key, value in options.items()}
+        | cache
+        | {"dump_folder": folder}
+    )
     config = ConfigManager().parse_args(["--config", config_name, *words]).config
     config.check(world_size=1)
     return run(config)
@@ -67,11 +73,19 @@ def loss_of_transformers(folder: Path, chats: list[list[dict[str, str]]]) -> flo
     """Mean loss of the folder's model over the tokens that its template marks."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     total, n_tokens = 0.0, 0
     for chat in chats:
-        encoded = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
-        ids, mask = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]).bool()
+        encoded = tokenizer.apply_chat_template(
+            chat, return_assistant_tokens_mask=True, return_dict=True
+        )
+        ids, mask = (
+            torch.tensor(encoded["input_ids"]),
+            torch.tensor(encoded["assistant_masks"]).bool(),
+        )
         labels = torch.where(mask, ids, -100)
         with torch.no_grad():
             loss = model(ids[None], labels=labels[None]).loss.item()
@@ -80,7 +94,11 @@ def loss_of_transformers(folder: Path, chats: list[list[dict[str, str]]]) -> flo
     return total / n_tokens
 
 
-SHORT = {"training__epochs": 3, "training__mixed_precision_param": "float32", "metrics__log_freq": 1}
+SHORT = {
+    "training__epochs": 3,
+    "training__mixed_precision_param": "float32",
+    "metrics__log_freq": 1,
+}
 
 
 class TestFromHuggingFace:
@@ -91,7 +109,12 @@ class TestFromHuggingFace:
         from transformers import AutoTokenizer, GenerationConfig
 
         run_named(
-            "sft", tmp_path / "run", module="auto", hf_assets_path=pretrained, dataloader__dataset=[chat_file], **SHORT
+            "sft",
+            tmp_path / "run",
+            module="auto",
+            hf_assets_path=pretrained,
+            dataloader__dataset=[chat_file],
+            **SHORT,
         )
         ((_, first), *_, (last_step, last)) = read_metrics(tmp_path / "run", "loss")
         assert last_step == 3  # the rows fit into one window
@@ -100,7 +123,9 @@ class TestFromHuggingFace:
         assert last < first
         exported = tmp_path / "run" / "checkpoint" / "step-3"
         assert loss_of_transformers(exported, CHATS) < first
-        tokenizer, own = (AutoTokenizer.from_pretrained(folder) for folder in (exported, pretrained))
+        tokenizer, own = (
+            AutoTokenizer.from_pretrained(folder) for folder in (exported, pretrained)
+        )
         assert tokenizer.apply_chat_template(CHATS[1]) == own.apply_chat_template(CHATS[1])
         assert GenerationConfig.from_pretrained(exported).eos_token_id == 1
 
@@ -121,10 +146,13 @@ class TestFromHuggingFace:
         )
         assert trainer.config.model_spec.model.vocab_size == 2050
         exported = tmp_path / "run" / "checkpoint" / "step-3"
-        loss_of_transformers(exported, CHATS)  # the vocabulary of the exported model contains all ids
+        # the vocabulary of the exported model contains all ids
+        loss_of_transformers(exported, CHATS)
         tokenizer = AutoTokenizer.from_pretrained(exported)
         assert tokenizer.convert_tokens_to_ids(added) == [2048, 2049]
-        assert "<|im_start|>user\nSay yes.<|im_end|>" in tokenizer.apply_chat_template(CHATS[2], tokenize=False)
+        assert "<|im_start|>user\nSay yes.<|im_end|>" in tokenizer.apply_chat_template(
+            CHATS[2], tokenize=False
+        )
         assert GenerationConfig.from_pretrained(exported).eos_token_id == [1, 2049]
 
     def test_tokens_missing_from_the_vocabulary_are_named(self, tmp_path, pretrained, chat_file):
@@ -144,7 +172,11 @@ class TestFromHuggingFace:
 
     def test_8b_model(self):
         config = llama3_8b_sft()
-        assert config.checkpoint.initial_load_path == config.hf_assets_path == "./assets/hf/Llama-3.1-8B-Instruct"
+        assert (
+            config.checkpoint.initial_load_path
+            == config.hf_assets_path
+            == "./assets/hf/Llama-3.1-8B-Instruct"
+        )
         assert config.checkpoint.initial_load_in_hf and config.checkpoint.last_save_in_hf
         config.dataloader.dataset = ["my.jsonl"]
         config.dataloader.validate()
@@ -181,13 +213,27 @@ class TestDebugModel:
     def test_export_has_the_chatml_template(self, tmp_path):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "validator__enable": False}
-        options |= {"model__dim": 64, "model__ffn_dim": 128, "model__n_layers": 2, "training__steps": 2}
+        options = {
+            "checkpoint__enable": True,
+            "checkpoint__last_save_in_hf": True,
+            "validator__enable": False,
+        }
+        options |= {
+            "model__dim": 64,
+            "model__ffn_dim": 128,
+            "model__n_layers": 2,
+            "training__steps": 2,
+        }
         trainer = run_named("debugmodel_sft", tmp_path, **options)
         exported = tmp_path / "checkpoint" / "step-2"
         tokenizer = AutoTokenizer.from_pretrained(exported)
         ids = tokenizer.apply_chat_template(CHATS[0], return_dict=False)
-        assert ids == tokenizer(trainer.dataloader.template.render(CHATS[0], add_generation_prompt=False)).input_ids[1:]
+        assert (
+            ids
+            == tokenizer(
+                trainer.dataloader.template.render(CHATS[0], add_generation_prompt=False)
+            ).input_ids[1:]
+        )
         assert {2048, 2049} <= set(ids)
         assert AutoModelForCausalLM.from_pretrained(exported).config.vocab_size == 2050
 

@@ -1,4 +1,5 @@
-"""Families stay separate: no other file knows one, and configurations of common parts have few fields."""
+"""Families stay separate: no other file knows one, and configurations of common parts have few
+fields."""
 
 import ast
 import re
@@ -33,6 +34,10 @@ def test_no_other_file_knows_the_family(name: str) -> None:
 def test_configurations_of_common_parts_have_few_fields() -> None:
     for file in COMMON.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-                fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            if isinstance(node, ast.ClassDef) and any(
+                "dataclass" in ast.unparse(d) for d in node.decorator_list
+            ):
+                fields = [
+                    statement for statement in node.body if isinstance(statement, ast.AnnAssign)
+                ]
                 assert len(fields) <= 10, f"{file.name}: {node.name}"

@@ -1,4 +1,5 @@
-"""Features of SmolLM3 that Llama lacks: mistakes are caught. Sizes and config.json are as published."""
+"""Features of SmolLM3 that Llama lacks: mistakes are caught. Sizes and config.json are as
+published."""
 
 import json
 from collections.abc import Callable
@@ -50,7 +51,8 @@ SMOLLM3_3B = {
 """As published."""
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
 
 
 def positions_in_all_layers(model: Any) -> None:
@@ -95,13 +97,15 @@ def test_mistake_is_caught(mistake: Callable[[Any], None]) -> None:
     assert difference_with(mistake, reference) > 1e-3
 
 
-# --- sizes and config.json --------------------------------------------------------------------------------------------
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_published_size() -> None:
     with torch.device("meta"):
-        assert model_registry("3B").model.build().num_parameters() == 3_075_098_624  # of the published weights
+        # of the published weights
+        assert model_registry("3B").model.build().num_parameters() == 3_075_098_624
     assert READ(json.loads(json.dumps(WRITE(FLAVORS["3B"])))) == FLAVORS["3B"]
 
 
@@ -122,16 +126,29 @@ def test_published_file_is_read_without_warning(caplog: pytest.LogCaptureFixture
         {"sliding_window": 16},
         {"use_sliding_window": True, "sliding_window": 16},
         {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [0, *[1] * 35]},
-        {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"] * 36},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention"] * 36,
+        },
     ],
 )
 def test_missing_keys_have_transformers_defaults(change: dict[str, Any]) -> None:
-    required = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    required = (
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     required += ("vocab_size", "max_position_embeddings")
     document = {key: SMOLLM3_3B[key] for key in required} | change
     config, theirs = READ(document), transformers.AutoConfig.for_model(**document)
     assert config.n_kv_heads == theirs.num_key_value_heads
-    assert (config.norm_eps, config.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert (config.norm_eps, config.tie_embeddings) == (
+        theirs.rms_norm_eps,
+        theirs.tie_word_embeddings,
+    )
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
     with torch.device("meta"):
         model, reference = config.build(), transformers.AutoModelForCausalLM.from_config(theirs)
@@ -143,18 +160,33 @@ def test_missing_keys_have_transformers_defaults(change: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\], but must be a list with num_hidden_layers = 36"),
+        (
+            {"no_rope_layers": [1, 0]},
+            r"no_rope_layers is \[1, 0\], but must be a list with num_hidden_layers = 36",
+        ),
         ({"no_rope_layers": [2] * 36}, r"no_rope_layers is \[2\]"),
         ({"no_rope_layers": "all"}, "no_rope_layers is 'all'"),
         ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ({"layer_types": ["sliding_attention"] * 36}, "layer_types is .*, but use_sliding_window is not true"),
+        (
+            {"layer_types": ["sliding_attention"] * 36},
+            "layer_types is .*, but use_sliding_window is not true",
+        ),
         ({"layer_types": 2}, "layer_types is 2"),
         ({"use_sliding_window": True, "sliding_window": "8"}, "sliding_window is '8'"),
-        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["mamba"] * 36}, "layer_types is .*'mamba'"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["mamba"] * 36},
+            "layer_types is .*'mamba'",
+        ),
         ({"num_hidden_layers": "36"}, "num_hidden_layers is '36'"),
         ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
-        ({"num_hidden_layers": 2**31, "layer_types": None, "no_rope_layers": None}, "n_layers is 2147483648"),
-        ({"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": 5}, "no_rope_layers is 5"),
+        (
+            {"num_hidden_layers": 2**31, "layer_types": None, "no_rope_layers": None},
+            "n_layers is 2147483648",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": 5},
+            "no_rope_layers is 5",
+        ),
         ({"use_sliding_window": "no"}, "use_sliding_window is 'no'"),
     ],
 )

@@ -18,14 +18,20 @@ from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import LayerConverter, ModelConverter
 from torchtitan.protocols.conversion import convert_model
-from torchtitan.protocols.initializer import Constant, DerivedRows, initializers_of, with_initializers
+from torchtitan.protocols.initializer import (
+    Constant,
+    DerivedRows,
+    initializers_of,
+    with_initializers,
+)
 from torchtitan.protocols.sharding import with_features
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.patterns import without_numbers
 
 
 class Rescaled(nn.Linear):
-    """Linear layer with outputs scaled by the norms of its initial rows, and inputs scaled by ones."""
+    """Linear layer with outputs scaled by the norms of its initial rows, and inputs scaled by
+    ones."""
 
     def __init__(self, layer: nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -83,12 +89,16 @@ class TestSelection:
     def test_all_layers_except_the_head_are_converted(self):
         model = make_model()
         convert_model(model, [Rescale.Config().build()])
-        linears = {name for name, module in make_model().named_modules() if isinstance(module, nn.Linear)}
+        linears = {
+            name for name, module in make_model().named_modules() if isinstance(module, nn.Linear)
+        }
         assert set(converted_names(model)) == linears - {"head.output"}
 
     def test_include_and_exclude(self):
         model = make_model()
-        config = Rescale.Config(include=["wq", r"layers\.1\.feed_forward"], exclude=["w2", r"\.0\."])
+        config = Rescale.Config(
+            include=["wq", r"layers\.1\.feed_forward"], exclude=["w2", r"\.0\."]
+        )
         convert_model(model, [config.build()])
         assert converted_names(model) == [f"layers.1.{name}" for name in ("attention.wq", *FFN)]
 
@@ -111,18 +121,24 @@ class TestSelection:
             Rescale.Config(**options).build().check_model(make_model())
 
     def test_two_converters_of_one_layer_are_rejected(self):
-        converters = [Rescale.Config(include=["wq"]).build(), AnotherRescale.Config(include=["wk", "wq"]).build()]
-        with pytest.raises(UserError, match=r"layers\.0\.attention\.wq is already converted by rescale, and another"):
+        converters = [
+            Rescale.Config(include=["wq"]).build(),
+            AnotherRescale.Config(include=["wk", "wq"]).build(),
+        ]
+        with pytest.raises(
+            UserError,
+            match=r"layers\.0\.attention\.wq is already converted by rescale, and another",
+        ):
             convert_model(make_model(), converters)
         convert_model(make_model(), [converters[0], AnotherRescale.Config(include=["wk"]).build()])
 
     def test_converted_and_unchanged_layers_are_logged(self, log):
         convert_model(make_model(), [Rescale.Config(include=["wq", "w1"]).build()])
         assert log.messages == [
-            "rescale: 4 layers converted: layers.*.attention.wq, layers.*.feed_forward.w1; unchanged: "
-            "tok_embeddings, layers.*.attention_norm, layers.*.attention.wk, layers.*.attention.wv, "
-            "layers.*.attention.wo, layers.*.ffn_norm, layers.*.feed_forward.w2, layers.*.feed_forward.w3, "
-            "head.norm, head.output"
+            "rescale: 4 layers converted: layers.*.attention.wq, layers.*.feed_forward.w1; "
+            "unchanged: tok_embeddings, layers.*.attention_norm, layers.*.attention.wk, "
+            "layers.*.attention.wv, layers.*.attention.wo, layers.*.ffn_norm, "
+            "layers.*.feed_forward.w2, layers.*.feed_forward.w3, head.norm, head.output"
         ]
 
     def test_layer_numbers_become_wildcards(self):
@@ -157,14 +173,20 @@ class TestRuns:
             "    config.model_converters = [Rescale.Config()]\n"
             "    return config\n"
         )
-        options = {**TINY, "dump_folder": tmp_path, "model_converters.rescale.include": ["wq", "w2"]}
+        options = {
+            **TINY,
+            "dump_folder": tmp_path,
+            "model_converters.rescale.include": ["wq", "w2"],
+        }
         words = ["--module", str(folder), "--config", "rescaled", *flags(options)]
         config = ConfigManager().parse_args(words).config
         config.check(world_size=1)
         trainer = config.build()
         (model,) = trainer.model_parts
         assert converted_names(model) == [
-            f"layers.{layer}.{name}" for layer in (0, 1) for name in ("attention.wq", "feed_forward.w2")
+            f"layers.{layer}.{name}"
+            for layer in (0, 1)
+            for name in ("attention.wq", "feed_forward.w2")
         ]
         trainer.train()
         trainer.close()
@@ -180,18 +202,29 @@ class TestRuns:
         trainer.train()
         trainer.close()
         (model,) = trainer.model_parts
-        head_and_layers = [p for name, p in model.named_parameters() if "norm" not in name and "tok_emb" not in name]
+        head_and_layers = [
+            p
+            for name, p in model.named_parameters()
+            if "norm" not in name and "tok_emb" not in name
+        ]
         saved = 2 * sum(p.numel() for p in head_and_layers)  # the gradients of the weights
-        saved += 2 * model.layers["0"].attention_norm.weight.numel()  # no parameter before it has a gradient
+        # no parameter before it has a gradient
+        saved += 2 * model.layers["0"].attention_norm.weight.numel()
         assert trainer.flops_per_token == plain.flops_per_token - saved
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        products = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        products = {
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
         assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == products
         assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
         config.model_converters = [UndeclaredFrozen.Config()]
         trainer = config.build()
         trainer.close()
-        assert {parameter.dtype for parameter in trainer.model_parts[0].parameters()} == {torch.float32}
+        assert {parameter.dtype for parameter in trainer.model_parts[0].parameters()} == {
+            torch.float32
+        }
 
 
 def initial_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -218,7 +251,8 @@ def test_derived_initial_values_match_the_plain_model():
 
 
 def check_layouts() -> None:
-    """Check on two processes that FSDP and tensor parallelism have the initial weights and outputs of one process."""
+    """Check on two processes that FSDP and tensor parallelism have the initial weights and outputs
+    of one process."""
     whole_model = rescaled_model()
     whole = initial_weights(whole_model)
     mesh = init_device_mesh("cpu", (2,))
@@ -229,8 +263,11 @@ def check_layouts() -> None:
         for name, value in initial_weights(model).items():
             assert torch.equal(value, whole[name]), name
     wq, wo = (getattr(split.layers["0"].attention, name) for name in ("wq", "wo"))
-    placements = {name: str(p.placements[0]) for layer in (wq, wo) for name, p in layer.named_parameters()}
-    assert placements == {"weight": "S(1)", "scale": "R", "gate": "S(0)"}  # placements of wo, which is last
+    placements = {
+        name: str(p.placements[0]) for layer in (wq, wo) for name, p in layer.named_parameters()
+    }
+    # placements of wo, which is last
+    assert placements == {"weight": "S(1)", "scale": "R", "gate": "S(0)"}
     assert {name: str(p.placements[0]) for name, p in wq.named_parameters()} == {
         "weight": "S(0)",
         "scale": "S(0)",

@@ -14,8 +14,9 @@ ALL = (numpy.arange(-(2**23), 2**23) * 2 + 1).astype(numpy.float32) * 2.0**-24
 
 
 def rounded(value: float) -> float:
-    """Round to float32. This makes a sum, product, quotient or square root of float32 numbers in float64 the correctly
-    rounded one in float32, since float64 has more than twice the digits and two more."""
+    """Round to float32. This makes a sum, product, quotient or square root of float32 numbers in
+    float64 the correctly rounded one in float32, since float64 has more than twice the digits and
+    two more."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
@@ -27,7 +28,8 @@ def polynomial(x: float, coefficients: list[float]) -> float:
 
 
 def exact_quantile(uniform: float) -> float:
-    """AS 241 in Python's arithmetic, one rounding per operation, with the coefficients of the paper."""
+    """AS 241 in Python's arithmetic, one rounding per operation, with the coefficients of the
+    paper."""
     half = uniform / 2
     r = rounded(rounded(0.180625) - rounded(half * half))
     if r >= 0:
@@ -55,13 +57,15 @@ def test_quantiles():
     uniform = numpy.concatenate([ALL[::997], ALL[:2000], ALL[-2000:]])
     normal = statistics.NormalDist()
     expected = numpy.array([normal.inv_cdf(0.5 + each / 2) for each in uniform.tolist()])
-    # The algorithm's error is 1e-7 of the value, at most 5.5; the float32 operations add a few roundings of 6e-8.
+    # The algorithm's error is 1e-7 of the value, at most 5.5; the float32 operations add a few
+    # roundings of 6e-8.
     numpy.testing.assert_allclose(normal_quantile(uniform), expected, rtol=4e-7)
 
 
 def test_quantiles_increase():
     values = normal_quantile(ALL)
-    # Where the two approximations meet, and by rounding, neighbors may differ by a little in the wrong direction.
+    # Where the two approximations meet, and by rounding, neighbors may differ by a little in the
+    # wrong direction.
     assert (numpy.diff(values) > -2e-6).all()
     assert (values == -values[::-1]).all()
 
@@ -74,8 +78,11 @@ def test_truncated_normal(bound):
     density = math.exp(-(bound**2) / 2) / math.sqrt(2 * math.pi)
     assert values.mean() == pytest.approx(0, abs=1e-4)
     assert values.std() == pytest.approx(math.sqrt(1 - 2 * bound * density / inside), rel=1e-4)
-    # The distance between empirical and exact CDF is at most the share of a few values: 2**18 evenly spaced quantiles.
-    exact = numpy.array([0.5 + math.erf(each / math.sqrt(2)) / (2 * inside) for each in values.tolist()])
+    # The distance between empirical and exact CDF is at most the share of a few values: 2**18
+    # evenly spaced quantiles.
+    exact = numpy.array(
+        [0.5 + math.erf(each / math.sqrt(2)) / (2 * inside) for each in values.tolist()]
+    )
     assert numpy.abs(exact - (numpy.arange(len(values)) + 0.5) / len(values)).max() < 1e-5
 
 
@@ -87,9 +94,15 @@ def test_uniform_and_its_logarithm():
     logarithms = LogUniform(0.01, 16.0)(ALL[::97])
     assert logarithms.dtype == numpy.float32
     # The series has an error of 7e-10, and the largest values 4 are rounded to 2**-22.
-    numpy.testing.assert_allclose(logarithms, numpy.log(values[::97].astype(float)), rtol=0, atol=1e-6)
+    numpy.testing.assert_allclose(
+        logarithms, numpy.log(values[::97].astype(float)), rtol=0, atol=1e-6
+    )
 
 
 def test_float32_results():
-    assert TruncatedNormal(0.02)(ALL[:8]).dtype == normal_quantile(ALL[:8].reshape(2, 4)).dtype == numpy.float32
+    assert (
+        TruncatedNormal(0.02)(ALL[:8]).dtype
+        == normal_quantile(ALL[:8].reshape(2, 4)).dtype
+        == numpy.float32
+    )
     assert (normal_quantile(ALL[:8].reshape(2, 4)).ravel() == normal_quantile(ALL[:8])).all()

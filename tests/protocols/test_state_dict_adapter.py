@@ -58,16 +58,23 @@ def test_transforms_are_invertible_on_every_device(transform, internal, external
 
 
 def rotate_adjacent(x_LHD: torch.Tensor, angles_LF: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE as in the paper and Meta's checkpoints: elements 2i and 2i + 1 form a complex number rotated by angle
-    i."""
+    """Apply RoPE as in the paper and Meta's checkpoints: elements 2i and 2i + 1 form a complex
+    number rotated by angle i."""
     pairs = torch.view_as_complex(x_LHD.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles_LF), angles_LF)[:, None]).flatten(-2)
+    return torch.view_as_real(
+        pairs * torch.polar(torch.ones_like(angles_LF), angles_LF)[:, None]
+    ).flatten(-2)
 
 
 def test_rope_permutation_matches_the_definition():
-    """Attention scores of permuted weights with Meta's rotation equal our scores; without permutation they differ."""
+    """Attention scores of permuted weights with Meta's rotation equal our scores; without
+    permutation they differ."""
     heads, head_dim, dim, length = 3, 10, 12, 7
-    wq, wk, x = random(heads * head_dim, dim), random(heads * head_dim, dim).flip(0), random(length, dim)
+    wq, wk, x = (
+        random(heads * head_dim, dim),
+        random(heads * head_dim, dim).flip(0),
+        random(length, dim),
+    )
     positions = torch.arange(length)
     config = RoPEConfig(theta=100.0)
     rope = rope_cos_sin(config, head_dim, positions[None])
@@ -109,7 +116,15 @@ def internal_specs() -> dict[str, TensorSpec]:
 def test_wildcards_expand_to_every_layer():
     adapter = fused_adapter()
     assert adapter.internal_names == [
-        *("layers.0.q", "layers.0.k", "layers.1.q", "layers.1.k", "layers.0.experts", "layers.1.experts", "norm")
+        *(
+            "layers.0.q",
+            "layers.0.k",
+            "layers.1.q",
+            "layers.1.k",
+            "layers.0.experts",
+            "layers.1.experts",
+            "norm",
+        )
     ]
     assert adapter.external_names == [
         *("h.0.qk", "h.1.qk", "h.0.expert0", "h.0.expert1", "h.1.expert0", "h.1.expert1", "ln")
@@ -141,9 +156,15 @@ def change(specs: dict[str, TensorSpec], **changes: TensorSpec | None) -> dict[s
         ({"h.0.qk": None, "h.1.expert0": None}, r": h\.0\.qk, h\.1\.expert0$"),
         ({"h.2.qk": spec(6, 3)}, r"^in the checkpoint, but not in the model: h\.2\.qk$"),
         ({"h.2.inv_freq": spec(1)}, r"not in the model: h\.2\.inv_freq$"),
-        ({"ln": None, "lm": spec(3)}, "missing from the checkpoint: ln; in the checkpoint, but not in the model: lm$"),
+        (
+            {"ln": None, "lm": spec(3)},
+            "missing from the checkpoint: ln; in the checkpoint, but not in the model: lm$",
+        ),
         ({"h.1.qk": spec(7, 3)}, r"h\.1\.qk has shape \[7, 3\] instead of \[6, 3\]"),
-        ({"h.0.expert1": spec(6, 5), "ln": spec(3, 1)}, r"h\.0\.expert1 has shape \[6, 5\].*ln has shape \[3, 1\]"),
+        (
+            {"h.0.expert1": spec(6, 5), "ln": spec(3, 1)},
+            r"h\.0\.expert1 has shape \[6, 5\].*ln has shape \[3, 1\]",
+        ),
     ],
 )
 def test_mismatched_tensors_are_rejected(changes, message):
@@ -153,7 +174,9 @@ def test_mismatched_tensors_are_rejected(changes, message):
 
 
 def test_a_long_list_of_names_is_shortened_to_five():
-    with pytest.raises(UserError, match=r"missing from the checkpoint: h\.0\.qk, (\S+ ){4}… \(7 in all\)$"):
+    with pytest.raises(
+        UserError, match=r"missing from the checkpoint: h\.0\.qk, (\S+ ){4}… \(7 in all\)$"
+    ):
         fused_adapter().plan({}, internal_specs())
 
 
@@ -172,7 +195,14 @@ def test_tied_weights_must_be_equal():
 @pytest.mark.parametrize("name", ["hf", "meta"])
 def test_llama_formats_contain_every_tensor(name, tied):
     config = Llama3Model.Config(
-        dim=16, n_layers=3, n_heads=4, n_kv_heads=1, ffn_dim=9, vocab_size=11, tie_embeddings=tied, rope=RoPEConfig()
+        dim=16,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=1,
+        ffn_dim=9,
+        vocab_size=11,
+        tie_embeddings=tied,
+        rope=RoPEConfig(),
     )
     adapter, specs = FORMATS[name].adapter(config), model_tensor_specs(config)
     assert set(adapter.internal_names) == specs.keys()

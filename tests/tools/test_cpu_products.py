@@ -1,4 +1,5 @@
-"""Products by oneDNN: equal to float64 and to PyTorch's, with gradients, only in the block, and only where chosen."""
+"""Products by oneDNN: equal to float64 and to PyTorch's, with gradients, only in the block, and
+only where chosen."""
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def calls(monkeypatch):
     shapes, linear = [], onednn_linear()
     monkeypatch.setattr(cpu_products, "is_faster", lambda: True)
     monkeypatch.setattr(
-        cpu_products, "onednn_linear", lambda: lambda x, *rest: shapes.append(tuple(x.shape)) or linear(x, *rest)
+        cpu_products,
+        "onednn_linear",
+        lambda: lambda x, *rest: shapes.append(tuple(x.shape)) or linear(x, *rest),
     )
     return shapes
 
@@ -35,8 +38,12 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("n_rows", [1, 100])
 def test_layers_and_their_gradients_are_those_of_float64(n_rows, has_bias, calls):
-    x = torch.randn(n_rows, 3, 192)[:, 1].requires_grad_()  # not contiguous, as the last token of each row
-    weight, bias = torch.randn(80, 192, requires_grad=True), torch.randn(80, requires_grad=True) if has_bias else None
+    # not contiguous, as the last token of each row
+    x = torch.randn(n_rows, 3, 192)[:, 1].requires_grad_()
+    weight, bias = (
+        torch.randn(80, 192, requires_grad=True),
+        torch.randn(80, requires_grad=True) if has_bias else None,
+    )
     inputs = [each for each in (x, weight, bias) if each is not None]
     weights = torch.randn(n_rows, 80)
     with onednn_products():
@@ -63,7 +70,8 @@ def layouts(rows, columns):
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "n"), [(5, 7, 3), (1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1), (5, 0, 3), (0, 7, 3), (300, 7, 3)]
+    ("m", "k", "n"),
+    [(5, 7, 3), (1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1), (5, 0, 3), (0, 7, 3), (300, 7, 3)],
 )
 def test_any_layout_and_size(m, k, n, calls):
     for a in layouts(m, k):
@@ -71,13 +79,19 @@ def test_any_layout_and_size(m, k, n, calls):
             total = torch.randn(m, n)
             exact = a.double() @ b.double()
             with onednn_products():
-                products = [a @ b, torch.addmm(total, a, b, alpha=2) - total, total.clone().addmm_(a, b) - total]
+                products = [
+                    a @ b,
+                    torch.addmm(total, a, b, alpha=2) - total,
+                    total.clone().addmm_(a, b) - total,
+                ]
             for product, times in zip(products, (1, 2, 1), strict=True):
                 torch.testing.assert_close(product.double(), times * exact, atol=TOLERANCE, rtol=0)
             for bias in (torch.randn(n), torch.randn(2 * n)[::2], torch.randn(1).expand(n)):
                 with onednn_products():
                     total = torch.addmm(bias, a, b)
-                torch.testing.assert_close(total.double(), bias.double() + exact, atol=TOLERANCE, rtol=0)
+                torch.testing.assert_close(
+                    total.double(), bias.double() + exact, atol=TOLERANCE, rtol=0
+                )
     assert bool(calls) == (m * k * n > 0)
 
 
@@ -86,7 +100,9 @@ def test_other_types_are_left_to_pytorch(dtype, calls):
     x, weight, bias = (torch.randint(9, size).to(dtype) for size in ((2, 16), (16, 8), (8,)))
     expected = x @ weight, torch.addmm(bias, x, weight)
     with onednn_products():
-        assert torch.equal(x @ weight, expected[0]) and torch.equal(torch.addmm(bias, x, weight), expected[1])
+        assert torch.equal(x @ weight, expected[0]) and torch.equal(
+            torch.addmm(bias, x, weight), expected[1]
+        )
     assert not calls
 
 
@@ -106,7 +122,9 @@ def test_autocast_and_errors_are_pytorchs(calls):
 
 def test_only_in_the_block_also_after_an_error(calls, monkeypatch):
     registered, register = [], torch.library.Library.impl
-    monkeypatch.setattr(torch.library.Library, "impl", lambda *args: registered.append(args[1]) or register(*args))
+    monkeypatch.setattr(
+        torch.library.Library, "impl", lambda *args: registered.append(args[1]) or register(*args)
+    )
     x = torch.randn(4, 4)
     with onednn_products():
         with onednn_products():
@@ -168,10 +186,15 @@ def test_runs_use_it(calls, monkeypatch):
 
 @pytest.mark.parametrize("chunk_tokens", [0, 5])
 def test_the_loss_and_its_gradients_are_those_of_float64(chunk_tokens, calls):
-    hidden, weight = torch.randn(1, 12, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(1, 12, 16, requires_grad=True),
+        torch.randn(40, 16, requires_grad=True),
+    )
     labels = torch.randint(40, (1, 12))
     with onednn_products():
-        CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build()(hidden, weight, labels).backward()
+        CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build()(
+            hidden, weight, labels
+        ).backward()
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     F.cross_entropy(F.linear(*exact)[0], labels[0], reduction="sum").backward()
     assert len(calls) == 3 * (1 if chunk_tokens == 0 else 3)

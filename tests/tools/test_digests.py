@@ -1,4 +1,5 @@
-"""Digests of files: they cover all content, and are remembered only as long as the content cannot have changed."""
+"""Digests of files: they cover all content, and are remembered only as long as the content cannot
+have changed."""
 
 import os
 import subprocess
@@ -47,7 +48,9 @@ def test_a_replaced_file_is_read_again(tmp_path, soon, reads, replacement):
     replace = replacement(path)
     wait()
     former = file_digest(root, path)
-    assert file_digest(root, path) == former and len(reads) == 1, "an unchanged file is not read again"
+    assert file_digest(root, path) == former and len(reads) == 1, (
+        "an unchanged file is not read again"
+    )
     replace(b"behind" * 1000)
     assert path.read_bytes() == b"behind" * 1000 and path.stat().st_size == 6000
     wait()
@@ -129,7 +132,10 @@ def test_digest_is_that_of_the_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "_BLOCK_BYTES", 64)
     content = os.urandom(64 * 100 + 7)
     (tmp_path / "a").write_bytes(content)
-    blocks = [xxhash.xxh3_128(content[start : start + 64]).digest() for start in range(0, len(content), 64)]
+    blocks = [
+        xxhash.xxh3_128(content[start : start + 64]).digest()
+        for start in range(0, len(content), 64)
+    ]
     expected = xxhash.xxh3_128(f"{len(content)} bytes in blocks of 64".encode() + b"".join(blocks))
     assert digests.hash_file(tmp_path / "a") == expected.hexdigest()
 
@@ -183,7 +189,9 @@ def test_one_process_reads_large_files(tmp_path, soon, monkeypatch, log):
     found: list[str] = []
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdin and first.stdout and first.stdout.readline() == "reading\n"
-        second = threading.Thread(target=lambda: found.append(remembered(root, "test", [path], lambda: "of another")))
+        second = threading.Thread(
+            target=lambda: found.append(remembered(root, "test", [path], lambda: "of another"))
+        )
         second.start()
         deadline = time.monotonic() + 20
         while "waiting for another process" not in log.text:

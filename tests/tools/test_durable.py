@@ -1,4 +1,5 @@
-"""Complete files survive a power failure: content is synced before the rename, the folder after it."""
+"""Complete files survive a power failure: content is synced before the rename, the folder after
+it."""
 
 import json
 import os
@@ -44,7 +45,11 @@ class Disk:
 
     def lost(self, folder: Path) -> list[str]:
         """Files and folders inside a folder that would be lost; "." is the folder itself."""
-        return [str(path.relative_to(folder)) for path in (folder, *sorted(folder.rglob("*"))) if self.loses(path)]
+        return [
+            str(path.relative_to(folder))
+            for path in (folder, *sorted(folder.rglob("*")))
+            if self.loses(path)
+        ]
 
 
 @pytest.fixture
@@ -70,12 +75,19 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def synced_when_renamed(disk: Disk, matches: Callable[[Path], bool]) -> list[Path]:
-    """Check that every rename to a name that `matches` is of synced data; return these names, as they are added."""
+    """Check that every rename to a name that `matches` is of synced data; return these names, as
+    they are added."""
     seen: list[Path] = []
 
     def look(source: Path, target: Path) -> None:
         if matches(target):
-            lost = disk.lost(source) if source.is_dir() else [source.name] if disk.loses(source) else []
+            lost = (
+                disk.lost(source)
+                if source.is_dir()
+                else [source.name]
+                if disk.loses(source)
+                else []
+            )
             assert lost == [], f"{target} would be lost"
             seen.append(target)
 
@@ -153,7 +165,9 @@ def test_token_cache(tmp_path: Path, disk: Disk) -> None:
     (tmp_path / "a.txt").write_text("some text")
     tokenizer = PretrainedTokenizer.Config().build(path="")
     named = synced_when_renamed(disk, lambda target: target.parent.name == "tokens")
-    cache = open_token_cache(resolve_source(str(tmp_path / "a.txt")), tokenizer, str(tmp_path / "cache"))
+    cache = open_token_cache(
+        resolve_source(str(tmp_path / "a.txt")), tokenizer, str(tmp_path / "cache")
+    )
     assert named == [cache.folder] and disk.lost(cache.folder.parent) == [f"{cache.key}.lock"]
 
 
@@ -172,19 +186,29 @@ def test_records_truncated_on_resume(tmp_path: Path, disk: Disk) -> None:
 
 
 def test_run_with_records_and_export(tmp_path: Path, disk: Disk) -> None:
-    """At each save, all files that the checkpoint relies on are synced; at the end, all files are."""
+    """At each save, all files that the checkpoint relies on are synced; at the end, all files
+    are."""
     records = [tmp_path / "run" / name for name in ("ledger.jsonl", "metrics.jsonl")]
     steps: list[int] = []
 
     def look(source: Path, target: Path) -> None:
         if target.name == "complete.json":
-            assert disk.lost(target.parent)[1:] == [], "only the folder itself may be unsynced, since it is synced next"
+            assert disk.lost(target.parent)[1:] == [], (
+                "only the folder itself may be unsynced, since it is synced next"
+            )
             assert not any(map(disk.loses, [*records, records[0].parent]))
             steps.append(json.loads(source.read_bytes())["step"])
-            assert [json.loads(line)["step"] for line in records[0].read_text().splitlines()][-1] == steps[-1]
+            assert [json.loads(line)["step"] for line in records[0].read_text().splitlines()][
+                -1
+            ] == steps[-1]
 
     disk.on_rename.append(look)
-    options = {"debug__ledger": True, "checkpoint__enable": True, "checkpoint__interval": 2, "training__steps": 3}
+    options = {
+        "debug__ledger": True,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 2,
+        "training__steps": 3,
+    }
     train(tmp_path / "run", **options, checkpoint__last_save_in_hf=True)
     assert steps == [2, 3] and (tmp_path / "run/checkpoint/step-3/config.json").exists()
     # The temporary folder of the export may reappear; the lock file has no content.

@@ -71,11 +71,16 @@ def words(folder: Path) -> list[str]:
 
 def killed_while_children_live(folder: Path) -> None:
     """Take the lock right after its holder was killed."""
-    with RunningCommand([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
+    with RunningCommand(
+        [sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout
         children = [int(word) for word in holder.stdout.readline().split()]
         try:
-            with pytest.raises(UserError, match=f"'{folder}' is .*, process {holder.pid} on {socket.gethostname()}; "):
+            with pytest.raises(
+                UserError,
+                match=f"'{folder}' is .*, process {holder.pid} on {socket.gethostname()}; ",
+            ):
                 lock_folder(folder)
             holder.kill()
             holder.wait()
@@ -103,12 +108,15 @@ def test_a_hundred_killed_holders_never_block(tmp_path: Path) -> None:
 
 def test_exiting_holder_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 60.0)
-    with RunningCommand([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+    with RunningCommand(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout
         children = [int(word) for word in holder.stdout.readline().split()]
 
         def kill(seconds: float) -> None:
-            with contextlib.suppress(ProcessLookupError):  # killed before, and the lock is not free yet
+            # killed before, and the lock is not free yet
+            with contextlib.suppress(ProcessLookupError):
                 holder.kill()
 
         monkeypatch.setattr(time, "sleep", kill)
@@ -121,7 +129,9 @@ def test_process_holds_one_lock(tmp_path: Path) -> None:
     """A notebook may build several trainers without closing them."""
     first, second = lock_folder(tmp_path), lock_folder(tmp_path)
     assert first is second
-    command = "import sys; from pathlib import Path; from torchtitan.tools import folder_lock as module;"
+    command = (
+        "import sys; from pathlib import Path; from torchtitan.tools import folder_lock as module;"
+    )
     command += "module._WAIT_SECONDS = 0; module.lock_folder(Path(sys.argv[1]))"
     other = [sys.executable, "-c", command, str(tmp_path)]
     del first
@@ -156,7 +166,9 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
 def test_trainer_holds_the_lock_until_closed(tmp_path: Path) -> None:
     trainer = train(tmp_path / "run", training__steps=1)
     assert trainer.folder_lock is None and tmp_path / "run" not in folder_lock._locks
-    assert (tmp_path / "run" / FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert (
+        tmp_path / "run" / FILE
+    ).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
     class Held(Trainer):
         def complete_step(self, outcome):
@@ -188,13 +200,20 @@ def test_second_run_does_not_disturb_the_first_save(
     before = content(tmp_path)
     assert any("step-2.partial/" in name for name in before)
     assert main(["train", *words(tmp_path)]) == 2
-    assert f"in use by another run, process {saving.pid} on {socket.gethostname()}; " in capsys.readouterr().err
+    assert (
+        f"in use by another run, process {saving.pid} on {socket.gethostname()}; "
+        in capsys.readouterr().err
+    )
     assert content(tmp_path) == before
 
     saving.kill()
     saving.wait()
     assert main(["train", *words(tmp_path)]) == 0
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-2", "step-3"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
+        "step-1",
+        "step-2",
+        "step-3",
+    ]
 
 
 @pytest.mark.slow

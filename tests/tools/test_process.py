@@ -23,12 +23,21 @@ for _ in range(2):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-@pytest.mark.parametrize(("configured", "is_kept"), [({}, True), ({"MALLOC_ARENA_MAX": "2"}, False)])
+@pytest.mark.parametrize(
+    ("configured", "is_kept"), [({}, True), ({"MALLOC_ARENA_MAX": "2"}, False)]
+)
 def test_freed_memory_is_kept_unless_configured(configured, is_kept):
-    """Pages that are written the second time are new ones only if they were returned to the kernel."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    """Pages that are written the second time are new ones only if they were returned to the
+    kernel."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
     command = [sys.executable, "-c", _FAULTS]
-    output = subprocess.run(command, env=kept | configured, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        command, env=kept | configured, capture_output=True, text=True, check=True
+    ).stdout
     first, second = map(int, output.split())
     assert (second < first / 100) == is_kept
 
@@ -56,7 +65,13 @@ assert stop.received
 
 
 def test_a_stop_during_a_write_is_logged():
-    """Python calls the handler inside the write to standard error, which cannot begin another one."""
-    printed = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, check=True).stderr
+    """Python calls the handler inside the write to standard error, which cannot begin another
+    one."""
+    printed = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, check=True
+    ).stderr
     first, second = printed.splitlines()
-    assert first.endswith("INFO step 10") and "SIGTERM received: the run stops after this step" in second
+    assert (
+        first.endswith("INFO step 10")
+        and "SIGTERM received: the run stops after this step" in second
+    )

@@ -77,10 +77,17 @@ def test_other_text_is_unchanged(text):
 
 
 def test_values():
-    given = {"api_key": "dead", "a": [URL, 1, None, {"secret": "dead", "token": "beef"}], "password": ""}
+    given = {
+        "api_key": "dead",
+        "a": [URL, 1, None, {"secret": "dead", "token": "beef"}],
+        "password": "",
+    }
     text = json.dumps(redacted(given))
     assert not any(secret in text for secret in (*SECRETS, "dead", "beef"))
-    assert redacted({"n_tokens": 3, "tokenizer": {"x": "y"}}) == {"n_tokens": 3, "tokenizer": {"x": "y"}}
+    assert redacted({"n_tokens": 3, "tokenizer": {"x": "y"}}) == {
+        "n_tokens": 3,
+        "tokenizer": {"x": "y"},
+    }
 
 
 def test_every_way_out(tmp_path, capsys, monkeypatch):
@@ -98,17 +105,23 @@ def test_every_way_out(tmp_path, capsys, monkeypatch):
     print_table(open_console(), URL, ("column",), [[URL]])
     printed = capsys.readouterr()
     text = printed.out + printed.err
-    assert not any(secret in text for secret in SECRETS) and text.count("***@bucket/data.jsonl") >= 6
+    assert (
+        not any(secret in text for secret in SECRETS) and text.count("***@bucket/data.jsonl") >= 6
+    )
     assert not any(secret in str(identify_content(URL, "")) for secret in SECRETS)
 
 
 def test_configurations_hold_none_and_say_so(tmp_path):
-    resolved = ConfigManager().parse_args(["--module", "llama3", "--config", "debugmodel", "--dataloader.dataset", URL])
+    resolved = ConfigManager().parse_args(
+        ["--module", "llama3", "--config", "debugmodel", "--dataloader.dataset", URL]
+    )
     resolved.save(tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert not any(secret in text for secret in SECRETS)
     [dataset] = yaml.safe_load(text)["dataloader"]["dataset"]
-    with pytest.raises(UserError, match="lacks its credentials, which files of a run never contain"):
+    with pytest.raises(
+        UserError, match="lacks its credentials, which files of a run never contain"
+    ):
         open_store(dataset)
 
 
@@ -140,7 +153,9 @@ STORED = "memory://KEYKEY:SECRETKEY@bucket"
 def stored_text():
     store, root = open_store(STORED)
     texts = [f"the story of number {number}, which is long enough" for number in range(200)]
-    store.pipe_file(f"{root}/data.jsonl", "\n".join(json.dumps({"text": text}) for text in texts).encode())
+    store.pipe_file(
+        f"{root}/data.jsonl", "\n".join(json.dumps({"text": text}) for text in texts).encode()
+    )
     yield f"{STORED}/data.jsonl"
     store.rm(root, recursive=True)
 
@@ -152,7 +167,14 @@ def contents(folder):
 def test_no_command_writes_or_prints_any(stored_text, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = f"--dataloader.cache_dir={tmp_path / 'cache'}"
-    options = ["--dataloader.dataset", stored_text, "--debug.ledger", cache, *flags(TINY), "--training.steps=2"]
+    options = [
+        "--dataloader.dataset",
+        stored_text,
+        "--debug.ledger",
+        cache,
+        *flags(TINY),
+        "--training.steps=2",
+    ]
     saving = ["--checkpoint.enable", "--checkpoint.folder", f"{STORED}/checkpoints"]
     resolved = ConfigManager().parse_args([*options, *saving])
     resolved.save(tmp_path / "config.yaml")
@@ -173,7 +195,11 @@ def test_no_command_writes_or_prints_any(stored_text, tmp_path, capfd, monkeypat
     assert {"config.yaml", "events.jsonl", "ledger.jsonl", "report.html", "page.html"} <= {
         path.name for path in written
     }
-    assert [str(path) for path, content in written.items() if b"SECRETKEY" in content or b"KEYKEY" in content] == []
+    assert [
+        str(path)
+        for path, content in written.items()
+        if b"SECRETKEY" in content or b"KEYKEY" in content
+    ] == []
     printed = capfd.readouterr()
     assert "SECRETKEY" not in printed.out + printed.err and "***@bucket" in printed.out
 
@@ -182,13 +208,19 @@ def test_the_names_of_runs_in_a_report_have_none(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "s3:" / "USERNAME:PASSWORD@bucket?X-Amz-Signature=dead"
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\nbroken\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\nbroken\n'
+    )
     (folder / "config.yaml").write_text("module: [")
     for words in ([], ["--text"]):
         assert main(["report", "s3://USERNAME:PASSWORD@bucket?X-Amz-Signature=dead", *words]) == 0
     printed = capsys.readouterr()
     text = printed.out + printed.err + Path("report.html").read_text()
-    assert "PASSWORD" not in text and "=dead" not in text and text.count("s3:/***@bucket?X-Amz-Signature=***") >= 6
+    assert (
+        "PASSWORD" not in text
+        and "=dead" not in text
+        and text.count("s3:/***@bucket?X-Amz-Signature=***") >= 6
+    )
 
 
 def test_credentials_without_a_scheme_are_known_from_the_url():
@@ -210,7 +242,8 @@ PRINTED_AS_IT_IS = {
     "foresight/this_machine.py": 1,  # answers to the parent process
     "tools/tables.py": 1,  # made presentable there
 }
-"""Calls in a file that print neither a constant nor the result of `presentable`, `for_output` or `visible`."""
+"""Calls in a file that print neither a constant nor the result of `presentable`, `for_output` or
+`visible`."""
 
 
 def test_whatever_is_printed_is_presentable():

@@ -1,4 +1,5 @@
-"""Temporary folders for outputs in preparation: leftovers of a process are removed by the next call."""
+"""Temporary folders for outputs in preparation: leftovers of a process are removed by the next
+call."""
 
 import errno
 import fcntl
@@ -70,7 +71,11 @@ def test_leftovers_of_a_killed_process_are_removed(target: Path) -> None:
     assert killed.end(signal.SIGKILL) == -signal.SIGKILL
     others = [
         target.parent / name
-        for name in (f"{target.name}.mine.partial", f"{target.name}.partial", f"out.{'a' * 16}.partial")
+        for name in (
+            f"{target.name}.mine.partial",
+            f"{target.name}.partial",
+            f"out.{'a' * 16}.partial",
+        )
     ]
     for other in others:
         other.mkdir()
@@ -92,7 +97,8 @@ def test_removed_after_an_error(target: Path) -> None:
 
 
 def abandoned(target: Path, mark: str, *, age: float, locked: bool | None = None) -> Path:
-    """Leave the folder of a process killed before it named its lock; an empty folder without any lock."""
+    """Leave the folder of a process killed before it named its lock; an empty folder without any
+    lock."""
     folder = target.parent / f"{target.name}.{mark * 16}.partial"
     folder.mkdir()
     if locked is not None:
@@ -146,7 +152,9 @@ def interrupted(*args, **options):
     assert list(target.parent.iterdir()) == []
 
 
-def test_lock_is_omitted_only_without_file_locks(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_is_omitted_only_without_file_locks(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number, works in ((errno.ENOLCK, True), (errno.EIO, False)):
 
         def refuse(file: object, operation: int, number: int = number) -> None:

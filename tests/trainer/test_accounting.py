@@ -31,12 +31,27 @@ def test_account_of_a_resumed_run(tmp_path, log):
     assert first["environment"]["torch"] == torch.__version__ and list(first["data"]) == ["stories"]
     parts = goodput(events)
     assert parts["lost steps"] > 0 and parts["restart"] > second["time"] - second["begun"]
-    assert events[-1]["time"] - first["begun"] == pytest.approx(sum(parts.values())) and sum(parts.values()) < wall
+    assert (
+        events[-1]["time"] - first["begun"] == pytest.approx(sum(parts.values()))
+        and sum(parts.values()) < wall
+    )
     phases = events[-1]["seconds"]
-    in_order = ["data", "forward", "backward", "gradient clipping", "reading the outcome", "optimizer step", "save"]
-    assert [phase for phase in phases if phase in in_order] == in_order and min(phases[p] for p in in_order) > 0
+    in_order = [
+        "data",
+        "forward",
+        "backward",
+        "gradient clipping",
+        "reading the outcome",
+        "optimizer step",
+        "save",
+    ]
+    assert [phase for phase in phases if phase in in_order] == in_order and min(
+        phases[p] for p in in_order
+    ) > 0
     described, summary = log.messages[-2:]
-    assert re.match(r"mean step: [\d.]+ ms; start of the step .* data .* forward .* backward", described)
+    assert re.match(
+        r"mean step: [\d.]+ ms; start of the step .* data .* forward .* backward", described
+    )
     assert summary == f"goodput {describe_goodput(parts)}"
 
 
@@ -63,9 +78,14 @@ def test_full_disk_does_not_end_the_run(tmp_path, log, monkeypatch):
                     monkeypatch.setattr(callback.file, "append", full)
 
     trainer = run(tiny_config(tmp_path), FullAfterOneStep)
-    assert trainer.step == 4 and [event["event"] for event in read_events(tmp_path)] == ["start", "progress"]
+    assert trainer.step == 4 and [event["event"] for event in read_events(tmp_path)] == [
+        "start",
+        "progress",
+    ]
     warnings = [record.message for record in log.records if record.levelname == "WARNING"]
-    assert warnings == ["events.jsonl cannot be written: [Errno 28] No space left on device; training continues"]
+    assert warnings == [
+        "events.jsonl cannot be written: [Errno 28] No space left on device; training continues"
+    ]
 
 
 def test_median_of_the_ranks_is_exceeded():
@@ -107,7 +127,12 @@ def test_slow_rank_is_named(tmp_path, method, phase):
     """Under FSDP, the other rank waits in its own forward pass for the weights of the slow one."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow/config_registry.py").write_text(SLOW.replace("METHOD", method or "unused"))
-    words = {"module": tmp_path / "slow", "config": "debug", "training.steps": 6, "metrics.log_freq": 2}
+    words = {
+        "module": tmp_path / "slow",
+        "config": "debug",
+        "training.steps": 6,
+        "metrics.log_freq": 2,
+    }
     printed = launch(tmp_path / "run", 2, **words)
     host = os.uname().nodename
     named = [event for event in read_events(tmp_path / "run") if event["event"] == "straggler"]
@@ -118,5 +143,8 @@ def test_slow_rank_is_named(tmp_path, method, phase):
         (1, host, phase, step) for step in (2, 4, 6)
     ]
     assert all(0.2 < event["seconds_more"] < 1 for event in named)
-    assert printed.count(f"rank 1 on {host} is slower than the other ranks") == 1 and f'phase "{phase}"' in printed
+    assert (
+        printed.count(f"rank 1 on {host} is slower than the other ranks") == 1
+        and f'phase "{phase}"' in printed
+    )
     assert phase in OWN_PHASES

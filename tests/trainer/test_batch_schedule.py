@@ -1,4 +1,5 @@
-"""`--training.batch_schedule` and `seq_len_schedule`: data and rates of runs whose batches or windows grow."""
+"""`--training.batch_schedule` and `seq_len_schedule`: data and rates of runs whose batches or
+windows grow."""
 
 import itertools
 import json
@@ -15,7 +16,8 @@ from torchtitan.config.schedule import change_at, parse_changes
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
-# 32 tokens per window: 4 steps of 4 windows, then of 8, and after 16 + 24 = 40 windows (1280 tokens) of 12.
+# 32 tokens per window: 4 steps of 4 windows, then of 8, and after 16 + 24 = 40 windows (1280
+# tokens) of 12.
 OPTIONS = {
     "training__steps": 10,
     "training__global_batch_size": 4,
@@ -28,19 +30,42 @@ SAVING = {"checkpoint__enable": True, "checkpoint__interval": 3}
 
 
 def ledger(folder: Path) -> list[list[str]]:
-    return [json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()
+    ]
 
 
 def test_changes():
     changes = parse_changes("batch_schedule", 4, ["10:8", "1.5e3t:16"])
     assert [change[1:] for change in changes] == [(0, False, 4), (10, False, 8), (1500, True, 16)]
     assert changes[2].text == "--training.batch_schedule 1.5e3t:16"
-    assert [change_at(changes, step, step * 100).value for step in (0, 9, 10, 14, 15)] == [4, 4, 8, 8, 16]
+    assert [change_at(changes, step, step * 100).value for step in (0, 9, 10, 14, 15)] == [
+        4,
+        4,
+        8,
+        8,
+        16,
+    ]
 
 
 @pytest.mark.parametrize(
     "word",
-    ["", "8", "x:8", "4:", "4:0", "0:4", "0t:4", "-4:8", "1.5:8", "1e-3t:8", "4T:8", "4:8:9", "1e999t:8", "\uff11:8"],
+    [
+        "",
+        "8",
+        "x:8",
+        "4:",
+        "4:0",
+        "0:4",
+        "0t:4",
+        "-4:8",
+        "1.5:8",
+        "1e-3t:8",
+        "4T:8",
+        "4:8:9",
+        "1e999t:8",
+        "\uff11:8",
+    ],
 )
 def test_malformed_changes_are_rejected(tmp_path, word):
     with pytest.raises(UserError, match="--training.batch_schedule '.*' is not like 1000:64"):
@@ -50,18 +75,31 @@ def test_malformed_changes_are_rejected(tmp_path, word):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"training__batch_schedule": ["4:7"]}, "batch_schedule 4:7 is not a multiple of local_batch_size x"),
+        (
+            {"training__batch_schedule": ["4:7"]},
+            "batch_schedule 4:7 is not a multiple of local_batch_size x",
+        ),
         ({"training__batch_schedule": ["4:8"]}, "batch_schedule 4:8 never takes effect in 4 steps"),
-        ({"training__batch_schedule": ["3:8", "2:4"]}, "batch_schedule 3:8 never takes effect in 4 steps"),
-        ({"training__seq_len_schedule": ["512t:64", "4t:16"]}, "seq_len_schedule 512t:64 never takes effect"),
-        ({"training__batch_schedule": ["4:8"], "training__epochs": 1}, "cannot be combined with --training.epochs"),
+        (
+            {"training__batch_schedule": ["3:8", "2:4"]},
+            "batch_schedule 3:8 never takes effect in 4 steps",
+        ),
+        (
+            {"training__seq_len_schedule": ["512t:64", "4t:16"]},
+            "seq_len_schedule 512t:64 never takes effect",
+        ),
+        (
+            {"training__batch_schedule": ["4:8"], "training__epochs": 1},
+            "cannot be combined with --training.epochs",
+        ),
         (
             {
                 "training__batch_schedule": ["4:8"],
                 "training__max_norm": math.inf,
                 "optimizer__early_step_in_backward": True,
             },
-            "early_step_in_backward cannot be combined with gradient accumulation .--training.batch_schedule",
+            "early_step_in_backward cannot be combined with gradient accumulation "
+            ".--training.batch_schedule",
         ),
     ],
 )
@@ -76,23 +114,35 @@ def changes_in(log: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_reads_the_data_in_order_and_counts_tokens(tmp_path, log):
-    """The documents of batches are the slices of one sequence, which a run with constant batches reads too."""
+    """The documents of batches are the slices of one sequence, which a run with constant batches
+    reads too."""
     trainer = train(tmp_path / "growing", **OPTIONS)
-    assert changes_in(log) == ["from step 5 on, 8 x 32 tokens per step", "from step 8 on, 12 x 32 tokens per step"]
-    train(tmp_path / "constant", **{**OPTIONS, "training__batch_schedule": [], "training__steps": sum(SIZES) // 4})
+    assert changes_in(log) == [
+        "from step 5 on, 8 x 32 tokens per step",
+        "from step 8 on, 12 x 32 tokens per step",
+    ]
+    train(
+        tmp_path / "constant",
+        **{**OPTIONS, "training__batch_schedule": [], "training__steps": sum(SIZES) // 4},
+    )
     growing, constant = ledger(tmp_path / "growing"), ledger(tmp_path / "constant")
     assert [len(documents) for documents in growing] == SIZES
     assert list(itertools.chain(*growing)) == list(itertools.chain(*constant))
     seen = [line[1] for line in read_metrics(tmp_path / "growing", "n_tokens_seen")]
     assert seen == list(itertools.accumulate(32 * size for size in SIZES))
     assert trainer.run_length.n_samples_read == sum(SIZES)
-    assert trainer.run_length.samples_read_at(10, 0, 0) == 2 * sum(SIZES)  # the same number of samples again
+    # the same number of samples again
+    assert trainer.run_length.samples_read_at(10, 0, 0) == 2 * sum(SIZES)
     assert trainer.run_length.tokens_at(10, 0, 0) == 32 * sum(SIZES)
 
 
 def test_rates_by_tokens(tmp_path):
     """The total is the tokens of all steps, and each step's rate follows the tokens before it."""
-    options = {"lr_scheduler__unit": "tokens", "lr_scheduler__warmup_steps": 256, "lr_scheduler__min_lr_factor": 0.0}
+    options = {
+        "lr_scheduler__unit": "tokens",
+        "lr_scheduler__warmup_steps": 256,
+        "lr_scheduler__min_lr_factor": 0.0,
+    }
     options |= {"lr_scheduler__decay_ratio": None, "lr_scheduler__decay_type": "linear"}
     trainer = train(tmp_path, **OPTIONS, **options)
     total = 32 * sum(SIZES)
@@ -100,7 +150,9 @@ def test_rates_by_tokens(tmp_path):
     position, expected = 0, []
     for size in SIZES:
         warming = (position + 32 * size) / 256
-        expected.append(3e-4 * (min(1.0, warming) if position < 256 else 1 - (position - 256) / (total - 256)))
+        expected.append(
+            3e-4 * (min(1.0, warming) if position < 256 else 1 - (position - 256) / (total - 256))
+        )
         position += 32 * size
     # Metrics have the rate of the step itself.
     assert [line[1] for line in read_metrics(tmp_path, "lr")] == pytest.approx(expected, rel=1e-9)
@@ -109,7 +161,8 @@ def test_rates_by_tokens(tmp_path):
 def test_a_warm_up_below_one_step_of_tokens_is_refused(tmp_path):
     options = {"lr_scheduler__unit": "tokens", "lr_scheduler__warmup_steps": 2}
     with pytest.raises(
-        UserError, match=r"warmup_steps is 2, but must be 0 tokens \(.*\), or at least the \d+ of a step"
+        UserError,
+        match=r"warmup_steps is 2, but must be 0 tokens \(.*\), or at least the \d+ of a step",
     ):
         tiny_config(tmp_path, **options).check(1)
 
@@ -150,7 +203,8 @@ def test_resumes_on_two_processes(tmp_path):
     ]
 
 
-# 2 windows of 32 tokens in each of 4 steps, then of 64, and of 128 after 256 + 3 x 128 = 640 tokens.
+# 2 windows of 32 tokens in each of 4 steps, then of 64, and of 128 after 256 + 3 x 128 = 640
+# tokens.
 LENGTHS = {
     **OPTIONS,
     "training__global_batch_size": 2,
@@ -167,7 +221,9 @@ class Reading(Trainer):
 
     def next_micro_batches(self, batches):
         micro_batches = super().next_micro_batches(batches)
-        self.__dict__.setdefault("read", []).append(torch.cat([batch["input"] for batch in micro_batches]))
+        self.__dict__.setdefault("read", []).append(
+            torch.cat([batch["input"] for batch in micro_batches])
+        )
         return micro_batches
 
 
@@ -175,11 +231,16 @@ def test_lengths_cut_the_same_text(tmp_path, log):
     """Without shuffling, the windows of all lengths follow each other like those of one length."""
     options = {**LENGTHS, "dataloader__shuffle": False}
     growing = train(tmp_path / "growing", trainer_class=Reading, **options)
-    assert changes_in(log) == ["from step 5 on, 2 x 64 tokens per step", "from step 8 on, 2 x 128 tokens per step"]
+    assert changes_in(log) == [
+        "from step 5 on, 2 x 64 tokens per step",
+        "from step 8 on, 2 x 128 tokens per step",
+    ]
     assert [tokens.shape[1] for tokens in growing.read] == [32] * 4 + [64] * 3 + [128] * 3
     constant = {**options, "training__seq_len_schedule": [], "training__steps": sum(TOKENS) // 64}
     read = train(tmp_path / "constant", trainer_class=Reading, **constant).read
-    assert torch.equal(torch.cat([tokens.flatten() for tokens in growing.read]), torch.cat(read).flatten())
+    assert torch.equal(
+        torch.cat([tokens.flatten() for tokens in growing.read]), torch.cat(read).flatten()
+    )
     assert [line[1] for line in read_metrics(tmp_path / "growing", "n_tokens_seen")] == list(
         itertools.accumulate(TOKENS)
     )
@@ -187,7 +248,8 @@ def test_lengths_cut_the_same_text(tmp_path, log):
 
 
 def test_each_token_is_read_once_in_an_epoch(tmp_path):
-    """Shuffled blocks of the longest windows, in a text of distinct words that nearly fills an epoch."""
+    """Shuffled blocks of the longest windows, in a text of distinct words that nearly fills an
+    epoch."""
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{i:04d}" for i in range(700)))
     trainer = train(tmp_path / "run", trainer_class=Reading, dataloader__dataset=text, **LENGTHS)
@@ -233,15 +295,28 @@ def test_lengths_resume_on_two_processes(tmp_path):
 def test_lengths_that_cannot_change_are_rejected(tmp_path):
     with pytest.raises(UserError, match="seq_len_schedule is 32, but must be a divisor of 48"):
         tiny_config(tmp_path, training__seq_len_schedule=["4:48"]).check(world_size=1)
-    config = tiny_config(tmp_path, training__seq_len_schedule=["4:64"], parallelism__pipeline_parallel_degree=2)
-    with pytest.raises(UserError, match="pipeline_parallel_degree 2 cannot be combined with --training.seq_len_sch"):
+    config = tiny_config(
+        tmp_path, training__seq_len_schedule=["4:64"], parallelism__pipeline_parallel_degree=2
+    )
+    with pytest.raises(
+        UserError, match="pipeline_parallel_degree 2 cannot be combined with --training.seq_len_sch"
+    ):
         config.check(world_size=2)
 
 
 def test_packed_samples_cannot_change_length(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"prompt": "a b", "response": "c d"}) for _ in range(9)))
-    words = ["--config", "debugmodel_sft", "--dataloader.dataset", str(rows), "--training.seq_len_schedule", "4:4096"]
+    words = [
+        "--config",
+        "debugmodel_sft",
+        "--dataloader.dataset",
+        str(rows),
+        "--training.seq_len_schedule",
+        "4:4096",
+    ]
     config = ConfigManager().parse_args([*words, "--dump_folder", str(tmp_path)]).config
-    with pytest.raises(UserError, match="--training.seq_len_schedule: the windows of .*DataLoader have one length"):
+    with pytest.raises(
+        UserError, match="--training.seq_len_schedule: the windows of .*DataLoader have one length"
+    ):
         Trainer(config)

@@ -9,7 +9,12 @@ import pytest
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.evaluation import Scorer, multiple_choice, read_questions, text_perplexity
+from torchtitan.components.evaluation import (
+    Scorer,
+    multiple_choice,
+    read_questions,
+    text_perplexity,
+)
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Callback
 from torchtitan.trainer.evaluation import Evaluation
@@ -52,10 +57,16 @@ class Second(Recorder):
 
 def test_hooks_are_called_in_order(tmp_path):
     config = tiny_config(
-        tmp_path, training__steps=2, checkpoint__enable=True, checkpoint__interval=2, training__global_batch_size=4
+        tmp_path,
+        training__steps=2,
+        checkpoint__enable=True,
+        checkpoint__interval=2,
+        training__global_batch_size=4,
     )
     config.callbacks = [Recorder.Config(), Second.Config(label="2: ")]
-    of_steps = [note for step in (1, 2) for note in ("2 batches", f"on {step} True", f"after {step}")]
+    of_steps = [
+        note for step in (1, 2) for note in ("2 batches", f"on {step} True", f"after {step}")
+    ]
     of_both = [label + note for note in of_steps for label in ("", "2: ")]
     notes = run(config).notes
     saves = ["save", "2: save"]
@@ -64,14 +75,20 @@ def test_hooks_are_called_in_order(tmp_path):
 
 
 def test_callbacks_are_options(tmp_path):
-    assert tiny_config(tmp_path, callbacks__evaluation__freq=7).callbacks == [Evaluation.Config(freq=7)]
+    assert tiny_config(tmp_path, callbacks__evaluation__freq=7).callbacks == [
+        Evaluation.Config(freq=7)
+    ]
 
 
 @pytest.fixture
 def files(tmp_path):
     text, questions = tmp_path / "story.txt", tmp_path / "quiz.jsonl"
-    text.write_text("Once upon a time there was a small dog who liked to dig holes in the garden. " * 5)
-    rows = [{"query": f"{n} and {n} is", "choices": ["two", "a dog"], "gold": n % 2} for n in range(6)]
+    text.write_text(
+        "Once upon a time there was a small dog who liked to dig holes in the garden. " * 5
+    )
+    rows = [
+        {"query": f"{n} and {n} is", "choices": ["two", "a dog"], "gold": n % 2} for n in range(6)
+    ]
     questions.write_text("\n".join(map(json.dumps, rows)))
     return text, questions
 
@@ -83,13 +100,17 @@ def evaluations(folder):
 
 def _train(folder, files):
     config = tiny_config(
-        folder, callbacks__evaluation__files=list(files), callbacks__evaluation__freq=3, training__global_batch_size=4
+        folder,
+        callbacks__evaluation__files=list(files),
+        callbacks__evaluation__freq=3,
+        training__global_batch_size=4,
     )
     return run(config)
 
 
 def test_evaluation_during_training(tmp_path, files):
-    """Evaluates every third step and after the last; results equal a separate evaluation, and training is unchanged."""
+    """Evaluates every third step and after the last; results equal a separate evaluation, and
+    training is unchanged."""
     text, questions = files
     trainer = _train(tmp_path / "with", files)
     lines = evaluations(tmp_path / "with")
@@ -109,7 +130,9 @@ def test_evaluation_during_training(tmp_path, files):
 def test_evaluation_under_fsdp(tmp_path, files):
     _train(tmp_path / "one", files)
     run_processes(_train, 2, tmp_path / "two", files)
-    for line, expected in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
+    for line, expected in zip(
+        evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True
+    ):
         assert line == pytest.approx(expected, rel=1e-3)  # other shapes of bfloat16 products
 
 
@@ -132,8 +155,13 @@ def test_evaluation_at_the_end_of_data(tmp_path, files):
             self.taken += 1
             return super().__next__()
 
-    config = tiny_config(tmp_path, callbacks__evaluation__files=[files[0]], callbacks__evaluation__freq=2)
-    fields = {field.name: getattr(config.dataloader, field.name) for field in dataclasses.fields(config.dataloader)}
+    config = tiny_config(
+        tmp_path, callbacks__evaluation__files=[files[0]], callbacks__evaluation__freq=2
+    )
+    fields = {
+        field.name: getattr(config.dataloader, field.name)
+        for field in dataclasses.fields(config.dataloader)
+    }
     config.dataloader = Short.Config(**fields)
     trainer = run(config)
     assert trainer.step == 3

@@ -35,27 +35,45 @@ class CustomLoss(Trainer):
         logits = self.models["model"](batch["input"], batch["attention"]).flatten(0, 1).float()
         n_tokens = (batch["targets"] != -100).sum()
         probabilities = logits.softmax(-1)
-        self.measure("entropy", -(probabilities * probabilities.log()).sum(-1).sum(), torch.ones(()) * len(logits))
-        return F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum") / 2, n_tokens / 2
+        self.measure(
+            "entropy",
+            -(probabilities * probabilities.log()).sum(-1).sum(),
+            torch.ones(()) * len(logits),
+        )
+        return F.cross_entropy(
+            logits, batch["targets"].flatten(), reduction="sum"
+        ) / 2, n_tokens / 2
 
 
 def custom_loss_config(folder, loader, **options):
-    config = tiny_config(folder, training__mixed_precision_param="float32", training__global_batch_size=8, **options)
-    fields = {f.name: getattr(config.dataloader, f.name) for f in dataclasses.fields(config.dataloader)}
+    config = tiny_config(
+        folder, training__mixed_precision_param="float32", training__global_batch_size=8, **options
+    )
+    fields = {
+        f.name: getattr(config.dataloader, f.name) for f in dataclasses.fields(config.dataloader)
+    }
     return dataclasses.replace(config, dataloader=loader.Config(**fields))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_batch_without_labels(tmp_path, batch_size):
-    """A custom loss computes the loss, gradient norm and validation loss of the built-in loss for any local batch size.
-    The tolerance of 1e-5 allows for the order of sums."""
+    """A custom loss computes the loss, gradient norm and validation loss of the built-in loss for
+    any local batch size. The tolerance of 1e-5 allows for the order of sums."""
     options = {"validator__enable": True, "validator__freq": 4, "validator__steps": 2}
-    run(custom_loss_config(tmp_path / "ours", RaggedDataLoader, training__local_batch_size=8, **options))
-    config = custom_loss_config(tmp_path / "own", WithoutLabels, training__local_batch_size=batch_size, **options)
+    run(
+        custom_loss_config(
+            tmp_path / "ours", RaggedDataLoader, training__local_batch_size=8, **options
+        )
+    )
+    config = custom_loss_config(
+        tmp_path / "own", WithoutLabels, training__local_batch_size=batch_size, **options
+    )
     run(config, CustomLoss)
     expected = read_metrics(tmp_path / "ours", "loss", "grad_norm")
-    for row, reference in zip(read_metrics(tmp_path / "own", "loss", "grad_norm"), expected, strict=True):
+    for row, reference in zip(
+        read_metrics(tmp_path / "own", "loss", "grad_norm"), expected, strict=True
+    ):
         assert row == pytest.approx(reference, rel=1e-5)
     ((step, loss),) = read_validation(tmp_path / "own")
     assert (step, loss) == (4, pytest.approx(read_validation(tmp_path / "ours")[0][1], rel=1e-5))
@@ -65,7 +83,10 @@ def test_batch_without_labels(tmp_path, batch_size):
 
 
 def _train_custom_loss(folder, options):
-    run(custom_loss_config(folder, WithoutLabels, training__local_batch_size=1, **options), CustomLoss)
+    run(
+        custom_loss_config(folder, WithoutLabels, training__local_batch_size=1, **options),
+        CustomLoss,
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,11 +127,15 @@ class Doubled(CrossEntropyLoss):
 
 def test_run_selects_its_loss(tmp_path):
     plain = tiny_config(tmp_path / "plain", training__steps=1)
-    doubled = dataclasses.replace(plain, loss=Doubled.Config(), dump_folder=str(tmp_path / "doubled"))
+    doubled = dataclasses.replace(
+        plain, loss=Doubled.Config(), dump_folder=str(tmp_path / "doubled")
+    )
     assert doubled.to_dict()["loss"] == {"chunk_tokens": None, "factor": 2.0}
     for config in (plain, doubled):
         run(config)
-    ((_, loss),), ((_, twice),) = (read_metrics(tmp_path / name, "loss") for name in ("plain", "doubled"))
+    ((_, loss),), ((_, twice),) = (
+        read_metrics(tmp_path / name, "loss") for name in ("plain", "doubled")
+    )
     assert twice == pytest.approx(2 * loss, rel=1e-6)
 
 
@@ -140,7 +165,10 @@ class WithCritic(Trainer):
 
     def compute_loss(self, batch):
         options = {"head": self.loss, "labels_BL": batch["labels"]}
-        losses = {name: model(batch["input"], batch.get("attention"), **options) for name, model in self.models.items()}
+        losses = {
+            name: model(batch["input"], batch.get("attention"), **options)
+            for name, model in self.models.items()
+        }
         assert not losses["frozen"].requires_grad
         return losses["model"] + losses["critic"], (batch["labels"] != -100).sum()
 
@@ -151,17 +179,30 @@ def _weights(trainer, name):
 
 @pytest.mark.slow
 def test_second_model_trains_and_resumes(tmp_path):
-    options = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__mixed_precision_param": "float32"}
+    options = {
+        "checkpoint__enable": True,
+        "checkpoint__interval": 2,
+        "training__mixed_precision_param": "float32",
+    }
     options |= {"training__max_norm": "inf"}
     straight = train(tmp_path / "straight", trainer_class=WithCritic, **options)
     alone = train(tmp_path / "alone", **options)
     model, critic, frozen = (_weights(straight, name) for name in ("model", "critic", "frozen"))
     for name, value in _weights(alone, "model").items():
         assert torch.equal(model[name], critic[name])
-        assert torch.allclose(model[name], value, atol=1e-6)  # `compute_loss` divides after the backward pass
+        # `compute_loss` divides after the backward pass
+        assert torch.allclose(model[name], value, atol=1e-6)
     assert not torch.equal(model["tok_embeddings.weight"], frozen["tok_embeddings.weight"])
-    train(tmp_path / "resumed", trainer_class=WithCritic, training__steps=2, lr_scheduler__total_steps=4, **options)
-    resumed = train(tmp_path / "resumed", trainer_class=WithCritic, lr_scheduler__total_steps=4, **options)
+    train(
+        tmp_path / "resumed",
+        trainer_class=WithCritic,
+        training__steps=2,
+        lr_scheduler__total_steps=4,
+        **options,
+    )
+    resumed = train(
+        tmp_path / "resumed", trainer_class=WithCritic, lr_scheduler__total_steps=4, **options
+    )
     for name in ("model", "critic", "frozen"):
         for (key, value), expected in zip(
             _weights(resumed, name).items(), _weights(straight, name).values(), strict=True
@@ -178,14 +219,19 @@ class CustomStep(TemplateTrainer):
 
 
 def test_step_without_gradient_scaling_is_reported(tmp_path):
-    with pytest.raises(UserError, match=r"CustomStep overrides train_step and compute_loss.*divide_by_weight"):
+    with pytest.raises(
+        UserError, match=r"CustomStep overrides train_step and compute_loss.*divide_by_weight"
+    ):
         train(tmp_path, trainer_class=CustomStep)
 
 
 def test_model_names_must_not_be_state_names(tmp_path):
     class Misnamed(Trainer):
         def build_models(self):
-            return {**super().build_models(), "optimizer": self.build_other_model(self.config.model_spec)}
+            return {
+                **super().build_models(),
+                "optimizer": self.build_other_model(self.config.model_spec),
+            }
 
     with pytest.raises(UserError, match=r"a model cannot be named optimizer"):
         train(tmp_path, trainer_class=Misnamed)
@@ -194,7 +240,12 @@ def test_model_names_must_not_be_state_names(tmp_path):
 def test_offloading_an_own_model_needs_fsdp(tmp_path):
     class Offloading(Trainer):
         def build_models(self):
-            return {**super().build_models(), "own": self.build_other_model(self.config.model_spec, offloaded=True)}
+            return {
+                **super().build_models(),
+                "own": self.build_other_model(self.config.model_spec, offloaded=True),
+            }
 
-    with pytest.raises(UserError, match=r"offloading a model is a part of FSDP, and needs --parallelism\.data_par"):
+    with pytest.raises(
+        UserError, match=r"offloading a model is a part of FSDP, and needs --parallelism\.data_par"
+    ):
         train(tmp_path, trainer_class=Offloading)

@@ -12,7 +12,9 @@ from torchtitan.trainer.data_progress import DataProgress
 
 def make(*, n_samples=None, batch=8, **config):
     epochs = 1 if n_samples is not None else None
-    return DataProgress(TrainingConfig(epochs=epochs, **config), n_samples, batch, sequences_per_sample=1)
+    return DataProgress(
+        TrainingConfig(epochs=epochs, **config), n_samples, batch, sequences_per_sample=1
+    )
 
 
 def read_step(length):
@@ -24,7 +26,10 @@ def read_step(length):
 
 def random_skips(rng):
     """Random ranges that may overlap, touch, or start after the end."""
-    return [f"{first}-{first + rng.randint(0, 4)}" for first in rng.choices(range(1, 30), k=rng.randint(0, 5))]
+    return [
+        f"{first}-{first + rng.randint(0, 4)}"
+        for first in rng.choices(range(1, 30), k=rng.randint(0, 5))
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -33,7 +38,9 @@ def test_predicted_progress_matches_reading(seed):
     skips, n_samples = random_skips(rng), rng.randint(1, 200)
     length = make(n_samples=n_samples, batch=8, skip_data=skips)
     last, n_batches = length.last_step(0), math.ceil(n_samples / 8)
-    left_out = [batch for batch in range(1, n_batches + 1) if any(batch in of for of in length._skipped)]
+    left_out = [
+        batch for batch in range(1, n_batches + 1) if any(batch in of for of in length._skipped)
+    ]
     assert last == n_batches - len(left_out)
     expected = length.samples_read_at(last, 0)
     for step in range(last):

@@ -1,4 +1,5 @@
-"""Results that the host reads a step late, as on CUDA, against results that it reads in their own step, as on a CPU."""
+"""Results that the host reads a step late, as on CUDA, against results that it reads in their own
+step, as on a CPU."""
 
 import contextlib
 import dataclasses
@@ -25,11 +26,22 @@ from torchtitan.trainer import Callback, NonFiniteError, StepResult, Trainer
 from torchtitan.trainer.deferred_results import DeferredNumbers, DeferredResult, DeferredResults
 
 EXACT = ("loss", "grad_norm", "lr", "n_tokens_seen", "skipped_steps")
-READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"}
+READS = {
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "nonzero",
+}
 
 
 class Damaged(Trainer):
-    """Has an infinite gradient in the steps `damaged`, keeps copies of weights and moments, and lists late steps."""
+    """Has an infinite gradient in the steps `damaged`, keeps copies of weights and moments, and
+    lists late steps."""
 
     damaged: tuple[int, ...] = ()
 
@@ -40,7 +52,10 @@ class Damaged(Trainer):
         return loss
 
     def complete_step(self, outcome):
-        history, late = self.__dict__.setdefault("history", []), self.__dict__.setdefault("late_steps", [])
+        history, late = (
+            self.__dict__.setdefault("history", []),
+            self.__dict__.setdefault("late_steps", []),
+        )
         state = {**dict(self.model_parts[0].state_dict()), **self.optimizer.state_dict()}
         history.append({name: _whole(value).detach().clone() for name, value in state.items()})
         if isinstance(outcome, DeferredResult) and not outcome.is_read:
@@ -58,7 +73,9 @@ def late(monkeypatch) -> None:
     monkeypatch.setattr(DeferredResults, "device_types", ("cpu",))
 
 
-def trained(folder: Path, damaged: tuple[int, ...] = (), dataloader: Any = None, **options: Any) -> Any:
+def trained(
+    folder: Path, damaged: tuple[int, ...] = (), dataloader: Any = None, **options: Any
+) -> Any:
     config = tiny_config(folder, **{"training__steps": 8, "metrics__log_freq": 100, **options})
     if dataloader:
         config.dataloader = dataloader.Config()
@@ -66,7 +83,8 @@ def trained(folder: Path, damaged: tuple[int, ...] = (), dataloader: Any = None,
 
 
 def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Any:
-    """Train with results read at once and late; compare all that they leave behind, and return the late trainer."""
+    """Train with results read at once and late; compare all that they leave behind, and return the
+    late trainer."""
     at_once = trained(folder / "at once", *args, **options)
     with monkeypatch.context() as patch:
         patch.setattr(DeferredResults, "device_types", ("cpu",))
@@ -107,27 +125,54 @@ class TestSameRun:
         late = compare(tmp_path, monkeypatch, (2, 3, 4, 6, 8), **SKIP, **SAVES)
         assert late.late_steps == [2, 3, 5, 6, 7]
         names = late.history[0].keys()
-        unchanged = [all(torch.equal(a[n], b[n]) for n in names) for a, b in itertools.pairwise(late.history)]
+        unchanged = [
+            all(torch.equal(a[n], b[n]) for n in names) for a, b in itertools.pairwise(late.history)
+        ]
         assert unchanged == [True, True, True, False, True, False, True]
-        assert [step for event, step, _ in _events(tmp_path / "late") if event == "skipped"] == [2, 3, 4, 6, 8]
+        assert [step for event, step, _ in _events(tmp_path / "late") if event == "skipped"] == [
+            2,
+            3,
+            4,
+            6,
+            8,
+        ]
 
     def test_logs_and_validates_as_often(self, tmp_path, monkeypatch):
-        options = {"metrics__log_freq": 3, "validator__enable": True, "validator__freq": 5, "validator__steps": 1}
+        options = {
+            "metrics__log_freq": 3,
+            "validator__enable": True,
+            "validator__freq": 5,
+            "validator__steps": 1,
+        }
         assert compare(tmp_path, monkeypatch, (5,), **SKIP, **options).late_steps == [2, 4, 7]
 
     def test_at_an_unknown_end_of_the_data(self, tmp_path, monkeypatch):
         """The last step before the end is late, damaged, and still logged."""
-        assert compare(tmp_path, monkeypatch, (6,), SixBatches, **SKIP).late_steps == [2, 3, 4, 5, 6]
+        assert compare(tmp_path, monkeypatch, (6,), SixBatches, **SKIP).late_steps == [
+            2,
+            3,
+            4,
+            5,
+            6,
+        ]
         assert _lines(tmp_path / "late")[-1]["skipped_steps"] == 1
 
     def test_with_balanced_experts(self, tmp_path, monkeypatch):
         """The balance of the experts, which is not part of the optimizer's update, stays too."""
-        options = {"module": "glm4_moe", "model__n_layers": 2, "model__moe__layer_types": ["dense", "sparse"]}
+        options = {
+            "module": "glm4_moe",
+            "model__n_layers": 2,
+            "model__moe__layer_types": ["dense", "sparse"],
+        }
         options |= {"model__moe__bias_rate": 0.01, "training__steps": 4}
         late = compare(tmp_path, monkeypatch, (2,), **SKIP, **options)
         name = "layers.1.moe.router.selection.bias_E"
         first, skipped, third = (state[name] for state in late.history[1:])
-        assert late.late_steps == [2, 3] and torch.equal(first, skipped) and not torch.equal(skipped, third)
+        assert (
+            late.late_steps == [2, 3]
+            and torch.equal(first, skipped)
+            and not torch.equal(skipped, third)
+        )
 
     def test_resumes_exactly(self, tmp_path, monkeypatch, late):
         whole = trained(tmp_path / "whole", (3, 6), **SKIP)
@@ -136,7 +181,10 @@ class TestSameRun:
             step.rename(tmp_path / "gone")
         resumed = trained(tmp_path / "parts", (3, 6), **SKIP, **SAVES)
         assert len(resumed.history) == 4 and resumed.late_steps == [6, 7]
-        assert all(torch.equal(resumed.history[-1][name], value) for name, value in whole.history[-1].items())
+        assert all(
+            torch.equal(resumed.history[-1][name], value)
+            for name, value in whole.history[-1].items()
+        )
         assert whole.spikes.state_dict() == resumed.spikes.state_dict()
 
 
@@ -173,13 +221,22 @@ def test_two_processes_skip_alike(tmp_path, layout):
 
 class TestNonFinite:
     def test_is_named_a_step_later_and_changes_nothing(self, tmp_path, late):
-        with pytest.raises(NonFiniteError, match=r"^step 3: loss .* gradient norm inf; documents: stories") as error:
+        with pytest.raises(
+            NonFiniteError, match=r"^step 3: loss .* gradient norm inf; documents: stories"
+        ) as error:
             trained(tmp_path, (3,), **SAVES, training__steps=7)
         assert [step for step, _ in read_metrics(tmp_path, "loss")] == [1, 2]
         assert not any((tmp_path / "checkpoint").glob("step-*"))
-        trainer = next(frame.f_locals["self"] for frame, _ in _frames(error) if frame.f_code.co_name == "run_steps")
+        trainer = next(
+            frame.f_locals["self"]
+            for frame, _ in _frames(error)
+            if frame.f_code.co_name == "run_steps"
+        )
         assert trainer.step == 3 and len(trainer.history) == 3
-        assert all(torch.equal(trainer.history[1][name], value) for name, value in trainer.history[2].items())
+        assert all(
+            torch.equal(trainer.history[1][name], value)
+            for name, value in trainer.history[2].items()
+        )
 
     @pytest.mark.parametrize("options", [SAVES, {}], ids=["saves", "saves nothing"])
     def test_is_noticed_in_a_last_step_that_comes_unexpectedly(self, tmp_path, late, options):
@@ -223,7 +280,9 @@ def test_request_to_stop_is_heard_in_the_next_step(tmp_path, late):
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().clip_gradients()
 
-    trainer = run(tiny_config(tmp_path, training__steps=8, metrics__log_freq=100, **SAVES), Interrupted)
+    trainer = run(
+        tiny_config(tmp_path, training__steps=8, metrics__log_freq=100, **SAVES), Interrupted
+    )
     assert trainer.step == 3 and trainer.late_steps == [2]
     assert (tmp_path / "checkpoint" / "step-3" / "complete.json").exists()
 
@@ -262,7 +321,9 @@ def test_late_steps_read_nothing_of_their_own(tmp_path, monkeypatch):
     assert at_once[1:] == [["tolist"]] * 7
     monkeypatch.setattr(DeferredResults, "device_types", ("cpu",))
     copies = []
-    monkeypatch.setattr("torchtitan.tools.device.HostCopy.tolist", lambda self: copies.append(1) or _tolist(self))
+    monkeypatch.setattr(
+        "torchtitan.tools.device.HostCopy.tolist", lambda self: copies.append(1) or _tolist(self)
+    )
     late = run(tiny_config(tmp_path / "late", **options), Counting).counts
     assert late[1:] == [[], [], [], ["tolist"], [], [], ["tolist"]]
     assert len(copies) == 5
@@ -310,14 +371,20 @@ def test_own_steps_of_two_updates_are_reported_once(tmp_path, late):
 
 def test_a_changed_copy_has_all_numbers():
     def read(values):
-        return StepResult(*values, stop_requested=False, data_exhausted=True, measures={"kl": 3.0}, step=9)
+        return StepResult(
+            *values, stop_requested=False, data_exhausted=True, measures={"kl": 3.0}, step=9
+        )
 
     numbers = DeferredNumbers(torch.tensor([8.0, 1.0, math.inf]), lambda values: read(values[1:]))
     late = DeferredResult(numbers=numbers, step=4, data_step=5, skip=torch.ones(()))
     assert late.skip == 1 and late.step == 4 and not late.is_read
     changed = dataclasses.replace(late, measures={**late.measures, "more": 5.0})
     assert changed.is_read and (changed.loss, changed.grad_norm, changed.step) == (1.0, math.inf, 4)
-    assert changed.data_exhausted and changed.measures == {"kl": 3.0, "more": 5.0} and not changed.is_taken
+    assert (
+        changed.data_exhausted
+        and changed.measures == {"kl": 3.0, "more": 5.0}
+        and not changed.is_taken
+    )
 
 
 def test_own_updates_and_adaptive_data_get_each_result(tmp_path, late):
@@ -335,6 +402,11 @@ def test_own_updates_and_adaptive_data_get_each_result(tmp_path, late):
             self.observed += 1
 
     for index, kind in enumerate((OwnUpdate, OwnReading)):
-        assert run(tiny_config(tmp_path / str(index), training__steps=3, metrics__log_freq=9), kind).late_steps == []
+        assert (
+            run(
+                tiny_config(tmp_path / str(index), training__steps=3, metrics__log_freq=9), kind
+            ).late_steps
+            == []
+        )
     trainer = trained(tmp_path / "data", dataloader=Adaptive, training__steps=3)
     assert trainer.late_steps == [] and trainer.dataloader.observed == 3

@@ -1,4 +1,5 @@
-"""Errors and exits in users' code: they are named, the last complete step is saved, and the run does not succeed."""
+"""Errors and exits in users' code: they are named, the last complete step is saved, and the run
+does not succeed."""
 
 import asyncio
 import contextlib
@@ -35,7 +36,11 @@ class Failing(Callback):
         rank: int = 0
 
     def fail(self, method: str) -> None:
-        if method == self.config.method and self.trainer.step >= 2 and self.trainer.rank == self.config.rank:
+        if (
+            method == self.config.method
+            and self.trainer.step >= 2
+            and self.trainer.rank == self.config.rank
+        ):
             raise SystemExit(0) if self.config.exits else ValueError("mine")
 
     def on_batches(self, micro_batches):
@@ -76,7 +81,9 @@ class OwnLoss(Trainer):
 
 
 def saved_steps(path: Path) -> list[int]:
-    return sorted(int(checkpoint.name.removeprefix("step-")) for checkpoint in path.glob("checkpoint/step-*"))
+    return sorted(
+        int(checkpoint.name.removeprefix("step-")) for checkpoint in path.glob("checkpoint/step-*")
+    )
 
 
 def with_failing(path: Path, **options: object):
@@ -103,7 +110,9 @@ def test_a_failing_callback_ends_the_run_after_a_save(tmp_path, method, exits):
 def test_an_exit_in_a_loss_is_named_and_the_last_step_is_saved(tmp_path, error, monkeypatch):
     train(tmp_path / "straight", trainer_class=OwnLoss, **OPTIONS)
     monkeypatch.setattr(FailingLoss, "error", error)
-    with pytest.raises(UserError, match=r"the run was ended by .*test_failures\.py, line \d+, in compute_loss"):
+    with pytest.raises(
+        UserError, match=r"the run was ended by .*test_failures\.py, line \d+, in compute_loss"
+    ):
         train(tmp_path / "run", trainer_class=FailingLoss, **OPTIONS)
     assert saved_steps(tmp_path / "run") == [2]
     train(tmp_path / "run", trainer_class=OwnLoss, **OPTIONS)
@@ -127,10 +136,17 @@ def test_weights_between_two_steps_are_not_saved(tmp_path, caplog):
 def test_rewards_are_named_with_file_and_line(tmp_path, error):
     name = error.__name__ if isinstance(error, type) else type(error).__name__
     module = "asyncio." if error is asyncio.CancelledError else ""
-    lines = ["import asyncio", "def helper():", f"    raise {module}{name}", "def score(*args):", "    return helper()"]
+    lines = [
+        "import asyncio",
+        "def helper():",
+        f"    raise {module}{name}",
+        "def score(*args):",
+        "    return helper()",
+    ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
     with pytest.raises(
-        UserError, match=rf"score failed: {name}: .*\(.*mine\.py, line 3, in helper; from .*line 5, in score"
+        UserError,
+        match=rf"score failed: {name}: .*\(.*mine\.py, line 3, in helper; from .*line 5, in score",
     ):
         Rewards([f"{tmp_path}/mine.py:score"], [])("", "", {})
 
@@ -140,7 +156,10 @@ def test_rewards_are_named_with_file_and_line(tmp_path, error):
 def test_an_exit_in_rollouts_saves(folder, tmp_path, error, kind):  # noqa: F811
     name = error.__name__ if isinstance(error, type) else type(error).__name__
     text = f"import asyncio\ndef score(prompt, completion, row):\n    raise {name}\n"
-    text += f"async def roll(row, engine):\n    await engine.generate(engine.prompt)\n    raise {name}\n"
+    text += (
+        "async def roll(row, engine):\n    await engine.generate(engine.prompt)\n    raise "
+        f"{name}\n"
+    )
     (tmp_path / "mine.py").write_text(text.replace("raise Cancelled", "raise asyncio.Cancelled"))
     options = {"checkpoint__interval": 100, "training__steps": 2}
     train_rl(
@@ -157,7 +176,9 @@ def test_an_exit_in_rollouts_saves(folder, tmp_path, error, kind):  # noqa: F811
     if kind == "rollout":
         option = {"rollout__function": f"{tmp_path}/mine.py:roll"}
     options |= {"training__steps": 4, **option}
-    with pytest.raises(UserError, match=rf"prompts\.jsonl:\d+: the {kind}.* failed: {name}: .*mine\.py, line \d"):
+    with pytest.raises(
+        UserError, match=rf"prompts\.jsonl:\d+: the {kind}.* failed: {name}: .*mine\.py, line \d"
+    ):
         train_rl(folder, tmp_path / "run", **options)
 
 
@@ -176,13 +197,25 @@ def test_the_command_does_not_succeed(tmp_path):
         "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
         "def debugmodel():\n    return FailingLoss.Config.based_on(llama3_debugmodel())\n"
     )
-    overrides = {key.replace("__", "."): value for key, value in {**OPTIONS, "dump_folder": tmp_path / "run"}.items()}
-    words = ["--module", str(tmp_path / "mine"), "--config", "debugmodel", *flags({**TINY, **overrides})]
+    overrides = {
+        key.replace("__", "."): value
+        for key, value in {**OPTIONS, "dump_folder": tmp_path / "run"}.items()
+    }
+    words = [
+        "--module",
+        str(tmp_path / "mine"),
+        "--config",
+        "debugmodel",
+        *flags({**TINY, **overrides}),
+    ]
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words]
     environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     result = run_command(command, env=environment)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "the run was ended by SystemExit" in result.stderr and "test_failures.py, line" in result.stderr
+    assert (
+        "the run was ended by SystemExit" in result.stderr
+        and "test_failures.py, line" in result.stderr
+    )
     assert saved_steps(tmp_path / "run") == [2]
 
 
@@ -238,17 +271,27 @@ class FailingData(PretrainDataLoader):
         return super().__next__()
 
 
-DEFERRED = {"on_batches": 3, "around_step": 3, "on_step": 3, "after around_step": 4, "before_save": 4}
-"""Methods that fail at step 3 or its end, and the step that is saved: all ranks learn of it in the next exchange."""
+DEFERRED = {
+    "on_batches": 3,
+    "around_step": 3,
+    "on_step": 3,
+    "after around_step": 4,
+    "before_save": 4,
+}
+"""Methods that fail at step 3 or its end, and the step that is saved: all ranks learn of it in the
+next exchange."""
 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_in_a_step_ends_all_after_a_save(tmp_path):
-    """Each resumed run has the numbers of the one that never stopped. A step with failed data or loss is not taken."""
+    """Each resumed run has the numbers of the one that never stopped. A step with failed data or
+    loss is not taken."""
     run_processes(fail_in_steps, 2, tmp_path)
     for name in ("after", "before", "data", "head"):
         assert saved_steps(tmp_path / name)[0] == 2, name
-        straight = read_metrics(tmp_path / ("plain" if name in ("data", "head") else "own"), "loss", "grad_norm")
+        straight = read_metrics(
+            tmp_path / ("plain" if name in ("data", "head") else "own"), "loss", "grad_norm"
+        )
         numbers = read_metrics(tmp_path / name, "loss", "grad_norm")
         if name == "head":  # an own loss has its gradients from autograd
             numbers, straight = np.array(numbers), pytest.approx(np.array(straight), rel=1e-5)
@@ -261,7 +304,9 @@ def fail_in_steps(path: Path) -> None:
     train(path / "own", trainer_class=OwnLoss, **options)
     train(path / "plain", **options)
     for name, failing in {"after": LossAfterForward, "before": LossBeforeForward}.items():
-        with pytest.raises(SharedError, match=r"^rank 1 failed: .*test_failures\.py, line \d+, in compute_loss"):
+        with pytest.raises(
+            SharedError, match=r"^rank 1 failed: .*test_failures\.py, line \d+, in compute_loss"
+        ):
             train(path / name, trainer_class=failing, **options)
         train(path / name, trainer_class=OwnLoss, **options)
     for name in ("data", "head"):
@@ -270,7 +315,10 @@ def fail_in_steps(path: Path) -> None:
             config.dataloader = FailingData.Config(dataset=config.dataloader.dataset)
         else:
             config.loss = LossInModel.Config()
-        with pytest.raises(SharedError, match=r"^rank 1 failed: ValueError: mine \(.*test_failures\.py, line \d+, in "):
+        with pytest.raises(
+            SharedError,
+            match=r"^rank 1 failed: ValueError: mine \(.*test_failures\.py, line \d+, in ",
+        ):
             run(config)
         run(config)
     for method in DEFERRED:

@@ -11,7 +11,9 @@ from torchtitan.distributed import initialize, initialize_weights
 from torchtitan.trainer import Trainer
 
 ADAPTER = LoRA.Config(rank=4, include=["wq"])
-ADAPTER_NAMES = {f"layers.{layer}.attention.wq.{name}" for layer in (0, 1) for name in ("lora_A", "lora_B")}
+ADAPTER_NAMES = {
+    f"layers.{layer}.attention.wq.{name}" for layer in (0, 1) for name in ("lora_A", "lora_B")
+}
 
 
 @pytest.fixture
@@ -56,7 +58,9 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     trainer = train(folder, training__steps=2, checkpoint__enable=True)
     (model,) = trainer.model_parts
-    return folder, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return folder, {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
 
 
 def assert_equal(model, expected):
@@ -93,14 +97,18 @@ def test_a_resumed_run_draws_nothing(saved, tmp_path, drawn):
 
 def test_a_run_that_starts_from_other_weights_draws_nothing(saved, tmp_path, drawn):
     folder, weights = saved
-    model = load(tiny_config(tmp_path, checkpoint__initial_load_path=folder / "checkpoint" / "step-2"))
+    model = load(
+        tiny_config(tmp_path, checkpoint__initial_load_path=folder / "checkpoint" / "step-2")
+    )
     assert not drawn
     assert_equal(model, weights)
 
 
 def test_adapters_are_drawn_beside_loaded_weights(saved, tmp_path, drawn):
     folder, weights = saved
-    config = tiny_config(tmp_path, checkpoint__initial_load_path=folder / "checkpoint" / "step-2", debug__seed=42)
+    config = tiny_config(
+        tmp_path, checkpoint__initial_load_path=folder / "checkpoint" / "step-2", debug__seed=42
+    )
     config.model_converters.append(ADAPTER)
     model = load(config)
     assert drawn == ADAPTER_NAMES
@@ -114,7 +122,9 @@ def test_weights_are_drawn_if_the_expected_checkpoint_is_not_loaded(saved, tmp_p
     folder, _ = saved
     options = {"training__steps": 3, "checkpoint__enable": True, "debug__seed": 42}
     shutil.copytree(folder, tmp_path / "excluded")
-    model = load(tiny_config(tmp_path / "excluded", checkpoint__exclude_from_loading=["model"], **options))
+    model = load(
+        tiny_config(tmp_path / "excluded", checkpoint__exclude_from_loading=["model"], **options)
+    )
     assert drawn == {name for name, _ in model.named_parameters()}
     assert_equal(model, initial_weights(model))
     drawn.clear()

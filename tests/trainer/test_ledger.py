@@ -28,7 +28,8 @@ def read(folder: Path) -> list[dict]:
 
 
 def expected(data: Path, n_samples: int) -> list[str]:
-    """Names of the first samples in the global order, from a loader with one rank and batch size 1."""
+    """Names of the first samples in the global order, from a loader with one rank and batch size
+    1."""
     config = tiny_config(data.parent, dataloader__dataset=data).dataloader
     from torchtitan.components.tokenizer import PretrainedTokenizer
 
@@ -38,9 +39,16 @@ def expected(data: Path, n_samples: int) -> list[str]:
 
 
 def test_documents_of_every_step_in_order(tmp_path, data):
-    train(tmp_path / "run", dataloader__dataset=data, debug__ledger=True, training__global_batch_size=4)
+    train(
+        tmp_path / "run",
+        dataloader__dataset=data,
+        debug__ledger=True,
+        training__global_batch_size=4,
+    )
     lines = read(tmp_path / "run")
-    assert [(line["step"], line["data_step"]) for line in lines] == [(step, step) for step in range(1, 5)]
+    assert [(line["step"], line["data_step"]) for line in lines] == [
+        (step, step) for step in range(1, 5)
+    ]
     assert [name for line in lines for name in line["documents"]] == expected(data, 16)
     assert all("many.jsonl, document" in name for line in lines for name in line["documents"])
 
@@ -80,7 +88,11 @@ def test_resumed_run_drops_repeated_steps(tmp_path, data):
 def test_epoch_has_every_sample_once(tmp_path, data):
     """The padding of the last batch has no name."""
     trainer = train(
-        tmp_path / "run", dataloader__dataset=data, debug__ledger=True, training__epochs=2, training__local_batch_size=5
+        tmp_path / "run",
+        dataloader__dataset=data,
+        debug__ledger=True,
+        training__epochs=2,
+        training__local_batch_size=5,
     )
     counts = Counter(name for line in read(tmp_path / "run") for name in line["documents"])
     n_samples = trainer.dataloader.n_samples
@@ -92,7 +104,11 @@ def test_epoch_has_every_sample_once(tmp_path, data):
 @pytest.mark.slow
 def test_larger_batch_after_resume_reads_the_rest(tmp_path, data):
     options = {"dataloader__dataset": data, "debug__ledger": True, "training__epochs": 1}
-    options |= {"checkpoint__enable": True, "checkpoint__interval": 3, "lr_scheduler__min_lr_factor": 0.0}
+    options |= {
+        "checkpoint__enable": True,
+        "checkpoint__interval": 3,
+        "lr_scheduler__min_lr_factor": 0.0,
+    }
     with pytest.raises(Killed):
         train(tmp_path, trainer_class=KilledAfterStepThree, **options)
     trainer = train(tmp_path, **options, training__global_batch_size=8)
@@ -111,11 +127,19 @@ def test_skipped_step_has_its_reason(tmp_path, data):
             return dataclasses.replace(outcome, loss=math.inf) if self.step == 1 else outcome
 
     train(
-        tmp_path, trainer_class=Overflowing, dataloader__dataset=data, debug__ledger=True, training__on_nonfinite="skip"
+        tmp_path,
+        trainer_class=Overflowing,
+        dataloader__dataset=data,
+        debug__ledger=True,
+        training__on_nonfinite="skip",
     )
     lines = read(tmp_path)
     assert [(line["step"], line["data_step"]) for line in lines] == [(1, 1), (2, 2), (3, 3), (4, 4)]
-    assert [line["step"] for line in lines if line.get("skipped", "").startswith("loss inf, gradient norm")] == [2]
+    assert [
+        line["step"]
+        for line in lines
+        if line.get("skipped", "").startswith("loss inf, gradient norm")
+    ] == [2]
 
 
 def test_line_is_written_before_the_checkpoint(tmp_path, data):
@@ -139,7 +163,9 @@ def test_full_disk_ends_the_run(tmp_path, data, monkeypatch):
             monkeypatch.setattr(ledger.file, "append", full)
 
     with pytest.raises(RunFailure, match=r"ledger\.jsonl' cannot be written: No space left"):
-        train(tmp_path, trainer_class=FullAfterOneStep, dataloader__dataset=data, debug__ledger=True)
+        train(
+            tmp_path, trainer_class=FullAfterOneStep, dataloader__dataset=data, debug__ledger=True
+        )
     assert [line["step"] for line in read(tmp_path)] == [1]
 
 

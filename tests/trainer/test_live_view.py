@@ -1,4 +1,5 @@
-"""The bar on a terminal: a pseudo terminal gets whole log lines and the bar, others only the log."""
+"""The bar on a terminal: a pseudo terminal gets whole log lines and the bar, others only the
+log."""
 
 import contextlib
 import io
@@ -49,11 +50,14 @@ class Terminal:
 
 
 def screen(text: str) -> list[str]:
-    """Return the lines that a tall terminal shows after this text: only the movements that the bar needs."""
+    """Return the lines that a tall terminal shows after this text: only the movements that the bar
+    needs."""
     lines, row, column = [""], 0, 0
     for control, piece in re.findall(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", text):
         if piece:
-            lines[row] = lines[row][:column].ljust(column) + piece + lines[row][column + len(piece) :]
+            lines[row] = (
+                lines[row][:column].ljust(column) + piece + lines[row][column + len(piece) :]
+            )
             column += len(piece)
         elif control == "\r":
             column = 0
@@ -92,26 +96,40 @@ def slow_clock(monkeypatch) -> None:
 def test_terminal_shows_a_bar_below_whole_log_lines(tmp_path, monkeypatch, seed):
     terminal = Terminal(monkeypatch)
     init_logger()
-    config, of_user = tiny_config(tmp_path, debug__seed=seed), logging.FileHandler(tmp_path / "log.txt")
+    config, of_user = (
+        tiny_config(tmp_path, debug__seed=seed),
+        logging.FileHandler(tmp_path / "log.txt"),
+    )
     with contextlib.closing(of_user):
         logger.addHandler(of_user)
-        with pytest.raises(RuntimeError, match="stopped here") if seed == 7 else contextlib.nullcontext():
+        with (
+            pytest.raises(RuntimeError, match="stopped here")
+            if seed == 7
+            else contextlib.nullcontext()
+        ):
             run(config, Talkative)
         logger.info("after the run")
     assert (tmp_path / "log.txt").read_text().count("a long line " * 30 + "ends\n") == 1
     text = terminal.close()
     bars = re.findall(
-        r"step (\d)/4 ([▁-█]+) loss (\d+\.\d+)( +[\d,]+ tokens/s)? +━", re.sub(r"\x1b\[[\d;]*m", "", text)
+        r"step (\d)/4 ([▁-█]+) loss (\d+\.\d+)( +[\d,]+ tokens/s)? +━",
+        re.sub(r"\x1b\[[\d;]*m", "", text),
     )
-    shown_bars = [*dict.fromkeys((step, len(losses)) for step, losses, *_ in bars)]  # drawn again below each log line
-    assert {step for step, *_, speed in bars if not speed} == {"1"}, "the speed is known from the second step on"
+    # drawn again below each log line
+    shown_bars = [*dict.fromkeys((step, len(losses)) for step, losses, *_ in bars)]
+    assert {step for step, *_, speed in bars if not speed} == {"1"}, (
+        "the speed is known from the second step on"
+    )
     assert shown_bars == [("1", 1), ("2", 2), ("3", 3), ("4", 4)][: 4 if seed == 1 else 3]
     shown = screen(text)
     assert [line for line in shown if "━" in line] == []  # the bar is gone
     assert re.fullmatch(r"[\d:]+ INFO after the run", shown[-2]) and shown[-1] == ""
     logged = [line for line in shown if re.match(r"\d\d:\d\d:\d\d (INFO|WARNING)", line)]
     assert sum(" INFO step " in line for line in logged) == (4 if seed == 1 else 3)
-    assert any(line.endswith("a long line " * 30 + "ends") for line in logged) and "from a library" in shown
+    assert (
+        any(line.endswith("a long line " * 30 + "ends") for line in logged)
+        and "from a library" in shown
+    )
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden"
 
 
@@ -144,7 +162,9 @@ def test_no_bar(tmp_path, monkeypatch, capsys, option):
     init_logger()
     run(tiny_config(tmp_path, metrics__enable_live_view=not option.startswith("--")))
     text = terminal.close() if terminal else capsys.readouterr().err
-    assert " INFO step 4/4  loss" in re.sub(r"\x1b\[[\d;]*m", "", text).replace("INFO \x1b", "INFO ")
+    assert " INFO step 4/4  loss" in re.sub(r"\x1b\[[\d;]*m", "", text).replace(
+        "INFO \x1b", "INFO "
+    )
     assert "━" not in text and "\x1b[2K" not in text and "▁" not in text
 
 
@@ -158,10 +178,18 @@ def test_a_file_gets_no_control_characters(capfd, monkeypatch):
 def test_warning_of_the_launcher_replaces_the_bar(monkeypatch):
     terminal = Terminal(monkeypatch)
     init_logger()
-    print("step 3/4 ━━━━━━━━━ loss 2.3026  1,000 tokens/s  ETA 0:00:01^C", end="", file=sys.stderr, flush=True)
+    print(
+        "step 3/4 ━━━━━━━━━ loss 2.3026  1,000 tokens/s  ETA 0:00:01^C",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
     _stop([], signal.SIGINT)
     first, rest = screen(terminal.close())
-    assert re.fullmatch(r"[\d:]+ WARNING SIGINT received: the run stops after this step.*", first) and rest == ""
+    assert (
+        re.fullmatch(r"[\d:]+ WARNING SIGINT received: the run stops after this step.*", first)
+        and rest == ""
+    )
 
 
 def test_stop_signal_during_a_write_to_the_terminal(monkeypatch):
@@ -177,7 +205,9 @@ def test_stop_signal_during_a_write_to_the_terminal(monkeypatch):
             return super().write(content)
 
     raw = Interrupted(sys.stderr.fileno(), "w", closefd=False)
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True))
+    monkeypatch.setattr(
+        sys, "stderr", io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True)
+    )
     print("a line", file=sys.stderr)
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():

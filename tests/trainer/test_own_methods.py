@@ -55,7 +55,11 @@ def test_a_declaration_must_be_true():
         compute_loss = nothing  # type: ignore[assignment]
 
     assert Loss.has_own_loss
-    with pytest.raises(TypeError, match=r"Misspelled\.has_own_loss is True, but the class defines no compute_loss"):
+    with pytest.raises(
+        TypeError, match=r"Misspelled\.has_own_loss is True, but the class defines no compute_loss"
+    ):
         type("Misspelled", (Trainer,), {"has_own_loss": True, "computeloss": nothing})
-    with pytest.raises(TypeError, match="has_own_forward is False, but the class defines its own .* or forward"):
+    with pytest.raises(
+        TypeError, match="has_own_forward is False, but the class defines its own .* or forward"
+    ):
         type("Denied", (Trainer,), {"has_own_forward": False, "forward": nothing})

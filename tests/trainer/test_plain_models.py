@@ -10,7 +10,11 @@ from torchtitan.components.peft import LoRA
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
-OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__mixed_precision_param": "float32"}
+OPTIONS = {
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+    "training__mixed_precision_param": "float32",
+}
 OPTIONS |= {"training__max_norm": "inf", "optimizer__weight_decay": 0.0, "optimizer__name": "SGD"}
 
 
@@ -25,7 +29,9 @@ class Bigrams(Trainer):
     def compute_loss(self, batch):
         logits = self.models["model"](batch["input"]) + self.models["shift"](torch.ones(1))
         labels = batch["labels"]
-        losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
         return losses, (labels != -100).sum()
 
 
@@ -35,7 +41,10 @@ class Recorded(Bigrams):
     def __init__(self, config):
         super().__init__(config)
         states = {name: model.parts[0].state_dict() for name, model in self.models.items()}
-        self.initial = {name: {key: value.clone() for key, value in state.items()} for name, state in states.items()}
+        self.initial = {
+            name: {key: value.clone() for key, value in state.items()}
+            for name, state in states.items()
+        }
         self.batches = []
 
     def next_micro_batches(self, batches):
@@ -48,8 +57,13 @@ def test_plain_models_train_as_in_pytorch(tmp_path):
     """SGD in a loop over the same batches; float32 rounds sums to about 1e-6."""
     trainer = train(tmp_path, trainer_class=Recorded, lr_scheduler__warmup_steps=0, **OPTIONS)
     weight = nn.Parameter(trainer.initial["model"]["weight"].double())
-    shift = trainer.initial["shift"]["weight"][:, 0].double() + trainer.initial["shift"]["bias"].double()
-    for batch, lr in zip(trainer.batches, [3e-4 * factor for factor in learning_rates(trainer)], strict=True):
+    shift = (
+        trainer.initial["shift"]["weight"][:, 0].double()
+        + trainer.initial["shift"]["bias"].double()
+    )
+    for batch, lr in zip(
+        trainer.batches, [3e-4 * factor for factor in learning_rates(trainer)], strict=True
+    ):
         logits = (weight[batch["input"]] + shift).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten())
         (gradient,) = torch.autograd.grad(loss, weight)
@@ -64,7 +78,9 @@ def test_plain_models_train_as_in_pytorch(tmp_path):
 def learning_rates(trainer: Trainer) -> list[float]:
     """Return the factors of the steps' learning rates, from the schedule of another optimizer."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = trainer.config.lr_scheduler.build(optimizer=optimizer, training_steps=trainer.total_steps)
+    schedule = trainer.config.lr_scheduler.build(
+        optimizer=optimizer, training_steps=trainer.total_steps
+    )
     factors = []
     for _ in range(trainer.total_steps):
         factors.append(optimizer.param_groups[0]["lr"])
@@ -76,10 +92,17 @@ def test_plain_models_resume_exactly(tmp_path):
     options = {**OPTIONS, "lr_scheduler__total_steps": 4}
     straight = train(tmp_path / "straight", trainer_class=Bigrams, **options)
     train(tmp_path / "resumed", trainer_class=Bigrams, training__steps=2, **options)
-    resumed = train(tmp_path / "resumed", trainer_class=Bigrams, debug__seed=straight.config.debug.seed, **options)
+    resumed = train(
+        tmp_path / "resumed",
+        trainer_class=Bigrams,
+        debug__seed=straight.config.debug.seed,
+        **options,
+    )
     for name, model in straight.models.items():
         found = resumed.models[name].parts[0].state_dict()
-        assert all(torch.equal(value, found[key]) for key, value in model.parts[0].state_dict().items())
+        assert all(
+            torch.equal(value, found[key]) for key, value in model.parts[0].state_dict().items()
+        )
 
 
 def test_another_plain_model_does_not_resume(tmp_path):
@@ -105,9 +128,15 @@ def of_models(build):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda models: models["model"], r"build_models returned Embedding; it must return a dictionary of models"),
+        (
+            lambda models: models["model"],
+            r"build_models returned Embedding; it must return a dictionary of models",
+        ),
         (lambda models: {"critic": models["model"]}, "one of them 'model'"),
-        (lambda models: {**models, "judge": "path"}, "returned str as model 'judge'; it must be a RunModel"),
+        (
+            lambda models: {**models, "judge": "path"},
+            "returned str as model 'judge'; it must be a RunModel",
+        ),
         (
             lambda models: {"model": nn.Linear(2, 2, device="meta")},
             r"'model' is a plain .* \(Linear\) on the meta device",
@@ -120,11 +149,14 @@ def test_other_results_are_named(tmp_path, build, message):
 
 
 @pytest.mark.parametrize(
-    "options", [{"checkpoint__last_save_in_hf": True, "checkpoint__enable": True}, {"compile__enable": True}]
+    "options",
+    [{"checkpoint__last_save_in_hf": True, "checkpoint__enable": True}, {"compile__enable": True}],
 )
 def test_what_a_plain_main_model_lacks_is_refused(tmp_path, options):
     option = next(iter(options)).replace("__", ".")
-    with pytest.raises(UserError, match=rf"'model' is a plain nn\.Module, which does not support --{option}"):
+    with pytest.raises(
+        UserError, match=rf"'model' is a plain nn\.Module, which does not support --{option}"
+    ):
         train(tmp_path, trainer_class=Bigrams, **options)
 
 

@@ -33,7 +33,9 @@ def test_step_trains_on_the_following_data(tmp_path, caplog):
     options = {"debug__ledger": True, "training__global_batch_size": 4}
     train(tmp_path / "all", **options, training__steps=9)
     with caplog.at_level("INFO", logger="torchtitan"):
-        train(tmp_path / "some", **options, training__steps=5, training__skip_data=["2-3", "4", "6"])
+        train(
+            tmp_path / "some", **options, training__steps=5, training__skip_data=["2-3", "4", "6"]
+        )
     all_data, some = documents(tmp_path / "all"), documents(tmp_path / "some")
     assert list(some) == [1, 5, 7, 8, 9]
     assert some == {step: all_data[step] for step in some}
@@ -56,7 +58,12 @@ class KilledAfterStepFive(Trainer):
         """A kill saves nothing."""
 
 
-SAVING = {"debug__ledger": True, "checkpoint__enable": True, "checkpoint__interval": 3, "training__steps": 7}
+SAVING = {
+    "debug__ledger": True,
+    "checkpoint__enable": True,
+    "checkpoint__interval": 3,
+    "training__steps": 7,
+}
 
 
 @pytest.mark.slow
@@ -74,7 +81,8 @@ def test_resumed_run_counts_skipped_data(tmp_path):
 
 
 def test_spike_is_skipped_on_resume(tmp_path):
-    """Resume from a checkpoint and skip the harmful data; ranges before the checkpoint are ignored."""
+    """Resume from a checkpoint and skip the harmful data; ranges before the checkpoint are
+    ignored."""
     with pytest.raises(Killed):
         train(tmp_path, trainer_class=KilledAfterStepFive, **SAVING)
     train(tmp_path, **SAVING, training__skip_data=["1", "4-5"])
@@ -87,6 +95,8 @@ def test_data_ends_inside_a_skipped_range(tmp_path, caplog):
     options = {"dataloader__dataset": text, "training__epochs": 1}
     steps = train(tmp_path / "all", **options).step
     with caplog.at_level("INFO", logger="torchtitan"):
-        some = train(tmp_path / "some", **options, training__skip_data=["2-3", f"{steps}-{steps + 5}"])
+        some = train(
+            tmp_path / "some", **options, training__skip_data=["2-3", f"{steps}-{steps + 5}"]
+        )
     assert some.step == some.total_steps == some.lr_scheduler.total_steps == steps - 3
     assert f"training completed: {steps - 3} steps" in caplog.text

@@ -30,7 +30,11 @@ OPTIONS = {
 }
 SAVING = {"checkpoint__enable": True, "checkpoint__interval": 8}
 # Without the schedule, so that runs of different lengths have equal rates.
-CONSTANT = {"spikes__advance_schedule": False, "lr_scheduler__total_steps": 100, "lr_scheduler__decay_ratio": 0.0}
+CONSTANT = {
+    "spikes__advance_schedule": False,
+    "lr_scheduler__total_steps": 100,
+    "lr_scheduler__decay_ratio": 0.0,
+}
 GARBAGE = range(55, 59)
 """Documents of random characters, which steps 21 to 23 read."""
 
@@ -73,7 +77,10 @@ def test_decisions_equal_numpy():
     taken, decisions = [], []
     for values in np.exp(draw.normal(size=(300, 2)) * 0.5):
         recent = np.array(taken[-16:])
-        expected = len(taken) >= 16 and (values > recent.mean(axis=0) + 2 * recent.std(axis=0, ddof=1)).any()
+        expected = (
+            len(taken) >= 16
+            and (values > recent.mean(axis=0) + 2 * recent.std(axis=0, ddof=1)).any()
+        )
         assert bool(guard.spike(*values)) == expected
         decisions.append(expected)
         if not expected:
@@ -83,7 +90,8 @@ def test_decisions_equal_numpy():
 
 
 def test_equal_values_define_no_spike():
-    """Steps that learned nothing, as with equal rewards, say nothing about the size of the first one that does."""
+    """Steps that learned nothing, as with equal rewards, say nothing about the size of the first
+    one that does."""
     guard = SpikeGuard.Config(threshold=2.0, window=4).build()
     for _ in range(4):
         guard.record(0.0, 0.0)
@@ -97,7 +105,9 @@ class Glitch(Trainer):
         if self.step == 19 and self.spikes.returned_to is None:
             with torch.no_grad():
                 for parameter in self.model_parts[0].parameters():
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+                    parameter.add_(
+                        torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+                    )
         return super().train_step(batches)
 
 
@@ -119,7 +129,8 @@ class WithoutGarbage(PretrainDataLoader):
 @pytest.mark.slow
 class TestGarbage:
     def test_is_skipped_as_if_it_had_never_been_there(self, tmp_path, text):
-        """Weights and moments equal those of a loader without these batches, and the ledger names their documents."""
+        """Weights and moments equal those of a loader without these batches, and the ledger names
+        their documents."""
         guarded = train(tmp_path / "guarded", dataloader__dataset=text, **OPTIONS, **CONSTANT)
         assert skipped(tmp_path / "guarded") == [21, 22, 23]
         named = {
@@ -138,13 +149,18 @@ class TestGarbage:
         reference.close()
         assert_equal(guarded, reference)
         # The comparison can fail: a run that trains on the garbage differs.
-        careless = train(tmp_path / "careless", dataloader__dataset=text, **{**options, "training__steps": 30})
+        careless = train(
+            tmp_path / "careless", dataloader__dataset=text, **{**options, "training__steps": 30}
+        )
         with pytest.raises(AssertionError):
             assert_equal(guarded, careless)
 
     def test_schedule_advances_by_choice(self, tmp_path, text):
         for advance in (True, False):
-            folder, options = tmp_path / str(advance), {**OPTIONS, "spikes__advance_schedule": advance}
+            folder, options = (
+                tmp_path / str(advance),
+                {**OPTIONS, "spikes__advance_schedule": advance},
+            )
             trainer = train(folder, dataloader__dataset=text, **options)
             assert trainer.lr_scheduler.steps_taken == (30 if advance else 27)
 
@@ -154,7 +170,9 @@ class TestGarbage:
         train(tmp_path / "one", dataloader__dataset=text, **options)
         launch(tmp_path / "two", 2, dataloader__dataset=text, **options, **layout)
         assert skipped(tmp_path / "one") == skipped(tmp_path / "two") == [21, 22, 23]
-        one, two = ([line.get("returned_to") for line in ledger(tmp_path / name)] for name in ("one", "two"))
+        one, two = (
+            [line.get("returned_to") for line in ledger(tmp_path / name)] for name in ("one", "two")
+        )
         assert one == two == [None] * 23 + [16] * 7
         one, two = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("one", "two"))
         # Float32 sums in another order, over 30 steps.
@@ -164,7 +182,11 @@ class TestGarbage:
     def test_resumes_bit_identically(self, tmp_path, text, killed):
         """Killed before the garbage, in it, at the return to a checkpoint, and after it."""
         options = {**OPTIONS, **SAVING, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
-        options |= {"dataloader__dataset": text, "spikes__max_in_a_row": 3, "spikes__action": "leave_out"}
+        options |= {
+            "dataloader__dataset": text,
+            "spikes__max_in_a_row": 3,
+            "spikes__action": "leave_out",
+        }
         straight = train(tmp_path / "straight", **options)
         with killed_in(Trainer, "train_step", killed + 1):
             train(tmp_path / "resumed", **options)
@@ -173,21 +195,35 @@ class TestGarbage:
         assert straight.spikes.state_dict() == resumed.spikes.state_dict()
         assert ledger(tmp_path / "straight") == ledger(tmp_path / "resumed")
         exact = ("loss", "grad_norm", "lr", "n_tokens_seen")
-        assert read_metrics(tmp_path / "straight", *exact) == read_metrics(tmp_path / "resumed", *exact)
+        assert read_metrics(tmp_path / "straight", *exact) == read_metrics(
+            tmp_path / "resumed", *exact
+        )
 
     def test_stop_saves_nothing_after_the_spikes(self, tmp_path, text):
         with pytest.raises(RunFailure, match=r"3 steps in a row are skipped .*step 23: loss"):
             train(tmp_path, dataloader__dataset=text, **OPTIONS, **SAVING, spikes__max_in_a_row=3)
-        assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-16", "step-8"]
+        assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
+            "step-16",
+            "step-8",
+        ]
 
 
 @pytest.mark.slow
 class TestReturn:
     def test_leaves_out_the_data(self, tmp_path, text):
-        """The steps after the return equal a run from the same checkpoint with `training.skip_data`."""
-        options = {**OPTIONS, **SAVING, **CONSTANT, "dataloader__dataset": text, "spikes__max_in_a_row": 3}
+        """The steps after the return equal a run from the same checkpoint with
+        `training.skip_data`."""
+        options = {
+            **OPTIONS,
+            **SAVING,
+            **CONSTANT,
+            "dataloader__dataset": text,
+            "spikes__max_in_a_row": 3,
+        }
         returned = train(tmp_path / "run", **options, spikes__action="leave_out")
-        shutil.copytree(tmp_path / "run/checkpoint/step-16", tmp_path / "reference/checkpoint/step-16")
+        shutil.copytree(
+            tmp_path / "run/checkpoint/step-16", tmp_path / "reference/checkpoint/step-16"
+        )
         changes = {"training__steps": 23, "training__skip_data": ["17-23"]}
         reference = train(tmp_path / "reference", **{**options, **changes})
         assert_equal(returned, reference)
@@ -196,10 +232,23 @@ class TestReturn:
         assert losses[23:] == [line[1] for line in read_metrics(tmp_path / "reference", "loss")]
 
     def test_repeats_the_data(self, tmp_path, text):
-        """Weights damaged in step 20 leave no trace: the run equals one that was never damaged, seven steps later."""
-        text.write_text("\n".join(line for i, line in enumerate(text.read_text().splitlines()) if i not in GARBAGE))
-        options = {**OPTIONS, **SAVING, **CONSTANT, "dataloader__dataset": text, "spikes__max_in_a_row": 4}
-        damaged = train(tmp_path / "damaged", trainer_class=Glitch, **options, spikes__action="repeat")
+        """Weights damaged in step 20 leave no trace: the run equals one that was never damaged,
+        seven steps later."""
+        text.write_text(
+            "\n".join(
+                line for i, line in enumerate(text.read_text().splitlines()) if i not in GARBAGE
+            )
+        )
+        options = {
+            **OPTIONS,
+            **SAVING,
+            **CONSTANT,
+            "dataloader__dataset": text,
+            "spikes__max_in_a_row": 4,
+        }
+        damaged = train(
+            tmp_path / "damaged", trainer_class=Glitch, **options, spikes__action="repeat"
+        )
         assert skipped(tmp_path / "damaged") == [20, 21, 22, 23]
         sound = train(tmp_path / "sound", **{**options, "training__steps": 23})
         assert_equal(damaged, sound)
@@ -237,10 +286,21 @@ EARLY = {"optimizer__early_step_in_backward": True, "training__max_norm": math.i
         ({"spikes__threshold": 0.0}, r"--spikes\.threshold"),
         ({"spikes__window": 1}, r"--spikes\.window"),
         ({"spikes__max_in_a_row": 0}, r"--spikes\.max_in_a_row"),
-        ({"spikes__threshold": 3.0, **EARLY}, "early_step_in_backward cannot .* --spikes.threshold 3.0"),
-        ({"spikes__action": "repeat"}, "--spikes.action repeat returns to a checkpoint, and needs --checkpoint.enable"),
         (
-            {**SAVING, "spikes__action": "repeat", "checkpoint__keep_latest_k": 2, "spikes__max_in_a_row": 9},
+            {"spikes__threshold": 3.0, **EARLY},
+            "early_step_in_backward cannot .* --spikes.threshold 3.0",
+        ),
+        (
+            {"spikes__action": "repeat"},
+            "--spikes.action repeat returns to a checkpoint, and needs --checkpoint.enable",
+        ),
+        (
+            {
+                **SAVING,
+                "spikes__action": "repeat",
+                "checkpoint__keep_latest_k": 2,
+                "spikes__max_in_a_row": 9,
+            },
             "increase --checkpoint.keep_latest_k 2 or --checkpoint.interval 8",
         ),
     ],

@@ -51,12 +51,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def words(folder: Path, **options: Any) -> list[str]:
-    chosen = {**TINY, "checkpoint.enable": True, "checkpoint.interval": 2, "dump_folder": str(folder)}
+    chosen = {
+        **TINY,
+        "checkpoint.enable": True,
+        "checkpoint.interval": 2,
+        "dump_folder": str(folder),
+    }
     return flags({**chosen, **{key.replace("__", "."): value for key, value in options.items()}})
 
 
-def start(calls: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, int]:
-    """Run `python -m torchtitan.train` in this process, and return the counts up to its first step."""
+def start(
+    calls: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> dict[str, int]:
+    """Run `python -m torchtitan.train` in this process, and return the counts up to its first
+    step."""
     calls.clear()
     monkeypatch.setenv("TORCHTITAN_COMMAND", "")
     assert train.main(words(folder, **options)) == 0

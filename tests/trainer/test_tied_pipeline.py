@@ -1,5 +1,6 @@
-"""Runs with tied embeddings in a pipeline: checkpoints, other formats, and frozen embeddings. The first and the last
-stage have a copy of the embedding, on different ranks (1F1B) or on the same rank (ZBVZeroBubble)."""
+"""Runs with tied embeddings in a pipeline: checkpoints, other formats, and frozen embeddings. The
+first and the last stage have a copy of the embedding, on different ranks (1F1B) or on the same rank
+(ZBVZeroBubble)."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +31,10 @@ TIED = {
     "checkpoint__interval": 3,
 }
 PIPELINES = {
-    name: {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": name}
+    name: {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": name,
+    }
     for name in ("1F1B", "ZBVZeroBubble")
 }
 EMBEDDING = "tok_embeddings.weight"
@@ -49,14 +53,19 @@ def layout(request) -> dict[str, Any]:
 
 def copies_of_embedding(trainer: Trainer) -> list[torch.Tensor]:
     """Return the copies on all ranks."""
-    own = [part.tok_embeddings.weight.detach() for part in trainer.model_parts if part.tok_embeddings is not None]
+    own = [
+        part.tok_embeddings.weight.detach()
+        for part in trainer.model_parts
+        if part.tok_embeddings is not None
+    ]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return [copy for copies in gathered for copy in copies]
 
 
 def train_and_check(folder: Path, *converters: Any, **options: Any) -> None:
-    """Train with weight decay of the embedding. Check that its copies stay bit-identical and count once."""
+    """Train with weight decay of the embedding. Check that its copies stay bit-identical and count
+    once."""
     config = tiny_config(folder, **{**TIED, **options})
     config.model_converters += converters
     config.optimizer.param_groups = {}
@@ -77,7 +86,11 @@ def train_and_check(folder: Path, *converters: Any, **options: Any) -> None:
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights and moments of a checkpoint by name."""
     states = {state: DcpSource(folder, state) for state in ("model", "optimizer")}
-    return {f"{state}.{name}": source.read(name) for state, source in states.items() for name in source.specs}
+    return {
+        f"{state}.{name}": source.read(name)
+        for state, source in states.items()
+        for name in source.specs
+    }
 
 
 def test_a_resumed_run_is_bit_identical(workers, tmp_path, layout):
@@ -85,12 +98,16 @@ def test_a_resumed_run_is_bit_identical(workers, tmp_path, layout):
     assert read_metrics(tmp_path / "resumed", "loss", "grad_norm") == read_metrics(
         tmp_path / "straight", "loss", "grad_norm"
     )
-    resumed, straight = (saved_tensors(tmp_path / name / "checkpoint" / "step-6") for name in ("resumed", "straight"))
+    resumed, straight = (
+        saved_tensors(tmp_path / name / "checkpoint" / "step-6") for name in ("resumed", "straight")
+    )
     assert f"optimizer.state.{EMBEDDING}.exp_avg" in straight
     assert resumed.keys() == straight.keys()
     source = DcpSource(tmp_path / "straight" / "checkpoint" / "step-6")
     assert len(source._metadata.state_dict_metadata[f"model.{EMBEDDING}"].chunks) == 1  # saved once
-    assert [name for name, tensor in resumed.items() if not torch.equal(tensor, straight[name])] == []
+    assert [
+        name for name, tensor in resumed.items() if not torch.equal(tensor, straight[name])
+    ] == []
 
 
 def train_runs(folder: Path, layout: dict[str, Any]) -> None:
@@ -127,13 +144,19 @@ def run_one(folder: Path, steps: int, *converters: Any) -> None:
 
 
 def test_starts_from_hugging_face_and_exports_to_it(workers, tmp_path, layout):
-    """With learning rate 0, the exported weights are the weights that both copies were loaded from."""
+    """With learning rate 0, the exported weights are the weights that both copies were loaded
+    from."""
     source = make_pretrained(tmp_path / "source", tie_word_embeddings=True, num_hidden_layers=4)
     workers.run(start_and_export, tmp_path / "run", source, layout)
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "run/checkpoint/step-2"))
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (source, tmp_path / "run/checkpoint/step-2")
+    )
     assert before.keys() == after.keys()
     assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
-    assert json.loads((tmp_path / "run/checkpoint/step-2/config.json").read_text())["tie_word_embeddings"]
+    assert json.loads((tmp_path / "run/checkpoint/step-2/config.json").read_text())[
+        "tie_word_embeddings"
+    ]
 
 
 def start_and_export(folder: Path, source: Path, layout: dict[str, Any]) -> None:
@@ -171,7 +194,9 @@ def test_a_loss_that_ignores_the_output_weights(workers, tmp_path, layout):
     assert two == [pytest.approx(line, rel=1e-5) for line in one]
 
 
-def hidden_squares(hidden_BLD: torch.Tensor, weight_VD: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
+def hidden_squares(
+    hidden_BLD: torch.Tensor, weight_VD: torch.Tensor, labels_BL: torch.Tensor
+) -> torch.Tensor:
     return (hidden_BLD[..., 0] ** 2).sum()
 
 

@@ -25,11 +25,19 @@ from torchtitan.tools.logging import logger
 
 
 def make_model(*, tie_embeddings: bool = False) -> Llama3Model:
-    sizes = {"vocab_size": 512, "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128}
+    sizes = {
+        "vocab_size": 512,
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 128,
+    }
     return Llama3Model.Config(rope=RoPEConfig(), tie_embeddings=tie_embeddings, **sizes).build()
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
+# --- operations
+# --------------------------------------------------------------------------------------------------
 
 LENGTH = 32
 NORMS = 7 * 64
@@ -45,10 +53,14 @@ FROZEN = {
 
 
 def counted(model: Llama3Model) -> int:
-    """FLOPs of forward and backward over `LENGTH` tokens by torch's counter, with attention as plain products."""
+    """FLOPs of forward and backward over `LENGTH` tokens by torch's counter, with attention as
+    plain products."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
         model(torch.zeros(1, LENGTH, dtype=torch.long)).sum().backward()
     return counter.get_total_flops()
 
@@ -58,17 +70,20 @@ def counted(model: Llama3Model) -> int:
     [*((name, False) for name in FROZEN), *((name, True) for name in FROZEN if "all" not in name)],
 )
 def test_backward_pass_ends_at_the_first_trained_parameter(name, tied):
-    """Compare with torch's counter. The formula counts norms like matrix products: 7 of 64 elements."""
+    """Compare with torch's counter. The formula counts norms like matrix products: 7 of 64
+    elements."""
     model = make_model(tie_embeddings=tied)
     convert_model(model, [Freeze.Config(include=FROZEN[name]).build()] if FROZEN[name] else [])
     assert 0 <= model.flops_per_token(LENGTH) - counted(model) / LENGTH <= 6 * NORMS
 
 
-@pytest.mark.parametrize("lora", [LoRA.Config(), QLoRA.Config(), LoRA.Config(include=["wo"], rslora=True)])
+@pytest.mark.parametrize(
+    "lora", [LoRA.Config(), QLoRA.Config(), LoRA.Config(include=["wo"], rslora=True)]
+)
 def test_flops_include_adapters(lora):
-    """Equals torch's counter except for norms and the first layer: the formula counts an unneeded gradient of the
-    inputs of `wk` and `wv`, 64 x 32 each, and of their adapters' first matrices, and attention scores from the
-    layer of the first trained parameter."""
+    """Equals torch's counter except for norms and the first layer: the formula counts an unneeded
+    gradient of the inputs of `wk` and `wv`, 64 x 32 each, and of their adapters' first matrices,
+    and attention scores from the layer of the first trained parameter."""
     model = make_model()
     convert_model(model, [lora.build()])
     excess = model.flops_per_token(LENGTH) - counted(model.to_empty(device="cpu")) / LENGTH
@@ -79,7 +94,9 @@ def test_flops_include_adapters(lora):
 def test_model_is_built_once(tmp_path, monkeypatch):
     built: list[nn.Module] = []
     begin = Llama3Model.__init__
-    monkeypatch.setattr(Llama3Model, "__init__", lambda self, config: (built.append(self), begin(self, config))[1])
+    monkeypatch.setattr(
+        Llama3Model, "__init__", lambda self, config: (built.append(self), begin(self, config))[1]
+    )
     tiny_config(tmp_path).build().close()
     assert len(built) == 1
 
@@ -92,7 +109,8 @@ def test_dry_run_executes_the_counted_flops(tmp_path):
     assert report.executed_flops == pytest.approx(report.model_flops, rel=2e-3)
 
 
-# --- parameters without a gradient, groups without parameters ---------------------------------------------------------
+# --- parameters without a gradient, groups without parameters
+# ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -112,14 +130,19 @@ def test_group_of_frozen_parameters_warns(caplog):
     model = make_model()
     convert_model(model, [LoRA.Config().build()])
     caplog.clear()
-    settings = Optimizer.Config(param_groups={"head": ParamGroup(pattern="output"), **Optimizer.Config().param_groups})
+    settings = Optimizer.Config(
+        param_groups={"head": ParamGroup(pattern="output"), **Optimizer.Config().param_groups}
+    )
     for names in (None, trained_names(model)):
         settings.build(model_parts=[model], all_names=names)
-    message = "--optimizer.param_groups.head is empty: no remaining trained parameter matches 'output'"
+    message = (
+        "--optimizer.param_groups.head is empty: no remaining trained parameter matches 'output'"
+    )
     assert caplog.messages == [message] * 2
 
 
-# --- end of data -----------------------------------------------------------------------------------------------------
+# --- end of data
+# --------------------------------------------------------------------------------------------------
 
 
 class Short(PretrainDataLoader):
@@ -140,7 +163,9 @@ class Short(PretrainDataLoader):
     def __next__(self) -> Batch:
         batch = super().__next__()
         self.n_read += 1
-        self.is_over = self.n_read > self.n_batches or (dist.is_initialized() and dist.get_rank() > 0)
+        self.is_over = self.n_read > self.n_batches or (
+            dist.is_initialized() and dist.get_rank() > 0
+        )
         if self.is_over:
             batch["labels"].fill_(-100)
         return batch
@@ -167,12 +192,17 @@ def train_on_ragged_data(folder: Path) -> None:
     """One of two processes has no data from the start: its gradients are 0, but exist."""
     for early in (False, True):
         config = tiny_config(
-            folder / str(early), training__max_norm="inf", optimizer__early_step_in_backward=early, training__steps=9
+            folder / str(early),
+            training__max_norm="inf",
+            optimizer__early_step_in_backward=early,
+            training__steps=9,
         )
         config.dataloader = Short.Config()
         config.check(world_size=2)
         messages: list[str] = []
-        logger.addFilter(lambda record, messages=messages: messages.append(record.getMessage()) or True)
+        logger.addFilter(
+            lambda record, messages=messages: messages.append(record.getMessage()) or True
+        )
         trainer = run(config)
         assert trainer.step == Short.n_batches
         assert not any("without a gradient" in message for message in messages)
@@ -189,9 +219,16 @@ def test_data_ends_on_one_rank_in_the_first_step(tmp_path):
 def test_last_validation_uses_the_model_of_the_last_step(tmp_path, start_step):
     """The data ends after two steps; changes for a third step have not begun."""
     validated = {}
-    for name, converters in {"plain": [], "simulated": [Simulation.Config(start_step=start_step)]}.items():
+    for name, converters in {
+        "plain": [],
+        "simulated": [Simulation.Config(start_step=start_step)],
+    }.items():
         config = tiny_config(
-            tmp_path / name, validator__enable=True, validator__freq=100, validator__steps=1, optimizer__lr=0.0
+            tmp_path / name,
+            validator__enable=True,
+            validator__freq=100,
+            validator__steps=1,
+            optimizer__lr=0.0,
         )
         config.model_converters, config.dataloader = converters, Short.Config()
         config.check(world_size=1)

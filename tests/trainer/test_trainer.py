@@ -1,4 +1,5 @@
-"""The training loop: the definition of the loss, equal results in all layouts, exact resume, and errors."""
+"""The training loop: the definition of the loss, equal results in all layouts, exact resume, and
+errors."""
 
 import gc
 import itertools
@@ -15,7 +16,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.training import RaggedDataLoader, launch, read_metrics, read_validation, run, tiny_config, train
+from tests.training import (
+    RaggedDataLoader,
+    launch,
+    read_metrics,
+    read_validation,
+    run,
+    tiny_config,
+    train,
+)
 from torchtitan.components.data import HubDataset, register_dataset
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
@@ -34,14 +43,19 @@ def ragged_config(folder: Path, **options):
 
 class TestLoss:
     def reference(self, config, steps: int, batch_size: int) -> list[tuple[int, float, float]]:
-        """The run in plain torch and float64: mean over all valid tokens of the global batch, SGD."""
+        """The run in plain torch and float64: mean over all valid tokens of the global batch,
+        SGD."""
         trainer = Trainer(config)
         model = trainer.model_parts[0].double()
-        loader = config.dataloader.build(tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=batch_size, seed=0)
+        loader = config.dataloader.build(
+            tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=batch_size, seed=0
+        )
         lines = []
         for step, batch in enumerate(itertools.islice(loader, steps), start=1):
             logits = model(batch["input"], batch["attention"])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+            )
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             norm = torch.sqrt(sum((gradient**2).sum() for gradient in gradients))
             lr = trainer.lr_scheduler.lr
@@ -57,13 +71,22 @@ class TestLoss:
     @pytest.mark.slow
     @pytest.mark.parametrize(("local_batch_size", "max_norm"), [(8, 0.1), (2, 0.1), (1, 100.0)])
     def test_equals_plain_torch_over_the_whole_batch(self, tmp_path, local_batch_size, max_norm):
-        """1 x 8, 4 x 2 and 8 x 1 windows with ragged masks and clipping equal one batch in float64."""
-        options = {"training__global_batch_size": 8, "training__max_norm": max_norm, "optimizer__lr": 0.5}
+        """1 x 8, 4 x 2 and 8 x 1 windows with ragged masks and clipping equal one batch in
+        float64."""
+        options = {
+            "training__global_batch_size": 8,
+            "training__max_norm": max_norm,
+            "optimizer__lr": 0.5,
+        }
         options |= {"optimizer__name": "SGD", "optimizer__weight_decay": 0.0, "training__steps": 6}
         run(ragged_config(tmp_path, training__local_batch_size=local_batch_size, **options))
-        expected = self.reference(ragged_config(tmp_path / "reference", **options), steps=6, batch_size=8)
+        expected = self.reference(
+            ragged_config(tmp_path / "reference", **options), steps=6, batch_size=8
+        )
         # Float32 against float64 over six steps.
-        assert read_metrics(tmp_path, "loss", "grad_norm") == [pytest.approx(line, rel=1e-5) for line in expected]
+        assert read_metrics(tmp_path, "loss", "grad_norm") == [
+            pytest.approx(line, rel=1e-5) for line in expected
+        ]
 
     def test_mean_of_means_is_caught(self, tmp_path):
         """The comparison fails for a trainer that averages the means of micro-batches."""
@@ -71,7 +94,9 @@ class TestLoss:
         class MeanOfMeans(Trainer):
             def forward_backward_step(self, batch, n_tokens):
                 valid = (batch["labels"] != -100).sum()
-                return super().forward_backward_step(batch, valid * self.gradient_accumulation_steps)
+                return super().forward_backward_step(
+                    batch, valid * self.gradient_accumulation_steps
+                )
 
         options = {"training__global_batch_size": 8, "training__steps": 3}
         run(ragged_config(tmp_path / "right", **options))
@@ -89,16 +114,26 @@ class TestLoss:
         config = tiny_config(tmp_path, optimizer__weight_decay=0.0)
         config.dataloader = AllIgnored.Config()
         run(config)
-        assert read_metrics(tmp_path, "loss", "grad_norm") == [(step, 0.0, 0.0) for step in range(1, 5)]
+        assert read_metrics(tmp_path, "loss", "grad_norm") == [
+            (step, 0.0, 0.0) for step in range(1, 5)
+        ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_bfloat16_computes_close_to_float32(tmp_path, processes):
-    launch(tmp_path, processes, training__mixed_precision_param="bfloat16", training__global_batch_size=8)
-    train(tmp_path / "fp32", training__mixed_precision_param="float32", training__global_batch_size=8)
+    launch(
+        tmp_path,
+        processes,
+        training__mixed_precision_param="bfloat16",
+        training__global_batch_size=8,
+    )
+    train(
+        tmp_path / "fp32", training__mixed_precision_param="float32", training__global_batch_size=8
+    )
     low, full = (read_metrics(folder, "loss") for folder in (tmp_path, tmp_path / "fp32"))
-    # bfloat16 has 8 bits, and the loss averages many roundings; equal values would mean that it was not used.
+    # bfloat16 has 8 bits, and the loss averages many roundings; equal values would mean that it was
+    # not used.
     assert low == [pytest.approx(line, rel=2e-3) for line in full]
     assert low != full
 
@@ -134,7 +169,11 @@ class KilledAfterStepSeven(Trainer):
 @pytest.mark.parametrize("async_mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
 def test_resume_is_exact(tmp_path, num_workers, async_mode):
     """Ten uninterrupted steps equal a run that is killed after seven and resumes from step five."""
-    options = {**RESUMABLE, "dataloader__num_workers": num_workers, "checkpoint__async_mode": async_mode}
+    options = {
+        **RESUMABLE,
+        "dataloader__num_workers": num_workers,
+        "checkpoint__async_mode": async_mode,
+    }
     straight = train(tmp_path / "straight", **options)
     with pytest.raises(Killed):
         train(tmp_path / "resumed", trainer_class=KilledAfterStepSeven, **options)
@@ -157,26 +196,45 @@ def test_resume_with_two_processes_is_exact(tmp_path):
     launch(tmp_path / "straight", 2, **options)
     copy_checkpoint(tmp_path / "straight", tmp_path / "resumed", step=5)
     launch(tmp_path / "resumed", 2, **options)
-    assert read_metrics(tmp_path / "resumed", *EXACT) == read_metrics(tmp_path / "straight", *EXACT)[5:]
+    assert (
+        read_metrics(tmp_path / "resumed", *EXACT)
+        == read_metrics(tmp_path / "straight", *EXACT)[5:]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_resume_with_another_number_of_processes(tmp_path, before, after):
     """The data continues at its position, and the metrics are equal up to rounding."""
-    options = {**RESUMABLE, "training__local_batch_size": 2, "training__mixed_precision_param": "float32"}
+    options = {
+        **RESUMABLE,
+        "training__local_batch_size": 2,
+        "training__mixed_precision_param": "float32",
+    }
     launch(tmp_path / "before", before, **options)
     copy_checkpoint(tmp_path / "before", tmp_path / "after", step=5)
     launch(tmp_path / "after", after, **options)
     expected = read_metrics(tmp_path / "before", *EXACT)[5:]
     # The tolerance of layouts without a resume.
-    assert read_metrics(tmp_path / "after", *EXACT) == [pytest.approx(line, rel=1e-5) for line in expected]
+    assert read_metrics(tmp_path / "after", *EXACT) == [
+        pytest.approx(line, rel=1e-5) for line in expected
+    ]
 
 
 def test_changed_hyper_parameters_apply_on_resume(tmp_path):
-    options = {**RESUMABLE, "training__steps": 5, "lr_scheduler__total_steps": 20, "lr_scheduler__decay_ratio": 0.1}
+    options = {
+        **RESUMABLE,
+        "training__steps": 5,
+        "lr_scheduler__total_steps": 20,
+        "lr_scheduler__decay_ratio": 0.1,
+    }
     train(tmp_path, **options, optimizer__lr=1e-3)
-    resumed = train(tmp_path, **{**options, "training__steps": 6}, optimizer__lr=5e-4, optimizer__weight_decay=0.2)
+    resumed = train(
+        tmp_path,
+        **{**options, "training__steps": 6},
+        optimizer__lr=5e-4,
+        optimizer__weight_decay=0.2,
+    )
     assert [lr for _, lr in read_metrics(tmp_path, "lr")][-2:] == [1e-3, 5e-4]
     assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.2}
 
@@ -219,7 +277,9 @@ class TestNonFinite:
     def test_is_reported_with_any_document_names(self, tmp_path):
         class Plain(PretrainDataLoader):
             def __next__(self):
-                return {name: value for name, value in super().__next__().items() if name != "documents"}
+                return {
+                    name: value for name, value in super().__next__().items() if name != "documents"
+                }
 
         config = tiny_config(tmp_path)
         config.dataloader = Plain.Config()
@@ -258,15 +318,22 @@ class TestEndOfData:
         steps = math.ceil(trainer.dataloader.n_samples / 2)
         assert trainer.step == trainer.lr_scheduler.total_steps == steps > 1
         assert len(read_metrics(tmp_path)) == steps
-        said = f"--training.epochs 3 sets the length of the run, {steps} steps, in place of --training.steps 1; "
-        assert [record.levelname for record in log.records if said in record.getMessage()] == ["WARNING"]
+        said = (
+            f"--training.epochs 3 sets the length of the run, {steps} steps, in place of "
+            "--training.steps 1; "
+        )
+        assert [record.levelname for record in log.records if said in record.getMessage()] == [
+            "WARNING"
+        ]
 
     @pytest.mark.slow
     def test_infinite_data_repeats(self, tmp_path, small_text):
         trainer = train(tmp_path, dataloader__dataset=small_text, training__steps=40)
         assert trainer.step == 40
         assert trainer.dataloader.n_samples is None
-        assert train(tmp_path / "once", dataloader__dataset=small_text, training__epochs=1).step < 40
+        assert (
+            train(tmp_path / "once", dataloader__dataset=small_text, training__epochs=1).step < 40
+        )
 
     def test_loader_without_a_length(self, tmp_path, caplog):
         """A custom loader only has to raise StopIteration."""
@@ -293,7 +360,10 @@ class TestEndOfData:
     @pytest.fixture
     def finite_stream(self, tmp_path) -> str:
         """A registered dataset of 40 documents, streamed from a local file."""
-        rows = [json.dumps({"text": f"document {i} " + "has some words " * (1 + i % 5)}) for i in range(40)]
+        rows = [
+            json.dumps({"text": f"document {i} " + "has some words " * (1 + i % 5)})
+            for i in range(40)
+        ]
         folder = tmp_path / "data"
         folder.mkdir()
         (folder / "rows.jsonl").write_text("\n".join(rows))
@@ -303,24 +373,35 @@ class TestEndOfData:
     @pytest.mark.slow
     @pytest.mark.parametrize("accumulation", [1, 3])
     def test_end_of_stream_is_saved(self, tmp_path, caplog, finite_stream, accumulation):
-        """The end of a stream is unknown in advance; the run uses every sample, saves, and logs the end."""
-        options = {"dataloader__dataset": finite_stream, "training__epochs": 1, "training__steps": 1000}
+        """The end of a stream is unknown in advance; the run uses every sample, saves, and logs the
+        end."""
+        options = {
+            "dataloader__dataset": finite_stream,
+            "training__epochs": 1,
+            "training__steps": 1000,
+        }
         options |= {"training__global_batch_size": 2 * accumulation, "checkpoint__enable": True}
         config = tiny_config(tmp_path / "run", **options)
         with caplog.at_level("INFO", logger="torchtitan"):
             trainer = run(config)
-        loader = config.dataloader.build(tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=2, epochs=1)
+        loader = config.dataloader.build(
+            tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=2, epochs=1
+        )
         assert trainer.step == math.ceil(len(list(loader)) / accumulation) > 2
         assert (tmp_path / "run" / "checkpoint" / f"step-{trainer.step}" / "complete.json").exists()
         assert f"the data ended after step {trainer.step}" in caplog.text
 
     @pytest.mark.slow
     def test_stream_that_ends_earlier_on_one_rank(self, tmp_path):
-        """One rank has ten times the data; both continue to its end, and validation on a stream ends too."""
+        """One rank has ten times the data; both continue to its end, and validation on a stream
+        ends too."""
         data = tmp_path / "data"
         data.mkdir()
         for name, documents in (("a", 40), ("b", 4)):
-            rows = [json.dumps({"text": f"document {name} {i} has a few words"}) for i in range(documents)]
+            rows = [
+                json.dumps({"text": f"document {name} {i} has a few words"})
+                for i in range(documents)
+            ]
             (data / f"{name}.jsonl").write_text("\n".join(rows))
         module = tmp_path / "streamed"
         module.mkdir()
@@ -330,8 +411,17 @@ class TestEndOfData:
             f"register_dataset('uneven', HubDataset(path={str(data)!r}))\n"
             "def streamed_debugmodel():\n    return llama3_debugmodel()\n"
         )
-        options = {"module": module, "dataloader__dataset": "uneven", "training__epochs": 1, "training__steps": 1000}
-        options |= {"validator__enable": True, "validator__dataset": "uneven", "checkpoint__enable": True}
+        options = {
+            "module": module,
+            "dataloader__dataset": "uneven",
+            "training__epochs": 1,
+            "training__steps": 1000,
+        }
+        options |= {
+            "validator__enable": True,
+            "validator__dataset": "uneven",
+            "checkpoint__enable": True,
+        }
         printed = launch(tmp_path / "run", 2, **options)
         assert "the data ended after step" in printed
         steps = [step for (step,) in read_metrics(tmp_path / "run")]
@@ -375,7 +465,10 @@ class TestCheck:
     def test_sequence_longer_than_the_model_s_warns(self, tmp_path, caplog):
         with caplog.at_level("WARNING", logger="torchtitan"):
             train(tmp_path, model__max_seq_len=16, training__steps=1)
-        assert "training.seq_len 32 exceeds the model's maximum sequence length of 16 tokens" in caplog.text
+        assert (
+            "training.seq_len 32 exceeds the model's maximum sequence length of 16 tokens"
+            in caplog.text
+        )
 
     def test_loaders_without_a_validation_split_are_not_validated(self, tmp_path, caplog):
         text = tmp_path / "text.txt"
@@ -389,7 +482,8 @@ class TestCheck:
 
 @pytest.mark.long
 def test_debug_model_learns(tmp_path):
-    """In 100 steps, training and validation loss fall from about ln(2048) = 7.6 to well under half."""
+    """In 100 steps, training and validation loss fall from about ln(2048) = 7.6 to well under
+    half."""
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     config = llama3_debugmodel()
@@ -439,5 +533,7 @@ def test_positions_in_a_batch_are_rejected(tmp_path):
     """No model reads them, so that documents would attend to each other."""
     trainer = tiny_config(tmp_path).build()
     with pytest.raises(UserError, match=r"AttentionMetadata\.from_positions"):
-        trainer.post_dataloading_process({"input": torch.zeros(1, 4), "positions": torch.zeros(1, 4)})
+        trainer.post_dataloading_process(
+            {"input": torch.zeros(1, 4), "positions": torch.zeros(1, 4)}
+        )
     trainer.close()

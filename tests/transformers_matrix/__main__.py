@@ -1,4 +1,5 @@
-"""Command line of the matrix of types: run it, print it as a table, and write it into the documentation."""
+"""Command line of the matrix of types: run it, print it as a table, and write it into the
+documentation."""
 
 import argparse
 import re
@@ -33,24 +34,33 @@ _LONGEST = 200
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.transformers_matrix", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.transformers_matrix", description=__doc__
+    )
     parser.add_argument(
         "--only",
         metavar="PATTERN",
         default="",
         help="run only types that match this regular expression, such as '^qwen'",
     )
-    parser.add_argument("--part", metavar="I/N", default="1/1", help="run every N-th type, from the I-th on")
+    parser.add_argument(
+        "--part", metavar="I/N", default="1/1", help="run every N-th type, from the I-th on"
+    )
     parser.add_argument("--processes", metavar="N", type=int, default=1, help="run N types at once")
     parser.add_argument(
         "--mechanisms",
         metavar="NAME",
         nargs="*",
         choices=MECHANISMS,
-        help="train these types, one with each mechanism, in two processes instead (default: all of them)",
+        help="train these types, one with each mechanism, in two processes instead (default: all "
+        "of them)",
     )
     parser.add_argument("--list", action="store_true", help="list the types without running them")
-    parser.add_argument("--write-docs", action="store_true", help="replace the rows of these types in docs/models.md")
+    parser.add_argument(
+        "--write-docs",
+        action="store_true",
+        help="replace the rows of these types in docs/models.md",
+    )
     return parser.parse_args(words)
 
 
@@ -58,7 +68,9 @@ def main() -> int:
     """Run the selected types; return 0 if every one is equal to its class or refused, else 1."""
     arguments = parse_arguments()
     if arguments.mechanisms is not None:
-        return train_mechanisms(arguments.mechanisms or list(MECHANISMS), is_written=arguments.write_docs)
+        return train_mechanisms(
+            arguments.mechanisms or list(MECHANISMS), is_written=arguments.write_docs
+        )
     types = choose_types(arguments.only, arguments.part)
     if not types:
         print(f"no type matches --only '{arguments.only}' --part {arguments.part}", file=sys.stderr)
@@ -76,7 +88,9 @@ def main() -> int:
             flush=True,
         )
     shown = [TableRow(cells(row), failed=row.outcome not in ("equal", "refused")) for row in rows]
-    print_table(f"compared with the class in transformers (at most {TOLERANCE:.0e})", COLUMNS, shown)
+    print_table(
+        f"compared with the class in transformers (at most {TOLERANCE:.0e})", COLUMNS, shown
+    )
     print(f"{len(rows)} types in {time.monotonic() - start:.0f} s")
     if arguments.write_docs:
         write_docs(TABLE, "matrix", merge(TABLE, shown))
@@ -90,12 +104,16 @@ def train_mechanisms(model_types: Sequence[str], *, is_written: bool) -> int:
     start, shown = time.monotonic(), list[TableRow]()
     for number, row in enumerate(run_mechanisms(model_types), start=1):
         shown.append(TableRow(mechanism_cells(row), failed=bool(row.problems)))
-        line = f"[{number}/{len(model_types)}] {row.model_type}: {'; '.join(row.problems) or 'equal'}"
+        line = (
+            f"[{number}/{len(model_types)}] {row.model_type}: {'; '.join(row.problems) or 'equal'}"
+        )
         print(f"{line}, {row.seconds:.0f} s", file=sys.stderr, flush=True)
     print_table("FSDP over two processes compared with one process", MECHANISM_COLUMNS, shown)
     print(f"{len(shown)} mechanisms in {time.monotonic() - start:.0f} s")
     if is_written:
-        stored = stored_rows(TABLE, "mechanisms") | {row.cells[0]: tuple(row.cells) for row in shown}
+        stored = stored_rows(TABLE, "mechanisms") | {
+            row.cells[0]: tuple(row.cells) for row in shown
+        }
         table = [TableRow(stored[name]) for name in MECHANISMS if name in stored]
         equal = sum(row.cells[-2] == "equal" for row in table)
         seconds = sum(int(row.cells[-1]) for row in table)
@@ -118,7 +136,9 @@ def choose_types(only: str = "", part: str = "1/1") -> list[str]:
 
 def run(types: Sequence[str], processes: int = 1) -> Iterator[Row]:
     """Yield the row of each type in the order of `types`."""
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         yield from pool.map(run_trial, types)
 
 
@@ -138,11 +158,21 @@ def mechanism_cells(row: MechanismRow) -> tuple[str, ...]:
     numbers, resumed = ("",) * 4, ""
     if row.differences:
         d = row.differences
-        numbers = tuple(f"{value:.0e}" for value in (d.loss, d.grad_norm, d.validation_loss, d.weights))  # type: ignore[assignment]
+        numbers = tuple(
+            f"{value:.0e}" for value in (d.loss, d.grad_norm, d.validation_loss, d.weights)
+        )  # type: ignore[assignment]
         resumed = f"other {row.changed_bits}" if row.changed_bits else "same bits"
     packing = f"{row.packing}: {row.leak:.0e}" if row.packing else ""
     result = in_cell("; ".join(row.problems) or "equal")
-    return (row.model_type, MECHANISMS[row.model_type], *numbers, resumed, packing, result, f"{row.seconds:.0f}")
+    return (
+        row.model_type,
+        MECHANISMS[row.model_type],
+        *numbers,
+        resumed,
+        packing,
+        result,
+        f"{row.seconds:.0f}",
+    )
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -160,9 +190,10 @@ def merge(page: Path, rows: Sequence[TableRow]) -> str:
     equal = sum(row.cells[-1] == "equal" for row in built)
     refused = sum(row.cells[-1].startswith("refused") for row in built)
     counts = (
-        f"transformers {transformers.__version__} has {len(table)} types. {len(built)} ({len(built) / len(table):.1%}) "
-        f"build; of these, {equal} ({equal / len(built):.1%}) train equally, {refused} are refused since they do not "
-        f"predict the next token of text alone, and {len(built) - equal - refused} differ."
+        f"transformers {transformers.__version__} has {len(table)} types. {len(built)} "
+        f"({len(built) / len(table):.1%}) build; of these, {equal} ({equal / len(built):.1%}) "
+        f"train equally, {refused} are refused since they do not predict the next token of text "
+        f"alone, and {len(built) - equal - refused} differ."
     )
     return f"{counts}\n\n{as_markdown(COLUMNS, table)}"
 

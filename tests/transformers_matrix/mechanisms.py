@@ -1,4 +1,5 @@
-"""Tiny models with each mechanism, trained in two processes, resumed and packed: the second tier of the matrix."""
+"""Tiny models with each mechanism, trained in two processes, resumed and packed: the second tier of
+the matrix."""
 
 import json
 import random
@@ -18,7 +19,14 @@ from torch import Tensor
 
 import torchtitan.models.transformers as any_class
 from tests.equivalence.layouts import Options
-from tests.equivalence.runs import TOLERANCE, Differences, Outcome, UnitVariance, compare, record_run
+from tests.equivalence.runs import (
+    TOLERANCE,
+    Differences,
+    Outcome,
+    UnitVariance,
+    compare,
+    record_run,
+)
 from tests.equivalence.workers import WorkerFailure, Workers
 from tests.models.transformers.model_types import decoder_config
 from tests.training import ABSENT
@@ -78,11 +86,12 @@ RUN: Options = {
     "activation_checkpoint__mode": "none",
     "optimizer__name": "AdamW",
     "optimizer__lr": 1e-2,
-    # Elements with a gradient near 0 take steps in proportion to it, not of the full size in a direction that rounding
-    # decides.
+    # Elements with a gradient near 0 take steps in proportion to it, not of the full size in a
+    # direction that rounding decides.
     "optimizer__eps": 1e-3,
 }
-"""Options of every run. Both processes, or one that accumulates, have two windows of packed documents per pass."""
+"""Options of every run. Both processes, or one that accumulates, have two windows of packed
+documents per pass."""
 
 _LENGTHS = [30, 3, 1, 14, 20, 28]
 """Tokens of the packed documents in two rows; windows and chunks of tiny models have 8."""
@@ -97,7 +106,8 @@ class MechanismRow:
     packing: str = ""
     """Form of packing."""
     leak: float = 0.0
-    """Largest difference of a logit from the logits of the document alone, relative to the largest."""
+    """Largest difference of a logit from the logits of the document alone, relative to the
+    largest."""
     differences: Differences | None = None
     """FSDP over two processes and one process; None: a run did not finish."""
     changed_bits: str = ""
@@ -119,7 +129,8 @@ class MechanismRow:
 
 
 def run_mechanisms(model_types: Iterable[str]) -> Iterator[MechanismRow]:
-    """Yield the row of each type of `MECHANISMS`. The same two processes train all of them, unless one fails."""
+    """Yield the row of each type of `MECHANISMS`. The same two processes train all of them, unless
+    one fails."""
     with Workers(2, runs_per_process=len(MECHANISMS)) as workers:
         for model_type in model_types:
             start, facts = time.monotonic(), dict[str, Any]()
@@ -138,35 +149,49 @@ def _run(model_type: str, folder: Path, workers: Workers, facts: dict[str, Any])
     write_model(model_type, folder / "model")
     facts["packing"], facts["leak"] = compare_packed(folder / "model")
     options = {**RUN, "hf_assets_path": folder / "model"}
-    options |= dict.fromkeys(("dataloader__dataset", "validator__dataset"), folder / "model/documents.jsonl")
+    options |= dict.fromkeys(
+        ("dataloader__dataset", "validator__dataset"), folder / "model/documents.jsonl"
+    )
     for name in ("alone", "sharded"):
         (folder / name).mkdir()
     record_run(folder / "alone", options)
     workers.run(train_and_resume, folder, options)
-    sharded, resumed = (Outcome.read(folder / name, processes=2, pipeline_degree=1) for name in ("sharded", "resumed"))
-    facts["differences"] = compare(sharded, Outcome.read(folder / "alone", processes=1, pipeline_degree=1))
+    sharded, resumed = (
+        Outcome.read(folder / name, processes=2, pipeline_degree=1)
+        for name in ("sharded", "resumed")
+    )
+    facts["differences"] = compare(
+        sharded, Outcome.read(folder / "alone", processes=1, pipeline_degree=1)
+    )
     facts["changed_bits"] = ", ".join(changed(resumed, sharded))
 
 
 def write_model(model_type: str, folder: Path) -> None:
-    """Write a tiny config.json of a type, a tokenizer of characters, whose ids are `TEXT_IDS`, and short documents."""
+    """Write a tiny config.json of a type, a tokenizer of characters, whose ids are `TEXT_IDS`, and
+    short documents."""
     folder.mkdir()
     document = json.loads(tiny_config(decoder_config(model_type)).to_json_string(use_diff=False))
     (folder / "config.json").write_text(json.dumps(without_dropout(document)))
     letters = (string.ascii_letters + string.punctuation)[: len(TEXT_IDS)]
-    vocabulary = {f"<{i}>": i for i in range(TEXT_IDS.start)} | dict(zip(letters, TEXT_IDS, strict=True))
+    vocabulary = {f"<{i}>": i for i in range(TEXT_IDS.start)} | dict(
+        zip(letters, TEXT_IDS, strict=True)
+    )
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": None, "eos_token": None}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": None, "eos_token": None})
+    )
     draw = random.Random(0)
     texts = ("".join(draw.choices(letters, k=draw.randint(1, 60))) for _ in range(100))
-    (folder / "documents.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    (folder / "documents.jsonl").write_text(
+        "".join(f"{json.dumps({'text': text})}\n" for text in texts)
+    )
 
 
 def train_and_resume(folder: Path, options: Options) -> None:
-    """Train in the subfolder `sharded`, and once more in `resumed` from a checkpoint of the first run. Every rank calls
-    it."""
+    """Train in the subfolder `sharded`, and once more in `resumed` from a checkpoint of the first
+    run. Every rank calls it."""
     record_run(folder / "sharded", options)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -181,14 +206,16 @@ def changed(outcome: Outcome, expected: Outcome) -> Iterator[str]:
     for name in ("losses", "grad_norms", "validation_losses"):
         if getattr(outcome, name) != getattr(expected, name):
             yield name.replace("_", " ")
-    if any(not torch.equal(tensor, expected.weights[name]) for name, tensor in outcome.weights.items()):
+    if any(
+        not torch.equal(tensor, expected.weights[name]) for name, tensor in outcome.weights.items()
+    ):
         yield "weights"
 
 
 @torch.no_grad()
 def compare_packed(folder: Path) -> tuple[str, float]:
-    """Return how documents are packed, and by how much the largest logit differs from the class's, which gets
-    each document alone."""
+    """Return how documents are packed, and by how much the largest logit differs from the class's,
+    which gets each document alone."""
     spec, _ = huggingface_model(folder, any_class)
     assert isinstance(spec.model, TransformersModel.Config)
     with torch.device("meta"):
@@ -197,8 +224,12 @@ def compare_packed(folder: Path) -> tuple[str, float]:
     initialize_weights(model.to_empty(device="cpu"), seed=0)
     reference = build_class(spec.model.transformers_config()).eval()
     names = class_names(model)
-    reference.load_state_dict({names[name]: tensor for name, tensor in model.state_dict().items()}, strict=False)
-    tokens_BL = torch.randint(TEXT_IDS.start, TEXT_IDS.stop, (2, 48), generator=torch.Generator().manual_seed(0))
+    reference.load_state_dict(
+        {names[name]: tensor for name, tensor in model.state_dict().items()}, strict=False
+    )
+    tokens_BL = torch.randint(
+        TEXT_IDS.start, TEXT_IDS.stop, (2, 48), generator=torch.Generator().manual_seed(0)
+    )
     positions_BL = torch.cat([torch.arange(length) for length in _LENGTHS]).view(2, 48)
 
     def of_class(tokens_BL: Tensor) -> Tensor:

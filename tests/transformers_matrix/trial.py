@@ -1,4 +1,5 @@
-"""Trial of one type of transformers: a tiny random model, through the same functions as a published one."""
+"""Trial of one type of transformers: a tiny random model, through the same functions as a published
+one."""
 
 import contextlib
 import json
@@ -31,12 +32,12 @@ from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 
 TOLERANCE = 1e-5
-"""Largest difference in float32, relative to the largest element. Where rounding errors of float32 add up to more, both
-are compared in float64."""
+"""Largest difference in float32, relative to the largest element. Where rounding errors of float32
+add up to more, both are compared in float64."""
 
 _ZERO = 1e-3
-"""Gradients below this fraction of the largest gradient of the model are compared with this fraction, since some, such
-as of key biases, are zero up to rounding."""
+"""Gradients below this fraction of the largest gradient of the model are compared with this
+fraction, since some, such as of key biases, are zero up to rounding."""
 
 _NOISE = 0.02
 """Added to all weights, so that those that start at zero, such as biases, change the result too."""
@@ -103,12 +104,18 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
         facts["class_name"] = type(build_class(spec.model.transformers_config())).__name__
         model = spec.model.build()
     facts["packing"] = model.packing.mode if model.packing.is_exact else f"{model.packing.mode}?"
-    facts["tensor_parallel"] = "no" if "tensor_parallel_degree" in spec.model.unsupported_parallelisms() else "yes"
+    facts["tensor_parallel"] = (
+        "no" if "tensor_parallel_degree" in spec.model.unsupported_parallelisms() else "yes"
+    )
     facts["head"] = "ours" if model.captured else "own"
 
     yield "not initialized"
     initialize_weights(model.to_empty(device="cpu"), seed=0)
-    _find(_tensors(model), lambda _, tensor: bool(tensor.isfinite().all()), "initial values are not finite")
+    _find(
+        _tensors(model),
+        lambda _, tensor: bool(tensor.isfinite().all()),
+        "initial values are not finite",
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -122,14 +129,22 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
     checkpoint, exported = folder / "checkpoint", folder / "exported"
     checkpoint.mkdir()
     state = model.state_dict()
-    write_dcp(checkpoint, {name: TensorSpec.of(tensor) for name, tensor in state.items()}, state.__getitem__)
+    write_dcp(
+        checkpoint,
+        {name: TensorSpec.of(tensor) for name, tensor in state.items()},
+        state.__getitem__,
+    )
     saved = DcpSource(checkpoint)
     with torch.device("meta"):
         resumed = spec.model.build()
     initialize_weights(resumed.to_empty(device="cpu"), seed=1, loaded=saved.specs)
     load_weights(saved, [resumed])
     before = _tensors(model)
-    _find(_tensors(resumed), lambda name, tensor: torch.equal(tensor, before[name]), "other values when resumed")
+    _find(
+        _tensors(resumed),
+        lambda name, tensor: torch.equal(tensor, before[name]),
+        "other values when resumed",
+    )
     with torch.no_grad():
         if not torch.equal(resumed(tokens_BL), logits_BLV):
             raise Different("other logits when resumed")
@@ -147,7 +162,10 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
-            raise Different(f"export has {problem.replace('_', ' ')}: {', '.join(map(str, sorted(report[problem])))}")
+            raise Different(
+                f"export has {problem.replace('_', ' ')}: "
+                f"{', '.join(map(str, sorted(report[problem])))}"
+            )
 
     yield "not compared"
     _compare(model, reference.train(), tokens_BL)
@@ -160,7 +178,11 @@ def without_dropout(values: Any) -> Any:
         return [without_dropout(value) for value in values]
     if not isinstance(values, dict):
         return values
-    is_rate = {key for key, value in values.items() if ("drop" in key or "jitter" in key) and type(value) is float}
+    is_rate = {
+        key
+        for key, value in values.items()
+        if ("drop" in key or "jitter" in key) and type(value) is float
+    }
     return {key: 0.0 if key in is_rate else without_dropout(value) for key, value in values.items()}
 
 
@@ -168,7 +190,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _find(tensors: Mapping[str, Tensor], is_right: Callable[[str, Tensor], bool], problem: str) -> None:
+def _find(
+    tensors: Mapping[str, Tensor], is_right: Callable[[str, Tensor], bool], problem: str
+) -> None:
     """Raise `Different` with the names of the tensors that are not right."""
     if names := [name for name, tensor in tensors.items() if not is_right(name, tensor)]:
         raise Different(f"{problem}: {summarize_names(names)}")
@@ -179,15 +203,23 @@ def _compare(model: TransformersModel, reference: Any, tokens_BL: Tensor) -> Non
     names = class_names(model)
     ours = {names[name]: parameter for name, parameter in model.named_parameters()}
     for dtype in (torch.float32, torch.float64):
-        results, expected = _our_results(model.to(dtype), tokens_BL), _class_results(reference.to(dtype), tokens_BL)
+        results, expected = (
+            _our_results(model.to(dtype), tokens_BL),
+            _class_results(reference.to(dtype), tokens_BL),
+        )
         theirs = dict(reference.named_parameters(remove_duplicate=False))
-        frozen = {name: parameter for name, parameter in ours.items() if not parameter.requires_grad}
-        _find(frozen, lambda name, _: not _gradient(theirs[name]).any(), "frozen, but text needs it")  # noqa: B023
+        frozen = {
+            name: parameter for name, parameter in ours.items() if not parameter.requires_grad
+        }
+        needed = {name for name, parameter in theirs.items() if _gradient(parameter).any()}
+        _find(frozen, lambda name, _: name not in needed, "frozen, but text needs it")  # noqa: B023
         for name in ours.keys() - frozen.keys():
             results[f"gradient of {name}"] = _gradient(ours[name])
             expected[f"gradient of {name}"] = _gradient(theirs[name])
         differences = _differences(results, expected)
-        worst = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))
+        worst = max(
+            differences, key=lambda name: (math.isnan(differences[name]), differences[name])
+        )
         if differences[worst] <= TOLERANCE:
             return
     raise Different(f"{worst} by {differences[worst]:.1e} in float64")
@@ -207,10 +239,15 @@ def _our_results(model: TransformersModel, tokens_BL: Tensor) -> dict[str, Tenso
 def _class_results(reference: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
     """Return the class's logits and loss, and leave the gradients in the parameters."""
     reference.zero_grad()
-    types = {"mm_token_type_ids": torch.zeros_like(tokens_BL)} if reference.config.model_type == "molmo2" else {}
+    types = (
+        {"mm_token_type_ids": torch.zeros_like(tokens_BL)}
+        if reference.config.model_type == "molmo2"
+        else {}
+    )
     outputs = reference(input_ids=tokens_BL, use_cache=False, **types)
     loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), tokens_BL[:, 1:].flatten())
-    with contextlib.suppress(Exception):  # some classes compute no loss, or not the loss of the next tokens
+    # some classes compute no loss, or not the loss of the next tokens
+    with contextlib.suppress(Exception):
         own = reference(input_ids=tokens_BL, labels=tokens_BL, use_cache=False)
         if getattr(own, "aux_loss", None) is not None or abs(own.loss - loss) < TOLERANCE:
             loss = own.loss

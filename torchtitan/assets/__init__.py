@@ -1,1 +1,2 @@
-"""Files shipped with the package: a tokenizer, chat templates, and generators of small synthetic corpora."""
+"""Files shipped with the package: a tokenizer, chat templates, and generators of small synthetic
+corpora."""

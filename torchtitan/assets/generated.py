@@ -21,13 +21,15 @@ def read_tables(name: str) -> dict[str, Any]:
 
 
 def version_of(*names: str) -> str:
-    """Return a digest of this module and of files next to it; equal versions generate equal items."""
+    """Return a digest of this module and of files next to it; equal versions generate equal
+    items."""
     contents = [(_FOLDER / name).read_bytes() for name in (*names, Path(__file__).name)]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 class Draw:
-    """Seeded draws from tables. They use only `Random.random`, whose numbers are the same in every Python version."""
+    """Seeded draws from tables. They use only `Random.random`, whose numbers are the same in every
+    Python version."""
 
     def __init__(self, seed: int):
         self.uniform = Random(seed).random
@@ -77,7 +79,8 @@ class Generated(ABC, Generic[T]):
 
 
 def draw_pair(draw: Draw, n: int, *, held_out: bool) -> tuple[int, int]:
-    """Return two different numbers below `n` that the other split never pairs; about 1 in 20 pairs is held out."""
+    """Return two different numbers below `n` that the other split never pairs; about 1 in 20 pairs
+    is held out."""
     while True:
         first, second = draw(range(n)), draw(range(n))
         if first != second and ((first + second) % 20 == 0) == held_out:

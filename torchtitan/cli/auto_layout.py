@@ -18,20 +18,25 @@ from torchtitan.trainer import Trainer
 
 
 def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int) -> list[str]:
-    """Return the options that give a configuration the best layout; a run that resumes with the same number of
-    processes keeps its layout. Without `--training.global_batch_size`, the global batch is local_batch_size times the
-    number of processes. Raise `UserError` if no layout fits, or the device is not in the table."""
+    """Return the options that give a configuration the best layout; a run that resumes with the
+    same number of processes keeps its layout. Without `--training.global_batch_size`, the global
+    batch is local_batch_size times the number of processes. Raise `UserError` if no layout fits, or
+    the device is not in the table."""
     chosen = _layout_of_earlier_run(config, world_size)
     if chosen is None:
         training = config.training
         if training.global_batch_size == -1:
-            training = dataclasses.replace(training, global_batch_size=training.local_batch_size * world_size)
+            training = dataclasses.replace(
+                training, global_batch_size=training.local_batch_size * world_size
+            )
         planned = dataclasses.replace(config, training=training)
         device = _own_device(world_size, devices_per_host)
-        best = plan(planned, world_size, device, devices_per_host=devices_per_host, best=1).options[0]
+        best = plan(planned, world_size, device, devices_per_host=devices_per_host, best=1).options[
+            0
+        ]
         logger.info(
-            f"--parallelism.auto: {best.layout}; predicted {best.tokens_per_second:,.0f} tokens/s per "
-            f"device, {best.memory_gib:.1f} GiB"
+            f"--parallelism.auto: {best.layout}; predicted {best.tokens_per_second:,.0f} tokens/s "
+            f"per device, {best.memory_gib:.1f} GiB"
         )
         chosen = best.layout.config.to_dict()
     return [*option_words(config, chosen), "--parallelism.auto=false"]
@@ -43,7 +48,10 @@ def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> dict[str,
     if start is None or not start.resumes or not path.is_file():
         return None
     document = read_config_file(path, f"'{path}'")
-    has_same_batch = config.training.global_batch_size in (-1, document["training"]["global_batch_size"])
+    has_same_batch = config.training.global_batch_size in (
+        -1,
+        document["training"]["global_batch_size"],
+    )
     if prod(leaves(document)[name] for name in MESH) != world_size or not has_same_batch:
         return None
     logger.info("--parallelism.auto: the run resumes with its layout (%s)", path)
@@ -54,15 +62,15 @@ def _own_device(world_size: int, devices_per_host: int) -> Device:
     if not torch.cuda.is_available():
         if world_size > devices_per_host:
             raise UserError(
-                "--parallelism.auto measures a CPU, and could choose differently on each of several hosts; use the "
-                "options that `torchtitan plan --device cpu` prints"
+                "--parallelism.auto measures a CPU, and could choose differently on each of "
+                "several hosts; use the options that `torchtitan plan --device cpu` prints"
             )
         return device_named("cpu", world_size)
     name = torch.cuda.get_device_name()
     found = device_of_gpu(name)
     if found is None:
         raise UserError(
-            f"--parallelism.auto does not know '{name}' (it knows: {', '.join(DEVICES)}); use `torchtitan plan "
-            "--device_file`, and the options that it prints"
+            f"--parallelism.auto does not know '{name}' (it knows: {', '.join(DEVICES)}); use "
+            "`torchtitan plan --device_file`, and the options that it prints"
         )
     return dataclasses.replace(found, memory_gib=total_memory() / 2**30)

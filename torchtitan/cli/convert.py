@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_base_option, add_module_option, import_given_package, run_command
+from torchtitan.cli.model_options import (
+    add_base_option,
+    add_module_option,
+    import_given_package,
+    run_command,
+)
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError, require
 from torchtitan.tools.logging import logger, presentable
@@ -30,22 +35,29 @@ _FORMATS = ("hf", "meta", "dcp")
 _OF_QUANTIZE = ("group_size", "exclude")
 """Options of --quantize."""
 
-_DESCRIPTION = """Write the checkpoint in the folder INPUT to the folder OUTPUT, in another format or another type of
-numbers: weights, tokenizer, and the file that describes the model. Formats: hf (Hugging Face: config.json and
-safetensors), meta (params.json and consolidated.00.pth), dcp (a step-N folder of a training run; as OUTPUT, a step-N
-folder without optimizer state, for --checkpoint.initial_load_path), peft (only the adapter of a run
-with --model_converters.lora or qlora: adapter_config.json and adapter_model.safetensors).
-Memory: about the largest tensor."""
+_DESCRIPTION = """Write the checkpoint in the folder INPUT to the folder OUTPUT, in another format
+or another type of numbers: weights, tokenizer, and the file that describes the model. Formats: hf
+(Hugging Face: config.json and safetensors), meta (params.json and consolidated.00.pth), dcp (a
+step-N folder of a training run; as OUTPUT, a step-N folder without optimizer state, for
+--checkpoint.initial_load_path), peft (only the adapter of a run with --model_converters.lora or
+qlora: adapter_config.json and adapter_model.safetensors). Memory: about the largest tensor."""
 
 
 def convert(args: Sequence[str]) -> int:
-    """Run `torchtitan convert`. Return 0, 2 for a user's mistake, or 3 if OUTPUT cannot be written."""
+    """Run `torchtitan convert`. Return 0, 2 for a user's mistake, or 3 if OUTPUT cannot be
+    written."""
     parser = Parser(prog="torchtitan convert", description=_DESCRIPTION)
-    parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
+    parser.add_argument(
+        "input", metavar="INPUT", type=Path, help="folder of the checkpoint to read"
+    )
+    parser.add_argument(
+        "output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty"
+    )
     add_base_option(parser, "INPUT")
     add_module_option(parser)
-    parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: detected)")
+    parser.add_argument(
+        "--from", dest="source", choices=_FORMATS, help="format of INPUT (default: detected)"
+    )
     parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
     parser.add_argument(
         "--export_dtype",
@@ -62,18 +74,24 @@ def convert(args: Sequence[str]) -> int:
     parser.add_argument(
         "--quantize",
         choices=("int8dyn_int4w",),
-        help="hf: quantize the linear layers between embedding and output, for inference: 4-bit weights, 8-bit "
-        "activations, as simulated by --model_converters.qat, whose settings in the run that saved INPUT are the "
+        help="hf: quantize the linear layers between embedding and output, for inference: 4-bit "
+        "weights, 8-bit "
+        "activations, as simulated by --model_converters.qat, whose settings in the run that saved "
+        "INPUT are the "
         "defaults of the options below; needs torchao",
     )
     parser.add_argument(
-        "--group_size", type=int, metavar="N", help="--quantize: adjacent weights that share a scale (default: 32)"
+        "--group_size",
+        type=int,
+        metavar="N",
+        help="--quantize: adjacent weights that share a scale (default: 32)",
     )
     parser.add_argument(
         "--exclude",
         nargs="+",
         metavar="PATTERN",
-        help="--quantize: regular expressions; layers with a matching name (layers.0.feed_forward.w2) are not "
+        help="--quantize: regular expressions; layers with a matching name "
+        "(layers.0.feed_forward.w2) are not "
         "quantized",
     )
     options = parser.parse_args(args)
@@ -159,23 +177,32 @@ def _adapter(options: argparse.Namespace, family: "ModuleType | None") -> "Writi
     converters = converters_from_records(descriptions, str(checkpoint))
     adapters = [converter for converter in converters if isinstance(converter, LoRA)]
     if (checkpoint / EXPORTED / CONFIG).is_file():
-        raise UserError(f"{checkpoint} is a merged model, which already contains its adapter: {checkpoint / EXPORTED}")
+        raise UserError(
+            f"{checkpoint} is a merged model, which already contains its adapter: "
+            f"{checkpoint / EXPORTED}"
+        )
     if len(adapters) != 1:
         found = len(adapters) or "none"
         raise UserError(
-            f"--to peft writes a single adapter, but {checkpoint} has {found}; use the step-N folder "
-            "of a run with either --model_converters.lora or qlora"
+            f"--to peft writes a single adapter, but {checkpoint} has {found}; use the step-N "
+            "folder of a run with either --model_converters.lora or qlora"
         )
     spec, source = spec_of(checkpoint, family), open_source(checkpoint)
     model = converted_model(spec.model, adapters)
-    trained = optimized_names(checkpoint).union(trained_names(converted_model(spec.model, converters)))
+    trained = optimized_names(checkpoint).union(
+        trained_names(converted_model(spec.model, converters))
+    )
     check_complete(model, trained)
 
     def read(name: str) -> "torch.Tensor":
         return as_type(name, source.read(name), options.dtype or source.specs[name].dtype)
 
     n_tensors = len(trained_names(model))
-    return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0].config, model, spec, read)
+    return (
+        spec,
+        n_tensors,
+        lambda folder: write_adapter(folder, adapters[0].config, model, spec, read),
+    )
 
 
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
@@ -184,17 +211,27 @@ def _quantization(options: argparse.Namespace) -> "QAT.Config":
     from torchtitan.components.weights.assets import read_converters
     from torchtitan.protocols.conversion import converters_from_records
 
-    explicit = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
-    converters = converters_from_records(read_converters(options.input, "simulated"), str(options.input))
-    simulated = next((converter.config for converter in converters if isinstance(converter, QAT)), None)
+    explicit = {
+        name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None
+    }
+    converters = converters_from_records(
+        read_converters(options.input, "simulated"), str(options.input)
+    )
+    simulated = next(
+        (converter.config for converter in converters if isinstance(converter, QAT)), None
+    )
     if simulated is None:
         return QAT.Config(**explicit)
     chosen = dataclasses.replace(simulated, **explicit)
-    description = ", ".join(f"{name} {getattr(simulated, name)}" for name in ("group_size", "include", "exclude"))
+    description = ", ".join(
+        f"{name} {getattr(simulated, name)}" for name in ("group_size", "include", "exclude")
+    )
     if chosen == simulated:
         logger.info("quantized as simulated by the run: %s", description)
     else:
-        logger.warning("quantized differently than simulated by the run, which used %s", description)
+        logger.warning(
+            "quantized differently than simulated by the run, which used %s", description
+        )
     return chosen
 
 
@@ -215,7 +252,9 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
         raise UserError(f"{output} already exists; choose a new folder")
     found = checkpoint_format(options.input, family)
     if options.source and options.source != found:
-        raise UserError(f"{options.input} is a checkpoint in the format {found}, not {options.source}")
+        raise UserError(
+            f"{options.input} is a checkpoint in the format {found}, not {options.source}"
+        )
     check_digests(options.input)
 
 
@@ -225,7 +264,9 @@ def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
 
     written = partial
     if options.to == "dcp":
-        step = catalog.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
+        step = (
+            catalog.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
+        )
         marker = catalog.Marker(step=step, kind="model_only", world_size=1)
         written = Path(str(catalog.commit(partial, marker)))
     durable.rename(written, options.output)  # fails if the folder is not empty anymore

@@ -1,4 +1,5 @@
-"""`torchtitan data`: prepare a run's data, inspect it before training, or show it step by step afterwards."""
+"""`torchtitan data`: prepare a run's data, inspect it before training, or show it step by step
+afterwards."""
 
 import argparse
 import dataclasses
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
 _DESCRIPTIONS = {
     "prepare": data_prepare.DESCRIPTION,
-    "inspect": "Show the training data of a configuration: counts, lengths, dropped rows with reasons, and the first "
+    "inspect": "Show the training data of a configuration: counts, lengths, dropped rows with "
+    "reasons, and the first "
     "windows with trained tokens marked. No model is built.",
-    "show": "Show the documents of a training step with trained tokens marked. They come from the run's ledger "
+    "show": "Show the documents of a training step with trained tokens marked. They come from the "
+    "run's ledger "
     "(--debug.ledger) or, without a ledger, from the configuration and its seed.",
 }
 
@@ -56,22 +59,35 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
     parser = Parser(
-        f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
+        f"torchtitan data {command}",
+        description=_DESCRIPTIONS[command],
+        allow_abbrev=False,
+        add_help=False,
     )
     parser.epilog = _ALSO
     if command == "inspect":
-        parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
-        parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page with all tokens")
+        parser.add_argument(
+            "--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)"
+        )
+        parser.add_argument(
+            "--html", type=Path, metavar="FILE", help="also write an HTML page with all tokens"
+        )
     elif command == "prepare":
         data_prepare.add_options(parser)
     else:
         parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
-    sources = list(itertools.takewhile(lambda word: not word.startswith("-"), args if command == "prepare" else ()))
+    sources = list(
+        itertools.takewhile(
+            lambda word: not word.startswith("-"), args if command == "prepare" else ()
+        )
+    )
     options, others = parser.parse_known_args(args[len(sources) :])
     if {"-h", "--help"} & set(others):
         print(parser.format_help(), flush=True)
     elif command == "prepare" and not sources:
-        raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
+        raise UserError(
+            "no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…"
+        )
     own_options = re.findall(r"^  --(\w+)", parser.format_help(), re.MULTILINE)
     resolved = ConfigManager(parser.prog, own_options).parse_args(others)
     if command == "prepare":
@@ -92,20 +108,23 @@ class _Run(NamedTuple):
         """Check the configuration that the data depends on, and tokenize the data if needed."""
         for component in (config.tokenizer, config.dataloader, config.training, config.debug):
             component.validate()
-        samples_per_step = config.training.resolve_global_batch_size(_data_parallel_degree(config.parallelism))
+        samples_per_step = config.training.resolve_global_batch_size(
+            _data_parallel_degree(config.parallelism)
+        )
         tokenizer = config.tokenizer.build(path=config.hf_assets_path)
         config.dataloader.prepare(tokenizer=tokenizer)
         return cls(config, tokenizer, samples_per_step)
 
     @contextmanager
     def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
-        """Yield a loader of batches of `n_samples` in the run's order; it reads as rank `place`, so its first batch is
-        batch `place`."""
+        """Yield a loader of batches of `n_samples` in the run's order; it reads as rank `place`, so
+        its first batch is batch `place`."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
         config, dataloader = self.config, self.config.dataloader
         if isinstance(dataloader, PlannedDataLoader.Config):
-            dataloader = dataclasses.replace(dataloader, num_workers=0)  # same order, no prefetching
+            # same order, no prefetching
+            dataloader = dataclasses.replace(dataloader, num_workers=0)
         with without_logs(logging.INFO):  # the tables replace the loader's log
             loader = dataloader.build(
                 tokenizer=self.tokenizer,
@@ -126,8 +145,8 @@ class _Run(NamedTuple):
 
 
 def _data_parallel_degree(parallelism: Any) -> int:
-    """Return the number of ranks that read different samples, out of `NGPU` x `NNODES` processes, or more if the
-    configured degrees need more."""
+    """Return the number of ranks that read different samples, out of `NGPU` x `NNODES` processes,
+    or more if the configured degrees need more."""
     import torch
 
     from torchtitan.cli.launch import environment_number
@@ -135,9 +154,16 @@ def _data_parallel_degree(parallelism: Any) -> int:
 
     processes = environment_number("NNODES")
     processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()))
-    others = [getattr(parallelism, f"{kind}_parallel_degree") for kind in ("context", "tensor", "pipeline")]
-    copies = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
-    return ParallelDims.from_config(parallelism, max(processes, copies * math.prod(others))).dp_degree
+    others = [
+        getattr(parallelism, f"{kind}_parallel_degree")
+        for kind in ("context", "tensor", "pipeline")
+    ]
+    copies = parallelism.data_parallel_replicate_degree * max(
+        1, parallelism.data_parallel_shard_degree
+    )
+    return ParallelDims.from_config(
+        parallelism, max(processes, copies * math.prod(others))
+    ).dp_degree
 
 
 def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
@@ -149,7 +175,9 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise UserError(f"--html: there is no folder {options.html.absolute().parent}")
     if options.html is not None and options.html.exists() and not options.html.is_file():
-        raise UserError(f"--html: {options.html} is not a regular file, which the page could replace")
+        raise UserError(
+            f"--html: {options.html} is not a regular file, which the page could replace"
+        )
     run = _Run.of(resolved.config)
     with run.loader(1) as loader:
         length = run.length(loader.n_samples)
@@ -185,20 +213,38 @@ def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple
     windows += "".join(f", {change}" for change in training.batch_schedule)
     lengths = "".join(f", {change}" for change in training.seq_len_schedule)
     facts = [
-        ("tokenizer", f"{run.config.hf_assets_path or 'embedded'}, {run.tokenizer.vocab_size:,} tokens"),
-        ("the run", f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,}{lengths} tokens in each"),
+        (
+            "tokenizer",
+            f"{run.config.hf_assets_path or 'embedded'}, {run.tokenizer.vocab_size:,} tokens",
+        ),
+        (
+            "the run",
+            f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,}{lengths} tokens in "
+            "each",
+        ),
     ]
     if summary is None:
-        return [*facts, ("the data", f"unknown to {run.config.dataloader._owner.__qualname__} before it is read")]
+        return [
+            *facts,
+            (
+                "the data",
+                f"unknown to {run.config.dataloader._owner.__qualname__} before it is read",
+            ),
+        ]
     trained = sum(of_set.report.trained_tokens for of_set in summary.sets)
     tokens = sum(of_set.report.tokens for of_set in summary.sets)
     facts += [
-        ("tokens", f"{tokens:,}, of which {trained:,} ({trained / max(1, tokens):.1%}) are trained"),
+        (
+            "tokens",
+            f"{tokens:,}, of which {trained:,} ({trained / max(1, tokens):.1%}) are trained",
+        ),
         ("windows per epoch", f"{summary.windows_per_epoch:,}"),
         ("steps per epoch", f"{math.ceil(summary.windows_per_epoch / run.samples_per_step):,}"),
     ]
     if summary.packing_efficiency is not None:
-        facts.append(("packing efficiency", f"{summary.packing_efficiency:.1%} of all positions hold data"))
+        facts.append(
+            ("packing efficiency", f"{summary.packing_efficiency:.1%} of all positions hold data")
+        )
     return facts
 
 
@@ -255,15 +301,20 @@ def _is_ledger_entry(line: dict[str, Any]) -> bool:
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
-    """Return the step's samples according to the configuration: the loader's first batch. Raise `UserError` if they
-    depend on training, or the run ends before the step."""
+    """Return the step's samples according to the configuration: the loader's first batch. Raise
+    `UserError` if they depend on training, or the run ends before the step."""
     from torchtitan.components.data.base import NO_DOCUMENT
 
     if run.config.training.batch_schedule or run.config.training.seq_len_schedule:
-        raise UserError(f"step {step} of a run whose batches change is known only to a --debug.ledger")
+        raise UserError(
+            f"step {step} of a run whose batches change is known only to a --debug.ledger"
+        )
     summary = loader.summary(0)
     if summary is None or not summary.follows_seed:
-        raise UserError(f"the documents of step {step} depend on training; run with --debug.ledger to record them")
+        raise UserError(
+            f"the documents of step {step} depend on training; run with --debug.ledger to record "
+            "them"
+        )
     n_steps = run.length(loader.n_samples).last_step(0)
     if step > n_steps:
         raise UserError(f"there is no step {step}: the run has {n_steps:,}")
@@ -274,17 +325,24 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
 
 
 def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
-    """Return the samples according to the configuration if they have these names; names may be ambiguous."""
+    """Return the samples according to the configuration if they have these names; names may be
+    ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
     training, summary = run.config.training, loader.summary(0)
-    if training.batch_schedule or training.seq_len_schedule or summary is None or not summary.follows_seed:
+    if (
+        training.batch_schedule
+        or training.seq_len_schedule
+        or summary is None
+        or not summary.follows_seed
+    ):
         return None
     planned = _planned(run, loader, step)
     if names_of([planned], loader.document_names) == [names]:
         return planned
     logger.warning(
-        f"step {step} has different documents according to the configuration, with {run.samples_per_step} windows per "
-        "step (set NGPU to the run's number of processes); showing only the names"
+        f"step {step} has different documents according to the configuration, with "
+        f"{run.samples_per_step} windows per step (set NGPU to the run's number of processes); "
+        "showing only the names"
     )
     return None

@@ -1,4 +1,5 @@
-"""`torchtitan data prepare`: encode data ahead of a run, in parts on any number of processes and hosts."""
+"""`torchtitan data prepare`: encode data ahead of a run, in parts on any number of processes and
+hosts."""
 
 import argparse
 import os
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from torchtitan.components.data.sources.source import Source
 
 DESCRIPTION = (
-    "Encode text, chats or preferences into caches in a folder, which --dataloader.dataset reads. The work is divided "
-    "into parts, each written completely or not at all: run the same command again to continue after an interruption."
+    "Encode text, chats or preferences into caches in a folder, which --dataloader.dataset reads. "
+    "The work is divided into parts, each written completely or not at all: run the same command "
+    "again to continue after an interruption."
 )
 
 
@@ -23,17 +25,53 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command; sources precede all of them."""
     parser.usage = f"{parser.prog} SOURCE... --out PLACE [options]"
     add = parser.add_argument
-    add("--dataloader.dataset", "--dataloader.weights", nargs="*", dest="of_run", help=argparse.SUPPRESS)
+    add(
+        "--dataloader.dataset",
+        "--dataloader.weights",
+        nargs="*",
+        dest="of_run",
+        help=argparse.SUPPRESS,
+    )
     add("--out", metavar="PLACE", help="folder or URL (s3://…) of the result")
-    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
-    add("--part", metavar="I/N", help="write only the I-th of N shares of the parts, without merging")
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        metavar="N",
+        help="processes (default: cores)",
+    )
+    add(
+        "--part",
+        metavar="I/N",
+        help="write only the I-th of N shares of the parts, without merging",
+    )
     add("--merge", action="store_true", help="only merge, after all shares are written")
-    add("--part_size", type=float, default=64.0, metavar="MB", help="MB per part of a JSON Lines file (default: 64)")
-    add("--held_out", type=float, default=0.0, metavar="F", help="fraction to keep for the split `validation`, by hash")
-    add("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
+    add(
+        "--part_size",
+        type=float,
+        default=64.0,
+        metavar="MB",
+        help="MB per part of a JSON Lines file (default: 64)",
+    )
+    add(
+        "--held_out",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="fraction to keep for the split `validation`, by hash",
+    )
+    add(
+        "--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens"
+    )
     add("--min_tokens", type=int, default=0, metavar="N", help="text: drop shorter documents")
     add("--max_tokens", type=int, metavar="N", help="text: drop longer documents")
-    add("--max_repetition", type=float, default=1.0, metavar="F", help="text: drop texts with more repeated 10-grams")
+    add(
+        "--max_repetition",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="text: drop texts with more repeated 10-grams",
+    )
 
 
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:
@@ -42,7 +80,10 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     from torchtitan.components.data.prepare.preparation import Preparation, merge
 
     if options.of_run is not None:
-        raise UserError("--dataloader.dataset and --dataloader.weights belong to a run; begin with what to prepare")
+        raise UserError(
+            "--dataloader.dataset and --dataloader.weights belong to a run; begin with what to "
+            "prepare"
+        )
     if not options.out:
         raise UserError("--out is missing; set it to the folder or URL of the result")
     if options.part and options.merge:
@@ -52,7 +93,9 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     require(0 <= options.held_out < 1, "--held_out", options.held_out, "at least 0 and below 1")
     share = re.fullmatch(r"(\d+)/(\d+)", options.part or "1/1")
     if share is None or not 1 <= int(share[1]) <= int(share[2]):
-        raise UserError(f"--part is {options.part}, but must be I/N with I from 1 to N, such as 3/64")
+        raise UserError(
+            f"--part is {options.part}, but must be I/N with I from 1 to N, such as 3/64"
+        )
     open_sources, encoding = _open(sources, options, config)
     preparation = Preparation(
         open_sources=open_sources,
@@ -67,7 +110,11 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     if not options.merge:
         preparation.begin()
-        numbers = [number for number in preparation.missing() if number % int(share[2]) == int(share[1]) - 1]
+        numbers = [
+            number
+            for number in preparation.missing()
+            if number % int(share[2]) == int(share[1]) - 1
+        ]
         preparation.write_all(numbers, options.workers)
     if not options.part:
         merge(preparation, options.workers)
@@ -86,10 +133,14 @@ def _open(
 
     loader = config.dataloader
     if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
-        raise UserError(f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared")
+        raise UserError(
+            f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared"
+        )
     config.tokenizer.validate()
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
-    filters = FilterConfig(**{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")})
+    filters = FilterConfig(
+        **{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")}
+    )
     loader.dataset = list(sources)
     catalog: Any = CHAT_DATASETS
     if isinstance(loader, PretrainDataLoader.Config):
@@ -102,13 +153,18 @@ def _open(
     def open_sources() -> list[Source]:
         opened: list[Any] = [loader.source(source) for source in sources]
         if not all(isinstance(source, Source) for source in opened):
-            raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
+            raise UserError(
+                "registered datasets are streamed; prepare their files: a path or a URL"
+            )
         return opened
 
     if isinstance(loader, PretrainDataLoader.Config):
         return open_sources, document_encoding(tokenizer, filters)
     if filters != FilterConfig():
-        raise UserError("--min_tokens, --max_tokens and --max_repetition filter text; set --dataloader.… instead")
+        raise UserError(
+            "--min_tokens, --max_tokens and --max_repetition filter text; set --dataloader.… "
+            "instead"
+        )
     formats = {source.name: row_format for source, row_format in loader.rows()}
     encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
     return open_sources, sample_encoding(formats, encoder, loader.filters())

@@ -71,7 +71,11 @@ def _tables(summary: DataSummary) -> Iterator[_Table]:
         )
     reports = _reports(summary)
     if events := [cells for name, report in reports for cells in _event_rows(name, report)]:
-        yield "Rows and samples that were dropped or changed", ("dataset", "what", "rows", "for example"), events
+        yield (
+            "Rows and samples that were dropped or changed",
+            ("dataset", "what", "rows", "for example"),
+            events,
+        )
 
 
 def _reports(summary: DataSummary) -> Sequence[tuple[str, Report]]:
@@ -92,7 +96,14 @@ def _set_cells(data: SetSummary, n_read: float) -> list[str]:
 
 
 def _count_cells(report: Report) -> list[str]:
-    counts = (report.rows, report.kept, report.truncated.count, report.n_dropped, report.tokens, report.trained_tokens)
+    counts = (
+        report.rows,
+        report.kept,
+        report.truncated.count,
+        report.n_dropped,
+        report.tokens,
+        report.trained_tokens,
+    )
     share = f"{report.trained_tokens / report.tokens:.1%}" if report.tokens else "-"
     return [*(f"{count:,}" for count in counts), share]
 
@@ -106,12 +117,21 @@ def _event_rows(name: str, report: Report) -> Iterator[list[str]]:
         yield [name, "columns not read", "", ", ".join(report.unread)]
 
 
-def _turn_tables(reports: Sequence[tuple[str, Report]], samples: Sequence[Sample]) -> Iterator[_Table]:
+def _turn_tables(
+    reports: Sequence[tuple[str, Report]], samples: Sequence[Sample]
+) -> Iterator[_Table]:
     """Yield the counts of trained turns, and the samples' turns next to the end of their prompts at
     inference."""
     counted = [(name, report) for name, report in reports if report.turns]
     if counted:
-        columns = ("dataset", "samples", "trained turns", "teach a stop", "only a stop", "options of the template")
+        columns = (
+            "dataset",
+            "samples",
+            "trained turns",
+            "teach a stop",
+            "only a stop",
+            "options of the template",
+        )
         yield "Trained turns", columns, [_turn_cells(name, report) for name, report in counted]
     respelled: list[list[str]] = []
     for name, report in reports:
@@ -125,7 +145,11 @@ def _turn_tables(reports: Sequence[tuple[str, Report]], samples: Sequence[Sample
             for document in row.documents:
                 shown += _turns(document)
     if counted and shown:
-        yield "Turns in the windows below", ("document", "the prompt ends with", "the model writes"), shown
+        yield (
+            "Turns in the windows below",
+            ("document", "the prompt ends with", "the model writes"),
+            shown,
+        )
 
 
 def _normal_rows(name: str, report: Report) -> Iterator[list[str]]:
@@ -154,14 +178,17 @@ def _shortened(text: str, half: int = 2 * _SHOWN_CHARACTERS) -> str:
 
 
 def histogram(lengths: Array, max_length: int) -> list[Bin]:
-    """Return the number of samples per length. Bins begin at powers of two, and one begins above `max_length`.
+    """Return the number of samples per length. Bins begin at powers of two, and one begins above
+    `max_length`.
 
     Args:
         lengths: tokens of each sample, shape (n,), n > 0.
         max_length: maximum tokens in a sample.
     """
     longest = int(lengths.max())
-    edges = sorted({0, *(1 << exponent for exponent in range(longest.bit_length() + 1)), max_length + 1})
+    edges = sorted(
+        {0, *(1 << exponent for exponent in range(longest.bit_length() + 1)), max_length + 1}
+    )
     counts, _ = np.histogram(lengths, [*edges, max(longest, edges[-1]) + 1])
     bins = [
         Bin(low, high - 1, int(count), low > max_length)
@@ -181,11 +208,22 @@ def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tu
     n_tokens = sum(len(document.tokens) for document in documents)
     n_trained = sum(token.trained for document in documents for token in document.tokens)
     share = f" ({n_trained / n_tokens:.1%})" if n_tokens else ""
-    counts = [("documents", f"{len(documents):,}"), ("tokens", f"{n_tokens:,}"), ("trained", f"{n_trained:,}{share}")]
+    counts = [
+        ("documents", f"{len(documents):,}"),
+        ("tokens", f"{n_tokens:,}"),
+        ("trained", f"{n_trained:,}{share}"),
+    ]
     if not in_windows:
         return counts
-    n_positions, n_padding = sum(row.n_positions for row in rows), sum(row.n_padding for row in rows)
-    return [("windows", f"{len(samples):,}"), *counts, ("padding", f"{n_padding:,} of {n_positions:,} positions")]
+    n_positions, n_padding = (
+        sum(row.n_positions for row in rows),
+        sum(row.n_padding for row in rows),
+    )
+    return [
+        ("windows", f"{len(samples):,}"),
+        *counts,
+        ("padding", f"{n_padding:,} of {n_positions:,} positions"),
+    ]
 
 
 # The terminal.
@@ -209,7 +247,9 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
         for data in summary.sets:
             _print_histogram(console, data, summary.max_length)
         for title, columns, rows in _turn_tables(_reports(summary), inspection.samples):
-            print_table(console, title, columns, rows, numbers=set(columns) - {*words, *_TURN_WORDS})
+            print_table(
+                console, title, columns, rows, numbers=set(columns) - {*words, *_TURN_WORDS}
+            )
     print_samples(console, inspection.samples)
     if inspection.refusal:
         refusal = f"Training would fail: {inspection.refusal}"
@@ -220,14 +260,22 @@ def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bo
     """Print the samples' documents, with trained tokens colored or marked.
 
     Args:
-        in_windows: whether samples are training windows; otherwise each is a single document, and padding is ignored.
+        in_windows: whether samples are training windows; otherwise each is a single document, and
+            padding is ignored.
     """
     if not in_windows:
-        samples = [replace(sample, rows=[row._replace(n_padding=0) for row in sample.rows]) for sample in samples]
+        samples = [
+            replace(sample, rows=[row._replace(n_padding=0) for row in sample.rows])
+            for sample in samples
+        ]
     colored = console.is_terminal and console.color_system is not None and not console.no_color
     key = Text("trained", style=_TRAINED) if colored else Text("trained".join(_MARKS))
     title = "\nWindows: " if in_windows else "\nDocuments: "
-    console.print(Text.assemble(title, key, " tokens, ", ("special", _SPECIAL), " tokens, the others not trained"))
+    console.print(
+        Text.assemble(
+            title, key, " tokens, ", ("special", _SPECIAL), " tokens, the others not trained"
+        )
+    )
     _print_facts(console, _counts_of(samples, in_windows=in_windows))
     for number, sample in enumerate(samples, start=1):
         console.print()
@@ -242,7 +290,10 @@ def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bo
         else:
             console.print(texts[0], soft_wrap=True)
         if sample.answer is not None:
-            console.print(Text.assemble(("reference answer: ", _QUIET), presentable(sample.answer)), soft_wrap=True)
+            console.print(
+                Text.assemble(("reference answer: ", _QUIET), presentable(sample.answer)),
+                soft_wrap=True,
+            )
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
@@ -252,14 +303,19 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
 
 def _print_histogram(console: Console, data: SetSummary, max_length: int) -> None:
     beyond = _fraction_beyond(data, max_length)
-    title = f"\nTokens per sample of {presentable(data.name)}: {beyond:.1%} have more than a window's {max_length:,}"
+    title = (
+        f"\nTokens per sample of {presentable(data.name)}: {beyond:.1%} have more than a window's "
+        f"{max_length:,}"
+    )
     console.print(Text(title, style="bold"), soft_wrap=True)
     bins = histogram(data.lengths, max_length)
     most = max(length_bin.n_samples for length_bin in bins)
     for length_bin in bins:
         bar = "█" * round(_BAR_WIDTH * length_bin.n_samples / most)
         style = "red" if length_bin.beyond else "green"
-        console.print(Text.assemble(f"  {length_bin.label:>20} {length_bin.n_samples:>9,} ", (bar, style)))
+        console.print(
+            Text.assemble(f"  {length_bin.label:>20} {length_bin.n_samples:>9,} ", (bar, style))
+        )
 
 
 def _row_text(row: Row, sample_name: str, *, colored: bool) -> Text:
@@ -300,9 +356,14 @@ def page(inspection: Inspection) -> str:
         title=inspection.title,
         refusal=inspection.refusal,
         facts=inspection.facts,
-        tables=[*_tables(summary), *_turn_tables(_reports(summary), inspection.samples)] if summary else [],
+        tables=[*_tables(summary), *_turn_tables(_reports(summary), inspection.samples)]
+        if summary
+        else [],
         max_length=limit,
-        histograms=[(data.name, _fraction_beyond(data, limit), histogram(data.lengths, limit)) for data in sets],
+        histograms=[
+            (data.name, _fraction_beyond(data, limit), histogram(data.lengths, limit))
+            for data in sets
+        ],
         counts=_counts_of(inspection.samples),
         samples=inspection.samples,
     )
@@ -310,7 +371,9 @@ def page(inspection: Inspection) -> str:
 
 def render(template: str, **values: Any) -> str:
     """Return a template of this package with these values, which are escaped, and `presentable`."""
-    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True, finalize=_presentable)
+    environment = jinja2.Environment(
+        autoescape=True, keep_trailing_newline=True, finalize=_presentable
+    )
     return environment.from_string((TEMPLATES / template).read_text("utf-8")).render(values)
 
 

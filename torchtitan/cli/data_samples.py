@@ -1,4 +1,5 @@
-"""Readable form of batches: rows split into documents, and documents into tokens with their text."""
+"""Readable form of batches: rows split into documents, and documents into tokens with their
+text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from torchtitan.tools.logging import visible
 
 _UNDECODED = "\ufffd"
 _MOST_SHARED = 16
-"""Maximum tokens examined for the rest of a character. A character has at most four, and the last may begin another."""
+"""Maximum tokens examined for the rest of a character. A character has at most four, and the last
+may begin another."""
 
 
 class Token(NamedTuple):
@@ -61,22 +63,27 @@ class Sample:
 
 
 def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> list[Sample]:
-    """Return the rows of a batch except padding rows. Raise `UserError` if the batch has no known fields."""
+    """Return the rows of a batch except padding rows. Raise `UserError` if the batch has no known
+    fields."""
     samples = []
     for index in range(len(next(iter(batch.values())))):
         row: Batch = {
-            name: value.rows(index, index + 1) if isinstance(value, AttentionMetadata) else value[index]
+            name: value.rows(index, index + 1)
+            if isinstance(value, AttentionMetadata)
+            else value[index]
             for name, value in batch.items()
         }
         documents = row.get("documents")
         if documents is not None and documents[0] == NO_DOCUMENT:
             continue
         names = [] if documents is None else loader.document_names(documents)
-        rows = [_prompt(row, names, tokenizer)] if "prompts" in row else _rows(row, names, tokenizer)
+        rows = (
+            [_prompt(row, names, tokenizer)] if "prompts" in row else _rows(row, names, tokenizer)
+        )
         if not rows:
             raise UserError(
-                f"batches of {type(loader).__qualname__} contain {', '.join(batch)}, which cannot be shown; they need "
-                "input and labels, possibly with a common prefix"
+                f"batches of {type(loader).__qualname__} contain {', '.join(batch)}, which cannot "
+                "be shown; they need input and labels, possibly with a common prefix"
             )
         samples.append(Sample(", ".join(dict.fromkeys(names)), rows, row.get("answers")))
     return samples
@@ -102,7 +109,9 @@ def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) ->
     starts = [start for start in starts if start < n_data]
     if "sequences" in row and not prefix:
         sequences = row["sequences"][starts].tolist()
-        names = [f"{names[number // len(SIDES)]} {SIDES[number % len(SIDES)]}" for number in sequences]
+        names = [
+            f"{names[number // len(SIDES)]} {SIDES[number % len(SIDES)]}" for number in sequences
+        ]
     own_names = names if len(names) == len(starts) else [""] * len(starts)
     ids, predicted = inputs.tolist(), labels.tolist()
     documents = [
@@ -114,8 +123,8 @@ def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) ->
 
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
     """Count the padding positions at the end of a row: one repeated token without labels. The last
-    document is all padding or has none; if documents are unknown (`last_start` is None), padding has at least two
-    positions."""
+    document is all padding or has none; if documents are unknown (`last_start` is None), padding
+    has at least two positions."""
     differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
     begin = int(differs[-1]) + 1 if len(differs) else 0
     if last_start is not None:
@@ -124,7 +133,8 @@ def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | Non
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Token]:
-    """Return a document's tokens. Labels that differ from the next input are inserted where they belong."""
+    """Return a document's tokens. Labels that differ from the next input are inserted where they
+    belong."""
     shown: list[tuple[int, bool, int]] = []
     for position, token in enumerate(ids):
         is_label = position > 0 and labels[position - 1] == token
@@ -142,7 +152,8 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Tok
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """Return the text that each token adds; a character split over tokens belongs to the first of them."""
+    """Return the text that each token adds; a character split over tokens belongs to the first of
+    them."""
     texts: list[str] = []
     before: list[int] = []  # earlier tokens affect decoding, for example of a leading space
     while (start := len(texts)) < len(ids):

@@ -16,24 +16,42 @@ from torchtitan.tools.redact import redacted
 
 
 def evaluate(args: Sequence[str]) -> int:
-    """Evaluate on the tasks and return the exit code. Print a table on standard error; print or write JSON."""
+    """Evaluate on the tasks and return the exit code. Print a table on standard error; print or
+    write JSON."""
     parser = Parser(
         prog="torchtitan eval",
-        description="Evaluate a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "
-        "gold), a text FILE.txt or FILE.md (perplexity, bits per byte), or the name of an lm-eval task "
-        "(pip install 'torchtitan[eval]'). Prints a table on standard error and JSON on standard output.",
-    )
-    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="files or names of lm-eval tasks")
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="examples per task; does not apply to texts (default: all)"
-    )
-    parser.add_argument(
-        "--batch_size", type=int, default=8, metavar="N", help="sequences per forward pass (default: 8)"
+        description="Evaluate a model. A task is a file FILE.jsonl with multiple-choice questions "
+        "(query, choices, "
+        "gold), a text FILE.txt or FILE.md (perplexity, bits per byte), or the name of an lm-eval "
+        "task "
+        "(pip install 'torchtitan[eval]'). Prints a table on standard error and JSON on standard "
+        "output.",
     )
     parser.add_argument(
-        "--include_path", type=Path, metavar="DIR", help="folder with lm-eval tasks in YAML, whose code is executed"
+        "--tasks", nargs="+", required=True, metavar="TASK", help="files or names of lm-eval tasks"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file for the JSON (default: standard output)")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="examples per task; does not apply to texts (default: all)",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="sequences per forward pass (default: 8)",
+    )
+    parser.add_argument(
+        "--include_path",
+        type=Path,
+        metavar="DIR",
+        help="folder with lm-eval tasks in YAML, whose code is executed",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="file for the JSON (default: standard output)"
+    )
     add_model_options(parser)
     options = parser.parse_args(args)
     return run_command("eval", lambda: _evaluate(options))
@@ -58,9 +76,13 @@ def _evaluate(options: argparse.Namespace) -> None:
         from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
 
         scorer.title = "lm-eval"
-        ids = stop_ids(opened.tokenizer, *opened.folders) | template_stop_ids(opened.tokenizer, opened.folders)
+        ids = stop_ids(opened.tokenizer, *opened.folders) | template_stop_ids(
+            opened.tokenizer, opened.folders
+        )
         model = TorchtitanLM(scorer, opened.tokenizer, ids)
-        results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
+        results |= evaluate_tasks(
+            model, names, include_path=options.include_path, limit=options.limit
+        )
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
 
 
@@ -70,15 +92,18 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
         raise UserError(f"file not found: {', '.join(missing)}")
     if options.include_path is not None and not options.include_path.is_dir():
         fault = "is not a folder" if options.include_path.exists() else "does not exist"
-        raise UserError(f"--include_path: {options.include_path} {fault}; name the folder with the tasks' YAML files")
+        raise UserError(
+            f"--include_path: {options.include_path} {fault}; name the folder with the tasks' YAML "
+            "files"
+        )
     if options.output is not None and not options.output.parent.is_dir():
         raise UserError(f"--output: the folder {options.output.parent} does not exist")
     if options.output is not None and options.output.is_dir():
         raise UserError(f"--output: {options.output} is a folder; name a file")
     if names and importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, but lm-eval is not "
-            "installed (pip install 'torchtitan[eval]')"
+            f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, "
+            "but lm-eval is not installed (pip install 'torchtitan[eval]')"
         )
 
 
@@ -95,7 +120,9 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     except OSError as error:
         print(text, flush=True)
         reason = error.strerror or error
-        raise UserError(f"--output {output} cannot be written ({reason}); the JSON was printed instead") from error
+        raise UserError(
+            f"--output {output} cannot be written ({reason}); the JSON was printed instead"
+        ) from error
     if output is None:
         print(text, flush=True)
     rows = []
@@ -108,7 +135,8 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent, such as the perplexity of a hopeless model, with null."""
+    """Replace numbers that JSON cannot represent, such as the perplexity of a hopeless model, with
+    null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

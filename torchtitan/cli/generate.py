@@ -27,26 +27,43 @@ if TYPE_CHECKING:
 
 
 def generate(args: Sequence[str]) -> int:
-    """Continue the prompts, print only them and their continuations (or JSON), and return the exit code."""
+    """Continue the prompts, print only them and their continuations (or JSON), and return the exit
+    code."""
     parser = Parser(
         prog="torchtitan generate",
-        description="Continue text with a model. Print each prompt with its continuation; stream the output of a "
+        description="Continue text with a model. Print each prompt with its continuation; stream "
+        "the output of a "
         "single prompt. Speed is reported on standard error.",
     )
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; may be repeated",
     )
     parser.add_argument(
-        "--prompt_file", type=Path, metavar="FILE", help="file with another prompt; a newline at the end is removed"
+        "--prompt_file",
+        type=Path,
+        metavar="FILE",
+        help="file with another prompt; a newline at the end is removed",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print a line of JSON per prompt: prompt, text, finish_reason, tokens"
+        "--json",
+        action="store_true",
+        help="print a line of JSON per prompt: prompt, text, finish_reason, tokens",
     )
     parser.add_argument(
-        "--best_of", type=int, default=1, metavar="N", help="sample N texts, print the best (default: 1)"
+        "--best_of",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sample N texts, print the best (default: 1)",
     )
     parser.add_argument("--reward_model", metavar="DIR", help="reward model that rates the texts")
-    parser.add_argument("--no_cache", action="store_true", help="disable the key/value cache: slower, same text")
+    parser.add_argument(
+        "--no_cache", action="store_true", help="disable the key/value cache: slower, same text"
+    )
     add_sampling_options(parser)
     add_model_options(parser)
     options = parser.parse_args(args)
@@ -60,13 +77,17 @@ def _generate(options: argparse.Namespace) -> None:
 
     sampling, n = sampling_of(options), options.best_of
     if n < 1 or (n > 1 and not (options.reward_model and sampling.temperature)):
-        raise UserError(f"--best_of {n} needs a number above 0, --reward_model DIR and a --temperature above 0")
+        raise UserError(
+            f"--best_of {n} needs a number above 0, --reward_model DIR and a --temperature above 0"
+        )
     texts = [text for text in _prompts(options) for _ in range(n)]
     opened = open_model(options)
     rate = reward_function(options.reward_model) if options.reward_model else None
     # BOS is added if the model is configured so, and replaces an empty text.
     prompts = [
-        opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
+        opened.tokenizer.encode(text, add_eos=False)
+        if text
+        else [generation.start_id(opened.tokenizer)]
         for text in texts
     ]
     printer = _Printer(opened, texts, prompts, options.stop, as_json=options.json)
@@ -83,7 +104,9 @@ def _generate(options: argparse.Namespace) -> None:
     )
     ended = time.perf_counter()
     printer.finish(generations, n, rate)
-    _report_speed(prompts, generations, (printer.first_token_time or ended) - started, ended - started)
+    _report_speed(
+        prompts, generations, (printer.first_token_time or ended) - started, ended - started
+    )
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
@@ -96,7 +119,13 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 class _Printer:
     def __init__(
-        self, opened: OpenedModel, texts: list[str], prompts: list[list[int]], stop: list[str], *, as_json: bool
+        self,
+        opened: OpenedModel,
+        texts: list[str],
+        prompts: list[list[int]],
+        stop: list[str],
+        *,
+        as_json: bool,
     ):
         from torchtitan.components.generation import TextStream
 
@@ -116,11 +145,14 @@ class _Printer:
             self.unprinted = ""
         return self.streams[row].stopped
 
-    def finish(self, generations: "list[Generation]", n: int, rate: Callable[..., float] | None) -> None:
+    def finish(
+        self, generations: "list[Generation]", n: int, rate: Callable[..., float] | None
+    ) -> None:
         """Print the rest, only the best of `n` texts at a time if there is a reward."""
         rests = [stream.finish() for stream in self.streams]
         rewards = [
-            rate(t, s.text, {"prompt": t}) if rate else 0.0 for t, s in zip(self.texts, self.streams, strict=True)
+            rate(t, s.text, {"prompt": t}) if rate else 0.0
+            for t, s in zip(self.texts, self.streams, strict=True)
         ]
         for first in range(0, len(rests), n):
             i = max(range(first, first + n), key=rewards.__getitem__)
@@ -133,7 +165,12 @@ class _Printer:
                 print(for_output(self.unprinted + rest))
             elif self.as_json:
                 reason = "stop" if stream.stopped else generation.finish_reason
-                line = {"prompt": text, "text": stream.text, "finish_reason": reason, "tokens": generation.ids}
+                line = {
+                    "prompt": text,
+                    "text": stream.text,
+                    "finish_reason": reason,
+                    "tokens": generation.ids,
+                }
                 print(for_output(json.dumps(line | reward, ensure_ascii=False, allow_nan=False)))
             else:
                 print(for_output(text + stream.text))
@@ -145,7 +182,8 @@ class _Printer:
 def _report_speed(
     prompts: list[list[int]], generations: "list[Generation]", first_seconds: float, seconds: float
 ) -> None:
-    """Report speeds. The pass over the prompt yields the first token; each later token takes another pass."""
+    """Report speeds. The pass over the prompt yields the first token; each later token takes
+    another pass."""
     read, new = sum(map(len, prompts)), sum(len(generation.ids) for generation in generations)
     later = new - sum(1 for generation in generations if generation.ids)
     words = [f"prompt: {read} tokens, {read / first_seconds:,.0f} tokens/s"]
@@ -158,15 +196,19 @@ def chat(args: Sequence[str]) -> int:
     """Answer each line of standard input and return the exit code."""
     parser = Parser(
         prog="torchtitan chat",
-        description="Chat with a model, using its chat template. Each line of standard input is a message; answers "
+        description="Chat with a model, using its chat template. Each line of standard input is a "
+        "message; answers "
         "are streamed to standard output. /reset starts over, /exit or Ctrl-D ends.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system message at the start of the conversation"
+    )
     parser.add_argument(
         "--chat_template",
         default="",
         metavar="NAME|FILE",
-        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the checkpoint's)",
+        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the "
+        "checkpoint's)",
     )
     parser.add_argument(
         "--chat_template_kwargs",
@@ -203,7 +245,9 @@ class _Conversation:
         self._sampling = sampling_of(options)
         self._opened = opened = open_model(options)
         template, option = options.chat_template, "--chat_template"
-        self._template = resolve_chat_template(template, opened.folders, opened.tokenizer, option=option)
+        self._template = resolve_chat_template(
+            template, opened.folders, opened.tokenizer, option=option
+        )
         self._template_options = _template_options(options.chat_template_kwargs, self._template)
         stops = Stops(self._template, opened.tokenizer)
         self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | {*stops.ids()}
@@ -216,16 +260,22 @@ class _Conversation:
         self._messages = list(self._system)
 
     def answer(self, text: str) -> None:
-        """Print the answer to `text`, and remember both turns. Raise `UserError` if another turn does not fit."""
+        """Print the answer to `text`, and remember both turns. Raise `UserError` if another turn
+        does not fit."""
         from torchtitan.components.generation import TextStream, generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        rendered = self._template.render(messages, add_generation_prompt=True, **self._template_options)
-        prompt = self._opened.tokenizer.encode(rendered, add_bos=False, add_eos=False, allow_special=True)
+        rendered = self._template.render(
+            messages, add_generation_prompt=True, **self._template_options
+        )
+        prompt = self._opened.tokenizer.encode(
+            rendered, add_bos=False, add_eos=False, allow_special=True
+        )
         context = self._opened.context
         if len(prompt) >= context:
             raise UserError(
-                f"the conversation has {len(prompt)} tokens, but the model's context has only {context}; use /reset"
+                f"the conversation has {len(prompt)} tokens, but the model's context has only "
+                f"{context}; use /reset"
             )
         stream = TextStream(self._opened.tokenizer, prompt, self._stop)
 
@@ -246,12 +296,13 @@ class _Conversation:
 
 
 def _template_options(text: str, template: "ChatTemplate") -> dict[str, Any]:
-    """Parse `--chat_template_kwargs`. Raise `UserError` if it is no JSON object, or names an option that the template
-    does not read."""
+    """Parse `--chat_template_kwargs`. Raise `UserError` if it is no JSON object, or names an option
+    that the template does not read."""
     options = parse_json(text, "--chat_template_kwargs")
     if not isinstance(options, dict):
         raise UserError(
-            f"--chat_template_kwargs {text} must be a JSON object, such as '{{\"enable_thinking\": false}}'"
+            f'--chat_template_kwargs {text} must be a JSON object, such as \'{{"enable_thinking": '
+            "false}'"
         )
     for name in options:
         if name not in template.option_names:

@@ -24,9 +24,9 @@ States = Mapping[str, Mapping[str, "TensorSpec"]]
 _PICKLE = ".metadata"
 """File that is not opened if it is known to be damaged."""
 
-_DESCRIPTION = """Show the contents of the checkpoint in the folder CHECKPOINT: format, step, tensors, types, sizes,
-whether it is complete, and whether its digests match. For a folder of step-N folders, or a run's folder, list the
-checkpoints."""
+_DESCRIPTION = """Show the contents of the checkpoint in the folder CHECKPOINT: format, step,
+tensors, types, sizes, whether it is complete, and whether its digests match. For a folder of
+step-N folders, or a run's folder, list the checkpoints."""
 
 _EPILOG = "exit code: 0 intact, 3 damaged or incomplete, 2 no checkpoint found"
 
@@ -35,10 +35,17 @@ def inspect_checkpoint(args: Sequence[str]) -> int:
     """Inspect the named checkpoint. Return 0 if it is intact, 3 if it is damaged or incomplete, 2
     without one."""
     parser = Parser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")
     parser.add_argument(
-        "--no_verify", dest="verify", action="store_false", help="do not verify digests, and read as little as possible"
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several"
+    )
+    parser.add_argument(
+        "--tensors", action="store_true", help="list every tensor: name, shape, type, bytes"
+    )
+    parser.add_argument(
+        "--no_verify",
+        dest="verify",
+        action="store_false",
+        help="do not verify digests, and read as little as possible",
     )
     add_module_option(parser)
     options = parser.parse_args(args)
@@ -50,9 +57,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
     path: Path = options.checkpoint
     if not catalog.has_marker(path) and _format_in(path) is None:
-        if listed := catalog.list_checkpoints(path) or catalog.list_checkpoints(path / "checkpoint"):
+        if listed := catalog.list_checkpoints(path) or catalog.list_checkpoints(
+            path / "checkpoint"
+        ):
             return _print_list(listed)
-        if itself := [info for info in catalog.list_checkpoints(path.parent) if info.path.name == path.name]:
+        if itself := [
+            info for info in catalog.list_checkpoints(path.parent) if info.path.name == path.name
+        ]:
             return _print_list(itself)
     family = import_given_package(options)
     facts, states, faults = _examine(path, family, verify=options.verify)
@@ -71,7 +82,9 @@ def _format_in(path: Path) -> "Format | None":
         return None
 
 
-def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[dict[str, str], States, list[str]]:
+def _examine(
+    path: Path, family: "ModuleType | None", *, verify: bool
+) -> tuple[dict[str, str], States, list[str]]:
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.checkpoint.dcp import state_tensor_specs
     from torchtitan.components.weights import open_source
@@ -114,14 +127,17 @@ def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
         return []
     try:
         spec_of(path, family)
-        converters_from_records([*read_converters(path), *read_converters(path, "simulated")], str(path))
+        converters_from_records(
+            [*read_converters(path), *read_converters(path, "simulated")], str(path)
+        )
     except UserError as error:
         return [str(error)]
     return []
 
 
 def _faulty_descriptions(path: Path, found: str) -> list[str]:
-    """Return errors in the files that describe the model and the tokenizer, found without using the files."""
+    """Return errors in the files that describe the model and the tokenizer, found without using the
+    files."""
     from torchtitan.components.weights.assets import FILES
     from torchtitan.models.pretrained import DESCRIPTIONS
 
@@ -135,14 +151,19 @@ def _faulty_descriptions(path: Path, found: str) -> list[str]:
     return faults
 
 
-def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, verify: bool) -> dict[str, str]:
+def _saved_by_a_run(
+    path: Path, found: "Format | None", faults: list[str], *, verify: bool
+) -> dict[str, str]:
     """Return facts from the marker and the manifest; add their faults to `faults`."""
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.weights.assets import read_converters
 
     if not catalog.has_marker(path):
         if found == "dcp":
-            faults.append("it is incomplete: the marker (complete.json) is missing, so the save did not finish")
+            faults.append(
+                "it is incomplete: the marker (complete.json) is missing, so the save did not "
+                "finish"
+            )
         return {"digests": "no manifest"}
     try:
         info = catalog.open_checkpoint(path)
@@ -150,7 +171,11 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
         faults += catalog.verify(path)  # ends at the marker
         return {"complete": "no"}
     assert info.marker is not None, "it was opened"
-    facts = {"step": str(info.marker.step), "kind": info.marker.kind, "torch": info.marker.torch_version}
+    facts = {
+        "step": str(info.marker.step),
+        "kind": info.marker.kind,
+        "torch": info.marker.torch_version,
+    }
     try:
         if converters := read_converters(path):
             facts["converters"] = ", ".join(str(converter.get("class")) for converter in converters)
@@ -212,7 +237,9 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
         if loss and info is best:
             loss += " (best)"
         n_bytes = sum(info.path.files().values())
-        rows.append((str(info.path), str(info.step), info.kind or "", _state(info), loss, f"{n_bytes:,}"))
+        rows.append(
+            (str(info.path), str(info.step), info.kind or "", _state(info), loss, f"{n_bytes:,}")
+        )
     _print_table(("checkpoint", "step", "kind", "state", "validation loss", "bytes"), rows)
     for info in checkpoints:
         if wrong := info.damage or info.fault:

@@ -1,9 +1,11 @@
-"""Start the processes of a run on this host, and combine their results into one exit code and at most one message.
+"""Start the processes of a run on this host, and combine their results into one exit code and at
+most one message.
 
-PyTorch's elastic agent (2.13), the base of torchrun, cannot replace this module: its store accepts connections on all
-network interfaces; it restarts workers after every failure, even a user's mistake; after a failure it sends SIGTERM to
-the other ranks, which torchtitan takes as a request to save and stop; and it limits the time for the last save. For
-restarts on several hosts, use torchrun (docs/multinode.md).
+PyTorch's elastic agent (2.13), the base of torchrun, cannot replace this module: its store accepts
+connections on all network interfaces; it restarts workers after every failure, even a user's
+mistake; after a failure it sends SIGTERM to the other ranks, which torchtitan takes as a request to
+save and stop; and it limits the time for the last save. For restarts on several hosts, use torchrun
+(docs/multinode.md).
 """
 
 import dataclasses
@@ -39,7 +41,8 @@ class Hosts:
 
     @classmethod
     def from_environment(cls) -> "Hosts":
-        """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`; default: one host. Raise `UserError` if invalid."""
+        """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`; default: one host. Raise
+        `UserError` if invalid."""
         count = environment_number("NNODES")
         if count == 1:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())
@@ -53,22 +56,29 @@ class Hosts:
 
 
 def environment_number(name: str, *, default: int = 1, minimum: int = 1) -> int:
-    """Return an environment variable as a number. Raise `UserError` if it is not a number, or is below `minimum`."""
+    """Return an environment variable as a number. Raise `UserError` if it is not a number, or is
+    below `minimum`."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < minimum:
-        raise UserError(f"the environment variable {name} is '{text}', but must be a number of at least {minimum}")
+        raise UserError(
+            f"the environment variable {name} is '{text}', but must be a number of at least "
+            f"{minimum}"
+        )
     return int(text)
 
 
 def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: int = 0) -> int:
-    """Run `torchtitan.train` with these arguments in `processes` processes on this host, and return the exit code.
+    """Run `torchtitan.train` with these arguments in `processes` processes on this host, and return
+    the exit code.
 
-    Workers receive SIGTERM and Ctrl-C, and may finish their last save; a second signal kills them. They never outlive
-    this process. After a crash, a killed process or a hang, all workers restart from the newest checkpoint, up
-    to `max_restarts` times, unless the run was asked to stop.
+    Workers receive SIGTERM and Ctrl-C, and may finish their last save; a second signal kills them.
+    They never outlive this process. After a crash, a killed process or a hang, all workers restart
+    from the newest checkpoint, up to `max_restarts` times, unless the run was asked to stop.
     """
     workers: list[_Worker] = []
-    signals = StopSignals(on_first=lambda number: _stop(workers, number), on_second=lambda number: _kill(workers))
+    signals = StopSignals(
+        on_first=lambda number: _stop(workers, number), on_second=lambda number: _kill(workers)
+    )
     try:
         failures = _run_once(workers, signals, args, hosts, processes)
         for restart in range(1, max_restarts + 1):
@@ -123,19 +133,30 @@ class _Worker:
     def failure(self) -> _Failure:
         """Describe the failure of this worker.
 
-        A worker that ends without a report, for example by a signal, counts as the first to fail, since a failure of
-        another rank does not end it this way. Two signals can result from another rank's failure and count as the last:
-        SIGABRT, which a lost connection can cause, and SIGQUIT, which another rank's watchdog sends.
+        A worker that ends without a report, for example by a signal, counts as the first to fail,
+        since a failure of another rank does not end it this way. Two signals can result from
+        another rank's failure and count as the last: SIGABRT, which a lost connection can cause,
+        and SIGQUIT, which another rank's watchdog sends.
         """
         code = self.process.returncode
         if content := self._receive():
             report = json.loads(content)
-            text = f"rank {self.rank} failed:\n{report['text']}" if report["code"] == 1 else report["text"]
+            text = (
+                f"rank {self.rank} failed:\n{report['text']}"
+                if report["code"] == 1
+                else report["text"]
+            )
             return _Failure(report["time"], report["code"], text, report["passing"], code)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         hint = " (the host may have run out of memory)" if code == -signal.SIGKILL else ""
         when = float("inf") if code in (-signal.SIGABRT, -signal.SIGQUIT) else 0.0
-        return _Failure(when, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}", True, code)
+        return _Failure(
+            when, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}", True, code
+        )
 
     def _receive(self) -> bytes:
         try:
@@ -146,8 +167,9 @@ class _Worker:
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:
     if sys.stderr.isatty():
-        # Remove a rank's live view, which draws it again, and the terminal's ^C. Bypass `sys.stderr`, since the signal
-        # may have interrupted a write to it, during which this thread cannot begin another.
+        # Remove a rank's live view, which draws it again, and the terminal's ^C. Bypass
+        # `sys.stderr`, since the signal may have interrupted a write to it, during which this
+        # thread cannot begin another.
         os.write(sys.stderr.fileno(), b"\r\033[2K")
     log_stop(number, "after this step, or immediately before the first step")
     for worker in workers:
@@ -165,8 +187,9 @@ def _run_once(
     workers: list[_Worker], signals: StopSignals, args: Sequence[str], hosts: Hosts, processes: int
 ) -> list[_Failure]:
     workers.clear()
-    # Ctrl-C reaches the whole process group, and this process forwards it. The workers inherit the blocked signal, so
-    # they never receive it themselves. Here it stays pending, whereas an ignored one would be lost.
+    # Ctrl-C reaches the whole process group, and this process forwards it. The workers inherit the
+    # blocked signal, so they never receive it themselves. Here it stays pending, whereas an ignored
+    # one would be lost.
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for local_rank in range(processes):
@@ -185,9 +208,12 @@ def _run_once(
 
 
 def _wait(workers: Sequence[_Worker]) -> None:
-    """Wait until all workers have ended, or briefly after one has failed, since the others may wait forever."""
+    """Wait until all workers have ended, or briefly after one has failed, since the others may wait
+    forever."""
     deadline = float("inf")
-    while any([worker.process.poll() is None for worker in workers]) and time.monotonic() < deadline:
+    while (
+        any([worker.process.poll() is None for worker in workers]) and time.monotonic() < deadline
+    ):
         if any(worker.failed for worker in workers):
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         time.sleep(_POLL_SECONDS)
@@ -197,7 +223,9 @@ def _log_failure(failures: Sequence[_Failure], stop_signal: int | None) -> int:
     """Log the first failure, which caused the others, and return the exit code."""
     if not failures:
         return 0
-    if stop_signal and any(failure.returncode in (-signal.SIGTERM, -signal.SIGKILL) for failure in failures):
+    if stop_signal and any(
+        failure.returncode in (-signal.SIGTERM, -signal.SIGKILL) for failure in failures
+    ):
         logger.warning("killed before the run could stop and save")
         return 128 + stop_signal  # as a shell reports a command ended by a signal
     first = min(failures)

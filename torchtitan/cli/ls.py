@@ -8,8 +8,8 @@ from torchtitan.config.registry import built_in_modules, list_module, modules_on
 from torchtitan.tools.parser import Parser
 
 SIZES = Path(__file__).parents[1] / "assets/model_sizes.json"
-"""Numbers of parameters by built-in family and flavor, written by `python -m tests.model_sizes`: building the models to
-count their parameters takes 15 s."""
+"""Numbers of parameters by built-in family and flavor, written by `python -m tests.model_sizes`:
+building the models to count their parameters takes 15 s."""
 
 
 def ls(args: Sequence[str]) -> int:

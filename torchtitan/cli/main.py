@@ -12,22 +12,36 @@ from torchtitan.tools.process import default_signals
 COMMANDS = {
     "train": (
         "train:train",
-        "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)",
+        "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every "
+        "option)",
     ),
     "plan": (
         "plan:plan",
-        "find the best layout of a run on given devices (torchtitan plan --devices 256 --device h100)",
+        "find the best layout of a run on given devices (torchtitan plan --devices 256 --device "
+        "h100)",
     ),
     "run": ("run:run", "run the stages of a recipe, such as recipes/tiny_assistant.yaml"),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),
-    "eval": ("evaluate:evaluate", "evaluate the model of a checkpoint on questions, texts or lm-eval tasks"),
-    "data": ("data:data", "prepare data ahead of a run (data prepare), or show it (data inspect, data show)"),
-    "inspect": ("inspect_checkpoint:inspect_checkpoint", "show the contents of a checkpoint, and verify it"),
+    "eval": (
+        "evaluate:evaluate",
+        "evaluate the model of a checkpoint on questions, texts or lm-eval tasks",
+    ),
+    "data": (
+        "data:data",
+        "prepare data ahead of a run (data prepare), or show it (data inspect, data show)",
+    ),
+    "inspect": (
+        "inspect_checkpoint:inspect_checkpoint",
+        "show the contents of a checkpoint, and verify it",
+    ),
     "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
     "doctor": ("doctor:doctor", "check the hosts of a run before it starts"),
     "download": ("download:download", "download a model from the Hugging Face Hub"),
-    "report": ("report:report", "write a page about runs: curves, time, incidents, configuration (or --text)"),
+    "report": (
+        "report:report",
+        "write a page about runs: curves, time, incidents, configuration (or --text)",
+    ),
     "ls": ("ls:ls", "list modules, their configurations and flavors"),
     "new": ("new:new", "create an experiment or a training script"),
 }
@@ -36,7 +50,8 @@ _USAGE = "\n".join(
     [
         "usage: torchtitan COMMAND [options]\n\ncommands:",
         *(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()),
-        "\n`torchtitan COMMAND --help` explains a command; `torchtitan --version` prints the version.",
+        "\n`torchtitan COMMAND --help` explains a command; `torchtitan --version` prints the "
+        "version.",
     ]
 )
 
@@ -50,7 +65,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         module, _, function = COMMANDS[name][0].partition(":")
         with default_signals():
-            code: int = getattr(importlib.import_module(f"torchtitan.cli.{module}"), function)(words[1:])
+            code: int = getattr(importlib.import_module(f"torchtitan.cli.{module}"), function)(
+                words[1:]
+            )
             return code
     if name in ("-h", "--help"):
         print(_USAGE)
@@ -60,7 +77,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     from torchtitan.tools.errors import suggest
 
-    message = f"unknown command '{name}'{suggest(name, COMMANDS)} (there are: {', '.join(COMMANDS)})"
+    message = (
+        f"unknown command '{name}'{suggest(name, COMMANDS)} (there are: {', '.join(COMMANDS)})"
+    )
     print(presentable(f"torchtitan: {message}"), file=sys.stderr)
     return 2
 

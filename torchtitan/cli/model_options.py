@@ -1,4 +1,5 @@
-"""Options and exit codes shared by subcommands, and the model of a checkpoint that some of them load."""
+"""Options and exit codes shared by subcommands, and the model of a checkpoint that some of them
+load."""
 
 import argparse
 from collections.abc import Callable
@@ -23,7 +24,8 @@ class OpenedModel(NamedTuple):
     model: "nn.Module"
     tokenizer: "Tokenizer"
     folders: tuple[Path, ...]
-    """Searched in order for a chat template and generation_config.json: the model's folder, then the tokenizer's."""
+    """Searched in order for a chat template and generation_config.json: the model's folder, then
+    the tokenizer's."""
     context: int
     """Maximum tokens in the attention context."""
 
@@ -44,15 +46,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="folder of the tokenizer (default: the checkpoint; its stop tokens and chat template are always used)",
+        help="folder of the tokenizer (default: the checkpoint; its stop tokens and chat template "
+        "are always used)",
     )
     group.add_argument(
-        "--device", choices=["cpu", "cuda", "mps"], help="device to use (default: the GPU, if available)"
+        "--device",
+        choices=["cpu", "cuda", "mps"],
+        help="device to use (default: the GPU, if available)",
     )
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="type of the weights and the computation (default: bfloat16 on CUDA if it is fast there, otherwise the "
+        help="type of the weights and the computation (default: bfloat16 on CUDA if it is fast "
+        "there, otherwise the "
         "type of the stored weights)",
     )
 
@@ -78,7 +84,8 @@ def add_module_option(group: "argparse._ActionsContainer") -> None:
 
 
 def import_given_package(options: argparse.Namespace) -> "ModuleType | None":
-    """Return the package that `--module` names, if any. Raise `UserError` if it cannot be imported."""
+    """Return the package that `--module` names, if any. Raise `UserError` if it cannot be
+    imported."""
     from torchtitan.config.registry import import_package
 
     return import_package(options.module) if options.module else None
@@ -87,7 +94,9 @@ def import_given_package(options: argparse.Namespace) -> "ModuleType | None":
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add `--max_new_tokens`, `--stop`, and the options that `sampling_of` reads."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="maximum tokens (default: 200)")
+    group.add_argument(
+        "--max_new_tokens", type=int, default=200, metavar="N", help="maximum tokens (default: 200)"
+    )
     group.add_argument(
         "--temperature",
         type=float,
@@ -95,13 +104,22 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="randomness: less below 1, more above 1; 0 (default): always the most probable token",
     )
-    group.add_argument("--top_k", type=int, metavar="K", help="sample from the K most probable tokens")
     group.add_argument(
-        "--top_p", type=float, metavar="P", help="sample from the most probable tokens with a total probability of P"
+        "--top_k", type=int, metavar="K", help="sample from the K most probable tokens"
+    )
+    group.add_argument(
+        "--top_p",
+        type=float,
+        metavar="P",
+        help="sample from the most probable tokens with a total probability of P",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="stop before this text; may be repeated",
     )
 
 
@@ -109,7 +127,9 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
     """Return the sampling options. Raise `UserError` for an unusable value."""
     from torchtitan.components.generation import Sampling
 
-    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    sampling = Sampling(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+    )
     sampling.validate()
     return sampling
 
@@ -131,23 +151,28 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     chosen = options.dtype or ("bfloat16" if is_fast else None)
     dtype = getattr(torch, chosen) if chosen else None
     family = import_given_package(options)
-    loaded = load_model(options.checkpoint, device=device, dtype=dtype, base=options.base, family=family)
+    loaded = load_model(
+        options.checkpoint, device=device, dtype=dtype, base=options.base, family=family
+    )
     if loaded.spec.model.scores:
-        raise UserError(f"{options.checkpoint} is a reward model, which predicts no text; choose another model")
+        raise UserError(
+            f"{options.checkpoint} is a reward model, which predicts no text; choose another model"
+        )
     folder: Path = options.tokenizer or loaded.tokenizer_path
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     vocabulary = loaded.spec.model.vocab_size
     if vocabulary is not None and tokenizer.vocab_size > vocabulary:
         raise UserError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the model only {vocabulary}; "
-            "set --tokenizer to the model's tokenizer"
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the model only "
+            f"{vocabulary}; set --tokenizer to the model's tokenizer"
         )
     folders = tuple(dict.fromkeys((loaded.tokenizer_path, folder)))
     return OpenedModel(loaded.model, tokenizer, folders, loaded.spec.model.max_seq_len)
 
 
 def run_command(command: str, run: Callable[[], int | None]) -> int:
-    """Call `run` and return its exit code. Print the message of a user's mistake (2) or a failure (3)."""
+    """Call `run` and return its exit code. Print the message of a user's mistake (2) or a failure
+    (3)."""
     init_logger()
     try:
         return run() or 0

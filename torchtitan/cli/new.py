@@ -22,11 +22,14 @@ def new(args: Sequence[str]) -> int:
         prog="torchtitan new",
         description="Create an experiment: a folder with an explicit training step, ready to run.",
     )
-    parser.add_argument("path", type=Path, help="folder of the experiment, or the script's file with --plain-loop")
+    parser.add_argument(
+        "path", type=Path, help="folder of the experiment, or the script's file with --plain-loop"
+    )
     parser.add_argument(
         "--plain-loop",
         action="store_true",
-        help="create a single script instead, with a training loop that uses torchtitan's components without "
+        help="create a single script instead, with a training loop that uses torchtitan's "
+        "components without "
         "the Trainer",
     )
     options = parser.parse_args(args)
@@ -37,9 +40,16 @@ def _copy(path: Path, *, plain_loop: bool) -> None:
     name = path.name
     if path.exists():
         raise UserError(f"'{path}' already exists; choose another name")
-    if not plain_loop and (not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_")):
-        raise UserError(f"'{name}' cannot be the name of a public Python package; use letters, digits and underscores")
-    if not plain_loop and (name in built_in_modules() or importlib.util.find_spec(name) is not None):
+    if not plain_loop and (
+        not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_")
+    ):
+        raise UserError(
+            f"'{name}' cannot be the name of a public Python package; use letters, digits and "
+            "underscores"
+        )
+    if not plain_loop and (
+        name in built_in_modules() or importlib.util.find_spec(name) is not None
+    ):
         raise UserError(f"'{name}' is the name of an existing module; choose another name")
     class_prefix = "".join(word.capitalize() for word in name.split("_"))
     with os_errors_as(f"'{path}' cannot be written"):
@@ -48,7 +58,13 @@ def _copy(path: Path, *, plain_loop: bool) -> None:
             path.write_text(_PLAIN_LOOP.read_text().replace("THIS_FILE", name))
         else:
             for source in sorted(_EXPERIMENT.glob("*.py")):
-                text = source.read_text().replace("Template", class_prefix).replace("template_", f"{name}_")
+                text = (
+                    source.read_text()
+                    .replace("Template", class_prefix)
+                    .replace("template_", f"{name}_")
+                )
                 (path / source.name).write_text(text)
-    command = f"python {path}" if plain_loop else f"torchtitan train --module {path} --config debugmodel"
+    command = (
+        f"python {path}" if plain_loop else f"torchtitan train --module {path} --config debugmodel"
+    )
     print(presentable(f"wrote {path}{'' if plain_loop else '/'}; run it: {command}"))

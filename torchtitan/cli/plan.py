@@ -23,18 +23,37 @@ def plan(args: Sequence[str]) -> int:
     parser = Parser(
         prog="torchtitan plan",
         allow_abbrev=False,
-        description="Find the best layout of a run: degrees of parallelism, schedule, local batch and activation "
+        description="Find the best layout of a run: degrees of parallelism, schedule, local batch "
+        "and activation "
         "checkpointing, by predicted tokens per second.",
-        epilog="Also accepts the options of `torchtitan train`: --module, --config, --config_file, --compile.enable …",
+        epilog="Also accepts the options of `torchtitan train`: --module, --config, --config_file, "
+        "--compile.enable …",
     )
     parser.add_argument("--devices", type=int, required=True, help="devices of the run")
-    parser.add_argument("--device", default="h100", help="h100, h100_96gb, h200, b200, or cpu: this machine, measured")
-    parser.add_argument("--device_file", type=Path, help="YAML file that describes another device (docs/foresight.md)")
-    parser.add_argument("--devices_per_host", type=int, default=8, help="devices that fast links connect (default 8)")
+    parser.add_argument(
+        "--device",
+        default="h100",
+        help="h100, h100_96gb, h200, b200, or cpu: this machine, measured",
+    )
+    parser.add_argument(
+        "--device_file",
+        type=Path,
+        help="YAML file that describes another device (docs/foresight.md)",
+    )
+    parser.add_argument(
+        "--devices_per_host",
+        type=int,
+        default=8,
+        help="devices that fast links connect (default 8)",
+    )
     parser.add_argument("--seq_len", type=int, help="tokens of a window (--training.seq_len)")
-    parser.add_argument("--global_batch_size", type=int, help="windows of a step (--training.global_batch_size)")
+    parser.add_argument(
+        "--global_batch_size", type=int, help="windows of a step (--training.global_batch_size)"
+    )
     parser.add_argument("--best", type=int, default=5, help="layouts to print (default 5)")
-    parser.add_argument("--apply", type=Path, metavar="FILE", help="write the best configuration, for --config_file")
+    parser.add_argument(
+        "--apply", type=Path, metavar="FILE", help="write the best configuration, for --config_file"
+    )
     options, words = parser.parse_known_args(args)
     for name in ("seq_len", "global_batch_size"):
         if (value := getattr(options, name)) is not None:
@@ -57,13 +76,24 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     for name in ("devices", "devices_per_host", "best", "seq_len", "global_batch_size"):
         require_at_least(1, **{name: getattr(options, name)})
     if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise UserError(f"--apply '{path}' cannot be written: name a file in an existing folder that you may write to")
-    device = device_in_file(options.device_file) if options.device_file else device_named(options.device, n_devices)
+        raise UserError(
+            f"--apply '{path}' cannot be written: name a file in an existing folder that you may "
+            "write to"
+        )
+    device = (
+        device_in_file(options.device_file)
+        if options.device_file
+        else device_named(options.device, n_devices)
+    )
     resolved = ConfigManager("torchtitan plan").parse_args(words)
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
-    with Console(stderr=True).status(Text(presentable(f"comparing layouts of {n_devices} x {device.name}"))):
-        found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
+    with Console(stderr=True).status(
+        Text(presentable(f"comparing layouts of {n_devices} x {device.name}"))
+    ):
+        found = planning.plan(
+            resolved.config, n_devices, device, devices_per_host=per_host, best=options.best
+        )
     _print(found, f"{n_devices} x {device.name}")
     hosts, best = -(-n_devices // per_host), found.options[0]
     words += planning.option_words(resolved.config, best.layout.config.to_dict())
@@ -79,8 +109,21 @@ def _print(found: "Plan", title: str) -> None:
 
     rows = []
     for index, one in enumerate(found.options):
-        numbers = [f"{one.seconds:,.3g}", f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}", f"{one.memory_gib:.1f}"]
-        rows.append([str(index + 1), str(one.layout), *numbers, found.reason(index) if index else ""])
+        numbers = [
+            f"{one.seconds:,.3g}",
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.mfu:.1%}",
+            f"{one.memory_gib:.1f}",
+        ]
+        rows.append(
+            [str(index + 1), str(one.layout), *numbers, found.reason(index) if index else ""]
+        )
     numeric = ["step (s)", "tokens/s per device", "MFU", "GiB"]
-    print_table(open_console(), title, ["", "layout", *numeric, "why not the first"], rows, numbers=["", *numeric])
+    print_table(
+        open_console(),
+        title,
+        ["", "layout", *numeric, "why not the first"],
+        rows,
+        numbers=["", *numeric],
+    )
     print(f"{found.n_compared:,} layouts compared; {found.n_too_large:,} need too much memory.")

@@ -41,8 +41,8 @@ _UNLISTED = {"event", "time", "step", "seconds"}
 
 
 class RunRecord:
-    """Contents of the folder of a run, which may be in progress. Raises `UserError` if it has no metrics or is
-    unreadable."""
+    """Contents of the folder of a run, which may be in progress. Raises `UserError` if it has no
+    metrics or is unreadable."""
 
     def __init__(self, folder: Path):
         self.name = str(folder)
@@ -50,13 +50,20 @@ class RunRecord:
         """Messages about broken files, and broken lines of files, that the report skips."""
         self.lines = self._lines(METRICS, partial(json_lines, folder / METRICS, _is_metrics))
         if not self.lines:
-            raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
+            raise UserError(
+                f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run "
+                "(--dump_folder)"
+            )
         self.events = self._lines(EVENTS, partial(read_events, folder))
-        self.start: Event = next((event for event in reversed(self.events) if event["event"] == "start"), {})
+        self.start: Event = next(
+            (event for event in reversed(self.events) if event["event"] == "start"), {}
+        )
         """The start of the last session; empty if unknown."""
         self.goodput = goodput(self.events)
         self.samples = self._lines(SAMPLES, partial(json_lines, folder / SAMPLES, bool))
-        self.config = leaves(self._values(folder / "config.yaml", lambda path: read_config_file(path, f"'{path}'")))
+        self.config = leaves(
+            self._values(folder / "config.yaml", lambda path: read_config_file(path, f"'{path}'"))
+        )
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
         self.checkpoints = [] if is_url(saved) else self._list_checkpoints(folder, saved)
         self.foresight = self._values(folder / "foresight.json", read_object)
@@ -66,7 +73,9 @@ class RunRecord:
         lines = [*read(broken)]
         if broken:
             shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-            rest = f", and all after line {broken[-1]:,}" if len(broken) == MOST_BROKEN_LINES else ""
+            rest = (
+                f", and all after line {broken[-1]:,}" if len(broken) == MOST_BROKEN_LINES else ""
+            )
             self.problems.append(f"{self.name}: {file}: skipped broken lines: {shown}{rest}")
         return lines
 
@@ -81,7 +90,9 @@ class RunRecord:
         try:
             return list_checkpoints(resolve_folder(str(folder), saved))
         except (OSError, ValueError) as error:  # no name of a folder, or one that cannot be read
-            self.problems.append(f"{self.name}: skipped checkpoint.folder of config.yaml: {in_words(error)}")
+            self.problems.append(
+                f"{self.name}: skipped checkpoint.folder of config.yaml: {in_words(error)}"
+            )
             return []
 
     def points(self, key: str) -> list[tuple[int, float]]:
@@ -89,11 +100,17 @@ class RunRecord:
         return [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """Return the points of a metric; of many, the lowest and the highest in each of equal parts."""
+        """Return the points of a metric; of many, the lowest and the highest in each of equal
+        parts."""
         points = self.points(key)
         size = max(1, -(-2 * len(points) // _MOST_POINTS))
-        parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
-        return sorted({*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))})
+        parts = [
+            sorted(points[i : i + size], key=lambda point: point[1])
+            for i in range(0, len(points), size)
+        ]
+        return sorted(
+            {*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))}
+        )
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
@@ -114,25 +131,47 @@ class Section(NamedTuple):
 def sections(runs: Sequence[RunRecord]) -> list[Section]:
     """Return the tables of the report, without empty ones."""
 
-    def compared(title: str, of_run: Callable[[RunRecord], Mapping[str, Any]], folded: bool = False) -> Section:
+    def compared(
+        title: str, of_run: Callable[[RunRecord], Mapping[str, Any]], folded: bool = False
+    ) -> Section:
         facts = [of_run(run) for run in runs]
-        rows = [[key, *(_text(of.get(key)) for of in facts)] for key in dict.fromkeys(itertools.chain(*facts))]
-        return Section(title, ("", *(run.name for run in runs)), [row for row in rows if any(row[1:])], folded)
+        rows = [
+            [key, *(_text(of.get(key)) for of in facts)]
+            for key in dict.fromkeys(itertools.chain(*facts))
+        ]
+        return Section(
+            title, ("", *(run.name for run in runs)), [row for row in rows if any(row[1:])], folded
+        )
 
     options = compared("Configuration", lambda run: run.config, folded=True)
     sampled = ("step", "reward", "prompt", "completion")
-    samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
+    samples = [
+        [run.name, *(_text(row.get(key)) for key in sampled)]
+        for run in runs
+        for row in run.samples[-12:]
+    ]
     found = [
         compared("Summary", _summary),
         compared("Where the time went", lambda run: shares(run.goodput)),
         compared("Time of a step by phase", lambda run: shares(mean_phases(run.events))),
-        Section("Incidents", ("run", "time", "step", "event", ""), [row for run in runs for row in _incidents(run)]),
+        Section(
+            "Incidents",
+            ("run", "time", "step", "event", ""),
+            [row for run in runs for row in _incidents(run)],
+        ),
         compared("Foresight", _foresight),
         compared("Data", lambda run: run.start.get("data", {})),
-        options._replace(title="Differences", rows=[row for row in options.rows if len({*row[1:]}) > 1], folded=False),
+        options._replace(
+            title="Differences",
+            rows=[row for row in options.rows if len({*row[1:]}) > 1],
+            folded=False,
+        ),
         options,
         Section("Samples", ("run", *sampled), samples, folded=True),
-        compared("Checkpoints", lambda run: {f"step {info.step}": _contents(info) for info in run.checkpoints}),
+        compared(
+            "Checkpoints",
+            lambda run: {f"step {info.step}": _contents(info) for info in run.checkpoints},
+        ),
         compared("Environment", lambda run: run.start.get("environment", {})),
         compared("Command", lambda run: {"to repeat or resume": run.start.get("command")}),
     ]
@@ -155,7 +194,9 @@ def _summary(run: RunRecord) -> dict[str, Any]:
         last = run.events[-1]
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
         facts["goodput"] = describe_goodput(run.goodput).split(";")[0]
-    facts["lowest validation_loss"] = min((loss for _, loss in run.points("validation_loss")), default=None)
+    facts["lowest validation_loss"] = min(
+        (loss for _, loss in run.points("validation_loss")), default=None
+    )
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
 
@@ -166,7 +207,9 @@ def _moment(when: float) -> str:
 
 def _incidents(run: RunRecord) -> list[list[str]]:
     """Return the rows of the last events, and the number of earlier ones."""
-    found = [pair for pair in itertools.pairwise([{}, *run.events]) if pair[1]["event"] != "progress"]
+    found = [
+        pair for pair in itertools.pairwise([{}, *run.events]) if pair[1]["event"] != "progress"
+    ]
     rows = [_row_of_event(run.name, *pair) for pair in found[-_MOST_INCIDENTS:]]
     if n_more := len(found) - len(rows):
         return [[run.name, "", "", "", f"{n_more:,} earlier events are left out"], *rows]
@@ -179,7 +222,9 @@ def _row_of_event(name: str, before: Event, event: Event) -> list[str]:
     if event["event"] == "start":
         words = ""
         if before:
-            how = before.get("reason") if before["event"] == "end" else "killed, or ended by an error"
+            how = (
+                before.get("reason") if before["event"] == "end" else "killed, or ended by an error"
+            )
             gap = event["begun"] - before["time"]
             words = f"{gap:.1f} s after the last event, at step {before['step']} ({how})"
     return [name, _moment(event["time"]), f"{event['step']:,}", event["event"], words]
@@ -191,27 +236,34 @@ def _foresight(run: RunRecord) -> dict[str, str]:
     for key, predicted in run.foresight.items():
         if points := run.points(key):
             median = _text(statistics.median(value for _, value in points))
-            rows[key] = f"predicted for {run.foresight.get('device')}: {_text(predicted)}, median here: {median}"
+            rows[key] = (
+                f"predicted for {run.foresight.get('device')}: {_text(predicted)}, median here: "
+                f"{median}"
+            )
     return rows
 
 
 def _contents(info: CheckpointInfo) -> str:
-    loss = f", validation loss {info.validation_loss:.4f}" if info.validation_loss is not None else ""
+    loss = (
+        f", validation loss {info.validation_loss:.4f}" if info.validation_loss is not None else ""
+    )
     return f"damaged: {fault}" if (fault := info.damage or info.fault) else f"{info.contents}{loss}"
 
 
 def curves(runs: Sequence[RunRecord]) -> list[tuple[str, list[list[tuple[int, float]]]]]:
     """Return each metric with the points of each run; losses come first."""
     unshown = ("step", "n_tokens_seen")
-    found = dict.fromkeys(key for run in runs for line in run.lines for key in line if key not in unshown)
+    found = dict.fromkeys(
+        key for run in runs for line in run.lines for key in line if key not in unshown
+    )
     keys = sorted(found, key=lambda key: not key.endswith("loss"))
     charts = [(key, [run.curve(key) for run in runs]) for key in keys]
     return [(key, series) for key, series in charts if any(len(points) > 1 for points in series)]
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and only the page's own
-    script runs."""
+    """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and
+    only the page's own script runs."""
     script = (TEMPLATES / "run_report.js").read_text("utf-8")
     return render(
         "run_report.html",
@@ -236,10 +288,15 @@ def _print(runs: Sequence[RunRecord]) -> None:
 
 def report(args: Sequence[str]) -> int:
     """Write or print the report, and return the exit code."""
-    description = "Write a self-contained HTML page about runs, which may be in progress. Their folders are only read."
+    description = (
+        "Write a self-contained HTML page about runs, which may be in progress. Their folders are "
+        "only read."
+    )
     parser = Parser(prog="torchtitan report", description=description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
-    parser.add_argument("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
+    parser.add_argument(
+        "--output", type=Path, default="report.html", metavar="FILE", help="default: report.html"
+    )
     parser.add_argument("--text", action="store_true", help="print the report instead")
     options = parser.parse_args(args)
 

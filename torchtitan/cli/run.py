@@ -1,4 +1,5 @@
-"""`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier one."""
+"""`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier
+one."""
 
 import json
 import os
@@ -33,13 +34,19 @@ class _Stage(NamedTuple):
 
 
 def run(args: Sequence[str]) -> int:
-    """Run the stages of a recipe that have not finished; return the exit code of the first one that fails, or 0."""
+    """Run the stages of a recipe that have not finished; return the exit code of the first one that
+    fails, or 0."""
     parser = Parser(
         prog="torchtitan run",
-        description="Run the stages of a recipe in order. Finished ones are not repeated, an interrupted one resumes.",
+        description="Run the stages of a recipe in order. Finished ones are not repeated, an "
+        "interrupted one resumes.",
     )
-    parser.add_argument("recipe", type=Path, help="YAML file: `stages`, a list of `name`, `run` and `base`")
-    parser.add_argument("--folder", type=Path, help="folder of all stages (default: outputs/NAME of the recipe)")
+    parser.add_argument(
+        "recipe", type=Path, help="YAML file: `stages`, a list of `name`, `run` and `base`"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder of all stages (default: outputs/NAME of the recipe)"
+    )
     options = parser.parse_args(args)
     folder = options.folder or Path("outputs", options.recipe.stem)
     return run_command("run", lambda: _run_stages(_read(options.recipe), folder))
@@ -48,23 +55,44 @@ def run(args: Sequence[str]) -> int:
 def _read(path: Path) -> list[_Stage]:
     rows = read_config_file(path, str(path)).get("stages")
     if not isinstance(rows, list) or not rows:
-        raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
+        raise UserError(
+            f"{path} has no list `stages`; each stage has a `name` and a command line `run`"
+        )
     stages: list[_Stage] = []
     for number, row in enumerate(rows, 1):
-        is_stage = isinstance(row, dict) and {"name", "run"} <= row.keys() <= {"name", "run", "base"}
+        is_stage = isinstance(row, dict) and {"name", "run"} <= row.keys() <= {
+            "name",
+            "run",
+            "base",
+        }
         try:
-            words = shlex.split(row["run"]) if is_stage and all(isinstance(text, str) for text in row.values()) else []
+            words = (
+                shlex.split(row["run"])
+                if is_stage and all(isinstance(text, str) for text in row.values())
+                else []
+            )
         except ValueError:  # a quotation without an end
             words = []
         if not words:
-            raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
+            raise UserError(
+                f"{path}: stage {number} must have `name` and `run`, a command line, and may have "
+                "`base`"
+            )
         if words[0] not in COMMANDS:
-            raise UserError(f"{path}: stage {number} has the unknown command '{words[0]}'{suggest(words[0], COMMANDS)}")
+            raise UserError(
+                f"{path}: stage {number} has the unknown command "
+                f"'{words[0]}'{suggest(words[0], COMMANDS)}"
+            )
         name, base = row["name"], row.get("base", "")
         if not name.isidentifier() or any(name == stage.name for stage in stages):
-            raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")
+            raise UserError(
+                f"{path}: stage {number} has the name '{name}'; use a new word for each stage"
+            )
         if base not in ("", "previous") and "/" not in base and not Path(base).exists():
-            raise UserError(f"{path}: stage '{name}' has base '{base}', which is no folder; use previous or a folder")
+            raise UserError(
+                f"{path}: stage '{name}' has base '{base}', which is no folder; use previous or a "
+                "folder"
+            )
         if base == "previous" and not any(stage.trains for stage in stages):
             raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
         stages.append(_Stage(name, words, base, trains=words[0] == "train"))
@@ -79,24 +107,36 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
         words = list(stage.words)
         has_previous = stage.base == "previous"
         if stage.base:
-            words += ["--hf_assets_path" if stage.trains else "--checkpoint", previous if has_previous else stage.base]
+            words += [
+                "--hf_assets_path" if stage.trains else "--checkpoint",
+                previous if has_previous else stage.base,
+            ]
         words += ["--dump_folder", str(own)] if stage.trains else []
         record = {"command": redacted(words), "base": id_of_previous if has_previous else ""}
         done = own / "finished.json"
         if stage.trains and not done.exists():
             _check_training(stage.name, words[1:])
-        if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):
+        if not done.exists() and (
+            code := _run_stage(stage.name, words, own, shows=not stage.trains)
+        ):
             return code
         exported = _exported(stage.name, words[1:], own) if stage.trains else None
         if stage.trains and not exported:
-            raise UserError(f"stage '{stage.name}' has exported no model; remove {own} to repeat it")
+            raise UserError(
+                f"stage '{stage.name}' has exported no model; remove {own} to repeat it"
+            )
         if not done.exists():
             durable.write(done, json.dumps({**record, "id": uuid.uuid4().hex}))
         finished = read_object(done)
         if {"command", "base", "id"} != finished.keys() or not isinstance(finished["id"], str):
-            raise UserError(f"stage '{stage.name}': '{done}' is damaged; remove {own} to repeat the stage")
+            raise UserError(
+                f"stage '{stage.name}': '{done}' is damaged; remove {own} to repeat the stage"
+            )
         if finished != {**record, "id": finished["id"]}:
-            raise UserError(f"stage '{stage.name}' finished with another command or base; remove {own} to repeat it")
+            raise UserError(
+                f"stage '{stage.name}' finished with another command or base; remove {own} to "
+                "repeat it"
+            )
         if exported:
             previous, id_of_previous = str(exported.parent), finished["id"]
         logger.info("stage %s has finished: %s", stage.name, own)
@@ -104,7 +144,8 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
 
 
 def _exported(stage: str, words: list[str], own: Path) -> Path | None:
-    """Return the config.json of the model that a finished stage has exported, the newest if there are several."""
+    """Return the config.json of the model that a finished stage has exported, the newest if there
+    are several."""
     with errors_of(f"stage '{stage}'"):
         folder = ConfigManager().parse_args(words).config.checkpoint.resolve_folder(str(own))
     steps = [info.step for info in list_checkpoints(folder) if info.kind == "huggingface"]
@@ -112,7 +153,8 @@ def _exported(stage: str, words: list[str], own: Path) -> Path | None:
 
 
 def _show(stages: list[_Stage]) -> None:
-    """Print the command of each stage: a recipe is trusted like a script, and may be stopped before it runs any."""
+    """Print the command of each stage: a recipe is trusted like a script, and may be stopped before
+    it runs any."""
     logger.info("the stages of the recipe run these commands:")
     for stage in stages:
         base = f" (base: {stage.base})" if stage.base else ""
@@ -124,11 +166,14 @@ def _check_training(stage: str, words: list[str]) -> None:
     with errors_of(f"stage '{stage}'"):
         checkpoint = ConfigManager().parse_args(words).config.checkpoint
         if not (checkpoint.enable and checkpoint.last_save_in_hf):
-            raise UserError("it would export no model; add --checkpoint.enable --checkpoint.last_save_in_hf")
+            raise UserError(
+                "it would export no model; add --checkpoint.enable --checkpoint.last_save_in_hf"
+            )
 
 
 def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
-    """Run a command line. Return its exit code; what it `shows` is printed, and kept in output.txt."""
+    """Run a command line. Return its exit code; what it `shows` is printed, and kept in
+    output.txt."""
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
     with os_errors_as(f"--folder: '{folder}' cannot be written", "; name another folder"):
         durable.make_folder(folder)

@@ -1,4 +1,5 @@
-"""`torchtitan train`: check the configuration once, then train in this process or start one process per device."""
+"""`torchtitan train`: check the configuration once, then train in this process or start one process
+per device."""
 
 import gc
 import json
@@ -28,15 +29,16 @@ _FEW_PROCESSES = 8
 
 
 def train(args: Sequence[str]) -> int:
-    """Run `torchtitan train`. Return 0 if the run finished or was stopped, 2 for a user's mistake, 3 for a
-    failure with a stated reason, 1 for a crash.
+    """Run `torchtitan train`. Return 0 if the run finished or was stopped, 2 for a user's mistake,
+    3 for a failure with a stated reason, 1 for a crash.
 
-    Environment variables: `NGPU`, the processes on this host (default: one per GPU, or 1; on CPUs, more than four per
-    core, or eight on a single one, only with `OVERSUBSCRIBE=1`); `NNODES`, the hosts, each with its `NODE_RANK`, which
-    connect at `MASTER_ADDR` and `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS`, the restarts allowed
-    after a crash or a hang.
-    `COMM_MODE=fake_backend` selects a dry run, which reports the memory, work and time of any number of processes
-    (`torchtitan.dry_run`) on `DEVICE`, a name such as h100 or a file, with `DEVICES_PER_HOST` (default: 8).
+    Environment variables: `NGPU`, the processes on this host (default: one per GPU, or 1; on CPUs,
+    more than four per core, or eight on a single one, only with `OVERSUBSCRIBE=1`); `NNODES`, the
+    hosts, each with its `NODE_RANK`, which connect at `MASTER_ADDR` and `MASTER_PORT`; `LOG_RANK`,
+    the ranks that print; `MAX_RESTARTS`, the restarts allowed after a crash or a hang.
+    `COMM_MODE=fake_backend` selects a dry run, which reports the memory, work and time of any
+    number of processes (`torchtitan.dry_run`) on `DEVICE`, a name such as h100 or a file, with
+    `DEVICES_PER_HOST` (default: 8).
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = redact(_command(args))
@@ -63,7 +65,8 @@ def _train(args: list[str]) -> int:
     if _is_dry_run():
         _dry_run(resolved.config)
         return 0
-    # Ignore SIGPIPE, so that a connection closed by its peer raises an error instead of ending this process.
+    # Ignore SIGPIPE, so that a connection closed by its peer raises an error instead of ending this
+    # process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
     check_log_ranks(hosts.count * processes)
@@ -78,7 +81,10 @@ def _train(args: list[str]) -> int:
     max_restarts = _max_restarts(hosts)
     if hosts.count * processes > 1 or max_restarts > 0:
         if fitting is not resolved:
-            args = [*args, f"--activation_checkpoint.mode={fitting.config.activation_checkpoint.mode}"]
+            args = [
+                *args,
+                f"--activation_checkpoint.mode={fitting.config.activation_checkpoint.mode}",
+            ]
         return launch(args, hosts=hosts, processes=processes, max_restarts=max_restarts)
     run(with_preflight(fitting, preflight))
     return 0
@@ -94,7 +100,9 @@ def _dry_run(config: Any) -> None:
     is_file = name.endswith((".yaml", ".yml"))
     device = device_in_file(Path(name)) if is_file else device_named(name, world_size)
     per_host = environment_number("DEVICES_PER_HOST", default=8)
-    prediction = predict_from_reports(config, dry_run(config, world_size), world_size, device, per_host)
+    prediction = predict_from_reports(
+        config, dry_run(config, world_size), world_size, device, per_host
+    )
     print(presentable(str(prediction)))
     numbers = {  # by metric name, for the comparison in `torchtitan report`
         "step_time": prediction.seconds,
@@ -102,13 +110,19 @@ def _dry_run(config: Any) -> None:
         "mfu": 100 * prediction.mfu,
         "memory_gib": prediction.memory_gib,
     }
-    durable.write(Path(config.dump_folder) / "foresight.json", json.dumps({"device": device.name, **numbers}) + "\n")
+    durable.write(
+        Path(config.dump_folder) / "foresight.json",
+        json.dumps({"device": device.name, **numbers}) + "\n",
+    )
 
 
 def _is_dry_run() -> bool:
     mode = os.environ.get("COMM_MODE", "")
     if mode not in ("", "fake_backend"):
-        raise UserError(f"the environment variable COMM_MODE is '{mode}'; the only mode is `fake_backend`, a dry run")
+        raise UserError(
+            f"the environment variable COMM_MODE is '{mode}'; the only mode is `fake_backend`, a "
+            "dry run"
+        )
     return bool(mode)
 
 
@@ -118,21 +132,26 @@ def _processes() -> int:
     gpus = torch.cuda.device_count()
     processes = environment_number("NGPU", default=max(1, gpus))
     if 0 < gpus < processes:
-        raise UserError(f"the environment variable NGPU is {processes}, but this host has {gpus} GPU(s)")
+        raise UserError(
+            f"the environment variable NGPU is {processes}, but this host has {gpus} GPU(s)"
+        )
     if gpus == 0:
         _check_cores(processes)
     return processes
 
 
 def _check_cores(processes: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     limit = max(_FEW_PROCESSES, _PROCESSES_PER_CORE * cores)
     allowed = environment_number("OVERSUBSCRIBE", default=0, minimum=0)
     if processes > limit and not allowed:
         raise UserError(
-            f"the environment variable NGPU is {processes}, but this host has no GPU and only {cores} CPU core(s), "
-            f"enough for {limit} processes. Set OVERSUBSCRIBE=1 to start them anyway, or COMM_MODE=fake_backend to try "
-            "a layout of any size without starting processes"
+            f"the environment variable NGPU is {processes}, but this host has no GPU and only "
+            f"{cores} CPU core(s), enough for {limit} processes. Set OVERSUBSCRIBE=1 to start them "
+            "anyway, or COMM_MODE=fake_backend to try a layout of any size without starting "
+            "processes"
         )
 
 
@@ -140,14 +159,25 @@ def _max_restarts(hosts: Hosts) -> int:
     max_restarts = environment_number("MAX_RESTARTS", default=0, minimum=0)
     if max_restarts > 0 and hosts.count > 1:
         raise UserError(
-            f"the environment variable MAX_RESTARTS is {max_restarts}, but NNODES is {hosts.count}: this launcher "
-            "restarts a single host only; for several hosts, use torchrun --max-restarts (docs/multinode.md)"
+            f"the environment variable MAX_RESTARTS is {max_restarts}, but NNODES is "
+            f"{hosts.count}: this launcher restarts a single host only; for several hosts, use "
+            "torchrun --max-restarts (docs/multinode.md)"
         )
     return max_restarts
 
 
 def _command(args: Sequence[str]) -> str:
-    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "OVERSUBSCRIBE", "MAX_RESTARTS")
+    names = (
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NGPU",
+        "OVERSUBSCRIBE",
+        "MAX_RESTARTS",
+    )
     variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
     script = os.environ.get(PROGRAM_VARIABLE)
-    return " ".join([*variables, shlex.quote(script) if script else "torchtitan train", shlex.join(args)])
+    return " ".join(
+        [*variables, shlex.quote(script) if script else "torchtitan train", shlex.join(args)]
+    )

@@ -1,4 +1,5 @@
-"""Configuration: `Configurable`, the sections that every run has, and the command-line reader `ConfigManager`."""
+"""Configuration: `Configurable`, the sections that every run has, and the command-line reader
+`ConfigManager`."""
 
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.manager import ConfigManager
@@ -11,5 +12,12 @@ from torchtitan.config.sections import (
     TrainingConfig,
 )
 
-__all__ = ["ActivationCheckpointConfig", "CommConfig", "CompileConfig", "ConfigManager", "Configurable", "DebugConfig"]
+__all__ = [
+    "ActivationCheckpointConfig",
+    "CommConfig",
+    "CompileConfig",
+    "ConfigManager",
+    "Configurable",
+    "DebugConfig",
+]
 __all__ += ["ParallelismConfig", "TrainingConfig"]

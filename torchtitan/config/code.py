@@ -1,5 +1,5 @@
-"""Types of options whose values need trust: no file may set them, unless Python or the command line does too.
-`CodeReference` names code, `RunFolder` and `CacheFolder` a folder to write to."""
+"""Types of options whose values need trust: no file may set them, unless Python or the command line
+does too. `CodeReference` names code, `RunFolder` and `CacheFolder` a folder to write to."""
 
 import os
 from collections.abc import Mapping
@@ -12,10 +12,11 @@ from torchtitan.tools.files import is_url
 
 @dataclass(frozen=True)
 class NamesCode:
-    """Mark of a string that may name code to run, `package.module:function` or `path/to/file.py:function`.
+    """Mark of a string that may name code to run, `package.module:function` or
+    `path/to/file.py:function`.
 
-    The command line and Python may set such code. A file may only set built-in names: values without a colon, or those
-    that begin with one of `built_in`.
+    The command line and Python may set such code. A file may only set built-in names: values
+    without a colon, or those that begin with one of `built_in`.
     """
 
     built_in: tuple[str, ...] = ()
@@ -29,20 +30,26 @@ class NamesCode:
 
 
 CodeReference = Annotated[str, NamesCode()]
-"""Type of an option that names code: a name without a colon is built in, any other value is a reference."""
+"""Type of an option that names code: a name without a colon is built in, any other value is a
+reference."""
 
 
 @dataclass(frozen=True)
 class StaysInRun:
-    """Mark of a folder that a run writes to, and that is in its dump folder, unless the command line or Python names
-    another one."""
+    """Mark of a folder that a run writes to, and that is in its dump folder, unless the command
+    line or Python names another one."""
 
     problem: ClassVar[str] = "no folder inside the dump folder"
 
     def needs_trust(self, value: str) -> bool:
         """Return whether the value names a folder elsewhere, or the dump folder itself."""
         path = os.path.normpath(value)
-        return is_url(value) or os.path.isabs(path) or path.split(os.sep)[0] in (".", "..", "~") or "\0" in value
+        return (
+            is_url(value)
+            or os.path.isabs(path)
+            or path.split(os.sep)[0] in (".", "..", "~")
+            or "\0" in value
+        )
 
 
 RunFolder = Annotated[str, StaysInRun()]
@@ -51,8 +58,8 @@ RunFolder = Annotated[str, StaysInRun()]
 
 @dataclass(frozen=True)
 class StaysInCache:
-    """Mark of a folder that a run writes to and that other runs read. It is in the cache folder of this machine, unless
-    the command line or Python names another place."""
+    """Mark of a folder that a run writes to and that other runs read. It is in the cache folder of
+    this machine, unless the command line or Python names another place."""
 
     problem: ClassVar[str] = "no folder inside the cache ($TORCHTITAN_CACHE or ~/.cache/torchtitan)"
 
@@ -63,7 +70,9 @@ class StaysInCache:
         from torchtitan.tools.digests import cache_root  # deferred: it takes long to import
 
         root = os.path.realpath(cache_root())
-        return "\0" in value or not Path(os.path.realpath(os.path.expanduser(value))).is_relative_to(root)
+        return "\0" in value or not Path(
+            os.path.realpath(os.path.expanduser(value))
+        ).is_relative_to(root)
 
 
 CacheFolder = Annotated[str, StaysInCache()]
@@ -73,7 +82,8 @@ Mark = NamesCode | StaysInRun | StaysInCache
 
 
 def untrusted_in(value: Any, declared: Any) -> dict[str, str]:
-    """Return the texts in the value of an option with the declared type, at any depth, that need trust → the reason."""
+    """Return the texts in the value of an option with the declared type, at any depth, that need
+    trust → the reason."""
     marks = _marks(declared)
     if not marks or value is None:
         return {}

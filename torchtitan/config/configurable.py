@@ -31,12 +31,19 @@ from torchtitan.tools.errors import UserError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+}
 
 
 class Section:
-    """Base of configurations: a single text given for a list of texts is a list of one, also when it is assigned. Any
-    other single value raises `UserError`, since iterating over a text would read its characters."""
+    """Base of configurations: a single text given for a list of texts is a list of one, also when
+    it is assigned. Any other single value raises `UserError`, since iterating over a text would
+    read its characters."""
 
     __slots__ = ()
 
@@ -62,7 +69,11 @@ def _listed(cls: type, name: str, value: Any) -> Any:
 def list_options(cls: type) -> dict[str, Any]:
     """Return the declared types of the fields of a dataclass that hold lists or tuples."""
     types = get_type_hints(cls)
-    return {field.name: types[field.name] for field in dataclasses.fields(cls) if holds_list(types[field.name])}
+    return {
+        field.name: types[field.name]
+        for field in dataclasses.fields(cls)
+        if holds_list(types[field.name])
+    }
 
 
 def holds_list(declared: Any) -> bool:
@@ -78,14 +89,15 @@ def holds_list(declared: Any) -> bool:
 def builds(
     owner: Callable[[], Callable[Concatenate[Any, P], T]],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[Any, P], T]]:
-    """Give `build` of a nested `Config` the parameters and the result of its owner, for type checkers and editors:
+    """Give `build` of a nested `Config` the parameters and the result of its owner, for type
+    checkers and editors:
 
         @builds(lambda: LRScheduler)
         def build(self) -> Any:
             \"\"\"Build the schedule.\"\"\"
 
-    The method does what `Configurable.Config.build` does, so a configuration of a subclass builds the subclass. `owner`
-    is never called; it names the class before the class exists.
+    The method does what `Configurable.Config.build` does, so a configuration of a subclass builds
+    the subclass. `owner` is never called; it names the class before the class exists.
     """
 
     def typed(declared: Callable[..., Any]) -> Callable[Concatenate[Any, P], T]:
@@ -100,11 +112,12 @@ def builds(
 
 
 class Configurable:
-    """A component built from a nested `Config` dataclass, with a string literal under each field as its `--help` text.
+    """A component built from a nested `Config` dataclass, with a string literal under each field as
+    its `--help` text.
 
-    A subclass may define `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`; otherwise, it gets
-    one derived from its parent's. `Child.Config().build()` always builds a `Child`. Any other `Config` raises
-    `TypeError`.
+    A subclass may define `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`;
+    otherwise, it gets one derived from its parent's. `Child.Config().build()` always builds a
+    `Child`. Any other `Config` raises `TypeError`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -114,23 +127,25 @@ class Configurable:
         _owner: ClassVar[type["Configurable"]]
 
         def build(self, *args: Any, **runtime: Any) -> Any:
-            """Construct the component as `Owner(copy of this configuration, **runtime)`, after calling `validate`. A
-            component declares the types of its arguments with `builds`."""
+            """Construct the component as `Owner(copy of this configuration, **runtime)`, after
+            calling `validate`. A component declares the types of its arguments with `builds`."""
             self.validate()
             return self._owner(copy.deepcopy(self), *args, **runtime)
 
         def validate(self) -> None:
-            """Check the values before anything is built. Raise `UserError` for an unusable value."""
+            """Check the values before anything is built. Raise `UserError` for an unusable
+            value."""
 
         def to_dict(self) -> dict[str, Any]:
-            """Return JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""
+            """Return JSON-ready values: nested dictionaries, lists, strings, numbers, booleans,
+            None."""
             return _fields_as_plain(self)
 
         @classmethod
         def from_dict(cls, document: Mapping[str, Any]) -> Self:
-            """Return the configuration from `to_dict`'s result, with defaults for missing fields. Raise `UserError` for
-            an unknown key, an unusable value, a missing field without a default, or a value that names code, since
-            documents come from files."""
+            """Return the configuration from `to_dict`'s result, with defaults for missing fields.
+            Raise `UserError` for an unknown key, an unusable value, a missing field without a
+            default, or a value that names code, since documents come from files."""
             config: Self = from_plain(cls, document)
             config.validate()
             return config
@@ -168,7 +183,10 @@ def to_plain(value: Any) -> Any:
         return str(value)
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    raise TypeError(f"{value!r} of type {type(value).__name__} has no JSON form and cannot be a configuration value")
+    raise TypeError(
+        f"{value!r} of type {type(value).__name__} has no JSON form and cannot be a configuration "
+        "value"
+    )
 
 
 def _fields_as_plain(value: Any) -> dict[str, Any]:
@@ -176,17 +194,29 @@ def _fields_as_plain(value: Any) -> dict[str, Any]:
 
 
 def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return the dataclass `cls` with values from `to_plain`; see `Configurable.Config.from_dict`."""
+    """Return the dataclass `cls` with values from `to_plain`; see
+    `Configurable.Config.from_dict`."""
     if not isinstance(document, Mapping):
-        raise UserError(f"configuration: '{prefix.removesuffix('.')}' is {document!r}, but must be a mapping")
+        raise UserError(
+            f"configuration: '{prefix.removesuffix('.')}' is {document!r}, but must be a mapping"
+        )
     fields, types = dataclasses.fields(cls), get_type_hints(cls, include_extras=True)
     names = {field.name for field in fields}
     if unknown := sorted(prefix + key for key in document if key not in names):
         raise UserError(f"configuration: unknown keys {', '.join(unknown)}")
-    required = [f for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    required = [
+        f
+        for f in fields
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
     if missing := [prefix + field.name for field in required if field.name not in document]:
         raise UserError(f"configuration: missing keys {', '.join(missing)}")
-    return cls(**{name: _field_value(types[name], value, f"{prefix}{name}") for name, value in document.items()})
+    return cls(
+        **{
+            name: _field_value(types[name], value, f"{prefix}{name}")
+            for name, value in document.items()
+        }
+    )
 
 
 def _field_value(declared: Any, value: Any, key: str) -> Any:
@@ -198,8 +228,8 @@ def _field_value(declared: Any, value: Any, key: str) -> Any:
         raise UserError(f"configuration: '{key}' is {value!r}, but must be {describe(declared)}")
     for text, reason in untrusted_in(value, declared).items():
         raise UserError(
-            f"configuration: '{key}' names '{text}', {reason}, which a file may not; set it on the command line, or in "
-            "Python after reading"
+            f"configuration: '{key}' names '{text}', {reason}, which a file may not; set it on the "
+            "command line, or in Python after reading"
         )
     return value
 
@@ -208,13 +238,21 @@ def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested dictionary by their dotted keys."""
     found: dict[str, Any] = {}
     for name, value in document.items():
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        found |= (
+            leaves(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return found
 
 
 def _derive_config(cls: type[Configurable]) -> type:
     parent = cls.Config
-    names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config", "__doc__": parent.__doc__}
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": f"{cls.__qualname__}.Config",
+        "__doc__": parent.__doc__,
+    }
     return dataclasses.dataclass(kw_only=True, slots=True)(type("Config", (parent,), names))
 
 
@@ -222,7 +260,9 @@ def _check_config(cls: type[Configurable]) -> None:
     config = cls.__dict__["Config"]
     name = f"{cls.__qualname__}.Config"
     inherited = next(
-        base.Config for base in cls.__mro__[1:] if issubclass(base, Configurable) and "Config" in vars(base)
+        base.Config
+        for base in cls.__mro__[1:]
+        if issubclass(base, Configurable) and "Config" in vars(base)
     )
     if not (isinstance(config, type) and issubclass(config, inherited)):
         raise TypeError(f"{name} must inherit from {inherited.__qualname__}")
@@ -232,9 +272,9 @@ def _check_config(cls: type[Configurable]) -> None:
 
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
-    """Return whether a value of a YAML or JSON file, or a word of the command line, fits the declared type. A type that
-    files cannot express accepts any value. With `quoted`, numbers may be quoted and a single item may replace a list,
-    as on the command line."""
+    """Return whether a value of a YAML or JSON file, or a word of the command line, fits the
+    declared type. A type that files cannot express accepts any value. With `quoted`, numbers may be
+    quoted and a single item may replace a list, as on the command line."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:
@@ -248,13 +288,17 @@ def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
             return False
         items = value if isinstance(value, list) else [value]
         types = _item_types(declared, len(items))
-        return len(items) == len(types) and all(fits(*pair, quoted=quoted) for pair in zip(items, types, strict=True))
+        return len(items) == len(types) and all(
+            fits(*pair, quoted=quoted) for pair in zip(items, types, strict=True)
+        )
     if declared is NoneType:
         return value is None or quoted and value == "None"
     if declared is bool:
         return isinstance(value, bool)
     if declared in (str, Path):
-        return isinstance(value, str | int | float | date if quoted else str) and not isinstance(value, bool)
+        return isinstance(value, str | int | float | date if quoted else str) and not isinstance(
+            value, bool
+        )
     if declared in (int, float):
         return not isinstance(value, bool) and _is_number(value, declared, quoted=quoted)
     return True
@@ -284,7 +328,8 @@ def convert(value: Any, declared: Any) -> Any:
 
 
 def _item_types(declared: Any, n_items: int) -> Sequence[Any]:
-    """Return the types of the items of a list or tuple with `n_items` items; of a fixed tuple, all of its types."""
+    """Return the types of the items of a list or tuple with `n_items` items; of a fixed tuple, all
+    of its types."""
     arguments = get_args(declared)
     if get_origin(declared) is tuple and Ellipsis not in arguments:
         return arguments
@@ -302,7 +347,8 @@ def _is_number(value: Any, declared: type[int] | type[float], *, quoted: bool) -
 
 
 def whole_number(value: Any) -> int:
-    """Return a whole number, which may be written like 1e3. Raise `ValueError` for any other value."""
+    """Return a whole number, which may be written like 1e3. Raise `ValueError` for any other
+    value."""
     if isinstance(value, int):
         return value
     with contextlib.suppress(ValueError):
@@ -321,10 +367,14 @@ def describe(declared: Any) -> str:
     if origin is Annotated:
         return describe(arguments[0])
     if origin in (Union, UnionType):
-        return " or ".join("null" if argument is NoneType else describe(argument) for argument in arguments)
+        return " or ".join(
+            "null" if argument is NoneType else describe(argument) for argument in arguments
+        )
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (list, tuple):
-        types = dict.fromkeys(describe(argument) for argument in arguments if argument is not Ellipsis)
+        types = dict.fromkeys(
+            describe(argument) for argument in arguments if argument is not Ellipsis
+        )
         return f"a list (each item {' or '.join(types)})"
     return _NAMES.get(declared, str(declared))

@@ -35,7 +35,13 @@ from torchtitan.config.configurable import (
     leaves,
     whole_number,
 )
-from torchtitan.config.registry import ASSETS_PARAMETER, import_failure, is_trusted, load_config_function, needs_assets
+from torchtitan.config.registry import (
+    ASSETS_PARAMETER,
+    import_failure,
+    is_trusted,
+    load_config_function,
+    needs_assets,
+)
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import open_regular, regular_file
@@ -63,13 +69,15 @@ class ResolvedConfig:
     config: Any  # a Trainer.Config, unknown to this layer
 
     def save(self, path: Path) -> None:
-        """Write the configuration as YAML for `--config_file`. Raise `OSError` if it cannot be written."""
+        """Write the configuration as YAML for `--config_file`. Raise `OSError` if it cannot be
+        written."""
         document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
         durable.write(path, yaml.safe_dump(redacted(document), sort_keys=False))
 
 
 class ConfigManager:
-    """Resolve a configuration: the configuration function, then `--config_file`, then the command line."""
+    """Resolve a configuration: the configuration function, then `--config_file`, then the command
+    line."""
 
     def __init__(self, prog: str = "torchtitan train", others: Sequence[str] = ()):
         self.prog = prog
@@ -80,8 +88,8 @@ class ConfigManager:
         """Resolve `args`, the words after the command's name.
 
         Raises:
-            UserError: for an unknown module, configuration or option, a value of the wrong type, or an unusable
-                configuration file.
+            UserError: for an unknown module, configuration or option, a value of the wrong type, or
+                an unusable configuration file.
             SystemExit: after `--help`.
         """
         selectors = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
@@ -93,7 +101,8 @@ class ConfigManager:
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
         _check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
         module, config_name = (
-            str(getattr(selected, name) or in_file[name] or default) for name, default in DEFAULT_SELECTION.items()
+            str(getattr(selected, name) or in_file[name] or default)
+            for name, default in DEFAULT_SELECTION.items()
         )
         if not selected.module and in_file["module"] and not is_trusted(module):
             raise _untrusted_in_file(
@@ -110,14 +119,21 @@ class ConfigManager:
             raise import_failure(module, error) from error
         if not isinstance(default, Configurable.Config):
             raise UserError(
-                f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
+                f"configuration '{config_name}' of module '{module}' returned {default!r}, not a "
+                "Trainer.Config"
             )
-        default = default.registered(_registered_name(function)) if hasattr(default, "registered") else default
+        default = (
+            default.registered(_registered_name(function))
+            if hasattr(default, "registered")
+            else default
+        )
         known = leaves(default.to_dict())
         if document:
             _check_keys(document, list(known), selected.config_file)
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
-        words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
+        words = _to_switches(
+            overrides, {key for key, value in known.items() if isinstance(value, bool)}
+        )
         with _refusals_named():
             with_file = with_values(default, type(default), _nested(leaves(document)))
         config = self._parse(with_file, words, list(known))
@@ -128,13 +144,18 @@ class ConfigManager:
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         option = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
-        option.add_argument(f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path")
+        option.add_argument(
+            f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path"
+        )
         path = option.parse_known_args(overrides)[0].path
         path = document.get(ASSETS_PARAMETER) if path is None else path
         if path:
             return str(path)
         if {"-h", "--help"} & set(overrides):
-            print(f"the options of '{config_name}' depend on a folder; use --{ASSETS_PARAMETER} DIR --help")
+            print(
+                f"the options of '{config_name}' depend on a folder; use --{ASSETS_PARAMETER} DIR "
+                "--help"
+            )
             raise SystemExit(0)
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
@@ -175,13 +196,15 @@ class ConfigManager:
         return UserError(f"unknown option {option}{hint}")
 
 
-_DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
-Later sources win: the configuration function, then the file, then the command line. `torchtitan ls` lists modules and
-configurations; the values shown belong to the selected one."""
+_DESCRIPTION = """\
+Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
+Later sources win: the configuration function, then the file, then the command line.
+`torchtitan ls` lists modules and configurations; the values shown belong to the selected one."""
 
 
 def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Let components' names set a list of their configurations: `--model_converters.lora.rank 16`."""
+    """Let components' names set a list of their configurations: `--model_converters.lora.rank
+    16`."""
     arguments = get_args(info.type)
     is_config_list = get_origin(info.type) is list and arguments and isinstance(arguments[0], type)
     if not (is_config_list and issubclass(arguments[0], Configurable.Config)):
@@ -205,14 +228,18 @@ def _whole_numbers_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int
     if info.type is not int:
         return None
     return PrimitiveConstructorSpec(
-        1, "INT", lambda words: whole_number(words[0]), lambda value: isinstance(value, int), lambda n: [str(n)]
+        1,
+        "INT",
+        lambda words: whole_number(words[0]),
+        lambda value: isinstance(value, int),
+        lambda n: [str(n)],
     )
 
 
 @contextlib.contextmanager
 def _refusals_named() -> Iterator[None]:
-    """Raise `UserError` if a configuration refuses its values with a `ValueError`. tyro ends the process in its place,
-    so the error is in the context of a `SystemExit`."""
+    """Raise `UserError` if a configuration refuses its values with a `ValueError`. tyro ends the
+    process in its place, so the error is in the context of a `SystemExit`."""
     try:
         yield
     except UserError:
@@ -223,12 +250,15 @@ def _refusals_named() -> Iterator[None]:
             error = error.__context__
         if error is None:
             raise
-        raise UserError(f"a configuration refuses its values: {error} ({type(error).__name__})") from error
+        raise UserError(
+            f"a configuration refuses its values: {error} ({type(error).__name__})"
+        ) from error
 
 
 def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
-    """Check the values on the command line, with the messages of a file, before tyro parses them. Raise `UserError` for
-    the first wrong one; of an option that is repeated, the last value counts."""
+    """Check the values on the command line, with the messages of a file, before tyro parses them.
+    Raise `UserError` for the first wrong one; of an option that is repeated, the last value
+    counts."""
     values: dict[str, list[str]] = {}
     for place, word in enumerate(words):
         key = _key_of(word)
@@ -258,18 +288,21 @@ def _described(declared: Any) -> str:
 
 
 def _key_of(word: str) -> str:
-    """Return the key that a word of the command line sets if there is such an option; "" for other words."""
+    """Return the key that a word of the command line sets if there is such an option; "" for other
+    words."""
     return word.partition("=")[0][2:].replace("-", "_") if word.startswith("--") else ""
 
 
 def _registered_name(function: Callable[..., object]) -> str:
-    """Return the registered name, package.function: only the last part of the import path, since the rest varies."""
+    """Return the registered name, package.function: only the last part of the import path, since
+    the rest varies."""
     package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]
     return f"{package}.{function.__name__}"
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuse keys that are not words, and duplicate keys, for which YAML would silently keep the last value."""
+    """Refuse keys that are not words, and duplicate keys, for which YAML would silently keep the
+    last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         for key, _ in node.value:
@@ -286,8 +319,8 @@ def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def read_config_file(path: Path, name: str) -> dict[str, Any]:
-    """Return the content of a YAML file of keys and values, called `name` in messages. Raise `UserError` if it has
-    none."""
+    """Return the content of a YAML file of keys and values, called `name` in messages. Raise
+    `UserError` if it has none."""
     regular_file(path, name)
     try:
         with open_regular(path, name) as file:
@@ -300,7 +333,8 @@ def read_config_file(path: Path, name: str) -> dict[str, Any]:
         raise UserError(f"{name} is not a text file in UTF-8") from error
     except RecursionError as error:
         raise UserError(f"{name} is nested too deeply") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also a date or a number that Python refuses
+    # also a date or a number that Python refuses
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
     if n_bytes > _MAX_BYTES:
         raise UserError(f"{name} has {n_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
@@ -324,7 +358,8 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of nodes after expanding aliases (`*name`). Raise `YAMLError` for a recursive or huge node."""
+    """Return the number of nodes after expanding aliases (`*name`). Raise `YAMLError` for a
+    recursive or huge node."""
     if known.setdefault(id(node), 0):
         return known[id(node)]
     children = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -344,7 +379,9 @@ def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> None:
-    sections = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
+    sections = {
+        ".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)
+    }
     for key in leaves(document):
         if key in sections:
             raise UserError(f"'{key}' in {path} is a section; set keys in it")
@@ -359,17 +396,22 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
         # A file may only say what the command line can, which would take this item for an option.
         for item in value if isinstance(value, list) else []:
             if isinstance(item, str) and item.startswith("-") and not fits(item, float):
-                raise UserError(f"'{key}' in {path} has the item {item!r}; items must not begin with '-'")
+                raise UserError(
+                    f"'{key}' in {path} has the item {item!r}; items must not begin with '-'"
+                )
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
-    """Return the types of all values by their command-line keys, including class names for items of a list of
-    configurations, but not fields with `tyro.conf.arg(name="")`."""
+    """Return the types of all values by their command-line keys, including class names for items of
+    a list of configurations, but not fields with `tyro.conf.arg(name="")`."""
     children: Iterable[tuple[str, Any, Any]]
     if dataclasses.is_dataclass(value):
         hints = get_type_hints(type(value), include_extras=True)
         names = [field.name for field in dataclasses.fields(value)]
-        children = (("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name]) for name in names)
+        children = (
+            ("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name])
+            for name in names
+        )
     elif isinstance(value, Mapping):
         children = ((name, item, get_args(declared)[1]) for name, item in value.items())
     elif _is_config_list(value):
@@ -394,27 +436,36 @@ def _is_hidden(declared: Any) -> bool:
 
 
 def _untrusted_of(config: Configurable.Config) -> dict[str, dict[str, str]]:
-    """Return the texts in the options of a configuration that need trust, with the reason, by key."""
+    """Return the texts in the options of a configuration that need trust, with the reason, by
+    key."""
     values = leaves(config.to_dict())
     types = types_by_key(config, type(config))
     found = {key: untrusted_in(values.get(key), declared) for key, declared in types.items()}
     return {key: texts for key, texts in found.items() if texts}
 
 
-def _strange_in(config: Configurable.Config, trusted: Sequence[Configurable.Config]) -> dict[str, dict[str, str]]:
-    """Return the values of a configuration that need trust and are in none of the trusted ones, with the reason, by
-    key."""
+def _strange_in(
+    config: Configurable.Config, trusted: Sequence[Configurable.Config]
+) -> dict[str, dict[str, str]]:
+    """Return the values of a configuration that need trust and are in none of the trusted ones,
+    with the reason, by key."""
     known = [_untrusted_of(each) for each in trusted]
     strange = {
-        key: {text: reason for text, reason in texts.items() if not any(text in of.get(key, ()) for of in known)}
+        key: {
+            text: reason
+            for text, reason in texts.items()
+            if not any(text in of.get(key, ()) for of in known)
+        }
         for key, texts in _untrusted_of(config).items()
     }
     return {key: texts for key, texts in strange.items() if texts}
 
 
-def _check_trust(config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str) -> None:
-    """Require that all values that need trust are also those of a trusted configuration: of the configuration function,
-    or of the command line without the file."""
+def _check_trust(
+    config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str
+) -> None:
+    """Require that all values that need trust are also those of a trusted configuration: of the
+    configuration function, or of the command line without the file."""
     if strange := _strange_in(config, trusted):
         values = leaves(config.to_dict())
         words = [word for key in strange for word in (f"--{key}", *_words_of(values[key]))]
@@ -426,13 +477,19 @@ def _words_of(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
-def _untrusted_in_file(found: Mapping[str, Mapping[str, str]], words: Sequence[str], path: str) -> UserError:
-    """Return the error for a configuration file with values that need trust; `words` set the same on the command
-    line."""
+def _untrusted_in_file(
+    found: Mapping[str, Mapping[str, str]], words: Sequence[str], path: str
+) -> UserError:
+    """Return the error for a configuration file with values that need trust; `words` set the same
+    on the command line."""
     parts = [
-        f"'{key}' in {path} is '{text}', {reason}" for key, texts in found.items() for text, reason in texts.items()
+        f"'{key}' in {path} is '{text}', {reason}"
+        for key, texts in found.items()
+        for text, reason in texts.items()
     ]
-    return UserError(f"{'; '.join(parts)}; if you trust it, set it on the command line too: {shlex.join(words)}")
+    return UserError(
+        f"{'; '.join(parts)}; if you trust it, set it on the command line too: {shlex.join(words)}"
+    )
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,8 +505,8 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(value: Any, declared: Any, document: Any) -> Any:
-    """Return a copy of a configuration with the values of a document, nested by the keys of `types_by_key`, which fit
-    their types."""
+    """Return a copy of a configuration with the values of a document, nested by the keys of
+    `types_by_key`, which fit their types."""
     if document == {}:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -471,18 +528,24 @@ def with_values(value: Any, declared: Any, document: Any) -> Any:
     if _is_config_list(value):
         keyed = {config_key(item): item for item in value}
         return [
-            with_values(item, type(item), document[key]) if key in document else item for key, item in keyed.items()
+            with_values(item, type(item), document[key]) if key in document else item
+            for key, item in keyed.items()
         ]
     return convert(document, declared)
 
 
 def _is_config_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Configurable.Config) for item in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, Configurable.Config) for item in value)
+    )
 
 
 def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
-    """Rewrite booleans in tyro's form: `--checkpoint.enable=true` (or ` true`) becomes `--checkpoint.enable`, and
-    `=false` becomes `--checkpoint.no_enable`. Raise `UserError` for another value after `=`."""
+    """Rewrite booleans in tyro's form: `--checkpoint.enable=true` (or ` true`) becomes
+    `--checkpoint.enable`, and `=false` becomes `--checkpoint.no_enable`. Raise `UserError` for
+    another value after `=`."""
     words: list[str] = []
     rest = list(args)
     while rest:
@@ -490,7 +553,9 @@ def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
         option, assigned, value = word.partition("=")
         if (key := _key_of(word)) not in switches:
             if "." in key and (positive := key.removeprefix("no_")) in switches:
-                raise UserError(f"unknown option {option}; did you mean '{_switch(positive, False)}'?")
+                raise UserError(
+                    f"unknown option {option}; did you mean '{_switch(positive, False)}'?"
+                )
             words.append(word)
             continue
         if not assigned:

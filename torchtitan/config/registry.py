@@ -1,4 +1,5 @@
-"""Find modules (packages with a `config_registry.py`), configurations and flavors in the sources, without imports."""
+"""Find modules (packages with a `config_registry.py`), configurations and flavors in the sources,
+without imports."""
 
 import ast
 import importlib
@@ -25,13 +26,16 @@ _RECIPES = ("small", "published")
 """Functions whose result, which a registry assigns to a name, is a configuration function."""
 
 _PARAMETERS: tuple[list[str], ...] = ([], [ASSETS_PARAMETER], [ASSETS_PARAMETER, "family"])
-"""Permitted parameters of configuration functions; `family` is the package of the model's family."""
+"""Permitted parameters of configuration functions; `family` is the package of the model's
+family."""
 
 ENTRY_POINTS = "torchtitan.models"
-"""Group of entry points through which installed packages add modules: name = import path of the package."""
+"""Group of entry points through which installed packages add modules: name = import path of the
+package."""
 
 _AUTO = "torchtitan.models.auto.config_registry"
-"""Module of configurations for models of any family. Every family offers those that it does not define itself."""
+"""Module of configurations for models of any family. Every family offers those that it does not
+define itself."""
 
 _BUILT_IN_FOLDERS = ("models", "experiments")
 _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN_FOLDERS))
@@ -49,31 +53,41 @@ class ModuleListing(NamedTuple):
 def built_in_modules() -> dict[str, Path]:
     """Return short name → folder of each package with a registry in `models` and `experiments`."""
     package = Path(__file__).resolve().parent.parent
-    found = [path.parent for kind in _BUILT_IN_FOLDERS for path in sorted((package / kind).glob(f"*/{REGISTRY_FILE}"))]
+    found = [
+        path.parent
+        for kind in _BUILT_IN_FOLDERS
+        for path in sorted((package / kind).glob(f"*/{REGISTRY_FILE}"))
+    ]
     return {folder.name: folder for folder in found}
 
 
 def installed_modules() -> dict[str, str]:
-    """Return short name → import path of each module that an installed package adds through `ENTRY_POINTS`."""
-    return {point.name: point.module for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    """Return short name → import path of each module that an installed package adds through
+    `ENTRY_POINTS`."""
+    return {
+        point.name: point.module for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
+    }
 
 
 def modules_on_disk() -> dict[str, Path]:
-    """Return short name → folder of the built-in modules and of the installed ones that are folders."""
+    """Return short name → folder of the built-in modules and of the installed ones that are
+    folders."""
     installed = {name: _folder_of(path) for name, path in installed_modules().items()}
     return {**{name: folder for name, folder in installed.items() if folder}, **built_in_modules()}
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return the flavors (keys of `FLAVORS`) and the configurations in a module's source: functions with `_PARAMETERS`,
-    or made by `_RECIPES`."""
+    """Return the flavors (keys of `FLAVORS`) and the configurations in a module's source: functions
+    with `_PARAMETERS`, or made by `_RECIPES`."""
     configs = []
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
         match statement:
             case ast.FunctionDef(name=config, args=arguments):
                 listed = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
                 parameters = [argument.arg for argument in listed]
-            case ast.Assign(targets=[ast.Name(config)], value=ast.Call(ast.Name(function))) if function in _RECIPES:
+            case ast.Assign(targets=[ast.Name(config)], value=ast.Call(ast.Name(function))) if (
+                function in _RECIPES
+            ):
                 parameters = []
             case _:
                 continue
@@ -82,18 +96,25 @@ def list_module(name: str, folder: Path) -> ModuleListing:
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:
-        targets = getattr(node, "targets", [getattr(node, "target", None)])  # of `FLAVORS = …`, or `FLAVORS: … = …`
+        # of `FLAVORS = …`, or `FLAVORS: … = …`
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
         named = any(isinstance(target, ast.Name) and target.id == "FLAVORS" for target in targets)
         if named and isinstance(value := getattr(node, "value", None), ast.Dict):
-            flavors = [key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            flavors = [
+                key.value
+                for key in value.keys
+                if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            ]
     return ModuleListing(name, configs, flavors)
 
 
 def load_config_function(module: str, config: str) -> Callable[..., object]:
-    """Return the function that `--module module --config config` names; see `needs_assets` for its parameters.
+    """Return the function that `--module module --config config` names; see `needs_assets` for its
+    parameters.
 
-    The module is a short name, an import path, or a folder with a `config_registry.py`; the configuration's name may
-    begin with the module's (`llama3_debugmodel`). Raise `UserError` if either does not exist, or importing fails.
+    The module is a short name, an import path, or a folder with a `config_registry.py`; the
+    configuration's name may begin with the module's (`llama3_debugmodel`). Raise `UserError` if
+    either does not exist, or importing fails.
     """
     registry = _import_registry(module)
     functions, for_folders = _configurations(registry), {}
@@ -102,7 +123,10 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     names = (config, f"{short}_{config}")
     if functions.keys().isdisjoint(names) and "hf" in getattr(package, "FORMATS", {}):
         shared = _configurations(_import(_AUTO, module))
-        for_folders = {name: wraps(function)(partial(function, family=package)) for name, function in shared.items()}
+        for_folders = {
+            name: wraps(function)(partial(function, family=package))
+            for name, function in shared.items()
+        }
     for name in names:
         if function := functions.get(name) or for_folders.get(name):
             return function
@@ -111,7 +135,8 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     if for_folders:
         there_are += f"; with --{ASSETS_PARAMETER} DIR: {', '.join(sorted(for_folders))}"
     raise UserError(
-        f"unknown configuration '{config}' in module '{module}'{suggest(config, known)} (there are: {there_are})"
+        f"unknown configuration '{config}' in module '{module}'{suggest(config, known)} (there "
+        f"are: {there_are})"
     )
 
 
@@ -119,7 +144,8 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         name: function
         for name, function in inspect.getmembers(registry, inspect.isfunction)
-        if function.__module__ == registry.__name__ and _is_config(name, list(inspect.signature(function).parameters))
+        if function.__module__ == registry.__name__
+        and _is_config(name, list(inspect.signature(function).parameters))
     }
     for name, function in found.items():
         if function.__name__ not in found:  # of a recipe
@@ -128,15 +154,17 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
 
 
 def import_package(module: str) -> ModuleType:
-    """Import the package that `--module module` names, and its registry. Raise like `load_config_function`."""
+    """Import the package that `--module module` names, and its registry. Raise like
+    `load_config_function`."""
     return _package_of(_import_registry(module))
 
 
 def trusted_module(name: str) -> ModuleType | None:
     """Return the module for an import path found in a checkpoint, or None if its code must not run.
 
-    Only parts of this package and of packages with an entry point (`ENTRY_POINTS`) are imported, raising `UserError` if
-    that fails; any other module must be imported already, as the `--module` package is.
+    Only parts of this package and of packages with an entry point (`ENTRY_POINTS`) are imported,
+    raising `UserError` if that fails; any other module must be imported already, as the `--module`
+    package is.
     """
     trusted = (*_OWN_CODE, *installed_modules().values())
     if _is_of(name, trusted):
@@ -150,7 +178,8 @@ def _is_of(name: str, packages: Iterable[str]) -> bool:
 
 
 def is_trusted(module: str) -> bool:
-    """Return whether a file may select `--module module`: a built-in, installed or already imported module."""
+    """Return whether a file may select `--module module`: a built-in, installed or already imported
+    module."""
     if module in (*built_in_modules(), *installed_modules()):
         return True
     folder = Path(module).resolve()
@@ -176,7 +205,9 @@ def _is_config(name: str, parameters: list[str]) -> bool:
 def _import_registry(module: str) -> ModuleType:
     built_in = built_in_modules()
     if module in built_in:
-        return _import(f"torchtitan.{built_in[module].parent.name}.{module}.config_registry", module)
+        return _import(
+            f"torchtitan.{built_in[module].parent.name}.{module}.config_registry", module
+        )
     installed = installed_modules()
     if module in installed:
         return _import(f"{installed[module]}.config_registry", module)
@@ -192,8 +223,8 @@ def _import_registry(module: str) -> ModuleType:
         return _import(f"{module}.config_registry", module)
     known = sorted({*built_in, *installed})
     raise UserError(
-        f"unknown module '{module}'{suggest(module, known)} (there are: {', '.join(known)}; "
-        "also accepted: an import path, or a folder with a config_registry.py)"
+        f"unknown module '{module}'{suggest(module, known)} (there are: {', '.join(known)}; also "
+        "accepted: an import path, or a folder with a config_registry.py)"
     )
 
 
@@ -210,12 +241,17 @@ def _import_folder(folder: Path, module: str) -> ModuleType:
     if not (folder / REGISTRY_FILE).is_file():
         raise UserError(f"module '{module}' is a folder without a {REGISTRY_FILE}")
     if not folder.name.isidentifier():
-        raise UserError(f"module '{module}': the folder's name '{folder.name}' is not a valid Python package name")
+        raise UserError(
+            f"module '{module}': the folder's name '{folder.name}' is not a valid Python package "
+            "name"
+        )
     if str(folder.parent) not in sys.path:
         sys.path.insert(0, str(folder.parent))
     found = _folder_of(folder.name)
     if found is None or found.resolve() != folder:
-        raise UserError(f"module '{module}': '{folder.name}' is the name of another package; rename the folder")
+        raise UserError(
+            f"module '{module}': '{folder.name}' is the name of another package; rename the folder"
+        )
     return _import(f"{folder.name}.config_registry", module)
 
 
@@ -223,7 +259,8 @@ def _is_importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
-        # A missing parent means that the name does not exist; an import missing inside a parent is the user's error.
+        # A missing parent means that the name does not exist; an import missing inside a parent is
+        # the user's error.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return False
         raise import_failure(name, error) from error
@@ -239,9 +276,18 @@ def _import(name: str, module: str) -> ModuleType:
 
 
 def import_failure(module: str, error: BaseException) -> UserError:
-    """Return the user's import error, or exit, with its location in the module. Raise Ctrl-C again."""
+    """Return the user's import error, or exit, with its location in the module. Raise Ctrl-C
+    again."""
     if is_ctrl_c(error):
         raise error
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename
+    ]
+    where = (
+        f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        if frames and frames[-1].filename != __file__
+        else ""
+    )
     return UserError(f"importing module '{module}' failed: {in_words(error)}{where}")

@@ -1,11 +1,16 @@
-"""Activation checkpointing: recompute forward results in the backward pass instead of keeping them."""
+"""Activation checkpointing: recompute forward results in the backward pass instead of keeping
+them."""
 
 import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.protocols.model import BaseModel
@@ -21,52 +26,66 @@ from torchtitan.tools.torch_private import (
 
 
 def check_activation_checkpoint(
-    config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig, *, has_experts: bool
+    config: ActivationCheckpointConfig,
+    compile: CompileConfig,
+    parallelism: ParallelismConfig,
+    *,
+    has_experts: bool,
 ) -> None:
-    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline or compiled tensor
-    parallelism does not support. Compiled blocks exclude routed experts."""
+    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline or
+    compiled tensor parallelism does not support. Compiled blocks exclude routed experts."""
     is_compiled = compile.compiles_model
     is_by_operation = config.mode in ("selective", "auto") and config.selective_option == "op"
     if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
         # The first part of the backward pass frees saved results that the second part needs.
         alternative = "" if has_experts else ", or --compile.enable"
         raise UserError(
-            f"--activation_checkpoint.mode {config.mode} with selective_option op cannot be combined with "
-            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, which splits the "
-            f"backward pass; set --activation_checkpoint.selective_option 2, mode full{alternative}"
+            f"--activation_checkpoint.mode {config.mode} with selective_option op cannot be "
+            "combined with --parallelism.pipeline_parallel_schedule "
+            f"{parallelism.pipeline_parallel_schedule}, which splits the backward pass; set "
+            f"--activation_checkpoint.selective_option 2, mode full{alternative}"
         )
     is_split = is_compiled and parallelism.tensor_parallel_degree > 1
     if is_split and not is_by_operation and config.mode not in ("none", "auto"):
         # PyTorch 2.13 mistakes the mesh for one of the tensors to keep.
-        option = f" with selective_option {config.selective_option}" if config.mode == "selective" else ""
+        option = (
+            f" with selective_option {config.selective_option}"
+            if config.mode == "selective"
+            else ""
+        )
         raise UserError(
-            f"--activation_checkpoint.mode {config.mode}{option} cannot be combined with both --compile.enable and "
-            f"--parallelism.tensor_parallel_degree {parallelism.tensor_parallel_degree}; set mode none, mode selective "
-            "with selective_option op, or --compile.no_enable"
+            f"--activation_checkpoint.mode {config.mode}{option} cannot be combined with both "
+            "--compile.enable and --parallelism.tensor_parallel_degree "
+            f"{parallelism.tensor_parallel_degree}; set mode none, mode selective with "
+            "selective_option op, or --compile.no_enable"
         )
     if config.mode == "memory_budget" and not is_compiled:
         raise UserError(
-            "--activation_checkpoint.mode memory_budget is a compiler setting; set --compile.enable with `model` in "
-            "--compile.components"
+            "--activation_checkpoint.mode memory_budget is a compiler setting; set "
+            "--compile.enable with `model` in --compile.components"
         )
 
 
 def apply_activation_checkpointing(model: BaseModel, config: ActivationCheckpointConfig) -> None:
-    """Apply checkpointing to the blocks of a model, in place, before compilation and data parallelism. Attributes and
-    `state_dict` names stay the same; `canonical_name` restores other names. Here `auto`, for which the commands choose
-    a mode, means `selective`."""
+    """Apply checkpointing to the blocks of a model, in place, before compilation and data
+    parallelism. Attributes and `state_dict` names stay the same; `canonical_name` restores other
+    names. Here `auto`, for which the commands choose a mode, means `selective`."""
     # This setting is global, and an earlier model may have changed it; 1 is PyTorch's default.
-    functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    functorch_config.activation_memory_budget = (
+        config.memory_budget if config.mode == "memory_budget" else 1.0
+    )
     if config.mode in ("full", "selective", "auto"):
-        # Otherwise, after a later layer, micro-batch or pipeline stage has compiled FlexAttention for any size, the
-        # recomputation of an earlier one chooses this code, and saves other tensors (pytorch issue 166926).
+        # Otherwise, after a later layer, micro-batch or pipeline stage has compiled FlexAttention
+        # for any size, the recomputation of an earlier one chooses this code, and saves other
+        # tensors (pytorch issue 166926).
         choose_compiled_code_by_age()
     if config.mode == "full":
         _wrap_blocks(model)
     elif config.mode in ("selective", "auto") and config.selective_option == "op":
         from torchtitan.tools.torch_private import inductor_config
 
-        # By default, PyTorch hides compiled code such as FlexAttention from the policy, and recomputes it.
+        # By default, PyTorch hides compiled code such as FlexAttention from the policy, and
+        # recomputes it.
         inductor_config.wrap_inductor_compiled_regions = True
         _wrap_blocks(model, context_fn=_save_costly_results)
     elif config.mode in ("selective", "auto"):
@@ -82,8 +101,8 @@ def _wrap_blocks(model: BaseModel, *, every: int = 1, **checkpoint_options: Any)
 
 @functools.cache
 def _always_saved() -> frozenset[Any]:
-    """Return the operations that are always saved: attention and reducing collectives, but not gathers, whose results
-    are large."""
+    """Return the operations that are always saved: attention and reducing collectives, but not
+    gathers, whose results are large."""
     compiled: Any = torch.ops.higher_order.inductor_compiled_code
     return frozenset({*attention_operations(), *communication_operations(), compiled})
 
@@ -93,9 +112,12 @@ def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContext
     every second matrix product."""
     linear, products = product_operations(), {False: 0, True: 0}
 
-    def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
         kept = op in _always_saved()
-        # PyTorch 2.13 calls this only in the forward pass, 2.11 also in the recomputation, which must decide alike.
+        # PyTorch 2.13 calls this only in the forward pass, 2.11 also in the recomputation, which
+        # must decide alike.
         if op in linear:
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % 2 == 0

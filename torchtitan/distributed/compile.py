@@ -14,18 +14,30 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import AsyncCollectiveTensor, compiler_statistics, functorch_config, wait_tensor
+from torchtitan.tools.torch_private import (
+    AsyncCollectiveTensor,
+    compiler_statistics,
+    functorch_config,
+    wait_tensor,
+)
 
 
 def check_compile(config: CompileConfig) -> None:
-    """Raise `UserError` if there is nothing to compile, or the backend is unknown or cannot compile on this machine."""
+    """Raise `UserError` if there is nothing to compile, or the backend is unknown or cannot compile
+    on this machine."""
     if not config.enable:
         return
     if not config.components:
-        raise UserError("--compile.enable with no --compile.components: there is nothing to compile (model, loss)")
+        raise UserError(
+            "--compile.enable with no --compile.components: there is nothing to compile (model, "
+            "loss)"
+        )
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise UserError(f"--compile.backend is '{config.backend}', and torch knows {known}; to debug: aot_eager, eager")
+        raise UserError(
+            f"--compile.backend is '{config.backend}', and torch knows {known}; to debug: "
+            "aot_eager, eager"
+        )
     if config.backend != "inductor":
         return
     if device_type() != "cpu":
@@ -37,8 +49,8 @@ def check_compile(config: CompileConfig) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise UserError(
-            "--compile.backend inductor needs a C++ compiler for a CPU, and found none: install g++, or set the "
-            "environment variable CXX to another"
+            "--compile.backend inductor needs a C++ compiler for a CPU, and found none: install "
+            "g++, or set the environment variable CXX to another"
         ) from error
 
 
@@ -50,23 +62,29 @@ def check_async_tensor_parallel(config: CompileConfig, parallelism: ParallelismC
         "--compile.backend inductor": config.backend != "inductor",
         "GPUs of CUDA": device_type() != "cuda",
     }
-    if parallelism.enable_async_tensor_parallel and (needed := [name for name, lacks in missing.items() if lacks]):
+    if parallelism.enable_async_tensor_parallel and (
+        needed := [name for name, lacks in missing.items() if lacks]
+    ):
         raise UserError(f"--parallelism.enable_async_tensor_parallel needs {needed[0]}")
 
 
 def check_c_compiler(option: str) -> None:
     """Raise `UserError` if the device is a CUDA GPU and Triton, which `option` needs, would find no
     C compiler at the first step: neither the environment variable CC, nor gcc or clang."""
-    if device_type() == "cuda" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if device_type() == "cuda" and not (
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    ):
         raise UserError(
-            f"{option} needs a C compiler, and found none: install gcc, or set the environment variable CC to another"
+            f"{option} needs a C compiler, and found none: install gcc, or set the environment "
+            "variable CC to another"
         )
 
 
 def apply_compile(model: BaseModel, config: CompileConfig, parallelism: ParallelismConfig) -> None:
-    """Compile each block of a model in place; similar blocks share the code. Call this after activation
-    checkpointing and before data parallelism, which communicates around a block."""
-    # The first half of a backward pass would reuse the memory of saved tensors that the second half reads.
+    """Compile each block of a model in place; similar blocks share the code. Call this after
+    activation checkpointing and before data parallelism, which communicates around a block."""
+    # The first half of a backward pass would reuse the memory of saved tensors that the second half
+    # reads.
     functorch_config.donated_buffer = not parallelism.splits_backward
     model.is_compiled = True  # type: ignore[assignment]
     if embedding := getattr(model, "tok_embeddings", None):
@@ -85,7 +103,8 @@ def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> T
 
 
 def compile_loss(loss: Any, config: CompileConfig) -> None:
-    """Compile the loss of a chunk of logits, in place, with the loss's method `compile`, if it has one."""
+    """Compile the loss of a chunk of logits, in place, with the loss's method `compile`, if it has
+    one."""
     if not hasattr(loss, "compile"):
         logger.warning("%s is not compiled: it has no `compile` method", type(loss).__qualname__)
         return
@@ -93,7 +112,8 @@ def compile_loss(loss: Any, config: CompileConfig) -> None:
 
 
 class RecompileMonitor:
-    """Report compilation in training: expected in the first step, lost time later (counted in `recompiles`)."""
+    """Report compilation in training: expected in the first step, lost time later (counted in
+    `recompiles`)."""
 
     def __init__(self) -> None:
         self.recompiles = 0
@@ -101,7 +121,8 @@ class RecompileMonitor:
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Report compilation within a training step: once in the first, later as a warning with PyTorch's reason."""
+        """Report compilation within a training step: once in the first, later as a warning with
+        PyTorch's reason."""
         before, last_record = _graphs_compiled(), (_records() or [None])[-1]
         yield
         compiled = _graphs_compiled() - before
@@ -110,7 +131,9 @@ class RecompileMonitor:
         elif compiled:
             self.recompiles += compiled
             reasons = "; ".join(_reasons_since(last_record)) or "new code"
-            logger.warning("step %d was slow: it recompiled %d graphs (%s)", step, compiled, reasons)
+            logger.warning(
+                "step %d was slow: it recompiled %d graphs (%s)", step, compiled, reasons
+            )
         self._is_first_step = False
 
 
@@ -125,7 +148,8 @@ def _records() -> list[Any]:
 
 
 def _reasons_since(last_record: Any) -> list[str]:
-    """Return why functions were recompiled since `last_record`, latest first. PyTorch keeps 64 records."""
+    """Return why functions were recompiled since `last_record`, latest first. PyTorch keeps 64
+    records."""
     reasons = []
     for record in reversed(_records()):
         if record is last_record:

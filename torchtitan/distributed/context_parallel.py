@@ -1,7 +1,8 @@
 """Context parallelism: split the tokens of each window over ranks.
 
-For attention, each rank keeps its own queries and gathers all keys and values (section 3.3.2 of "The Llama 3 Herd of
-Models", arXiv:2407.21783). Keys and values are small, since query heads share them, and this works with any mask.
+For attention, each rank keeps its own queries and gathers all keys and values (section 3.3.2 of
+"The Llama 3 Herd of Models", arXiv:2407.21783). Keys and values are small, since query heads share
+them, and this works with any mask.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,9 @@ class SequenceShards:
     def tokens_of_rank(self, rank: int, length: int) -> Tensor:
         """Return the places of one rank's tokens in a window of `length` tokens, in the rank's
         order."""
-        pieces = torch.arange(length).chunk(2 * self.degree if self.load_balancer == "headtail" else self.degree)
+        pieces = torch.arange(length).chunk(
+            2 * self.degree if self.load_balancer == "headtail" else self.degree
+        )
         if self.load_balancer == "none":
             return pieces[rank]
         return torch.cat((pieces[rank], pieces[2 * self.degree - 1 - rank]))
@@ -51,7 +54,11 @@ def shard_sequences(batch: Mapping[str, Any], shards: SequenceShards, rank: int)
     places = shards.tokens_of_rank(rank, length), shards.tokens_of_all(length)
     tokens, tokens_of_all = (send(each, device) for each in places)
     per_token = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    per_token = {name: value[:, tokens] for name, value in per_token.items() if value.shape[:2] == (n_rows, length)}
+    per_token = {
+        name: value[:, tokens]
+        for name, value in per_token.items()
+        if value.shape[:2] == (n_rows, length)
+    }
     attention = batch.get("attention", AttentionMetadata.of_rows(n_rows, length))
     return {**batch, **per_token, "attention": attention.shard(tokens, tokens_of_all)}
 
@@ -83,8 +90,9 @@ def share_rows(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather (B, L, H, D) of each rank → (B, degree x L, H, D). The backward pass sums each rank's part over ranks."""
+    """Gather (B, L, H, D) of each rank → (B, degree x L, H, D). The backward pass sums each rank's
+    part over ranks."""
     gathered = all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
-    # Wait now: with PyTorch 2.13 and gloo, waiting at the first use corrupted the heap of pipeline ranks in half of
-    # the runs.
+    # Wait now: with PyTorch 2.13 and gloo, waiting at the first use corrupted the heap of pipeline
+    # ranks in half of the runs.
     return wait_tensor(gathered)

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
 from torchtitan.protocols.experts import StackedExperts
@@ -35,32 +42,43 @@ class TokenExchange:
     receive."""
 
     is_balanced = False
-    """Assume the same number of rows of each expert instead of reading it: a dry run's tensors have no values."""
+    """Assume the same number of rows of each expert instead of reading it: a dry run's tensors have
+    no values."""
 
     def __init__(self, mesh: DeviceMesh):
         self.group = mesh.get_group()
         self.degree = mesh.size()
 
-    def __call__(self, rows_RD: Tensor, weight_R: Tensor, counts_E: Tensor, compute: Callable[..., Tensor]) -> Tensor:
-        arriving_E = self._send(counts_E).view(self.degree, -1)  # this rank's experts, for each sender
+    def __call__(
+        self, rows_RD: Tensor, weight_R: Tensor, counts_E: Tensor, compute: Callable[..., Tensor]
+    ) -> Tensor:
+        # this rank's experts, for each sender
+        arriving_E = self._send(counts_E).view(self.degree, -1)
         if self.is_balanced:
             least, more = divmod(len(rows_RD), self.degree)
             sent = received = [least + (rank < more) for rank in range(self.degree)]
         else:
-            sent, received = torch.stack((counts_E.view(self.degree, -1), arriving_E)).sum(dim=-1).tolist()
+            sent, received = (
+                torch.stack((counts_E.view(self.degree, -1), arriving_E)).sum(dim=-1).tolist()
+            )
         expert_E = torch.arange(arriving_E.shape[1], device=counts_E.device).repeat(self.degree)
         expert_M = expert_E.repeat_interleave(arriving_E.flatten(), output_size=sum(received))
         rows_MD, weight_M = (self._send(tensor, received, sent) for tensor in (rows_RD, weight_R))
         return self._send(compute(rows_MD, weight_M[:, None], expert_M[:, None]), sent, received)
 
-    def _send(self, tensor: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+    def _send(
+        self, tensor: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> Tensor:
         # Wait now, for the same reason as in context parallelism.
-        return wait_tensor(all_to_all_single_autograd(tensor.contiguous(), received, sent, self.group))
+        return wait_tensor(
+            all_to_all_single_autograd(tensor.contiguous(), received, sent, self.group)
+        )
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: int) -> None:
-    """Divide all `StackedExperts` of a model over the dimensions "ep" and, if present, "tp" of `mesh`, in place, before
-    tensor parallelism. Their weights are the same on all ranks, or on the meta device.
+    """Divide all `StackedExperts` of a model over the dimensions "ep" and, if present, "tp" of
+    `mesh`, in place, before tensor parallelism. Their weights are the same on all ranks, or on the
+    meta device.
 
     Gradients are summed over the ranks that send tokens, then averaged over "efsdp" only. A further
     factor makes this an average over `gradient_degree`, the number of ranks that shard the other
@@ -82,11 +100,14 @@ def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
         dim = experts.hidden_dims.get(name)
         placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
         sharded = distribute_tensor(parameter, mesh, placements[: mesh.ndim], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        experts.register_parameter(
+            name, nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        )
 
 
 def _local(experts: StackedExperts, factor: float, name: str, parameter: DTensor) -> Tensor:
-    """Return a rank's part of a parameter, or its share of one that tensor-parallel ranks add up; scale gradients."""
+    """Return a rank's part of a parameter, or its share of one that tensor-parallel ranks add up;
+    scale gradients."""
     placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
     local = parameter.to_local(grad_placements=placements)
     if local.requires_grad:
@@ -101,10 +122,15 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
     results."""
 
     def gather(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(wait_tensor(all_gather_single_autograd(x.contiguous(), gather_dim=0, group=mesh)) for x in args)
+        return tuple(
+            wait_tensor(all_gather_single_autograd(x.contiguous(), gather_dim=0, group=mesh))
+            for x in args
+        )
 
     def add_up(_: nn.Module, args: Any, out_ND: Tensor) -> Tensor:
-        return wait_tensor(reduce_scatter_single_autograd(out_ND.contiguous(), "sum", scatter_dim=0, group=mesh))
+        return wait_tensor(
+            reduce_scatter_single_autograd(out_ND.contiguous(), "sum", scatter_dim=0, group=mesh)
+        )
 
     experts.width_group = mesh.get_group()
     experts.register_forward_pre_hook(gather)
@@ -112,24 +138,36 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
 
 
 def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, Any]:
-    """Return the experts' parameters, and how FSDP shards them over "efsdp" of `mesh`, with the rest of their unit."""
+    """Return the experts' parameters, and how FSDP shards them over "efsdp" of `mesh`, with the
+    rest of their unit."""
     from torchtitan.tools.torch_private import ShardPlacementResult  # since torch 2.13
 
     replicas = ("dp_replicate",) if mesh["dp_replicate"].size() > 1 else ()
     info, degree = fsdp_mesh_info(mesh[(*replicas, "efsdp")]), mesh["efsdp"].size()
     experts = (module for module in model.modules() if isinstance(module, StackedExperts))
-    return {p: ShardPlacementResult(_shard_dimension(p, degree), info) for each in experts for p in each.parameters()}
+    return {
+        p: ShardPlacementResult(_shard_dimension(p, degree), info)
+        for each in experts
+        for p in each.parameters()
+    }
 
 
 def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
-    """Return the placement of a parameter of experts over `degree` ranks: its experts if these divide them, else the
-    first dimension that they divide. Raise `UserError` if they divide no dimension."""
+    """Return the placement of a parameter of experts over `degree` ranks: its experts if these
+    divide them, else the first dimension that they divide. Raise `UserError` if they divide no
+    dimension."""
     assert isinstance(parameter, DTensor)
-    local, taken = parameter.to_local(), {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0}
-    fitting = [dim for dim, size in enumerate(local.shape) if dim not in taken and size % degree == 0]
+    local, taken = (
+        parameter.to_local(),
+        {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0},
+    )
+    fitting = [
+        dim for dim, size in enumerate(local.shape) if dim not in taken and size % degree == 0
+    ]
     if not fitting:
         raise UserError(
-            f"--parallelism.expert_parallel_degree leaves {degree} ranks for the same experts, and they divide no size "
-            f"of their weights {list(local.shape)}; set a degree that leaves another number"
+            f"--parallelism.expert_parallel_degree leaves {degree} ranks for the same experts, and "
+            f"they divide no size of their weights {list(local.shape)}; set a degree that leaves "
+            "another number"
         )
     return Shard(fitting[0])

@@ -20,11 +20,13 @@ def clip_grad_norm(
     pipeline: dist.ProcessGroup | None = None,
     copies: Collection[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Scale gradients down, in place, to a total Euclidean norm of at most `max_norm` (`inf`: only measure it).
+    """Scale gradients down, in place, to a total Euclidean norm of at most `max_norm` (`inf`: only
+    measure it).
 
-    Unlike `torch.nn.utils.clip_grad_norm_`, this supports parameters on different meshes or none, and more precise
-    norms (`_norm`). `pipeline` contains the ranks that hold the other parts of the model. `copies`, a set, contains
-    parameters that count in another part, with the same gradients, and are only scaled.
+    Unlike `torch.nn.utils.clip_grad_norm_`, this supports parameters on different meshes or none,
+    and more precise norms (`_norm`). `pipeline` contains the ranks that hold the other parts of the
+    model. `copies`, a set, contains parameters that count in another part, with the same gradients,
+    and are only scaled.
 
     Returns:
         The norm before clipping over all ranks, a plain scalar tensor on the gradients' device.
@@ -51,11 +53,14 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> Non
 
 
 def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the Euclidean norm of all gradients over all ranks, a plain scalar tensor of at least float32."""
+    """Return the Euclidean norm of all gradients over all ranks, a plain scalar tensor of at least
+    float32."""
     device = gradients[0].device if gradients else torch.device("cpu")
     norms = [_norm(group) for group in by_mesh(gradients).values()]
     plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(plain)) if plain else torch.zeros((), device=device)
+    total = (
+        torch.linalg.vector_norm(torch.stack(plain)) if plain else torch.zeros((), device=device)
+    )
     if pipeline is None:
         return total
     squares = total.double() ** 2
@@ -64,15 +69,22 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
 
 
 def redistribute_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Give a DTensor the placements of another, since tensor parallelism may leave gradients partial or replicated."""
-    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)) or tensor.placements == other.placements:
+    """Give a DTensor the placements of another, since tensor parallelism may leave gradients
+    partial or replicated."""
+    if (
+        not (isinstance(tensor, DTensor) and isinstance(other, DTensor))
+        or tensor.placements == other.placements
+    ):
         return tensor
     return tensor.redistribute(placements=other.placements)
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """Return the Euclidean norm of each row in at least float32, which suffices for `total_norm`."""
-    return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    """Return the Euclidean norm of each row in at least float32, which suffices for
+    `total_norm`."""
+    return torch.linalg.vector_norm(
+        gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32)
+    )
 
 
 def by_mesh(tensors: Iterable[TensorT]) -> dict[DeviceMesh | None, list[TensorT]]:
@@ -84,11 +96,13 @@ def by_mesh(tensors: Iterable[TensorT]) -> dict[DeviceMesh | None, list[TensorT]
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of gradients on one mesh, in at least float32. CPUs sum a large tensor's squares in one
-    float32 accumulator, with a layout-dependent rounding error up to 1e-4, unless rows are summed first. Other devices
-    sum in trees, so PyTorch's fused norm is as accurate there, and faster, but it rounds each norm to the gradients'
-    dtype."""
-    if all(gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients):
+    """Return the Euclidean norm of gradients on one mesh, in at least float32. CPUs sum a large
+    tensor's squares in one float32 accumulator, with a layout-dependent rounding error up to 1e-4,
+    unless rows are summed first. Other devices sum in trees, so PyTorch's fused norm is as accurate
+    there, and faster, but it rounds each norm to the gradients' dtype."""
+    if all(
+        gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients
+    ):
         return torch.nn.utils.get_total_norm(gradients)
     norms_of_rows = [row_norms(gradient) for gradient in gradients]
     norms = [torch.linalg.vector_norm(norms) if norms.ndim else norms for norms in norms_of_rows]

@@ -1,4 +1,5 @@
-"""Consensus of all ranks on which rank hangs, reached through the store of the default process group."""
+"""Consensus of all ranks on which rank hangs, reached through the store of the default process
+group."""
 
 import contextlib
 import dataclasses
@@ -15,12 +16,14 @@ from torchtitan.tools.torch_private import default_store
 TICK_SECONDS = 0.5
 
 ANSWER_SECONDS = 4.0
-"""Time after which a rank that has not answered counts as unresponsive, if the rank that calls is in a step."""
+"""Time after which a rank that has not answered counts as unresponsive, if the rank that calls is
+in a step."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process; `begun`, in seconds since the epoch, distinguishes successive watchdogs in it."""
+    """A rank's process; `begun`, in seconds since the epoch, distinguishes successive watchdogs in
+    it."""
 
     host: str
     pid: int
@@ -80,7 +83,8 @@ class HangConsensus:
         self._position = position
         self._cleared = threading.Event()
         self._closed = threading.Event()
-        # A store may outlive the processes (torchrun's does), so the keys must be unique to these processes.
+        # A store may outlive the processes (torchrun's does), so the keys must be unique to these
+        # processes.
         prefix = f"hang consensus of {processes[0]}, {processes[0].begun}"
         self._store = dist.PrefixStore(prefix, default_store().clone())
         self.thread = threading.Thread(target=self._run, name="hang consensus", daemon=True)
@@ -98,11 +102,15 @@ class HangConsensus:
         self.thread.join(timeout=5)
 
     def report_without_store(self, seconds: float) -> HangReport:
-        """Return this rank's own report if the store does not answer because its process has stopped."""
+        """Return this rank's own report if the store does not answer because its process has
+        stopped."""
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = "torchrun's first agent" if from_agent else f"rank 0 ({self._processes[0]})"
         finding = f"{host}, which hosts the ranks' store, does not answer"
-        text = f"{headline(seconds, self._position())}: {finding}\n  rank {self._rank}: {self._position()}"
+        text = (
+            f"{headline(seconds, self._position())}: {finding}\n  rank {self._rank}: "
+            f"{self._position()}"
+        )
         return HangReport(text, self._rank, [] if from_agent else [0])
 
     def _run(self) -> None:
@@ -128,7 +136,9 @@ class HangConsensus:
         # Other ranks decide only if the calling rank itself hangs.
         last_tick = (1 if called else 2) * float(patience) / TICK_SECONDS
         while not self._store.check([decision]):
-            complete = called and self._store.check([f"{number}/{rank}" for rank in range(len(self._processes))])
+            complete = called and self._store.check(
+                [f"{number}/{rank}" for rank in range(len(self._processes))]
+            )
             if complete or n_ticks >= last_tick or (called and self.suspected_seconds is None):
                 report = self._decide(number)
                 self._set_once(decision, json.dumps(report and dataclasses.asdict(report)))
@@ -160,10 +170,14 @@ class HangConsensus:
 
 
 def describe(
-    answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float, caller: Position | None = None
+    answers: Mapping[int, Position],
+    silent: Mapping[int, Process],
+    seconds: float,
+    caller: Position | None = None,
 ) -> str:
-    """Describe the ranks that block the others, then each rank's position, furthest behind first. Unresponsive ranks
-    block the others; if all ranks answer, the ranks that are furthest behind do."""
+    """Describe the ranks that block the others, then each rank's position, furthest behind first.
+    Unresponsive ranks block the others; if all ranks answer, the ranks that are furthest behind
+    do."""
     first = min(answers.values())
     behind = [rank for rank, position in answers.items() if position == first]
     if silent:
@@ -186,8 +200,14 @@ def headline(seconds: float, position: Position | None = None) -> str:
     if position is None:
         return f"the run hangs, a step has not ended after {seconds:g} seconds"
     if position.phase is None:
-        return f'the run hangs, phase "{position.after}" after step {position.step} exceeds {seconds:g} seconds'
-    return f'the run hangs, a step has not ended after {seconds:g} seconds, in phase "{position.phase}"'
+        return (
+            f'the run hangs, phase "{position.after}" after step {position.step} exceeds '
+            f"{seconds:g} seconds"
+        )
+    return (
+        f"the run hangs, a step has not ended after {seconds:g} seconds, in phase "
+        f'"{position.phase}"'
+    )
 
 
 def _names(ranks: Iterable[int]) -> str:

@@ -61,12 +61,12 @@ CHECKS = {
     GPU_ERRORS: Check(most=0),
     SLOWDOWN: Check(most=0),
 }
-"""Facts by name. Products are in bfloat16 on a GPU, in float32 on a CPU. Messages between two ranks go in both
-directions at once, while other pairs communicate too."""
+"""Facts by name. Products are in bfloat16 on a GPU, in float32 on a CPU. Messages between two ranks
+go in both directions at once, while other pairs communicate too."""
 
 LEAST_OF_EXPECTED = 0.25
-"""Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a GPU may
-have less power than its data sheet assumes."""
+"""Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast
+link, and a GPU may have less power than its data sheet assumes."""
 
 _MESSAGE_BYTES, _DISK_BYTES = 2**25, 2**26
 
@@ -91,7 +91,8 @@ def measure(folder: Path, device: torch.device) -> Health:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     hosts = gather_objects(socket.gethostname())
     is_first, is_gpu = hosts.index(hosts[rank]) == rank, device.type == "cuda"
-    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # the run creates the rest
+    # the run creates the rest
+    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     own = dict[str, float]()
     pairs = dict[str, dict[tuple[int, ...], float]]()
     problem = ""
@@ -103,12 +104,17 @@ def measure(folder: Path, device: torch.device) -> Health:
     problem, seconds = max(gather_objects(problem)), time.time()
     if problem:
         raise UserError(problem)
-    own[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
+    own[PRODUCTS] = (
+        peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value
+        / 1e12
+    )
     if size > 1:
         speeds, own[ALL_REDUCE] = _bandwidths(rank, size, device)
         for other, speed in speeds.items():
             if rank < other:
-                pairs.setdefault(LINKS if hosts[other] == hosts[rank] else NETWORK, {})[rank, other] = speed
+                pairs.setdefault(LINKS if hosts[other] == hosts[rank] else NETWORK, {})[
+                    rank, other
+                ] = speed
     if is_first:
         shared, errors = Path("/dev/shm"), Path("/sys/devices/system/edac/mc").glob("mc*/ue_count")
         own |= {
@@ -119,8 +125,13 @@ def measure(folder: Path, device: torch.device) -> Health:
             ERRORS: sum(int(path.read_text()) for path in errors),  # of Linux (EDAC)
         }
     if is_gpu and torch.version.cuda:
-        gpu_errors, slowdown = _smi("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
-        own |= {GPU_ERRORS: int(gpu_errors) if gpu_errors.isdecimal() else 0, SLOWDOWN: slowdown == "Active"}
+        gpu_errors, slowdown = _smi(
+            "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"
+        )
+        own |= {
+            GPU_ERRORS: int(gpu_errors) if gpu_errors.isdecimal() else 0,
+            SLOWDOWN: slowdown == "Active",
+        }
     measured = gather_objects({name: {(rank,): own[name]} for name in own} | pairs)
     facts: dict[str, dict[tuple[int, ...], float]] = {name: {} for name in CHECKS}
     for of_rank in measured:
@@ -140,18 +151,28 @@ def findings(health: Health, expected: Mapping[str, float]) -> list[tuple[str, s
     for name in dict.fromkeys(name for one in health.software for name in one):
         versions = [one.get(name, "missing") for one in health.software]
         usual = statistics.mode(versions)
-        different = dict.fromkeys(each for each in zip(hosts, versions, strict=True) if each[1] != usual)
-        found += [(host, f"{name} is {version}, but {usual} on most ranks") for host, version in different]
+        different = dict.fromkeys(
+            each for each in zip(hosts, versions, strict=True) if each[1] != usual
+        )
+        found += [
+            (host, f"{name} is {version}, but {usual} on most ranks") for host, version in different
+        ]
     for name, check in CHECKS.items():
         median = statistics.median(facts[name].values() or [0.0])
         least = check.of_median * median if check.of_median else check.least
-        wrong = {ranks: value for ranks, value in facts[name].items() if not least <= value <= check.most}
+        wrong = {
+            ranks: value for ranks, value in facts[name].items() if not least <= value <= check.most
+        }
         # A pair is assigned to the host that is in most wrong pairs.
         counts = Counter(host for ranks in wrong for host in {hosts[rank] for rank in ranks})
         for ranks, value in wrong.items():
             host = max((hosts[rank] for rank in ranks), key=counts.__getitem__)
             limit = f"at least {check.least:g}" if value < least else f"at most {check.most:g}"
-            what = f"{value / median:.0%} of the median" if check.of_median else f"{value:.6g}, but must be {limit}"
+            what = (
+                f"{value / median:.0%} of the median"
+                if check.of_median
+                else f"{value:.6g}, but must be {limit}"
+            )
             found.append((host, f"{name}, rank {' and '.join(map(str, ranks))}: {what}"))
     expected = dict(expected)
     if expected and not found:  # an all-reduce waits for the slowest rank
@@ -169,7 +190,11 @@ def findings(health: Health, expected: Mapping[str, float]) -> list[tuple[str, s
 
 def software() -> dict[str, str]:
     """Return the versions that must be equal on all hosts."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "torchtitan": torchtitan.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchtitan": torchtitan.__version__,
+    }
     if torch.version.cuda and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         versions |= {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": _smi("driver_version")[0]}
@@ -177,12 +202,23 @@ def software() -> dict[str, str]:
 
 
 def _smi(*fields: str) -> list[str]:
-    """Return fields of this rank's NVIDIA GPU, as its driver's tool prints them; "unknown" if it cannot."""
+    """Return fields of this rank's NVIDIA GPU, as its driver's tool prints them; "unknown" if it
+    cannot."""
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    words = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    words = [
+        "nvidia-smi",
+        f"--id=GPU-{uuid}",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader",
+    ]
     try:
-        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().split(", ")
-    except (OSError, subprocess.CalledProcessError):  # no such tool, or an older one without these fields
+        return (
+            subprocess.run(words, check=True, capture_output=True, text=True)
+            .stdout.strip()
+            .split(", ")
+        )
+    # no such tool, or an older one without these fields
+    except (OSError, subprocess.CalledProcessError):
         return ["unknown"] * len(fields)
 
 
@@ -207,7 +243,9 @@ def _bandwidths(rank: int, size: int, device: torch.device) -> tuple[dict[int, f
                 request.wait()
 
     seconds = [(other, _seconds(partial(exchange, other), device)) for other in rounds(rank, size)]
-    pairs = {other: _MESSAGE_BYTES / 1e9 / duration for other, duration in seconds if other is not None}
+    pairs = {
+        other: _MESSAGE_BYTES / 1e9 / duration for other, duration in seconds if other is not None
+    }
     n_sent = 2 * (size - 1) / size * _MESSAGE_BYTES
     return pairs, n_sent / 1e9 / _seconds(partial(dist.all_reduce, sent), device)
 

@@ -1,7 +1,8 @@
 """Initial weights that depend only on the seed and the parameter's name, not on the layout.
 
-The value of an element depends on the seed, the parameter's name, and the element's index in the whole parameter. A
-rank draws the rows that its shard touches, without communication, in chunks that fit into a core's cache, in parallel.
+The value of an element depends on the seed, the parameter's name, and the element's index in the
+whole parameter. A rank draws the rows that its shard touches, without communication, in chunks that
+fit into a core's cache, in parallel.
 """
 
 import hashlib
@@ -16,13 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.protocols.initializer import DerivedRows, Initializer, Numbers, initializer_of, initializers_of
+from torchtitan.protocols.initializer import (
+    DerivedRows,
+    Initializer,
+    Numbers,
+    initializer_of,
+    initializers_of,
+)
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.tensor_source import Slices, full_slices
 from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _CHUNK_ELEMENTS = 2**15
-"""Elements drawn at once. From here on, PyTorch would divide each operation among threads of its own."""
+"""Elements drawn at once. From here on, PyTorch would divide each operation among threads of its
+own."""
 
 _CHUNKS_PER_JOB = 32
 """Chunks that a thread takes at once: enough to hide the cost of scheduling."""
@@ -31,22 +39,26 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def canonical_name(name: str) -> str:
-    """Remove the names that compilation and activation checkpointing insert into a parameter's or module's name."""
+    """Remove the names that compilation and activation checkpointing insert into a parameter's or
+    module's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def initialize_weights(model: nn.Module, seed: int, *, loaded: Container[str] = ()) -> None:
-    """Fill the parameters and buffers of `model`, possibly sharded, from its modules' initializers, in
-    `torch.get_num_threads()` threads. Leave those whose canonical names are in `loaded`: their values will be read.
-    The model itself supplies values of tensors without an initializer (`BaseModel.values_of`), from which others are
-    derived."""
+    """Fill the parameters and buffers of `model`, possibly sharded, from its modules' initializers,
+    in `torch.get_num_threads()` threads. Leave those whose canonical names are in `loaded`: their
+    values will be read. The model itself supplies values of tensors without an initializer
+    (`BaseModel.values_of`), from which others are derived."""
     jobs: list[Callable[[], None]] = []
     others: dict[str, list[_Place]] = {}
     for module_name, module in model.named_modules():
         prefix = canonical_name(f"{module_name}.") if module_name else ""
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             if f"{prefix}{name}" in loaded:
                 continue
             start = initializers_of(module).get(name)
@@ -69,7 +81,9 @@ _Place = tuple[nn.Module, str, DerivedRows | None]
 
 
 @torch.no_grad()
-def _set_values(places: Mapping[str, Iterable[_Place]], values: Iterable[tuple[str, Tensor]]) -> None:
+def _set_values(
+    places: Mapping[str, Iterable[_Place]], values: Iterable[tuple[str, Tensor]]
+) -> None:
     """Copy each whole tensor in `values`, or the tensors derived from it, to its places."""
     for name, value in values:
         for module, own_name, derived in places[name]:
@@ -94,14 +108,18 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def local_slices(tensor: DTensor) -> Slices:
     """Return the slices of the full tensor that this process's shard covers."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def _jobs(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Callable[[], None]]:
     """Yield functions that each fill some rows of this rank's shard."""
     row = (initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape)[1:]
-    rows, *columns = local_slices(parameter) if isinstance(parameter, DTensor) else full_slices(parameter.shape)
+    rows, *columns = (
+        local_slices(parameter) if isinstance(parameter, DTensor) else full_slices(parameter.shape)
+    )
     part = local_part(parameter)
     if part.numel() == 0:
         return
@@ -120,18 +138,23 @@ def _fill(
     row: torch.Size,
     columns: tuple[slice, ...],
 ) -> None:
-    """Fill `part`, the `columns` of whole rows of shape `row` from index `first` on, `n_rows` rows at a time."""
+    """Fill `part`, the `columns` of whole rows of shape `row` from index `first` on, `n_rows` rows
+    at a time."""
     for rows in part.split(n_rows):
-        uniform = uniform_numbers(key, first * row.numel(), len(rows) * row.numel()).reshape(-1, *row)
+        uniform = uniform_numbers(key, first * row.numel(), len(rows) * row.numel()).reshape(
+            -1, *row
+        )
         rows.copy_(torch.from_numpy(initializer(uniform)[(slice(None), *columns)]))
         first += len(rows)
 
 
 def uniform_numbers(key: str, start: int, count: int) -> Numbers:
-    """Return the numbers from index `start` on of the random sequence `key`: odd multiples of 2⁻²⁴ between -1 and 1.
+    """Return the numbers from index `start` on of the random sequence `key`: odd multiples of 2⁻²⁴
+    between -1 and 1.
 
-    Philox 4x64-10 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") encrypts the number of a block,
-    so a sequence can start anywhere. NumPy guarantees the same bits in all versions.
+    Philox 4x64-10 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") encrypts the
+    number of a block, so a sequence can start anywhere. NumPy guarantees the same bits in all
+    versions.
     """
     block, skipped = divmod(start, 8)
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()

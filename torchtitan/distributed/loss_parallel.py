@@ -29,10 +29,12 @@ class VocabularyShard:
     group: ProcessGroup
 
 
-def local_shards(hidden_BLD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-    """Return plain tensors for a linear layer on this rank's part of the vocabulary: all hidden states, this rank's
-    rows of the weights, and their position. Gradients of a rank are its own part of the gradients. Plain tensors stay
-    unchanged, without a position.
+def local_shards(
+    hidden_BLD: Tensor, weight_VD: Tensor
+) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+    """Return plain tensors for a linear layer on this rank's part of the vocabulary: all hidden
+    states, this rank's rows of the weights, and their position. Gradients of a rank are its own
+    part of the gradients. Plain tensors stay unchanged, without a position.
 
     Args:
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
@@ -50,14 +52,17 @@ def local_shards(hidden_BLD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor,
 
 
 def on_sharded_logits(from_logits: LogitsLoss, weight_VD: DTensor) -> LogitsLoss:
-    """Return a loss as a function of this rank's logits (N, V_local), the outputs of its rows of `weight_VD`. The loss
-    has the same value on all ranks. It raises `UserError` for an operation that DTensor does not support; PyTorch's
-    cross entropy communicates only sums and maxima, and other operations may gather."""
+    """Return a loss as a function of this rank's logits (N, V_local), the outputs of its rows of
+    `weight_VD`. The loss has the same value on all ranks. It raises `UserError` for an operation
+    that DTensor does not support; PyTorch's cross entropy communicates only sums and maxima, and
+    other operations may gather."""
     mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
 
     def compute_loss(local_logits: Tensor, labels: Tensor) -> Tensor:
         shape = torch.Size((local_logits.shape[0], vocabulary))
-        logits = DTensor.from_local(local_logits, mesh, [Shard(1)], shape=shape, stride=(vocabulary, 1))
+        logits = DTensor.from_local(
+            local_logits, mesh, [Shard(1)], shape=shape, stride=(vocabulary, 1)
+        )
         loss = from_logits(logits, labels)
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
@@ -70,10 +75,13 @@ def on_sharded_logits(from_logits: LogitsLoss, weight_VD: DTensor) -> LogitsLoss
             if _is_communication_error(error):
                 raise
             _raise_error_on_full_logits(from_logits, local_logits, labels, vocabulary)
-            reason = textwrap.shorten(str(error).partition("\n")[0], _REASON_WIDTH, placeholder=" …")
+            reason = textwrap.shorten(
+                str(error).partition("\n")[0], _REASON_WIDTH, placeholder=" …"
+            )
             raise UserError(
-                f"the loss uses an operation that does not support logits with a sharded vocabulary ({reason}); set "
-                "--parallelism.disable_loss_parallel, or compute the loss with other operations"
+                "the loss uses an operation that does not support logits with a sharded "
+                f"vocabulary ({reason}); set --parallelism.disable_loss_parallel, or compute the "
+                "loss with other operations"
             ) from error
 
     return from_local_logits
@@ -86,8 +94,11 @@ def _is_communication_error(error: Exception) -> bool:
     return callers[-1].endswith(("_functional_collectives.py", "distributed_c10d.py"))
 
 
-def _raise_error_on_full_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int) -> None:
-    """Raise the error that the loss also raises on a few plain logits, since no option can fix it."""
+def _raise_error_on_full_logits(
+    from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int
+) -> None:
+    """Raise the error that the loss also raises on a few plain logits, since no option can fix
+    it."""
     labels = labels[:_TRIED_TOKENS]
     with torch.enable_grad():
         logits = local_logits.new_zeros(len(labels), vocabulary, requires_grad=True)
@@ -98,7 +109,8 @@ def _raise_error_on_full_logits(from_logits: LogitsLoss, local_logits: Tensor, l
 
 
 class _LossWithGradient(torch.autograd.Function):
-    """A summed loss whose gradient is computed in the forward pass, inside PyTorch's `loss_parallel` context."""
+    """A summed loss whose gradient is computed in the forward pass, inside PyTorch's
+    `loss_parallel` context."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, compute_loss: LogitsLoss) -> Tensor:

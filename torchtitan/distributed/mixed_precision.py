@@ -1,4 +1,5 @@
-"""Mixed precision in a single process. With several processes, FSDP and DDP cast the weights of their units."""
+"""Mixed precision in a single process. With several processes, FSDP and DDP cast the weights of
+their units."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,7 +38,11 @@ class MixedPrecision:
         weights = []
         for module in (module for model in models for module in model.modules()):
             parameters = parameter_entries(module)
-            weights += [(parameters, name, weight) for name, weight in parameters.items() if self._is_copied(weight)]
+            weights += [
+                (parameters, name, weight)
+                for name, weight in parameters.items()
+                if self._is_copied(weight)
+            ]
         if not weights:
             yield
             return

@@ -26,8 +26,9 @@ DEGREES = {
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees of parallelism, whose product is the number of ranks. Build it with `from_config`, which checks them.
-    Tensor parallelism, which communicates most, is innermost, then context, data (sharded, replicated) and pipeline."""
+    """Degrees of parallelism, whose product is the number of ranks. Build it with `from_config`,
+    which checks them. Tensor parallelism, which communicates most, is innermost, then context, data
+    (sharded, replicated) and pipeline."""
 
     world_size: int
     dp_replicate: int = 1
@@ -54,13 +55,24 @@ class ParallelDims:
             "pipeline_parallel_degree": config.pipeline_parallel_degree,
         }
         if config.data_parallel_shard_degree == -1:
-            others = {name: degree for name, degree in degrees.items() if name != "data_parallel_shard_degree"}
+            others = {
+                name: degree
+                for name, degree in degrees.items()
+                if name != "data_parallel_shard_degree"
+            }
             if world_size % prod(others.values()):
-                product, divide = _product(others), "does" if sum(d > 1 for d in others.values()) == 1 else "do"
-                raise UserError(f"{product} {divide} not divide the number of processes, {world_size} (NGPU)")
+                product, divide = (
+                    _product(others),
+                    "does" if sum(d > 1 for d in others.values()) == 1 else "do",
+                )
+                raise UserError(
+                    f"{product} {divide} not divide the number of processes, {world_size} (NGPU)"
+                )
             degrees["data_parallel_shard_degree"] = world_size // prod(others.values())
         if prod(degrees.values()) != world_size:
-            raise UserError(f"{_product(degrees)} is not the number of processes, {world_size} (NGPU)")
+            raise UserError(
+                f"{_product(degrees)} is not the number of processes, {world_size} (NGPU)"
+            )
         dims = cls(
             world_size=world_size,
             cp_load_balancer=config.context_parallel_load_balancer,
@@ -69,56 +81,88 @@ class ParallelDims:
             **{field: degrees[name] for name, field in DEGREES.items()},
         )
         allowed = f"1 or --parallelism.tensor_parallel_degree {dims.tp}"
-        require(dims.etp in (1, dims.tp), "--parallelism.expert_tensor_parallel_degree", dims.etp, allowed)
+        require(
+            dims.etp in (1, dims.tp),
+            "--parallelism.expert_tensor_parallel_degree",
+            dims.etp,
+            allowed,
+        )
         if dims.shards * dims.tp // dims.etp % dims.ep:
             inner = ["dp_shard", "cp", *(["tp"] if dims.etp == 1 else [])]
             ranks = {name: degrees[name] for name, field in DEGREES.items() if field in inner}
-            raise UserError(f"--parallelism.expert_parallel_degree {dims.ep} does not divide {_product(ranks)}")
+            raise UserError(
+                f"--parallelism.expert_parallel_degree {dims.ep} does not divide {_product(ranks)}"
+            )
         return dims
 
     def require_fsdp(self, option: str) -> None:
         """Raise `UserError` for an option that needs several ranks to share the weights."""
         if self.shards == 1:
             raise UserError(
-                f"{option} is a part of FSDP, and needs --parallelism.data_parallel_shard_degree (or "
-                "context_parallel_degree) above 1"
+                f"{option} is a part of FSDP, and needs --parallelism.data_parallel_shard_degree "
+                "(or context_parallel_degree) above 1"
             )
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
-        """Raise `UserError` for a degree that the model does not support, or for the first size of the model or the
-        sequence that cannot be split."""
+        """Raise `UserError` for a degree that the model does not support, or for the first size of
+        the model or the sequence that cannot be split."""
         family = type(model).__qualname__.removesuffix(".Config")
         for name, reason in model.unsupported_parallelisms().items():
             if (degree := getattr(self, DEGREES[name])) > 1:
-                raise UserError(f"--parallelism.{name} {degree} must be 1 for {family}, because {reason}")
+                raise UserError(
+                    f"--parallelism.{name} {degree} must be 1 for {family}, because {reason}"
+                )
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
-                raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")
+                raise UserError(
+                    f"--parallelism.tensor_parallel_degree {self.tp} does not divide "
+                    f"--model.{name} {size}"
+                )
         if model.vocab_size is not None and model.vocab_size < self.tp:
             raise UserError(
-                f"--parallelism.tensor_parallel_degree {self.tp} is above --model.vocab_size {model.vocab_size}"
+                f"--parallelism.tensor_parallel_degree {self.tp} is above --model.vocab_size "
+                f"{model.vocab_size}"
             )
         experts = {"expert_parallel_degree": self.ep, "expert_tensor_parallel_degree": self.etp}
-        for (option, degree), (name, size) in zip(experts.items(), model.expert_parallel_sizes.items(), strict=False):
+        for (option, degree), (name, size) in zip(
+            experts.items(), model.expert_parallel_sizes.items(), strict=False
+        ):
             if size % degree:
-                raise UserError(f"--parallelism.{option} {degree} does not divide --model.{name} {size}")
+                raise UserError(
+                    f"--parallelism.{option} {degree} does not divide --model.{name} {size}"
+                )
         if prod(experts.values()) > 1 and not model.expert_parallel_sizes:
-            raise UserError(f"{_product(experts)} divides routed experts, and {family} has none; set 1")
-        pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
+            raise UserError(
+                f"{_product(experts)} divides routed experts, and {family} has none; set 1"
+            )
+        pieces = (
+            self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
+        )
         if seq_len % pieces:
-            product = _product({"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp})
-            doubled = f", doubled by the load balancer `headtail`: {pieces}," if pieces > self.tp * self.cp else ""
+            product = _product(
+                {"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp}
+            )
+            doubled = (
+                f", doubled by the load balancer `headtail`: {pieces},"
+                if pieces > self.tp * self.cp
+                else ""
+            )
             raise UserError(f"{product}{doubled} does not divide --training.seq_len {seq_len}")
 
     def __str__(self) -> str:
         """Return the degrees above 1, outermost first: `pp 2 x tp 2`; `one process` if all are
         1."""
-        return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one process"
+        return (
+            " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1)
+            or "one process"
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh dimension → its number of ranks, outermost first."""
-        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+        return {
+            name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        }
 
     def coordinate(self, dimension: str) -> int:
         """Return this rank's position in a dimension of the mesh."""
@@ -169,11 +213,17 @@ class ParallelDims:
         return SequenceShards(self.cp, self.cp_load_balancer)
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return the mesh ("pp", "dp_replicate", "fsdp", "tp") with dimensions of size 1; None in one process. Weights
-        are sharded over "fsdp", including context-parallel ranks, which have the same weights and different tokens."""
+        """Return the mesh ("pp", "dp_replicate", "fsdp", "tp") with dimensions of size 1; None in
+        one process. Weights are sharded over "fsdp", including context-parallel ranks, which have
+        the same weights and different tokens."""
         if self.world_size == 1:
             return None
-        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.shards, "tp": self.tp}
+        sizes = {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "fsdp": self.shards,
+            "tp": self.tp,
+        }
         mesh = new_mesh(device_type, sizes)
         if sizes["fsdp"] > 1 and sizes["tp"] > 1:
             flatten_mesh(mesh["fsdp", "tp"])  # lets DTensor sum over both at once
@@ -184,8 +234,9 @@ class ParallelDims:
         return split_mesh(mesh, "fsdp", (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
 
     def expert_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits experts; if not, its
-        ranks are among the ranks of "efsdp" and "ep". None: experts are not divided among ranks."""
+        """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits
+        experts; if not, its ranks are among the ranks of "efsdp" and "ep". None: experts are not
+        divided among ranks."""
         if mesh is None or self.ep == self.etp == 1:
             return None
         if self.etp == self.tp:

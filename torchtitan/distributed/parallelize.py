@@ -8,7 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_context_parallel
@@ -20,7 +25,9 @@ from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.torch_private import fuse_collectives_with_products, replicate
 
 # Nothing here changes hidden states in place.
-warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning)
+warnings.filterwarnings(
+    "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
+)
 
 
 def parallelize_model(
@@ -34,8 +41,8 @@ def parallelize_model(
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     compile: CompileConfig | None = None,
 ) -> nn.Module:
-    """Apply a run's parallelisms to a model on the meta device, in place: tensor and context parallelism, activation
-    checkpointing, compilation, then FSDP, HSDP or DDP.
+    """Apply a run's parallelisms to a model on the meta device, in place: tensor and context
+    parallelism, activation checkpointing, compilation, then FSDP, HSDP or DDP.
 
     Args:
         model: the model, or a pipeline stage of it.
@@ -52,7 +59,9 @@ def parallelize_model(
         apply_expert_parallel(model, expert_mesh, parallel_dims.shards)
     if mesh is not None and parallel_dims.tp > 1:
         loss_on_full_tensors = parallelism.disable_loss_parallel
-        apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors)
+        apply_tensor_parallel(
+            model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors
+        )
     if mesh is not None and parallel_dims.cp > 1:
         apply_context_parallel(model, parallel_dims.context_mesh(mesh), sharding)
     apply_activation_checkpointing(model, activation_checkpoint)
@@ -73,19 +82,25 @@ def _apply_data_parallel(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
 ) -> None:
-    """Apply FSDP over all ranks with the same weights and different tokens, HSDP with replicas, or DDP. On a single
-    rank, FSDP provides mixed precision."""
+    """Apply FSDP over all ranks with the same weights and different tokens, HSDP with replicas, or
+    DDP. On a single rank, FSDP provides mixed precision."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # The embedding already returns hidden states of the right type, and RoPE's angles must keep their type.
+        # The embedding already returns hidden states of the right type, and RoPE's angles must keep
+        # their type.
         cast_forward_inputs=False,
     )
     if dims.shards == 1 and dims.dp_replicate > 1 and expert_mesh is None:
-        # DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass.
+        # DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward
+        # pass.
         for unit in [*model.units(), model]:
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=precision)
-    elif dims.shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
+    elif (
+        dims.shards > 1
+        or training.mixed_precision_param != training.dtype
+        or expert_mesh is not None
+    ):
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
         options: Any = {"mesh": fsdp_mesh, "mp_policy": precision}
         if training.enable_cpu_offload:  # GPUs copy fastest from pinned memory, which needs a GPU
@@ -93,13 +108,17 @@ def _apply_data_parallel(
         if expert_mesh is not None:
             options["shard_placement_fn"] = expert_placements(model, expert_mesh).get
         reshard = parallelism.fsdp_reshard_after_forward
-        reshard = "never" if reshard == "default" and parallelism.pipeline_parallel_degree > 1 else reshard
+        reshard = (
+            "never"
+            if reshard == "default" and parallelism.pipeline_parallel_degree > 1
+            else reshard
+        )
         _apply_fsdp(model, reshard, options)
 
 
 def set_replica_reduction(model: nn.Module, enabled: bool) -> None:
-    """Set whether backward passes of a model under HSDP or DDP add up gradients over replicas; otherwise they
-    accumulate on each replica until a backward pass does."""
+    """Set whether backward passes of a model under HSDP or DDP add up gradients over replicas;
+    otherwise they accumulate on each replica until a backward pass does."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(enabled)
 

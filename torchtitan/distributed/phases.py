@@ -23,8 +23,9 @@ class PhaseClock:
     """Divides a rank's time among phases: each moment belongs to the phase entered last, at first
     "start-up".
 
-    On CUDA, whose work the host only queues, a phase begins when the device reaches its mark in the current stream: its
-    time includes waiting for the host and other streams. Reading waits for nothing; marks not yet reached count later.
+    On CUDA, whose work the host only queues, a phase begins when the device reaches its mark in the
+    current stream: its time includes waiting for the host and other streams. Reading waits for
+    nothing; marks not yet reached count later.
 
     Args:
         device: the rank's device; None: the host's clock.
@@ -79,7 +80,9 @@ def mark_gathering(model: nn.Module, clock: PhaseClock) -> None:
     "forward", so that "forward" counts only this rank's own work. Call this after applying FSDP."""
 
     def switch(before: str, after: str) -> Any:
-        return torch.compiler.disable(lambda module, inputs: clock.enter(after) if clock.phase == before else None)
+        return torch.compiler.disable(
+            lambda module, inputs: clock.enter(after) if clock.phase == before else None
+        )
 
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,5 @@
-"""All process groups: their start, timeouts and end, and the few collectives that the loop needs."""
+"""All process groups: their start, timeouts and end, and the few collectives that the loop
+needs."""
 
 import contextlib
 import ipaddress
@@ -28,13 +29,14 @@ _GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")
 timeout."""
 
 _NCCL_ERRORS = re.compile(
-    "NCCL communicator was aborted on rank|Watchdog caught collective operation timeout|ncclRemoteError"
+    "NCCL communicator was aborted on rank|Watchdog caught collective operation "
+    "timeout|ncclRemoteError"
     "|Some NCCL operations have failed or timed out|NCCL timeout in communicator initialization"
     "|retrieving ncclUniqueId from|ncclSystemError"
 )
-"""Parts of the messages of PyTorch's NCCL back end (2.13) about other ranks: a watchdog that aborted a collective, a
-peer that ended, a connection (system call) that failed. Its other errors, such as of CUDA or of wrong usage, are this
-rank's own."""
+"""Parts of the messages of PyTorch's NCCL back end (2.13) about other ranks: a watchdog that
+aborted a collective, a peer that ended, a connection (system call) that failed. Its other errors,
+such as of CUDA or of wrong usage, are this rank's own."""
 
 _created_here = False  # if true, this module destroys the process group
 
@@ -47,20 +49,25 @@ class RankTimeout(RunFailure):
 
 def world_size() -> int:
     """Return the number of processes in the group, else the launcher's; 1 without a launcher."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
 
 
 def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
-    """Join the other processes, if any, and return this process's device; use any existing process group."""
+    """Join the other processes, if any, and return this process's device; use any existing process
+    group."""
     global _created_here
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world_size() > 1 and not dist.is_initialized():
-        # gloo in addition to nccl: object broadcasts and asynchronous checkpoints communicate from the host.
+        # gloo in addition to nccl: object broadcasts and asynchronous checkpoints communicate from
+        # the host.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        # With a device id, NCCL connects now, so that failures appear now and barriers know their device.
+        # With a device id, NCCL connects now, so that failures appear now and barriers know their
+        # device.
         device_id = device if device_type == "cuda" else None
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         rank, size = int(os.environ["RANK"]), world_size()
@@ -72,7 +79,9 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
             store = attempt_store(rank, size, timeout)
         elif on_loopback:
             store = _loopback_store(rank, size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+        )
         _created_here = True
     if dist.is_initialized():
         set_timeouts(comm.init_timeout_seconds)
@@ -86,13 +95,17 @@ def init_fake_group(rank: int, world_size: int) -> None:
 
 
 def init_group_in(folder: str, rank: int, world_size: int, seconds: float) -> None:
-    """Start a gloo group of processes on this host that share a folder; `seconds` is the timeout of collectives."""
+    """Start a gloo group of processes on this host that share a folder; `seconds` is the timeout of
+    collectives."""
     timeout, store = timedelta(seconds=seconds), f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:
-    """Return a new gloo group of all ranks, for collectives in another thread; None without a process group."""
+    """Return a new gloo group of all ranks, for collectives in another thread; None without a
+    process group."""
     if not dist.is_initialized():
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
@@ -100,7 +113,8 @@ def new_cpu_group() -> dist.ProcessGroup | None:
 
 
 def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return a mesh of all ranks; `sizes` maps its dimensions, outermost first, to their numbers of ranks."""
+    """Return a mesh of all ranks; `sizes` maps its dimensions, outermost first, to their numbers of
+    ranks."""
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -110,7 +124,9 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return flat
 
 
-def split_mesh(mesh: DeviceMesh, dimension: str | int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def split_mesh(
+    mesh: DeviceMesh, dimension: str | int, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
     """Return a mesh with a dimension divided into several, with groups of their own."""
     split: DeviceMesh = _split(mesh, dimension, sizes, names)
     return split
@@ -132,33 +148,47 @@ def _keep_gloo_on_loopback() -> None:
 
 
 def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """Return a store that listens only on a loopback address; PyTorch's own (2.13) listens on all interfaces."""
+    """Return a store that listens only on a loopback address; PyTorch's own (2.13) listens on all
+    interfaces."""
     address, text = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     place = f"MASTER_ADDR:MASTER_PORT is '{address}:{text}'"
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise UserError(f"{place}, but the port must be a number from 1 to 65535, the same for all ranks")
+        raise UserError(
+            f"{place}, but the port must be a number from 1 to 65535, the same for all ranks"
+        )
     port = int(text)
     with _listener(address, port, place) if rank == 0 else contextlib.nullcontext() as listener:
-        # Multi-tenant, like PyTorch's own store: the server lives as long as any store in this process uses it.
+        # Multi-tenant, like PyTorch's own store: the server lives as long as any store in this
+        # process uses it.
         return dist.TCPStore(
-            address, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
+            address,
+            port,
+            size,
+            is_master=rank == 0,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listener,
         )
 
 
 @contextlib.contextmanager
 def _listener(address: str, port: int, place: str) -> Iterator[int]:
-    """Yield the descriptor of a listening socket, which the block takes over; close it if the block fails earlier."""
+    """Yield the descriptor of a listening socket, which the block takes over; close it if the block
+    fails earlier."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         descriptor = socket.create_server((address, port), family=family).detach()
     except OSError as error:
         cause = os.strerror(error.errno or 0)
-        raise UserError(f"{place}, but rank 0 cannot listen there ({cause}); choose another port") from error
+        raise UserError(
+            f"{place}, but rank 0 cannot listen there ({cause}); choose another port"
+        ) from error
     inode = os.fstat(descriptor).st_ino
     try:
         yield descriptor
     except BaseException:
-        # A store that failed late has already closed the descriptor, and its number may belong to another file.
+        # A store that failed late has already closed the descriptor, and its number may belong to
+        # another file.
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
                 os.close(descriptor)
@@ -168,12 +198,15 @@ def _listener(address: str, port: int, place: str) -> Iterator[int]:
 def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return the store of torchrun's agent with a prefix unique to the processes of this attempt.
 
-    The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank would find a dead
-    predecessor's address, fail to connect, and waste a restart. Restart counts may differ between hosts, so each
-    process sends its own id. Rank 0 replies with its id, which is the prefix, and with the sender's id, which a dead
-    rank 0 cannot know. Raise `RankTimeout` if the other processes do not connect.
+    The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank
+    would find a dead predecessor's address, fail to connect, and waste a restart. Restart counts
+    may differ between hosts, so each process sends its own id. Rank 0 replies with its id, which is
+    the prefix, and with the sender's id, which a dead rank 0 cannot know. Raise `RankTimeout` if
+    the other processes do not connect.
     """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )
     greetings, own = dist.PrefixStore("torchtitan", store), uuid.uuid4().hex
     attempts = _welcome(greetings, own, world_size) if rank == 0 else _greet(greetings, own, rank)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -184,7 +217,9 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
-    raise RankTimeout("not all processes of this attempt connected in time; raise --comm.init_timeout_seconds")
+    raise RankTimeout(
+        "not all processes of this attempt connected in time; raise --comm.init_timeout_seconds"
+    )
 
 
 def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | None]:
@@ -235,13 +270,16 @@ def timeouts_named(phase: Callable[[], str]) -> Iterator[None]:
         if not is_lost_rank(error):
             raise
         raise RankTimeout(
-            f'the run hangs in phase "{phase()}": another rank does not answer, is stopped, or has ended '
-            f"({in_words(error)}); the limits are --comm.init_timeout_seconds and --comm.train_timeout_seconds"
+            f'the run hangs in phase "{phase()}": another rank does not answer, is stopped, or has '
+            "ended "
+            f"({in_words(error)}); the limits are --comm.init_timeout_seconds and "
+            "--comm.train_timeout_seconds"
         ) from error
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Return whether a collective failed because another rank did not answer in time, or has ended."""
+    """Return whether a collective failed because another rank did not answer in time, or has
+    ended."""
     if isinstance(error, (dist.DistStoreError, dist.DistNetworkError)):
         return True
     text = str(error)
@@ -250,7 +288,8 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def destroy_process_group() -> None:
-    """Leave the process group on all ranks together, since leaving early can abort a collective of another rank."""
+    """Leave the process group on all ranks together, since leaving early can abort a collective of
+    another rank."""
     global _created_here
     if _created_here:
         dist.barrier()

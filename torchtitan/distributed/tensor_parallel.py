@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
 from torchtitan.distributed.context_parallel import share_rows
 from torchtitan.protocols.converter import converter_of
@@ -18,7 +26,8 @@ from torchtitan.tools.torch_private import parameter_entries
 
 
 class _Interface(NamedTuple):
-    """Placements of a module's first input and output; in hidden states, the sequence is dimension 1."""
+    """Placements of a module's first input and output; in hidden states, the sequence is dimension
+    1."""
 
     input: Placement
     """Placement in which the input arrives."""
@@ -29,7 +38,8 @@ class _Interface(NamedTuple):
     use_local_output: bool = True
     """True if the output is the local shard instead of a DTensor."""
     gradients: tuple[list[Placement] | None, list[Placement] | None] = (None, None)
-    """Placements of the gradients of a plain input and output; None: the placements of the tensors."""
+    """Placements of the gradients of a plain input and output; None: the placements of the
+    tensors."""
     features: Features | None = None
     """Features over which parameters are split; None: each rank has all."""
     kind: type[nn.Module] = nn.Module
@@ -50,7 +60,9 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "whole sequence": _Interface(Shard(1), Replicate()),
     "columns": _Interface(Replicate(), Replicate(), output=Shard(-1), **_COLUMNS),
     "parts to columns": _Interface(Shard(1), Replicate(), output=Shard(-1), **_COLUMNS),
-    "parts to shared": _Interface(Shard(1), Replicate(), output=Replicate(), gradients=(None, [Partial()])),
+    "parts to shared": _Interface(
+        Shard(1), Replicate(), output=Replicate(), gradients=(None, [Partial()])
+    ),
     "shared to columns": _Interface(
         Replicate(), Replicate(), output=Shard(-1), gradients=([Partial()], None), **_COLUMNS
     ),
@@ -65,18 +77,20 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | None) -> None:
-    """Shard each of `module`'s own parameters along its dimension over `features`, or replicate it. The weights must be
-    the same on all ranks, or on the meta device."""
+    """Shard each of `module`'s own parameters along its dimension over `features`, or replicate it.
+    The weights must be the same on all ranks, or on the meta device."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dimensions = features_of(module)[name] if features else ()
         placement = Shard(dimensions.index(features)) if features in dimensions else Replicate()
         sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        module.register_parameter(
+            name, nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        )
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) -> None:
-    """Apply the plan to one module, in place. PyTorch's `ParallelStyle`s support only a weight and a bias, unlike
-    converted layers, and unfreeze a norm's weight."""
+    """Apply the plan to one module, in place. PyTorch's `ParallelStyle`s support only a weight and
+    a bias, unlike converted layers, and unfreeze a norm's weight."""
     if sharding == "local tokens":
         return _replicate(module, mesh)
     interface = _INTERFACES[sharding]
@@ -84,7 +98,9 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         first, *others = inputs
         if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, mesh, [interface.input], grad_placements=interface.gradients[0])
+            first = DTensor.from_local(
+                first, mesh, [interface.input], grad_placements=interface.gradients[0]
+            )
         if interface.input != interface.desired_input:
             first = first.redistribute(placements=[interface.desired_input])
         return first, *others
@@ -92,7 +108,11 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     def prepare_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if interface.output is not None and output.placements != (interface.output,):
             output = output.redistribute(placements=[interface.output], async_op=True)
-        return output.to_local(grad_placements=interface.gradients[1]) if interface.use_local_output else output
+        return (
+            output.to_local(grad_placements=interface.gradients[1])
+            if interface.use_local_output
+            else output
+        )
 
     def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
         shard_parameters(part, mesh, interface.features)
@@ -110,10 +130,14 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             continue  # experts, which expert parallelism has divided
         shard_parameters(part, mesh, None)
-        compute_with_local_parameters(part, lambda _, parameter: parameter.to_local(grad_placements=[Partial()]))
+        compute_with_local_parameters(
+            part, lambda _, parameter: parameter.to_local(grad_placements=[Partial()])
+        )
 
 
-def compute_with_local_parameters(module: nn.Module, localize: Callable[[str, DTensor], Tensor]) -> None:
+def compute_with_local_parameters(
+    module: nn.Module, localize: Callable[[str, DTensor], Tensor]
+) -> None:
     """Run a module's forward pass, but not the passes of its submodules, with plain tensors instead
     of DTensors."""
 
@@ -134,8 +158,9 @@ def compute_with_local_parameters(module: nn.Module, localize: Callable[[str, DT
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
-    """Raise `UserError` for the first entry of the plan that does not fit a converted, unsharded model, or a layer that
-    cannot be split over `degree` ranks: its inputs are stored in pieces, or parts violate its `part_multiple`."""
+    """Raise `UserError` for the first entry of the plan that does not fit a converted, unsharded
+    model, or a layer that cannot be split over `degree` ranks: its inputs are stored in pieces, or
+    parts violate its `part_multiple`."""
     for pattern, sharding in plan.tensor.items():
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
@@ -145,7 +170,9 @@ def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
                 _check_parts_of(name, module, features, degree)
 
 
-def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn.Module | None]]) -> None:
+def _check_entry(
+    entry: str, sharding: TensorSharding, parts: list[tuple[str, nn.Module | None]]
+) -> None:
     if sharding not in _INTERFACES:
         raise UserError(f"{entry} is not one of {', '.join(_INTERFACES)}")
     if not parts:
@@ -153,18 +180,23 @@ def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn
     kind = _INTERFACES[sharding].kind
     for name, module in parts:
         if not isinstance(module, kind | None):
-            raise UserError(f"{entry} is for {kind.__name__}, and {name} is {type(module).__name__}")
+            raise UserError(
+                f"{entry} is for {kind.__name__}, and {name} is {type(module).__name__}"
+            )
 
 
 def _parts(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module | None]]:
-    """Yield name and module for each match of `pattern`, None for an absent module or a stage without layers."""
+    """Yield name and module for each match of `pattern`, None for an absent module or a stage
+    without layers."""
     head, _, rest = pattern.partition(".")
     found = [(name, child) for name, child in module.named_children() if fnmatchcase(name, head)]
     if not found and (head == "*" or getattr(module, head, module) is None):
         yield head, None
     for name, child in found:
         inner = _parts(child, rest) if rest else [("", child)]
-        yield from ((f"{name}.{part}".removesuffix("."), part_module) for part, part_module in inner)
+        yield from (
+            (f"{name}.{part}".removesuffix("."), part_module) for part, part_module in inner
+        )
 
 
 def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int) -> None:
@@ -176,20 +208,29 @@ def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int
         dimensions = features_of(layer)[own_name]
         if features not in dimensions:
             continue
-        size, multiple = parameter.shape[dimensions.index(features)], getattr(layer, "part_multiple", 1)
+        size, multiple = (
+            parameter.shape[dimensions.index(features)],
+            getattr(layer, "part_multiple", 1),
+        )
         if multiple > 1 and size % (degree * multiple):
-            raise UserError(f"{option} cannot split the {size} {ends} into multiples of {multiple}; {advice}")
+            raise UserError(
+                f"{option} cannot split the {size} {ends} into multiples of {multiple}; {advice}"
+            )
         if features == "in" and size % degree:  # outputs may be split unevenly
-            raise UserError(f"{option} does not divide the size {size} of its {own_name} ({ends}); {advice}")
+            raise UserError(
+                f"{option} does not divide the size {size} of its {own_name} ({ends}); {advice}"
+            )
 
 
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *, disable_loss_parallel: bool
 ) -> None:
-    """Shard the modules in `plan` over `mesh`, in place; modules absent from a pipeline stage are skipped.
+    """Shard the modules in `plan` over `mesh`, in place; modules absent from a pipeline stage are
+    skipped.
 
-    The model is on the meta device, or has the same weights on every rank. With `disable_loss_parallel`, its head gets
-    full tensors. Raise `UserError` like `check_parts`, or naming a parameter whose module is not in `plan`.
+    The model is on the meta device, or has the same weights on every rank. With
+    `disable_loss_parallel`, its head gets full tensors. Raise `UserError` like `check_parts`, or
+    naming a parameter whose module is not in `plan`.
     """
     check_parts(model, plan, mesh.size())
     share_rows(model, mesh)
@@ -198,11 +239,16 @@ def apply_tensor_parallel(
         for _, module in list(_parts(model, pattern)):
             if module is not None:
                 _parallelize(module, mesh, sharding)
-    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    trained = (
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
     uncovered = [name for name, parameter in trained if not isinstance(parameter, DTensor)]
     if uncovered:
         # Otherwise each rank would train its own copy on its part of the sequence.
-        raise UserError(f"the sharding plan has no entry for {', '.join(uncovered)}; add it for tensor parallelism")
+        raise UserError(
+            f"the sharding plan has no entry for {', '.join(uncovered)}; add it for tensor "
+            "parallelism"
+        )
     if disable_loss_parallel:
         model.register_forward_pre_hook(_use_full_tensors, with_kwargs=True)
 

@@ -37,7 +37,8 @@ _PRINTING_SECONDS = 2.0
 """Time for the other ranks to read the report and print their positions before this rank exits."""
 
 _PATIENCE_SECONDS = 30.0
-"""Time that a rank has to answer between two steps, when it may hold the GIL to write a large file."""
+"""Time that a rank has to answer between two steps, when it may hold the GIL to write a large
+file."""
 
 _EXIT_SECONDS = 10.0
 """Time after which a rank with the report exits, even if it could not print the report."""
@@ -54,7 +55,8 @@ class _Step:
 
 
 class Watchdog:
-    """Watches the steps of a training loop, in one process or in all ranks of the default process group.
+    """Watches the steps of a training loop, in one process or in all ranks of the default process
+    group.
 
         with Watchdog(first_step_seconds=1800, step_seconds=600) as watchdog:
             for number in range(1, steps + 1):
@@ -65,17 +67,18 @@ class Watchdog:
                     ...
                 save()  # not watched between steps: the timeouts of collectives apply
 
-    When a step exceeds its limit, every rank prints its step, its phase and the stacks of its threads to standard
-    error; one rank then prints which ranks hold up the others or do not answer. The process exits with code 3, even if
-    its threads are stuck. On Linux, another rank on the same host makes an unresponsive rank (stopped, or holding the
-    GIL) print its stacks, and ends it.
+    When a step exceeds its limit, every rank prints its step, its phase and the stacks of its
+    threads to standard error; one rank then prints which ranks hold up the others or do not answer.
+    The process exits with code 3, even if its threads are stuck. On Linux, another rank on the same
+    host makes an unresponsive rank (stopped, or holding the GIL) print its stacks, and ends it.
 
     While a rank is between two steps, for example to save, the others wait for it. After the same
     limit, they ask it for an answer; only a rank that does not answer, for example because it is
     stopped, is reported. Time in which the process was stopped or the host suspended does not
     count.
 
-    All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints stacks and ends the process.
+    All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints stacks and
+    ends the process.
 
     Args:
         first_step_seconds: limit of the first step, which compiles and connects to the other ranks.
@@ -83,7 +86,9 @@ class Watchdog:
         clock: receives the phases of all steps, even if the limit is disabled.
     """
 
-    def __init__(self, *, first_step_seconds: float, step_seconds: float, clock: PhaseClock | None = None):
+    def __init__(
+        self, *, first_step_seconds: float, step_seconds: float, clock: PhaseClock | None = None
+    ):
         self._clock = clock or PhaseClock()
         self._step_seconds = step_seconds
         self._next_step_seconds = first_step_seconds
@@ -103,7 +108,8 @@ class Watchdog:
         self._rank = self._processes.index(this_process)
         if len(self._processes) > 1:
             self._consensus = HangConsensus(self._rank, self._processes, self._position)
-        # Shells start background processes with this signal ignored, so it would not end the process.
+        # Shells start background processes with this signal ignored, so it would not end the
+        # process.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
         self._closed.clear()
@@ -148,11 +154,14 @@ class Watchdog:
             code = frame.f_code
             line = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
         if step.phase is None:
-            return Position(step.number, sys.maxsize, phase=None, line=line, after=self._clock.phase)
+            return Position(
+                step.number, sys.maxsize, phase=None, line=line, after=self._clock.phase
+            )
         return Position(step=step.number, n_phases=step.n_phases, phase=step.phase, line=line)
 
     def _watch(self) -> None:
-        """Count wake-ups of this thread instead of clock time, to exclude stopped processes and suspended hosts."""
+        """Count wake-ups of this thread instead of clock time, to exclude stopped processes and
+        suspended hosts."""
         watched, n_ticks = self._step, 0
         while not self._closed.wait(TICK_SECONDS):
             cleared = self._consensus is not None and self._consensus.hear_cleared()
@@ -168,14 +177,17 @@ class Watchdog:
             if limit is None or step.phase is None:
                 return None
             return HangReport(f"{headline(limit)}: the process is {self._position()}", 0, [])
-        self._consensus.patience = min(_PATIENCE_SECONDS, step.seconds) if step.phase is None else ANSWER_SECONDS
+        self._consensus.patience = (
+            min(_PATIENCE_SECONDS, step.seconds) if step.phase is None else ANSWER_SECONDS
+        )
         self._consensus.suspected_seconds = limit
         if limit and self._consensus.report is None and seconds > limit + _CONSENSUS_SECONDS:
             return self._consensus.report_without_store(limit)
         return self._consensus.report
 
     def _end(self, report: HangReport) -> None:
-        """Print this rank's stacks and, once, the report; end the ranks that do not answer, then this one."""
+        """Print this rank's stacks and, once, the report; end the ranks that do not answer, then
+        this one."""
         stacks = self._stacks()
         timer = threading.Timer(_EXIT_SECONDS, os._exit, [HANG_EXIT_CODE])
         timer.daemon = True
@@ -191,19 +203,27 @@ class Watchdog:
         exit_process(HANG_EXIT_CODE)
 
     def _stacks(self) -> str:
-        """Return this rank's position and the stacks of its threads, main thread first, without the watchdog's."""
+        """Return this rank's position and the stacks of its threads, main thread first, without the
+        watchdog's."""
         frames = sys._current_frames()
-        threads = [self._main_thread, *(one for one in threading.enumerate() if one is not self._main_thread)]
+        threads = [
+            self._main_thread,
+            *(one for one in threading.enumerate() if one is not self._main_thread),
+        ]
         excluded = (self._thread, self._consensus.thread if self._consensus else None)
         lines = [f"rank {self._rank} ({self._processes[self._rank]}) is {self._position()}\n"]
         for thread in threads:
             frame = frames.get(thread.ident or 0)
             if frame and thread not in excluded:
-                lines += [f"{thread.name} (most recent call last):\n", *traceback.format_stack(frame)]
+                lines += [
+                    f"{thread.name} (most recent call last):\n",
+                    *traceback.format_stack(frame),
+                ]
         return "".join(lines)
 
     def _end_silent_ranks(self, silent: list[int]) -> None:
-        """On the first responsive rank of a host, end the unresponsive ranks there with a signal that prints stacks."""
+        """On the first responsive rank of a host, end the unresponsive ranks there with a signal
+        that prints stacks."""
         host = self._processes[self._rank].host
         here = {rank for rank, process in enumerate(self._processes) if process.host == host}
         if self._rank != min(here - set(silent)):
@@ -217,7 +237,8 @@ class Watchdog:
 
 
 def _is_sibling(pid: int) -> bool:
-    """Return whether a process has the same parent and so is a rank of this run; False without /proc."""
+    """Return whether a process has the same parent and so is a rank of this run; False without
+    /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

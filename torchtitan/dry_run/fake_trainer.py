@@ -57,10 +57,13 @@ def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
-    """Copy a configuration without text, checkpoints and compilation, with its longest windows; read the tokenizer for
-    its size, if needed. Raise `UserError` for a trainer that samples its data."""
+    """Copy a configuration without text, checkpoints and compilation, with its longest windows;
+    read the tokenizer for its size, if needed. Raise `UserError` for a trainer that samples its
+    data."""
     if isinstance(config.dataloader, PromptDataLoader.Config):
-        raise UserError("a dry run cannot sample answers; try --module auto --config sft with the same model")
+        raise UserError(
+            "a dry run cannot sample answers; try --module auto --config sft with the same model"
+        )
     config = with_vocabulary(config)
     vocab_size: Any = config.model_spec.model.vocab_size
     return dataclasses.replace(
@@ -78,7 +81,8 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 
 
 class FakeTrainer(Trainer):
-    """A mixin before the original trainer class that replaces methods which need values, data or other ranks."""
+    """A mixin before the original trainer class that replaces methods which need values, data or
+    other ranks."""
 
     work_of_second: Work
 
@@ -91,13 +95,19 @@ class FakeTrainer(Trainer):
     def lock_folder(self) -> None:
         """Do nothing; a dry run writes no files that need a lock."""
 
-    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
+    def build_dataloader(
+        self, config: BaseDataLoader.Config, *, epochs: int | None
+    ) -> BaseDataLoader:
         """Return a loader without data."""
         return BaseDataLoader(config)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
         """Drop `attention`: plain causal attention needs no mask, as with the kernels of a GPU."""
-        return {name: value for name, value in super().post_dataloading_process(batch).items() if name != "attention"}
+        return {
+            name: value
+            for name, value in super().post_dataloading_process(batch).items()
+            if name != "attention"
+        }
 
     def build_loss(self) -> Any:
         """Build the loss with the sizes that it has on CUDA."""
@@ -129,7 +139,8 @@ class FakeTrainer(Trainer):
         return torch.ones((), device=self.device, dtype=self.statistics_dtype)
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """Compute the first two micro-batches; later ones would repeat the second and need no more memory."""
+        """Compute the first two micro-batches; later ones would repeat the second and need no more
+        memory."""
         if self.n_computed == 2:
             self.work.work += self.work_of_second
             return torch.zeros((), device=self.device)
@@ -153,20 +164,25 @@ class FakeTrainer(Trainer):
     def measure_step(self) -> None:
         self.n_computed = 0
         parameters = [p for part in self.all_parts for p in (*part.parameters(), *part.buffers())]
-        states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
+        states = [
+            state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()
+        ]
         values = [value for state in states for value in state.values()]
         self.memory.label("parameters", [*parameters, *self.ema.averages])
         self.memory.label("optimizer", [value for value in values if isinstance(value, Tensor)])
         if self.pipeline:
             schedule = self.pipeline.schedule
-            MicrobatchReplay(schedule, self.memory, self.work, self.label_training_allocations).install()
+            MicrobatchReplay(
+                schedule, self.memory, self.work, self.label_training_allocations
+            ).install()
         loader, training = self.config.dataloader._owner, self.config.training
         assert issubclass(loader, BaseDataLoader)
         shape = (training.local_batch_size, training.seq_len * self.sequences_per_sample)
         with self.fake_mode, observing(self.memory, self.work):
             # Again and again, since a device never holds two batches. Each sample is one document.
             batch = {name: torch.zeros(shape, dtype=torch.int64) for name in loader.token_tensors}
-            self.step = 1  # the first step gathers facts about gradients from other ranks, which do not exist
+            # the first step gathers facts about gradients from other ranks, which do not exist
+            self.step = 1
             self.prepare_converters(1)
             self.train_step(itertools.repeat(batch))
 
@@ -180,20 +196,24 @@ class FakeTrainer(Trainer):
     def label_training_allocations(self) -> None:
         """Label the memory of gradients and gathered weights."""
         parameters = [parameter for part in self.all_parts for parameter in part.parameters()]
-        records = list(fsdp_parameters(module for part in self.all_parts for module in part.modules()))
+        records = list(
+            fsdp_parameters(module for part in self.all_parts for module in part.modules())
+        )
         gathered = [weight for record in records for weight in gathered_weights(record)]
         outputs = [output for record in records for output in record.all_gather_outputs]
         # Also gradients that are not yet reduced over the ranks.
         unreduced = [record.unsharded_accumulated_grad for record in records]
         self.memory.label("gathered parameters", [*outputs, *gathered])
-        self.memory.label("gradients", [*(tensor.grad for tensor in (*parameters, *gathered)), *unreduced])
+        self.memory.label(
+            "gradients", [*(tensor.grad for tensor in (*parameters, *gathered)), *unreduced]
+        )
         # Last, because without sharding a gathered weight is the weight itself.
         self.memory.label("parameters", parameters)
 
 
 def fake_trainer(config: Trainer.Config) -> FakeTrainer:
-    """Build a `FakeTrainer` of the configuration's trainer class, from a result of `without_data`, for the rank in an
-    existing process group of backend `fake`."""
+    """Build a `FakeTrainer` of the configuration's trainer class, from a result of `without_data`,
+    for the rank in an existing process group of backend `fake`."""
     owner = config._owner
     trainer: FakeTrainer = type(f"Fake{owner.__name__}", (FakeTrainer, owner), {})(config)
     return trainer

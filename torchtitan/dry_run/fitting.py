@@ -31,12 +31,19 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     memory, needed = total_memory(), []
     for mode in ("none", "selective"):
         try:
-            peak = max(report.peak_reserved_bytes for report in reports_of(with_mode(config, mode), world_size))
+            peak = max(
+                report.peak_reserved_bytes
+                for report in reports_of(with_mode(config, mode), world_size)
+            )
         except UserError:
             raise
-        except Exception as error:  # a step of a subclass may need values, which fake tensors do not have
+        # a step of a subclass may need values, which fake tensors do not have
+        except Exception as error:
             reason = in_words(error)
-            logger.warning("activation checkpointing: selective, since a dry run cannot run this step (%s)", reason)
+            logger.warning(
+                "activation checkpointing: selective, since a dry run cannot run this step (%s)",
+                reason,
+            )
             return with_mode(config, "selective")
         needed.append(f"{mode} {peak / 2**30:.1f} GiB")
         if peak <= USABLE * memory:
@@ -46,8 +53,8 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     chosen = with_mode(config, mode)
     chosen.check_layout(world_size)
     logger.info(
-        f"activation checkpointing: {mode} (--activation_checkpoint.mode auto; by dry runs, a step reserves with "
-        f"{', with '.join(needed)}, and the GPU has {memory / 2**30:.1f} GiB)"
+        f"activation checkpointing: {mode} (--activation_checkpoint.mode auto; by dry runs, a step "
+        f"reserves with {', with '.join(needed)}, and the GPU has {memory / 2**30:.1f} GiB)"
     )
     return chosen
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from torchtitan.dry_run.observer import Observer, Operation
 from torchtitan.tools.torch_private import current_backward_pass, get_untyped_storages, storage_key
 
-MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
-"""The first four are labels. `activations` are allocated outside a backward pass and live until one. The rest is
-`temporary`."""
+MemoryKind = Literal[
+    "parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"
+]
+"""The first four are labels. `activations` are allocated outside a backward pass and live until
+one. The rest is `temporary`."""
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
@@ -71,7 +73,9 @@ class MemoryTracker(Observer):
                 if not allocation.n_bytes:
                     self._resize(allocation, storage.nbytes())
 
-    def use(self, moment: int | None = None, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
+    def use(
+        self, moment: int | None = None, without: Collection[MemoryKind] = ()
+    ) -> Counter[MemoryKind]:
         """Return the bytes in use at a moment (default: now) by kind, 0 for kinds in `without`."""
         by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         for allocation, change in self._events[:moment]:
@@ -81,7 +85,9 @@ class MemoryTracker(Observer):
 
     def peak(self, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
         """Return the bytes in use at their peak by kind, 0 for kinds in `without`."""
-        changes = (0 if allocation.kind in without else change for allocation, change in self._events)
+        changes = (
+            0 if allocation.kind in without else change for allocation, change in self._events
+        )
         live = list(itertools.accumulate(changes, initial=0))
         return self.use(live.index(max(live)), without)
 
@@ -90,10 +96,14 @@ class MemoryTracker(Observer):
         return self._allocations.get(storage_key(tensor.untyped_storage()))
 
     def replay(
-        self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
+        self,
+        start: int,
+        end: int,
+        twins: dict[Allocation, Allocation],
+        omit: Sequence[Allocation | None],
     ) -> None:
-        """Repeat the events from moment `start` to `end` with new memory, except allocations in `omit`. `twins` holds
-        the allocations of earlier replays that are not freed yet."""
+        """Repeat the events from moment `start` to `end` with new memory, except allocations in
+        `omit`. `twins` holds the allocations of earlier replays that are not freed yet."""
         for allocation, change in self._events[start:end]:
             if change < 0 and allocation in twins:
                 self._resize(twins.pop(allocation), 0)
@@ -117,7 +127,9 @@ class MemoryTracker(Observer):
     def _allocation(self, storage: torch.UntypedStorage) -> Allocation:
         address = storage_key(storage)
         if address not in self._allocations:
-            reference = weakref.ref(storage, lambda _: self._resize(self._allocations.pop(address), 0))
+            reference = weakref.ref(
+                storage, lambda _: self._resize(self._allocations.pop(address), 0)
+            )
             self._allocations[address] = Allocation(reference=reference)
         return self._allocations[address]
 

@@ -22,7 +22,8 @@ represents all later ones."""
 
 @dataclass
 class _Sample:
-    """Effect of a micro-batch's computation on memory (the events between two moments), its work and its result."""
+    """Effect of a micro-batch's computation on memory (the events between two moments), its work
+    and its result."""
 
     start: int
     end: int
@@ -35,12 +36,12 @@ class _Sample:
 
 @dataclass
 class MicrobatchReplay:
-    """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
-    replay the effects of the second on memory and work for all others.
+    """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and
+    the second; replay the effects of the second on memory and work for all others.
 
-    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules that are
-    not `_REPLAYED` compute every micro-batch. `schedule` must not have run; `after_backward` is called after each
-    computed backward pass.
+    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it.
+    Schedules that are not `_REPLAYED` compute every micro-batch. `schedule` must not have run;
+    `after_backward` is called after each computed backward pass.
     """
 
     schedule: Any
@@ -48,17 +49,25 @@ class MicrobatchReplay:
     work: WorkTracker
     after_backward: Callable[[], None]
     samples: dict[Hashable, _Sample] = field(default_factory=dict)
-    twins: defaultdict[Hashable, dict[Allocation, Allocation]] = field(default_factory=lambda: defaultdict(dict))
+    twins: defaultdict[Hashable, dict[Allocation, Allocation]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
 
     def install(self) -> None:
         """Insert this object between the schedule and its stages. Skip their shape exchange:
         `Pipeline` declares shapes."""
         skip_shape_vote(self.schedule)
         for stage in pipeline_stages(self.schedule):
-            stage.forward_one_chunk = functools.partial(self.forward, stage, stage.forward_one_chunk)
-            stage.backward_one_chunk = functools.partial(self.backward, stage, stage.backward_one_chunk)
+            stage.forward_one_chunk = functools.partial(
+                self.forward, stage, stage.forward_one_chunk
+            )
+            stage.backward_one_chunk = functools.partial(
+                self.backward, stage, stage.backward_one_chunk
+            )
 
-    def forward(self, stage: Any, compute: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, stage: Any, compute: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Replace `stage.forward_one_chunk`."""
         key = (stage.stage_index, "forward")
         if microbatch < 2 or not isinstance(self.schedule, _REPLAYED):
@@ -67,7 +76,9 @@ class MicrobatchReplay:
         stage.fwd_cache[microbatch] = ((output,), [])
         return output
 
-    def backward(self, stage: Any, compute: Callable[..., Any], microbatch: int, **kwargs: Any) -> None:
+    def backward(
+        self, stage: Any, compute: Callable[..., Any], microbatch: int, **kwargs: Any
+    ) -> None:
         """Replace `stage.backward_one_chunk`."""
         key = (stage.stage_index, "backward")
 
@@ -86,14 +97,20 @@ class MicrobatchReplay:
         start, before = self.memory.now, self.work.work.copy()
         result = compute()
         allocations = [self.memory.allocation_of(tensor) for tensor in tensors_in(result)]
-        again = tree_map_only(Tensor, lambda t: functools.partial(torch.empty, t.shape, dtype=t.dtype), result)
-        self.samples[key] = _Sample(start, self.memory.now, self.work.work - before, again, allocations)
+        again = tree_map_only(
+            Tensor, lambda t: functools.partial(torch.empty, t.shape, dtype=t.dtype), result
+        )
+        self.samples[key] = _Sample(
+            start, self.memory.now, self.work.work - before, again, allocations
+        )
         return result
 
     def _replay(self, key: Hashable, microbatch: Hashable) -> Any:
         sample = self.samples[key]
         self.work.work += sample.work
-        self.memory.replay(sample.start, sample.end, self.twins[microbatch], omit=sample.allocations)
+        self.memory.replay(
+            sample.start, sample.end, self.twins[microbatch], omit=sample.allocations
+        )
         result = tree_map_only(functools.partial, lambda make: make(), sample.result)
         for tensor, original in zip(tensors_in(result), sample.allocations, strict=True):
             if (copied := self.memory.allocation_of(tensor)) is not None:

@@ -33,8 +33,12 @@ class Operation(NamedTuple):
 
     def new_tensors(self) -> list[Tensor]:
         """Return the results that are not in the memory of an argument."""
-        old = {storage_key(tensor.untyped_storage()) for tensor in tensors_in((self.args, self.kwargs))}
-        return [one for one in tensors_in(self.result) if storage_key(one.untyped_storage()) not in old]
+        old = {
+            storage_key(tensor.untyped_storage()) for tensor in tensors_in((self.args, self.kwargs))
+        }
+        return [
+            one for one in tensors_in(self.result) if storage_key(one.untyped_storage()) not in old
+        ]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -54,9 +58,9 @@ class Observer:
 
 @contextlib.contextmanager
 def observing(*observers: Observer) -> Iterator[None]:
-    """Report every operation within the block to `observers`. Operations on a DTensor or another wrapper are
-    reported as operations on its local tensors, including communication; operations that only infer a *global* shape
-    are not reported."""
+    """Report every operation within the block to `observers`. Operations on a DTensor or another
+    wrapper are reported as operations on its local tensors, including communication; operations
+    that only infer a *global* shape are not reported."""
     mode = _Observation(observers)
     wrappers: dict[tuple[type, str], Callable[..., Any]] = {
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"): mode.paused(),
@@ -80,7 +84,11 @@ class _Observation(TorchDispatchMode):
         self.looking_away = False
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the wrapper unwraps itself first; this mode then sees its parts

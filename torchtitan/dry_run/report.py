@@ -37,7 +37,8 @@ between blocks, workspaces of kernels, and the compiler's savings. Fitted to row
 
 
 def reserved_bytes(allocated: float, compile: CompileConfig) -> float:
-    """Estimate the memory that PyTorch's CUDA allocator reserves for a peak of `allocated` bytes."""
+    """Estimate the memory that PyTorch's CUDA allocator reserves for a peak of `allocated`
+    bytes."""
     return allocated * RESERVED[compile.compiles_model]
 
 
@@ -55,7 +56,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Memory in bytes and work of one step on one rank, which represents all ranks with the same pipeline stages."""
+    """Memory in bytes and work of one step on one rank, which represents all ranks with the same
+    pipeline stages."""
 
     rank: int
     stages: list[int]
@@ -95,7 +97,9 @@ def report_of(trainer: FakeTrainer, compile: CompileConfig) -> RankReport:
     in_use = memory.use()
     peak = memory.peak(without=on_host)
     if "parameters" not in on_host:
-        peak["parameters"] -= sum(weight.nbytes for weight in trainer.local_parameters(offloaded=True))
+        peak["parameters"] -= sum(
+            weight.nbytes for weight in trainer.local_parameters(offloaded=True)
+        )
     plan = trainer.pipeline_plan
     return RankReport(
         rank=trainer.rank,
@@ -106,7 +110,9 @@ def report_of(trainer: FakeTrainer, compile: CompileConfig) -> RankReport:
         optimizer_bytes=in_use["optimizer"],
         peak=dict(peak),
         peak_bytes=peak.total(),
-        saved_bytes=memory.peak(without=[kind for kind in MEMORY_KINDS if kind != "activations"]).total(),
+        saved_bytes=memory.peak(
+            without=[kind for kind in MEMORY_KINDS if kind != "activations"]
+        ).total(),
         peak_reserved_bytes=round(reserved_bytes(peak.total(), compile)),
         communication=_by_axis(trainer.work.work, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
@@ -130,31 +136,36 @@ def _by_axis(work: Work, dims: ParallelDims) -> list[Traffic]:
 def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
     """Return the mesh dimensions in which these ranks differ: `dp_shard+cp`."""
     coordinates = [dims.coordinates(rank) for rank in ranks]
-    return "+".join(name for name in dims.sizes if len({coordinate[name] for coordinate in coordinates}) > 1)
+    return "+".join(
+        name for name in dims.sizes if len({coordinate[name] for coordinate in coordinates}) > 1
+    )
 
 
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
-    """Simulate one step of a run of `world_size` ranks in this process, without their memory. Print a report for each
-    rank with different stages, and write all reports to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid
-    configuration."""
+    """Simulate one step of a run of `world_size` ranks in this process, without their memory. Print
+    a report for each rank with different stages, and write all reports to
+    `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid configuration."""
     for component in (config.tokenizer, config.validator, config.checkpoint):
         component.validate()
     if config.activation_checkpoint.mode == "memory_budget":
         raise UserError(
-            "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
-            "selective or full"
+            "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does "
+            "not use; set none, selective or full"
         )
     if config.compile.enable:
-        logger.warning("--compile.enable changes only the estimates of a dry run: reserved memory and time")
+        logger.warning(
+            "--compile.enable changes only the estimates of a dry run: reserved memory and time"
+        )
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
     spec = config.model_spec
     training = config.training
     mode = config.activation_checkpoint.mode
     logger.info(
-        f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): local batch "
-        f"{training.local_batch_size} x {training.seq_len} tokens, activation checkpointing "
-        f"{'selective' if mode == 'auto' else mode}, computed in {training.mixed_precision_param}"
+        f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): "
+        f"local batch {training.local_batch_size} x {training.seq_len} tokens, activation "
+        f"checkpointing {'selective' if mode == 'auto' else mode}, computed in "
+        f"{training.mixed_precision_param}"
     )
     reports = []
     for report in reports_of(config, world_size):
@@ -184,7 +195,8 @@ def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
             if dist.is_initialized():
                 dist.destroy_process_group()
             sys.excepthook = exception_hook  # each process group prefixes a traceback with its rank
-            # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
+            # PyTorch caches the process groups of one rank, and would reuse them for the mesh of
+            # the next rank.
             clear_sharding_cache()
         yield report
 
@@ -199,21 +211,32 @@ def _print(reports: Sequence[RankReport]) -> None:
         rank, stages = str(one.rank), ", ".join(map(str, one.stages))
         sizes = (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes)
         states.append((rank, stages, f"{one.parameters:,}", *sizes))
-        peaks.append((rank, *(one.peak[kind] for kind in kinds), one.peak_bytes, one.peak_reserved_bytes))
-        messages += [(rank, m.kind, m.axis, f"{m.calls:,}", m.n_bytes, m.n_bytes_sent) for m in one.communication]
+        peaks.append(
+            (rank, *(one.peak[kind] for kind in kinds), one.peak_bytes, one.peak_reserved_bytes)
+        )
+        messages += [
+            (rank, m.kind, m.axis, f"{m.calls:,}", m.n_bytes, m.n_bytes_sent)
+            for m in one.communication
+        ]
         work.append((rank, one.model_flops, one.executed_flops))
-    _print_table("Memory between steps", "rank stages parameters weights gradients optimizer".split(), states)
+    _print_table(
+        "Memory between steps", "rank stages parameters weights gradients optimizer".split(), states
+    )
     _print_table("Peak of a step", ["rank", *kinds, "allocated", "reserved"], peaks)
     _print_table("Communication of a step", "rank kind axis calls size sent".split(), messages)
     _print_table("Operations of a step", ["rank", "model", "executed"], work, _OPERATIONS)
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[_Row], units: dict[str, int] = _BYTES) -> None:
+def _print_table(
+    title: str, columns: Sequence[str], rows: Sequence[_Row], units: dict[str, int] = _BYTES
+) -> None:
     cells = [cell for row in rows for cell in row]
     largest = max((cell for cell in cells if not isinstance(cell, str)), default=0)
     unit = next((unit for unit, size in units.items() if largest >= size), list(units)[-1])
     shown = [[_shown(cell, units[unit]) for cell in row] for row in rows]
-    print_table(open_console(), f"{title} ({unit})", columns, shown, numbers={*columns} - {"kind", "axis"})
+    print_table(
+        open_console(), f"{title} ({unit})", columns, shown, numbers={*columns} - {"kind", "axis"}
+    )
 
 
 def _shown(cell: str | float, unit: int) -> str:

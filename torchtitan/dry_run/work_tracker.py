@@ -15,12 +15,15 @@ from torchtitan.tools.torch_private import (
     written_arguments,
 )
 
-CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
+CommunicationKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"
+]
 
 _KIND_OF_WORD: dict[str, CommunicationKind] = {
     kind.replace("-", "").replace("receive", "recv"): kind for kind in get_args(CommunicationKind)
 }
-"""By part of the operation's name, without underscores. Other operations of the namespaces below send no data."""
+"""By part of the operation's name, without underscores. Other operations of the namespaces below
+send no data."""
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _ATTENTION = "_scaled_dot_product"
 
@@ -34,14 +37,17 @@ class Transfer(NamedTuple):
 
     @property
     def n_bytes_sent(self) -> float:
-        """Bytes that this rank sends in a ring of n ranks: (n - 1) / n of a message to gather or scatter it, twice as
-        much to all-reduce it."""
+        """Bytes that this rank sends in a ring of n ranks: (n - 1) / n of a message to gather or
+        scatter it, twice as much to all-reduce it."""
         part = (len(self.ranks) - 1) / len(self.ranks)
-        return self.n_bytes * {"all-reduce": 2 * part, "send": 1.0, "receive": 0.0}.get(self.kind, part)
+        return self.n_bytes * {"all-reduce": 2 * part, "send": 1.0, "receive": 0.0}.get(
+            self.kind, part
+        )
 
 
 KernelKind = Literal["product", "attention", "sharding", "other"]
-"""`sharding`: copies of weights and gradients around FSDP's communication; `other` is bound by memory traffic."""
+"""`sharding`: copies of weights and gradients around FSDP's communication; `other` is bound by
+memory traffic."""
 
 Phase = Literal["forward", "recompute", "backward", "update"]
 """`update` follows the last backward pass: gradient norm and optimizer."""
@@ -63,13 +69,15 @@ Work = Counter[Kernel | Transfer]
 
 
 class WorkTracker(Observer):
-    """Count this rank's communication and the operations of matrix products and attention, 2 per multiply-add,
-    including recomputation. As in `flops_per_token`, attention ignores the mask; its backward pass counts twice."""
+    """Count this rank's communication and the operations of matrix products and attention, 2 per
+    multiply-add, including recomputation. As in `flops_per_token`, attention ignores the mask; its
+    backward pass counts twice."""
 
     def __init__(self) -> None:
         self.work: Work = Counter()
         self.is_updating = False
-        """True if operations outside a backward pass belong to the phase `update`, not `forward`."""
+        """True if operations outside a backward pass belong to the phase `update`, not
+        `forward`."""
 
     @property
     def flops(self) -> int:
@@ -79,7 +87,9 @@ class WorkTracker(Observer):
     def observe(self, operation: Operation) -> None:
         inputs, result = (operation.args, operation.kwargs), operation.result
         if operation.func.namespace in _COMMUNICATION_NAMESPACES:
-            self._count_message(operation.name, [*operation.args, *operation.kwargs.values(), result])
+            self._count_message(
+                operation.name, [*operation.args, *operation.kwargs.values(), result]
+            )
             return
         flops, written = _flops_of(operation), _count_written_bytes(operation)
         if flops or written:
@@ -95,11 +105,14 @@ class WorkTracker(Observer):
     def _phase(self) -> Phase:
         if current_backward_pass() == -1:
             return "update" if self.is_updating else "forward"
-        # Activation checkpointing enables gradients when it repeats a forward pass inside a backward pass.
+        # Activation checkpointing enables gradients when it repeats a forward pass inside a
+        # backward pass.
         return "recompute" if torch.is_grad_enabled() else "backward"
 
     def _count_message(self, name: str, values: list[Any]) -> None:
-        kind = next((kind for word, kind in _KIND_OF_WORD.items() if word in name.replace("_", "")), None)
+        kind = next(
+            (kind for word, kind in _KIND_OF_WORD.items() if word in name.replace("_", "")), None
+        )
         if kind is not None:
             ranks = tuple(dist.get_process_group_ranks(_group_in(values)))
             # One side of a collective has the whole message, the other a part of it.
@@ -119,7 +132,9 @@ def _count_written_bytes(operation: Operation) -> int:
 
 def _dtype_of(value: Any) -> torch.dtype:
     """Return the type of the first tensor of floating-point numbers."""
-    return next((tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()), torch.float32)
+    return next(
+        (tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()), torch.float32
+    )
 
 
 def _kind_of(operation: Operation, flops: int) -> KernelKind:
@@ -131,7 +146,8 @@ def _kind_of(operation: Operation, flops: int) -> KernelKind:
 
 
 def _group_in(values: list[Any]) -> dist.ProcessGroup:
-    """Find the process group among an operation's arguments: the object itself, or its name, the last string."""
+    """Find the process group among an operation's arguments: the object itself, or its name, the
+    last string."""
     for value in values:
         if is_process_group(value):
             return dist.ProcessGroup.unbox(value)
@@ -150,6 +166,9 @@ def _flops_of(operation: Operation) -> int:
         samples, heads, length, width = q_BHLD.shape
         flops: int = 2 * samples * heads * length * k_BKMD.shape[2] * (width + v_BKMD.shape[3])
         return 2 * flops if is_backward else flops
-    formulas, in_place = flop_formulas(), getattr(torch.ops.aten, operation.name.removesuffix("_"), None)
+    formulas, in_place = (
+        flop_formulas(),
+        getattr(torch.ops.aten, operation.name.removesuffix("_"), None),
+    )
     formula = formulas.get(operation.func.overloadpacket) or formulas.get(in_place)
     return formula(*operation.args, **operation.kwargs, out_val=operation.result) if formula else 0

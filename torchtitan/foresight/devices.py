@@ -19,21 +19,24 @@ class Device:
     float32_flops: float
     bfloat16_flops: float
     float8_flops: float
-    """Peak of dense matrix products, as the data sheet gives it. Equal to `bfloat16_flops` without float8 units."""
+    """Peak of dense matrix products, as the data sheet gives it. Equal to `bfloat16_flops` without
+    float8 units."""
     product_efficiency: float = 0.7
     """Part of the peak that large bfloat16 products reach: 0.6 to 0.8 on GPUs, limited by power."""
     attention_efficiency: float = 0.35
-    """Part of the bfloat16 peak in attention with a causal mask; FlashAttention-2 on an H100: 0.35 (arXiv:2407.08608,
-    figures 5 and 6)."""
+    """Part of the bfloat16 peak in attention with a causal mask; FlashAttention-2 on an H100: 0.35
+    (arXiv:2407.08608, figures 5 and 6)."""
     memory_bandwidth: float
     memory_efficiency: float = 0.85
-    """Part of the memory bandwidth that elementwise kernels reach: 0.85 to 0.92 in BabelStream on GPUs."""
+    """Part of the memory bandwidth that elementwise kernels reach: 0.85 to 0.92 in BabelStream on
+    GPUs."""
     link_bandwidth: float
     """Between devices of a host."""
     network_bandwidth: float
     """Of each device to other hosts."""
     link_efficiency: float = 0.8
-    """Part of a link that large collectives use; nccl-tests report 360 of 450 GB/s on an H100 (all-gather)."""
+    """Part of a link that large collectives use; nccl-tests report 360 of 450 GB/s on an H100
+    (all-gather)."""
     link_latency: float = 2e-6
     """Per hop of a ring inside a host (nccl/src/graph/tuning.cc: 0.6 to 2.7 µs, by protocol)."""
     network_latency: float = 10e-6
@@ -43,8 +46,8 @@ class Device:
     launch_seconds: float = 6e-6
     """Host time per operation in eager mode: dispatcher, autograd and kernel launch."""
     is_asynchronous: bool = True
-    """True if the host runs ahead of the device, so that launches only count if there are too many of them, and
-    communication overlaps with computation."""
+    """True if the host runs ahead of the device, so that launches only count if there are too many
+    of them, and communication overlaps with computation."""
 
 
 _H100 = Device(
@@ -59,8 +62,9 @@ _H100 = Device(
 )
 
 DEVICES = {
-    # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "DGX B200"; dense numbers, half of those
-    # "with sparsity". float32 is TF32's peak without sparsity / 7.5: training does not use TF32.
+    # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "DGX B200"; dense
+    # numbers, half of those "with sparsity". float32 is TF32's peak without sparsity / 7.5:
+    # training does not use TF32.
     "h100": _H100,
     # The device of published measurements: slower memory, and 500 W instead of 700 W.
     "h100_96gb": replace(
@@ -85,8 +89,8 @@ DEVICES = {
 
 
 def device_named(name: str | Device, world_size: int) -> Device:
-    """Return a device, given by its name in the table, or as `cpu`: one of `world_size` processes on this machine.
-    Raise `UserError` for another name."""
+    """Return a device, given by its name in the table, or as `cpu`: one of `world_size` processes
+    on this machine. Raise `UserError` for another name."""
     if isinstance(name, Device):
         return name
     if name == "cpu":
@@ -94,24 +98,34 @@ def device_named(name: str | Device, world_size: int) -> Device:
     if name not in DEVICES:
         known = ", ".join([*DEVICES, "cpu"])
         raise UserError(
-            f"unknown device '{name}' (known: {known}); describe another one in a file (--device_file, DEVICE)"
+            f"unknown device '{name}' (known: {known}); describe another one in a file "
+            "(--device_file, DEVICE)"
         )
     return DEVICES[name]
 
 
 def device_of_gpu(name: str) -> Device | None:
-    """Return the device of the table with a GPU's own name, such as NVIDIA H100 80GB HBM3. The table has no PCIe cards,
-    which are slower (H100 PCIe, H100 NVL)."""
+    """Return the device of the table with a GPU's own name, such as NVIDIA H100 80GB HBM3. The
+    table has no PCIe cards, which are slower (H100 PCIe, H100 NVL)."""
     words = set(name.upper().split())
-    return None if words & {"PCIE", "NVL"} else next((DEVICES[key] for key in DEVICES if key.upper() in words), None)
+    return (
+        None
+        if words & {"PCIE", "NVL"}
+        else next((DEVICES[key] for key in DEVICES if key.upper() in words), None)
+    )
 
 
 def device_in_file(path: Path) -> Device:
-    """Read a device from a YAML file with the fields of `Device`. Raise `UserError` for a file without them."""
+    """Read a device from a YAML file with the fields of `Device`. Raise `UserError` for a file
+    without them."""
     option = f"the device file '{path}'"
-    document, types = leaves(read_config_file(path, option)), {field.name: field.type for field in fields(Device)}
+    document, types = (
+        leaves(read_config_file(path, option)),
+        {field.name: field.type for field in fields(Device)},
+    )
     for name, value in document.items():
-        if types.get(name) is float and fits(value, float):  # also 1e12, which YAML reads as a string
+        # also 1e12, which YAML reads as a string
+        if types.get(name) is float and fits(value, float):
             document[name] = float(value)
             require(0 < document[name] < math.inf, f"{option}: {name}", value, "a number above 0")
     try:

@@ -22,7 +22,8 @@ from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 _LEAST_TOKENS = 4096
-"""Tokens of a window that context parallelism leaves to each rank: below, it communicates more and saves little."""
+"""Tokens of a window that context parallelism leaves to each rank: below, it communicates more and
+saves little."""
 
 _REFERENCE_BATCH = 4
 """Windows of the micro-batch in the profiles; other sizes are scaled from it."""
@@ -51,7 +52,9 @@ def option_words(config: Trainer.Config, planned: Mapping[str, Any]) -> list[str
     """Return the command-line options that give a configuration the layout in the dictionary
     `planned`."""
     values = leaves(planned)
-    return [f"--{name}={values[name]}" for name in CHOSEN if attrgetter(name)(config) != values[name]]
+    return [
+        f"--{name}={values[name]}" for name in CHOSEN if attrgetter(name)(config) != values[name]
+    ]
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Plan:
         best, other = self.options[0], self.options[index]
         slowdown = best.tokens_per_second / other.tokens_per_second
         more = {  # relative to the best layout's time per token
-            name: slowdown * other.parts.get(name, 0.0) / other.seconds - best.parts.get(name, 0.0) / best.seconds
+            name: slowdown * other.parts.get(name, 0.0) / other.seconds
+            - best.parts.get(name, 0.0) / best.seconds
             for name in {**best.parts, **other.parts}
         }
         worst = sorted(more, key=lambda name: -more[name])[:2]
@@ -77,12 +81,18 @@ class Plan:
 
 
 def plan(
-    config: Trainer.Config, world_size: int, device: Device | str = "h100", *, devices_per_host: int = 8, best: int = 5
+    config: Trainer.Config,
+    world_size: int,
+    device: Device | str = "h100",
+    *,
+    devices_per_host: int = 8,
+    best: int = 5,
 ) -> Plan:
     """Compare the layouts of a run, and return the best.
 
-    The configuration's model, data types, compilation and converters are kept; the degrees of parallelism, the schedule
-    of a pipeline, local batch and activation checkpointing are chosen. A global batch in the configuration is kept.
+    The configuration's model, data types, compilation and converters are kept; the degrees of
+    parallelism, the schedule of a pipeline, local batch and activation checkpointing are chosen. A
+    global batch in the configuration is kept.
 
     Args:
         config: the run's configuration.
@@ -92,10 +102,13 @@ def plan(
         best: most layouts to return, of different degrees or checkpointing.
 
     Raises:
-        UserError: for an invalid configuration, devices that do not fill hosts, or if no layout is valid and fits.
+        UserError: for an invalid configuration, devices that do not fill hosts, or if no layout is
+            valid and fits.
     """
     if world_size > devices_per_host and world_size % devices_per_host:
-        raise UserError(f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)")
+        raise UserError(
+            f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)"
+        )
     for section in (config, config.training, config.parallelism, config.activation_checkpoint):
         section.validate()
     check_compile(config.compile)  # also no mistake of the layouts
@@ -106,18 +119,23 @@ def plan(
     def estimate(layout: Layout) -> Estimate:
         """Estimate a layout from a profile that it shares with others."""
         # DDP wraps layers like FSDP, but gathers nothing.
-        return Estimate(layout, measure(layout.split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP")))
+        return Estimate(
+            layout, measure(layout.split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP"))
+        )
 
     estimates = [estimate(layout) for layout in layouts(config, world_size, devices_per_host)]
     if not estimates:
         Layout.of(config, world_size)  # says why, if the given layout is not valid either
         raise UserError(
-            f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
-            f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}; try "
-            "another number of devices, such as a power of 2, or a global batch that is a multiple of it"
+            f"no layout of {world_size} devices is valid for {config.model_spec.name} "
+            f"{config.model_spec.flavor} with --seq_len {config.training.seq_len} and "
+            f"--global_batch_size {config.training.global_batch_size}; try another number of "
+            "devices, such as a power of 2, or a global batch that is a multiple of it"
         )
     limit = USABLE * device.memory_gib
-    fitting = [one.predict(device, devices_per_host) for one in estimates if one.memory_gib <= limit]
+    fitting = [
+        one.predict(device, devices_per_host) for one in estimates if one.memory_gib <= limit
+    ]
     fitting.sort(key=lambda one: (-one.tokens_per_second, one.memory_gib))
     nearest = min(estimates, key=lambda one: one.memory_gib)
     chosen: dict[tuple[object, ...], Prediction] = {}
@@ -147,17 +165,25 @@ def _nothing_fits(nearest: Prediction, n_compared: int, n_enough: int | None) ->
         "--compile.enable": not config.compile.enable,
     }
     return UserError(
-        f"no layout fits into the {USABLE * device.memory_gib:.1f} GiB that {device.name} offers: the nearest of "
-        f"{n_compared} is {nearest.layout}, with {nearest.memory_gib:.1f} GiB. What may make it fit: "
+        f"no layout fits into the {USABLE * device.memory_gib:.1f} GiB that {device.name} offers: "
+        f"the nearest of {n_compared} is {nearest.layout}, with {nearest.memory_gib:.1f} GiB. What "
+        "may make it fit: "
         f"{', '.join(name for name, helps in remedies.items() if helps) or 'a smaller model'}"
     )
 
 
-def layouts(config: Trainer.Config, world_size: int, devices_per_host: int, *, least: bool = False) -> Iterator[Layout]:
-    """Yield the valid layouts of a run; with `least`, only those that need the least memory of their degrees."""
+def layouts(
+    config: Trainer.Config, world_size: int, devices_per_host: int, *, least: bool = False
+) -> Iterator[Layout]:
+    """Yield the valid layouts of a run; with `least`, only those that need the least memory of
+    their degrees."""
     is_async = config.parallelism.enable_async_tensor_parallel
     n_experts = next(iter(config.model_spec.model.expert_parallel_sizes.values()), 1)
-    most = (min(world_size, devices_per_host), max(1, config.training.seq_len // _LEAST_TOKENS), _MOST_STAGES)
+    most = (
+        min(world_size, devices_per_host),
+        max(1, config.training.seq_len // _LEAST_TOKENS),
+        _MOST_STAGES,
+    )
     modes = ("full",) if least else ("none", "selective", "full")
     for tp, cp, pp in product(*map(_powers, most)):
         dp, rest = divmod(world_size, tp * cp * pp)
@@ -166,7 +192,11 @@ def layouts(config: Trainer.Config, world_size: int, devices_per_host: int, *, l
         sizes = _powers(_MOST_SEQUENCES) if pp == 1 else [pp * n for n in (1, 2, 4, 8)]
         sizes = sizes[:1] if least else sizes
         schedules: tuple[PipelineSchedule, ...]
-        schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
+        schedules = (
+            ("1F1B", "Interleaved1F1B")
+            if pp > 1
+            else (config.parallelism.pipeline_parallel_schedule,)
+        )
         in_host = max(1, devices_per_host // (tp * cp))
         # All ranks (FSDP), the ranks of a host (HSDP), or none (DDP).
         for shard in sorted({dp, 1} | ({in_host} if dp % in_host == 0 and in_host < dp else set())):
@@ -186,8 +216,11 @@ def layouts(config: Trainer.Config, world_size: int, devices_per_host: int, *, l
                     expert_tensor_parallel_degree=1,
                 )
                 training = dataclasses.replace(config.training, local_batch_size=size)
-                candidate = dataclasses.replace(with_mode(config, mode), parallelism=parallelism, training=training)
-                with contextlib.suppress(UserError):  # the degrees do not fit the model or each other
+                candidate = dataclasses.replace(
+                    with_mode(config, mode), parallelism=parallelism, training=training
+                )
+                # the degrees do not fit the model or each other
+                with contextlib.suppress(UserError):
                     yield Layout.of(candidate, world_size, compiles=True)
 
 

@@ -16,7 +16,14 @@ from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.dry_run.report import RankReport, reserved_bytes
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device, device_named
-from torchtitan.foresight.profile import Profile, Split, find_facts, profile, timed_work, weighted_sum
+from torchtitan.foresight.profile import (
+    Profile,
+    Split,
+    find_facts,
+    profile,
+    timed_work,
+    weighted_sum,
+)
 from torchtitan.foresight.time import Message, Role, WorkOfRank, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
@@ -49,33 +56,46 @@ class Prediction:
 
     def __str__(self) -> str:
         lines = [
-            f"Step on {self.device.name}: {self.seconds:,.3g} s, {self.tokens_per_second:,.0f} tokens/s per device, "
-            f"MFU {self.mfu:.1%}"
+            f"Step on {self.device.name}: {self.seconds:,.3g} s, {self.tokens_per_second:,.0f} "
+            f"tokens/s per device, MFU {self.mfu:.1%}"
         ]
         for name, seconds in sorted(self.parts.items(), key=lambda part: -part[1]):
             share = seconds / self.seconds
-            lines.append(f"  {name:<18}{'█' * max(1, round(_BAR * share)):<{_BAR}} {share:6.1%} {seconds:9.3g} s")
+            lines.append(
+                f"  {name:<18}{'█' * max(1, round(_BAR * share)):<{_BAR}} {share:6.1%} "
+                f"{seconds:9.3g} s"
+            )
         return "\n".join(lines)
 
 
 def predict(
-    config: Trainer.Config, world_size: int, device: Device | str = "h100", *, devices_per_host: int = 8
+    config: Trainer.Config,
+    world_size: int,
+    device: Device | str = "h100",
+    *,
+    devices_per_host: int = 8,
 ) -> Prediction:
-    """Predict the step of a run with its configured layout; arguments as in `plan`. Raise `UserError` for an impossible
-    layout, or a model without repeated layers."""
+    """Predict the step of a run with its configured layout; arguments as in `plan`. Raise
+    `UserError` for an impossible layout, or a model without repeated layers."""
     config = with_vocabulary(config)
     device = device_named(device, world_size)
     facts, mode = find_facts(config), config.activation_checkpoint.mode
     for chosen in ("none", "selective", "full") if mode == "auto" else (mode,):
         layout = Layout.of(with_mode(config, chosen), world_size)
-        prediction = Estimate(layout, profile(config, facts, layout.split)).predict(device, devices_per_host)
+        prediction = Estimate(layout, profile(config, facts, layout.split)).predict(
+            device, devices_per_host
+        )
         if prediction.memory_gib <= USABLE * device.memory_gib:
             break
     return prediction
 
 
 def predict_from_reports(
-    config: Trainer.Config, reports: list[RankReport], world_size: int, device: Device, devices_per_host: int
+    config: Trainer.Config,
+    reports: list[RankReport],
+    world_size: int,
+    device: Device,
+    devices_per_host: int,
 ) -> Prediction:
     """Predict the step of a dry run from all its operations, including float8 ones."""
     layout = Layout.of(config, world_size)
@@ -93,9 +113,10 @@ class Layout:
 
     @classmethod
     def of(cls, config: Trainer.Config, world_size: int, *, compiles: bool = False) -> "Layout":
-        """Check a configuration for other devices than this host's. Raise `UserError` if the degrees do not fit
-        together or, with `compiles`, cannot be combined with the compiler."""
-        parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False)  # would need a GPU
+        """Check a configuration for other devices than this host's. Raise `UserError` if the
+        degrees do not fit together or, with `compiles`, cannot be combined with the compiler."""
+        # would need a GPU
+        parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False)
         compile = config.compile if compiles else CompileConfig()
         checked = dataclasses.replace(config, parallelism=parallelism, compile=compile)
         return cls(config, checked.check_layout(world_size))
@@ -106,7 +127,10 @@ class Layout:
         experts = f" (ep {dims.ep})" if dims.ep > 1 else ""
         schedule = f" ({self.config.parallelism.pipeline_parallel_schedule})" if dims.pp > 1 else ""
         mode = self.config.activation_checkpoint.mode
-        return f"{dims}{experts}{schedule}, local batch {training.local_batch_size}, checkpointing {mode}"
+        return (
+            f"{dims}{experts}{schedule}, local batch {training.local_batch_size}, checkpointing "
+            f"{mode}"
+        )
 
     @cached_property
     def pipeline(self) -> PipelinePlan | None:
@@ -126,7 +150,15 @@ class Layout:
             wrapper = "FSDP"
         elif dims.dp_replicate > 1:
             wrapper = "DDP"
-        return Split(dims.tp, dims.cp, dims.ep, dims.etp, wrapper, sequences, self.config.activation_checkpoint.mode)
+        return Split(
+            dims.tp,
+            dims.cp,
+            dims.ep,
+            dims.etp,
+            wrapper,
+            sequences,
+            self.config.activation_checkpoint.mode,
+        )
 
     @property
     def accumulation(self) -> int:
@@ -189,7 +221,9 @@ class Estimate:
 
         def message(role: Role, kind: CommunicationKind, n_bytes: float) -> Message:
             ranks, distance = ranks_and_distance[role]
-            return Message(role, kind, n_bytes, ranks, max(1, min(ranks, devices_per_host // distance)))
+            return Message(
+                role, kind, n_bytes, ranks, max(1, min(ranks, devices_per_host // distance))
+            )
 
         batches = self.layout.accumulation
         passes = batches * (pipeline.n_microbatches if pipeline else 1)
@@ -198,12 +232,17 @@ class Estimate:
             if isinstance(one, Kernel):
                 is_sharding = one.kind == "sharding"
                 scale = 1.0 if is_sharding else self.batch
-                scaled = one._replace(flops=round(one.flops * scale), n_bytes=round(one.n_bytes * scale))
+                scaled = one._replace(
+                    flops=round(one.flops * scale), n_bytes=round(one.n_bytes * scale)
+                )
                 yield scaled, calls * (batches if is_sharding else passes)
             elif isinstance(one, Message) and one.role == "FSDP":
                 # A pipeline gathers weights, and reduces gradients, once per local batch.
                 keeps_weights = one.kind == "all-gather" and dims.pp > 1  # for the backward pass
-                yield message(one.role, one.kind, one.n_bytes), calls * batches / (2 if keeps_weights else 1)
+                yield (
+                    message(one.role, one.kind, one.n_bytes),
+                    calls * batches / (2 if keeps_weights else 1),
+                )
             elif isinstance(one, Message) and one.role != "replicas":
                 yield message(one.role, one.kind, one.n_bytes * self.batch), calls * passes
         yield Kernel("other", "update", torch.float32, 0, round(held["update"] / shards)), 1
@@ -212,9 +251,10 @@ class Estimate:
             yield message("replicas", "all-reduce", size), layers + 1
 
     def _allocated(self, rank: int) -> float:
-        """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
-        remaining weights each; gathered weights stay, and gradients accumulate before they are sharded. The
-        embedding's gradient is whole on each tensor-parallel rank."""
+        """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the
+        head have half of the remaining weights each; gathered weights stay, and gradients
+        accumulate before they are sharded. The embedding's gradient is whole on each
+        tensor-parallel rank."""
         layer, rest = self.measured.layer, self.measured.rest
         shards = self.layout.dims.shards
         pipeline = self.layout.pipeline
@@ -226,7 +266,9 @@ class Estimate:
         gradients, passing_of_loss = _GRADIENT_BYTES * weights, rest["saved"] + rest["temporary"]
         if pipeline is None:
             passing = (
-                batch * (layers * layer["saved"] + passing_of_loss) + layers * layer["gathered"] + rest["gathered"]
+                batch * (layers * layer["saved"] + passing_of_loss)
+                + layers * layer["gathered"]
+                + rest["gathered"]
             )
             accumulated = gradients / shards if self.layout.accumulation > 1 else 0.0
             return states + max(passing + accumulated, gradients / shards)
@@ -238,7 +280,8 @@ class Estimate:
 
 
 def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
-    """Return the most pairs of a stage and a micro-batch whose results a rank keeps (arXiv:2104.04473, section 2.2)."""
+    """Return the most pairs of a stage and a micro-batch whose results a rank keeps
+    (arXiv:2104.04473, section 2.2)."""
     stages, total = len(pipeline.stages) // pipeline.degree, pipeline.n_microbatches
     if pipeline.schedule in ("GPipe", "LoopedBFS"):
         return stages * total
@@ -251,17 +294,29 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
 def _prediction(
     layout: Layout, device: Device, work: Iterable[WorkOfRank], memory_gib: float, flops: float
 ) -> Prediction:
-    """Return the prediction for a step of the slowest rank, from the work of each; `flops` are the model's operations
-    for each device."""
+    """Return the prediction for a step of the slowest rank, from the work of each; `flops` are the
+    model's operations for each device."""
     config = layout.config
-    is_compiled, is_async = config.compile.compiles_model, config.parallelism.enable_async_tensor_parallel
+    is_compiled, is_async = (
+        config.compile.compiles_model,
+        config.parallelism.enable_async_tensor_parallel,
+    )
     steps = [step_parts(device, one, is_compiled=is_compiled, is_async_tp=is_async) for one in work]
     parts = max(steps, key=lambda step: sum(step.values()))
     if pipeline := layout.pipeline:
         parts["pipeline bubble"] = bubble_seconds(parts, pipeline)
-        # From both neighbors, if it has them; a rank of several stages computes one while it waits for another.
-        received = 2 * (pipeline.degree - 1) / pipeline.degree * pipeline.n_microbatches * layout.accumulation
+        # From both neighbors, if it has them; a rank of several stages computes one while it waits
+        # for another.
+        received = (
+            2
+            * (pipeline.degree - 1)
+            / pipeline.degree
+            * pipeline.n_microbatches
+            * layout.accumulation
+        )
         parts["pipeline messages"] = received * device.collective_seconds
     seconds = sum(parts.values())
     rate = layout.tokens / seconds / layout.dims.world_size
-    return Prediction(layout, device, parts, memory_gib, rate, flops / seconds / device.bfloat16_flops)
+    return Prediction(
+        layout, device, parts, memory_gib, rate, flops / seconds / device.bfloat16_flops
+    )

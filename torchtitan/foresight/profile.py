@@ -41,9 +41,9 @@ class Split(NamedTuple):
 
 
 Size = Literal["parameters", "state", "update", "gathered", "saved", "temporary"]
-"""Parameters of some layers on this rank; bytes of weights and optimizer (`state`), and those that the optimizer reads
-and writes (`update`), all before FSDP shards them; bytes at the peak of gathered weights, of saved activations, and of
-the rest (`temporary`)."""
+"""Parameters of some layers on this rank; bytes of weights and optimizer (`state`), and those that
+the optimizer reads and writes (`update`), all before FSDP shards them; bytes at the peak of
+gathered weights, of saved activations, and of the rest (`temporary`)."""
 
 
 Portion = Counter[Kernel | Message | Size]
@@ -82,14 +82,19 @@ def find_facts(config: Trainer.Config) -> Facts:
     """Return the sizes of a model. Raise `UserError` unless it consists of repeated layers."""
     model: Any = config.model_spec.model
     if not hasattr(model, "n_layers"):
-        raise UserError(f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated layers")
+        raise UserError(
+            f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated "
+            "layers"
+        )
 
     def build(n_layers: int) -> Any:
         smaller = dataclasses.replace(model, n_layers=n_layers)
         try:
             smaller.validate()
         except UserError as error:
-            raise UserError(f"foresight needs a model whose first layers also form a model: {error}") from error
+            raise UserError(
+                f"foresight needs a model whose first layers also form a model: {error}"
+            ) from error
         with torch.device("meta"):
             return smaller.build()
 
@@ -99,7 +104,9 @@ def find_facts(config: Trainer.Config) -> Facts:
         few, more = (build(n).num_parameters() for n in (first, first + 1))
         if few + (n_layers - first) * (more - few) == total:
             return Facts(n_layers, first, flops)
-    raise UserError("the layers of this model differ in size: foresight needs equal layers after the first 8")
+    raise UserError(
+        "the layers of this model differ in size: foresight needs equal layers after the first 8"
+    )
 
 
 def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
@@ -117,14 +124,19 @@ def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
 
 
 def _in_float8(layer: Portion, converter: Float8LinearConverter.Config) -> Portion:
-    """Return a layer with its products in bfloat16 replaced by products in float8, and kernels that cast."""
+    """Return a layer with its products in bfloat16 replaced by products in float8, and kernels that
+    cast."""
     changed: Portion = Counter()
     for one, count in layer.items():
         if isinstance(one, Kernel) and one.kind == "product" and one.dtype == torch.bfloat16:
-            changed[one._replace(kind="other", flops=0, n_bytes=round(FLOAT8_CASTS * one.n_bytes))] += count
+            changed[
+                one._replace(kind="other", flops=0, n_bytes=round(FLOAT8_CASTS * one.n_bytes))
+            ] += count
             one = one._replace(dtype=torch.float8_e4m3fn, n_bytes=one.n_bytes // 2)
         elif isinstance(one, Message) and one.role == "FSDP" and one.kind == "all-gather":
-            one = one._replace(n_bytes=one.n_bytes // (2 if converter.fsdp_float8_all_gather else 1))
+            one = one._replace(
+                n_bytes=one.n_bytes // (2 if converter.fsdp_float8_all_gather else 1)
+            )
         changed[one] += count
     return changed
 
@@ -143,13 +155,21 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
         disable_loss_parallel=config.parallelism.disable_loss_parallel,
     )
     spec = config.model_spec
+    shallow = dataclasses.replace(spec.model, n_layers=n_layers)  # type: ignore[call-arg]
     small = dataclasses.replace(
         with_mode(config, split.checkpointing),
-        model_spec=dataclasses.replace(spec, model=dataclasses.replace(spec.model, n_layers=n_layers)),  # type: ignore[call-arg]
-        model_converters=[one for one in config.model_converters if not isinstance(one, Float8LinearConverter.Config)],
+        model_spec=dataclasses.replace(spec, model=shallow),
+        model_converters=[
+            one
+            for one in config.model_converters
+            if not isinstance(one, Float8LinearConverter.Config)
+        ],
         parallelism=parallelism,
         training=dataclasses.replace(
-            config.training, local_batch_size=split.sequences, global_batch_size=-1, enable_cpu_offload=False
+            config.training,
+            local_batch_size=split.sequences,
+            global_batch_size=-1,
+            enable_cpu_offload=False,
         ),
         compile=CompileConfig(),
     )
@@ -181,7 +201,9 @@ def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
     return portion
 
 
-def timed_work(work: Work, dims: ParallelDims, devices_per_host: int) -> Iterator[tuple[Kernel | Message, int]]:
+def timed_work(
+    work: Work, dims: ParallelDims, devices_per_host: int
+) -> Iterator[tuple[Kernel | Message, int]]:
     """Yield the kernels of a dry run, and the messages whose time counts."""
     for one, calls in work.items():
         if isinstance(one, Kernel):
@@ -192,8 +214,13 @@ def timed_work(work: Work, dims: ParallelDims, devices_per_host: int) -> Iterato
 
 
 def _role_of(kind: CommunicationKind, axis: str) -> Role | None:
-    """Return why ranks that differ in these mesh dimensions (`dp_shard+cp`) communicate. None: no time is counted."""
-    roles: dict[str, Role] = {"tp": "tensor parallel", "cp": "context parallel", "dp_replicate": "replicas"}
+    """Return why ranks that differ in these mesh dimensions (`dp_shard+cp`) communicate. None: no
+    time is counted."""
+    roles: dict[str, Role] = {
+        "tp": "tensor parallel",
+        "cp": "context parallel",
+        "dp_replicate": "replicas",
+    }
     if kind in ("send", "receive"):
         return None
     if kind in ("all-gather", "reduce-scatter") and "dp_shard" in axis.split("+"):

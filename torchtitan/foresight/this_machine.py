@@ -49,12 +49,20 @@ _VERSION = 5
 
 
 def speed_of_this_machine(processes: int) -> dict[str, Any]:
-    """Return the fields of `Device` for each of `processes` that compute at the same time on this machine. They are
-    measured on first use, with at most one process per core, but two of several; the file is in $TORCHTITAN_CACHE or
-    ~/.cache/torchtitan."""
+    """Return the fields of `Device` for each of `processes` that compute at the same time on this
+    machine. They are measured on first use, with at most one process per core, but two of several;
+    the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
     processes = min(processes, max(2, os.cpu_count() or 1))
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    key = [_VERSION, platform.processor(), platform.node(), os.cpu_count(), processes, threads, torch.__version__]
+    key = [
+        _VERSION,
+        platform.processor(),
+        platform.node(),
+        os.cpu_count(),
+        processes,
+        threads,
+        torch.__version__,
+    ]
     cache = Path(os.environ.get("TORCHTITAN_CACHE") or Path.home() / ".cache" / "torchtitan")
     path = cache / f"device-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
     if not path.is_file():
@@ -71,11 +79,20 @@ def _measure_together(processes: int) -> str:
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         program = "from torchtitan.foresight.this_machine import measure; measure({!r}, {}, {})"
-        words = [[sys.executable, "-P", "-c", program.format(folder, processes, rank)] for rank in range(processes)]
-        started = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment) for one in words]
+        words = [
+            [sys.executable, "-P", "-c", program.format(folder, processes, rank)]
+            for rank in range(processes)
+        ]
+        started = [
+            subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment)
+            for one in words
+        ]
         outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
-        raise UserError("the speed of this machine could not be measured (see above); describe it in a --device_file")
+        raise UserError(
+            "the speed of this machine could not be measured (see above); describe it in a "
+            "--device_file"
+        )
     return outputs[0]
 
 
@@ -86,7 +103,9 @@ def measure(folder: str, processes: int, rank: int) -> None:
     init_group_in(folder, rank, processes, _TIMEOUT_SECONDS)
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    layers = [torch.randn(shape) for shape in [(_TOKENS, _WIDTH), *[(_WIDE, _WIDTH), (_WIDTH, _WIDE)] * 2]]
+    layers = [
+        torch.randn(shape) for shape in [(_TOKENS, _WIDTH), *[(_WIDE, _WIDTH), (_WIDTH, _WIDE)] * 2]
+    ]
     whole, part = torch.zeros(_LARGE), torch.zeros(_LARGE // processes)
     # As in training, messages follow computation that the processes do not end at the same time.
     calls: dict[str, Call] = {
@@ -95,11 +114,13 @@ def measure(folder: str, processes: int, rank: int) -> None:
         "bfloat16": _passes([one.bfloat16() for one in layers], _products),
         "small sum": lambda: dist.all_reduce(whole[:_SMALL]),
         "attention": _passes(
-            torch.rand(3, 2, 4, 512, 64), lambda q, k, v: [F.scaled_dot_product_attention(q, k, v, is_causal=True)]
+            torch.rand(3, 2, 4, 512, 64),
+            lambda q, k, v: [F.scaled_dot_product_attention(q, k, v, is_causal=True)],
         ),
         "gathering": lambda: _gather(part),
         "elementwise": _passes(
-            torch.rand(3, _TOKENS, _WIDE), lambda x, y, z: [x + F.rms_norm(x, x.shape[-1:]), F.silu(y) * z]
+            torch.rand(3, _TOKENS, _WIDE),
+            lambda x, y, z: [x + F.rms_norm(x, x.shape[-1:]), F.silu(y) * z],
         ),
         "small gathering": lambda: _gather(part[:_SMALL]),
     }
@@ -109,8 +130,11 @@ def measure(folder: str, processes: int, rank: int) -> None:
         rates = {name: _work_of(calls[name]) / seconds[name] for name in names}
     latency = (seconds["small sum"] + seconds["small gathering"]) / 2
     duration = seconds["sum"] + seconds["gathering"]
-    # To gather, a ring sends (n - 1) / n of the message, and to sum, twice as much. Latency varies on busy machines.
-    bandwidth = 3 * 4 * _LARGE * (processes - 1) / processes / max(duration - 2 * latency, duration / 2)
+    # To gather, a ring sends (n - 1) / n of the message, and to sum, twice as much. Latency varies
+    # on busy machines.
+    bandwidth = (
+        3 * 4 * _LARGE * (processes - 1) / processes / max(duration - 2 * latency, duration / 2)
+    )
     fields = dict(
         name=f"this machine, {processes} process(es)",
         memory_gib=gib / processes,
@@ -118,7 +142,8 @@ def measure(folder: str, processes: int, rank: int) -> None:
         bfloat16_flops=rates["bfloat16"],
         float8_flops=rates["bfloat16"],
         product_efficiency=1.0,
-        # Half of the square, and five products instead of four in the backward pass, as in `foresight.time`.
+        # Half of the square, and five products instead of four in the backward pass, as in
+        # `foresight.time`.
         attention_efficiency=0.5 * (1 + 2.5) / (1 + 2) * rates["attention"] / rates["float32"],
         memory_bandwidth=rates["elementwise"],
         memory_efficiency=1.0,
@@ -153,7 +178,8 @@ def _seconds_of(calls: dict[str, Call]) -> dict[str, float]:
 
 
 def _work_of(call: Call) -> int:
-    """Return the floating-point operations of a call or, without any, its bytes, counted as for a prediction."""
+    """Return the floating-point operations of a call or, without any, its bytes, counted as for a
+    prediction."""
     tracker = WorkTracker()
     with observing(tracker):
         call()

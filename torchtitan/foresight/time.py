@@ -19,32 +19,35 @@ _PART_OF_PHASE = {"update": "optimizer", "recompute": "recomputation"}
 _PART_OF_KIND = {"product": "products", "attention": "attention"}
 
 FUSED_TRAFFIC = 0.45
-"""Memory traffic of compiled elementwise operations, relative to eager ones: fused, they keep intermediate results in
-registers. Fitted to row 2 of the published runs."""
+"""Memory traffic of compiled elementwise operations, relative to eager ones: fused, they keep
+intermediate results in registers. Fitted to row 2 of the published runs."""
 
 FUSED_LAUNCHES = 0.3
-"""Launches of compiled elementwise operations, relative to eager ones: about three become one kernel."""
+"""Launches of compiled elementwise operations, relative to eager ones: about three become one
+kernel."""
 
 FLOAT8_EFFICIENCY = 0.53
-"""Part of the float8 peak that large products reach. Fitted to rows 3 and 11 of the published runs."""
+"""Part of the float8 peak that large products reach. Fitted to rows 3 and 11 of the published
+runs."""
 
 FLOAT8_CASTS = 1.75
-"""Traffic to cast the operands of products to float8, relative to the traffic of the products in bfloat16, before
-fusing (`FUSED_TRAFFIC`). Fitted to rows 3 and 11."""
+"""Traffic to cast the operands of products to float8, relative to the traffic of the products in
+bfloat16, before fusing (`FUSED_TRAFFIC`). Fitted to rows 3 and 11."""
 
 CAUSAL_PART = 0.5
 """Part of the square of attention that flash attention computes under a causal mask."""
 
 ATTENTION_BACKWARD = 1.25
-"""Five products in flash attention's backward pass (arXiv:2205.14135), where counted operations have four."""
+"""Five products in flash attention's backward pass (arXiv:2205.14135), where counted operations
+have four."""
 
 CONTENTION = 0.12
-"""Part of the device that a collective occupies meanwhile: 16 of an H100's 132 multiprocessors, NCCL's usual number of
-channels."""
+"""Part of the device that a collective occupies meanwhile: 16 of an H100's 132 multiprocessors,
+NCCL's usual number of channels."""
 
 ASYNC_TENSOR_PARALLEL = 0.25
-"""Part of tensor-parallel communication that is hidden if products are computed in pieces as they arrive. The first
-and last piece stay exposed, and smaller products are slower. Fitted to row 13."""
+"""Part of tensor-parallel communication that is hidden if products are computed in pieces as they
+arrive. The first and last piece stay exposed, and smaller products are slower. Fitted to row 13."""
 
 FILLED_BUBBLES = {"InterleavedZeroBubble": 1 / 3, "ZBVZeroBubble": 1 / 6, "DualPipeV": 1 / 6}
 """Bubble relative to the bubble of other schedules, which is (ranks - 1) / (micro-batches x stages
@@ -70,8 +73,9 @@ WorkOfRank = Iterable[tuple[Kernel | Message, float]]
 def collective_seconds(device: Device, message: Message) -> float:
     """Return the time of a collective.
 
-    A ring over several hosts crosses each of them with all network devices of its ranks. All-to-all sends to other
-    hosts directly, with one network device per rank. All-reduce takes the faster of ring and tree (2 log2 n hops).
+    A ring over several hosts crosses each of them with all network devices of its ranks. All-to-all
+    sends to other hosts directly, with one network device per rank. All-reduce takes the faster of
+    ring and tree (2 log2 n hops).
     """
     n = message.ranks
     n_bytes = message.n_bytes
@@ -87,24 +91,36 @@ def collective_seconds(device: Device, message: Message) -> float:
     if message.kind == "all-to-all":
         remote = n_bytes * (n - per_host) / n
         local = n_bytes * part - remote
-        return start + hop + max(local / link, remote / device.network_bandwidth) / device.link_efficiency
+        return (
+            start
+            + hop
+            + max(local / link, remote / device.network_bandwidth) / device.link_efficiency
+        )
     if message.kind == "all-reduce":
-        return start + 2 * min(ring + part * n_bytes / bandwidth, math.log2(n) * hop + n_bytes / bandwidth)
+        return start + 2 * min(
+            ring + part * n_bytes / bandwidth, math.log2(n) * hop + n_bytes / bandwidth
+        )
     return start + ring + part * n_bytes / bandwidth
 
 
 def kernel_seconds(device: Device, kernel: Kernel, *, is_compiled: bool) -> float:
-    """Return the time of one kernel on the device, without its launch: the longer of computation and memory
-    traffic."""
+    """Return the time of one kernel on the device, without its launch: the longer of computation
+    and memory traffic."""
     traffic = kernel.n_bytes / (device.memory_bandwidth * device.memory_efficiency)
     is_float32 = kernel.dtype == torch.float32
     peak = device.float32_flops if is_float32 else device.bfloat16_flops
     if kernel.kind == "attention":
         passes = ATTENTION_BACKWARD if kernel.phase == "backward" else 1.0
-        return max(CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic)
+        return max(
+            CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic
+        )
     if kernel.kind == "product":
         in_float8 = kernel.dtype.itemsize == 1
-        rate = device.float8_flops * FLOAT8_EFFICIENCY if in_float8 else peak * device.product_efficiency
+        rate = (
+            device.float8_flops * FLOAT8_EFFICIENCY
+            if in_float8
+            else peak * device.product_efficiency
+        )
         return max(kernel.flops / rate, traffic)
     is_fused = is_compiled and kernel.kind == "other" and kernel.phase != "update"
     return traffic * (FUSED_TRAFFIC if is_fused else 1.0)
@@ -117,8 +133,9 @@ def step_parts(
     products, attention, other kernels, recomputation, optimizer, launches, and each role of
     communication, unless computation hides it.
 
-    FSDP's communication runs on its own streams: the first gather and the last reduction are exposed, the others only
-    if they take longer than the computation. Tensor, context and expert parallelism need each result at once.
+    FSDP's communication runs on its own streams: the first gather and the last reduction are
+    exposed, the others only if they take longer than the computation. Tensor, context and expert
+    parallelism need each result at once.
     """
     kernels: defaultdict[str, float] = defaultdict(float)
     messages: defaultdict[str, float] = defaultdict(float)

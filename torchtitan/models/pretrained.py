@@ -64,7 +64,8 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
         return huggingface_model(folder, family)[0]
     if found == "meta":
         document = _read_description(folder, "meta")
-        if document.get("vocab_size", -1) == -1:  # in Llama 1 and 2; Meta's code takes the tokenizer's
+        # in Llama 1 and 2; Meta's code takes the tokenizer's
+        if document.get("vocab_size", -1) == -1:
             document["vocab_size"] = MetaSource(folder).vocab_size
         return _external_spec(next(families_with("meta", family)), "meta", document)
     document = read_model_json(folder)
@@ -72,8 +73,8 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     classes = {type(config)._owner.__name__: type(config) for config in package.FLAVORS.values()}
     if document["model"] not in classes:
         raise UserError(
-            f"{folder / DESCRIPTION}: '{document['model']}' is not a model of {package.__name__}, which has "
-            f"{', '.join(classes)}"
+            f"{folder / DESCRIPTION}: '{document['model']}' is not a model of {package.__name__}, "
+            f"which has {', '.join(classes)}"
         )
     with errors_of(str(folder / DESCRIPTION)):
         model = classes[document["model"]].from_dict(document["config"])
@@ -100,9 +101,10 @@ def load_model(
     base: Path | None = None,
     family: ModuleType | None = None,
 ) -> LoadedModel:
-    """Return the model of a checkpoint in any format, with its weights, read one tensor at a time. Raise `UserError`
-    like `internal_source`, whose arguments it takes, and if a DCP checkpoint is damaged, or its weights are quantized.
-    `dtype` is the type of the weights; None: the most frequent type in the checkpoint."""
+    """Return the model of a checkpoint in any format, with its weights, read one tensor at a time.
+    Raise `UserError` like `internal_source`, whose arguments it takes, and if a DCP checkpoint is
+    damaged, or its weights are quantized. `dtype` is the type of the weights; None: the most
+    frequent type in the checkpoint."""
     checkpoint_format(path, family)
     pretrained.check_digests(path)
     spec, source = internal_source(path, base=base, family=family)
@@ -115,10 +117,13 @@ def load_model(
     return LoadedModel(model.eval(), spec, asset_folder(Path(path)))
 
 
-def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[ModelSpec, dict[str, Any]]:
-    """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
-    Raise `UserError` if there is no such file, neither a family (see `spec_of`) nor transformers has its `model_type`,
-    it does not compute the model, or the weights are quantized by an unsupported method."""
+def huggingface_model(
+    folder: Path, family: ModuleType | None = None
+) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the specification of the model that the config.json in `folder` describes, and the
+    content of that file. Raise `UserError` if there is no such file, neither a family (see
+    `spec_of`) nor transformers has its `model_type`, it does not compute the model, or the weights
+    are quantized by an unsupported method."""
     document = _read_description(folder, "hf")
     model_type = document.get("model_type")
     if model_type is None:
@@ -133,7 +138,8 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
                     raise UserError(f"{error}; --module transformers may support it") from error
     any_class = trusted_module(ANY_CLASS)
     assert any_class is not None, "built-in modules are trusted"
-    located = {**document, "_name_or_path": str(folder.resolve())}  # a model may need code in its folder
+    # a model may need code in its folder
+    located = {**document, "_name_or_path": str(folder.resolve())}
     return _external_spec(any_class, "hf", located), document
 
 
@@ -147,5 +153,7 @@ def _read_description(folder: Path, format: str) -> dict[str, Any]:
 
 
 def _external_spec(family: ModuleType, format: str, document: Mapping[str, Any]) -> ModelSpec:
-    spec: ModelSpec = family.model_spec(family.FORMATS[format].from_external(document), _FOREIGN_FLAVOR)
+    spec: ModelSpec = family.model_spec(
+        family.FORMATS[format].from_external(document), _FOREIGN_FLAVOR
+    )
     return spec

@@ -1,4 +1,5 @@
-"""Interfaces for extensions: models, their specifications, sharding plans and formats, and converters."""
+"""Interfaces for extensions: models, their specifications, sharding plans and formats, and
+converters."""
 
 from torchtitan.protocols.converter import LayerConverter, ModelConverter
 from torchtitan.protocols.model import BaseModel, ConvertedModule
@@ -6,5 +7,12 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ExternalFormat, StateDictAdapter
 
-__all__ = ["BaseModel", "ConvertedModule", "ExternalFormat", "LayerConverter", "ModelConverter", "ModelSpec"]
+__all__ = [
+    "BaseModel",
+    "ConvertedModule",
+    "ExternalFormat",
+    "LayerConverter",
+    "ModelConverter",
+    "ModelSpec",
+]
 __all__ += ["ShardingPlan", "StateDictAdapter"]

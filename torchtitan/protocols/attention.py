@@ -1,4 +1,5 @@
-"""`AttentionMetadata`: which tokens of a batch attend to which. Data loaders make it, and every kernel reads it."""
+"""`AttentionMetadata`: which tokens of a batch attend to which. Data loaders make it, and every
+kernel reads it."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -43,33 +44,38 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionMetadata:
-    """Attention in a batch of B rows of L tokens: each token sees itself and the earlier tokens of its document, at
-    most `window` in all. Documents are contiguous and end with their row.
+    """Attention in a batch of B rows of L tokens: each token sees itself and the earlier tokens of
+    its document, at most `window` in all. Documents are contiguous and end with their row.
 
-    Everything that decides shapes is on the host, so that no kernel waits for the device to read it.
+    Everything that decides shapes is on the host, so that no kernel waits for the device to read
+    it.
     """
 
     positions_BL: Tensor | None = None
-    """Each token's position in its document, on the device of the tokens. None: each row is one document."""
+    """Each token's position in its document, on the device of the tokens. None: each row is one
+    document."""
 
     cu_seqlens: Tensor
-    """Boundaries of documents in the flattened rows, from 0 to B x L: int32, (documents + 1,), always on the host."""
+    """Boundaries of documents in the flattened rows, from 0 to B x L: int32, (documents + 1,),
+    always on the host."""
 
     max_seqlen: int
     """Tokens of the longest document."""
 
     n_tokens_B: Tensor | None = None
-    """Tokens of each row before its padding, int64 (B,), always on the host. None: no row has padding."""
+    """Tokens of each row before its padding, int64 (B,), always on the host. None: no row has
+    padding."""
 
     documents: Documents | None = None
-    """Documents of the tokens on their device, for routers of experts; the model sets them in training."""
+    """Documents of the tokens on their device, for routers of experts; the model sets them in
+    training."""
 
     window: int | None = None
     """Number of tokens that a token sees, including itself; None: no limit."""
 
     query_places_L: Tensor | None = None
-    """Places of the tokens in their row, if it has other keys too: keys of other ranks under context parallelism (then
-    the boundaries are of entire rows), or of a cache."""
+    """Places of the tokens in their row, if it has other keys too: keys of other ranks under
+    context parallelism (then the boundaries are of entire rows), or of a cache."""
 
     key_places_S: Tensor | None = None
     """Places of all keys in the row, in the order in which attention gets them."""
@@ -81,23 +87,35 @@ class AttentionMetadata:
     """Input of the kernel that is the same in all layers with this window."""
 
     states: dict[nn.Module, Any] | None = None
-    """States of recurrent modules after the previous forward pass, which continues in this one: a module reads and
-    replaces its own. None: no states are kept."""
+    """States of recurrent modules after the previous forward pass, which continues in this one: a
+    module reads and replaces its own. None: no states are kept."""
 
     @classmethod
-    def from_positions(cls, positions_BL: Tensor, n_tokens_B: Tensor | None = None) -> "AttentionMetadata":
-        """Describe packed documents by the positions of their tokens, which are on the host and 0 at each start. The
-        padding after the first `n_tokens_B` tokens of a row has positions like a document."""
-        assert positions_BL.device.type == "cpu", "reading positions from a device would wait for it"
+    def from_positions(
+        cls, positions_BL: Tensor, n_tokens_B: Tensor | None = None
+    ) -> "AttentionMetadata":
+        """Describe packed documents by the positions of their tokens, which are on the host and 0
+        at each start. The padding after the first `n_tokens_B` tokens of a row has positions like a
+        document."""
+        assert positions_BL.device.type == "cpu", (
+            "reading positions from a device would wait for it"
+        )
         starts_BL = positions_BL == 0
         starts_BL[:, 0] = True
         starts = starts_BL.flatten().nonzero().flatten()
         boundaries = torch.cat((starts, starts.new_tensor([starts_BL.numel()]))).int()
         longest = int(boundaries.diff().max())
-        return cls(positions_BL=positions_BL, cu_seqlens=boundaries, max_seqlen=longest, n_tokens_B=n_tokens_B)
+        return cls(
+            positions_BL=positions_BL,
+            cu_seqlens=boundaries,
+            max_seqlen=longest,
+            n_tokens_B=n_tokens_B,
+        )
 
     @classmethod
-    def of_rows(cls, n_rows: int, length: int, n_tokens_B: Tensor | None = None) -> "AttentionMetadata":
+    def of_rows(
+        cls, n_rows: int, length: int, n_tokens_B: Tensor | None = None
+    ) -> "AttentionMetadata":
         """Describe rows of `length` tokens, one document each, with padding after their first
         `n_tokens_B` tokens."""
         boundaries = torch.arange(0, (n_rows + 1) * length, length, dtype=torch.int32, device="cpu")
@@ -144,14 +162,21 @@ class AttentionMetadata:
         return replace(self, window=window)
 
     def with_chunks(self, length: int | None, positions_BL: Tensor) -> "AttentionMetadata":
-        """Describe the same tokens, with these positions, for layers that cut documents into chunks of this length."""
+        """Describe the same tokens, with these positions, for layers that cut documents into chunks
+        of this length."""
         if length is None or (self.positions_BL is None and self.max_seqlen <= length):
             return self
-        starts = [start for first, last in pairwise(self.cu_seqlens.tolist()) for start in range(first, last, length)]
+        starts = [
+            start
+            for first, last in pairwise(self.cu_seqlens.tolist())
+            for start in range(first, last, length)
+        ]
         return replace(
             self,
             positions_BL=(positions_BL % length).expand(self.n_rows, -1),
-            cu_seqlens=torch.tensor([*starts, int(self.cu_seqlens[-1])], dtype=torch.int32, device="cpu"),
+            cu_seqlens=torch.tensor(
+                [*starts, int(self.cu_seqlens[-1])], dtype=torch.int32, device="cpu"
+            ),
             max_seqlen=min(self.max_seqlen, length),
         )
 
@@ -171,7 +196,9 @@ class AttentionMetadata:
         """Describe the rows from `start` to before `stop`, such as a micro-batch of a pipeline."""
         n_tokens_B = None if self.n_tokens_B is None else self.n_tokens_B[start:stop]
         if self.positions_BL is None:
-            return replace(self, cu_seqlens=self.cu_seqlens[: stop - start + 1], n_tokens_B=n_tokens_B)
+            return replace(
+                self, cu_seqlens=self.cu_seqlens[: stop - start + 1], n_tokens_B=n_tokens_B
+            )
         first, last = (row * int(self.cu_seqlens[-1]) // self.n_rows for row in (start, stop))
         boundaries = self.cu_seqlens[(self.cu_seqlens >= first) & (self.cu_seqlens <= last)] - first
         return replace(
@@ -186,5 +213,14 @@ class AttentionMetadata:
         """Describe a rank's part of each row's tokens, given the places of its tokens and of the
         gathered keys."""
         whole_BL = self.positions_BL
-        positions_BL = query_places_L.expand(self.n_rows, -1) if whole_BL is None else whole_BL[:, query_places_L]
-        return replace(self, positions_BL=positions_BL, query_places_L=query_places_L, key_places_S=key_places_S)
+        positions_BL = (
+            query_places_L.expand(self.n_rows, -1)
+            if whole_BL is None
+            else whole_BL[:, query_places_L]
+        )
+        return replace(
+            self,
+            positions_BL=positions_BL,
+            query_places_L=query_places_L,
+            key_places_S=key_places_S,
+        )

@@ -1,4 +1,5 @@
-"""`ModelConverter`, which rewrites a model's modules, and `LayerConverter`, which replaces layers by name."""
+"""`ModelConverter`, which rewrites a model's modules, and `LayerConverter`, which replaces layers
+by name."""
 
 import logging
 from abc import abstractmethod
@@ -24,19 +25,22 @@ _CONVERTED_BY = "converted_by"
 
 
 class ModelConverter(Configurable):
-    """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, in order: `convert`; at the
-    start of the run, `load_initial_weights` and `post_init_hook`; at every step, `pre_step_hook` and
-    `post_optimizer_hook`. They do nothing unless overridden."""
+    """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, in order:
+    `convert`; at the start of the run, `load_initial_weights` and `post_init_hook`; at every step,
+    `pre_step_hook` and `post_optimizer_hook`. They do nothing unless overridden."""
 
     changes_weights: ClassVar[bool] = False
-    """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters."""
+    """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the
+    converters."""
 
     simulates: ClassVar[bool] = False
-    """True if the run simulates quantization by `torchtitan convert`: checkpoints then record the options."""
+    """True if the run simulates quantization by `torchtitan convert`: checkpoints then record the
+    options."""
 
     run_options: ClassVar[frozenset[str]] = frozenset()
-    """Config fields that may change when a run resumes: settings of training and initial values, and values that tensor
-    names and shapes reveal. All others determine the meaning of the weights."""
+    """Config fields that may change when a run resumes: settings of training and initial values,
+    and values that tensor names and shapes reveal. All others determine the meaning of the
+    weights."""
 
     freezes: ClassVar[bool] = False
     """True if some weights are frozen: linear layers store them in the compute dtype."""
@@ -55,34 +59,44 @@ class ModelConverter(Configurable):
             return f"--model_converters.{config_key(self)}"
 
         def check_run(
-            self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
+            self,
+            *,
+            training: TrainingConfig,
+            parallelism: ParallelismConfig,
+            compile: CompileConfig,
         ) -> None:
-            """Raise `UserError`, before any process starts, for an option that this converter does not support."""
+            """Raise `UserError`, before any process starts, for an option that this converter does
+            not support."""
 
         def check_device(self) -> None:
-            """Raise `UserError`, before any process starts, if this device is unsupported; not called in dry runs."""
+            """Raise `UserError`, before any process starts, if this device is unsupported; not
+            called in dry runs."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise `UserError`, before any process starts, if a temporary model on the meta device cannot be converted.
-        Changes made here are visible to later converters."""
+        """Raise `UserError`, before any process starts, if a temporary model on the meta device
+        cannot be converted. Changes made here are visible to later converters."""
 
     def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
-        """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for the plain model
-        `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `saved`."""
+        """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for
+        the plain model `spec`; not called if the run starts from a checkpoint of this converter,
+        with the configuration `saved`."""
 
     def convert(self, model: nn.Module) -> None:
-        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if there is nothing to do."""
+        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if there is
+        nothing to do."""
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Load additional initial values from files at the start of a run, after the plain model's weights. A resumed
-        run calls this only if the checkpoint omits frozen weights (`checkpoint.save_trainable_only`)."""
+        """Load additional initial values from files at the start of a run, after the plain model's
+        weights. A resumed run calls this only if the checkpoint omits frozen weights
+        (`checkpoint.save_trainable_only`)."""
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Act once before training, after weights are initialized or loaded."""
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Act before each step, counted from 1 over all resumptions. If a step finds no data, this is called again
-        with the previous number (or 0), so that the final validation computes as in that step."""
+        """Act before each step, counted from 1 over all resumptions. If a step finds no data, this
+        is called again with the previous number (or 0), so that the final validation computes as in
+        that step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Act after each optimizer step."""
@@ -90,13 +104,15 @@ class ModelConverter(Configurable):
     def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write parts that are useful on their own, such as an adapter, into a subfolder of `folder`, the export of the
-        plain model. Called in one process. `model` is on the meta device, and `requires_grad` marks its trained
-        parameters, if known; `read` returns whole tensors by name."""
+        """Write parts that are useful on their own, such as an adapter, into a subfolder of
+        `folder`, the export of the plain model. Called in one process. `model` is on the meta
+        device, and `requires_grad` marks its trained parameters, if known; `read` returns whole
+        tensors by name."""
 
 
 class LayerConverter(ModelConverter):
-    """Replace layers selected by name patterns, in `convert_layer`. A layer cannot be converted twice."""
+    """Replace layers selected by name patterns, in `convert_layer`. A layer cannot be converted
+    twice."""
 
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
     """Classes of layers that can be converted, excluding subclasses."""
@@ -109,7 +125,8 @@ class LayerConverter(ModelConverter):
         """Selection of layers to convert."""
 
         include: list[str] = field(default_factory=lambda: [r"."])
-        """Regular expressions searched in the layers' names (layers.0.attention.wq); matching layers are converted."""
+        """Regular expressions searched in the layers' names (layers.0.attention.wq); matching
+        layers are converted."""
 
         exclude: list[str] = field(default_factory=list)
         """Regular expressions; layers with matching names are not converted."""
@@ -128,19 +145,29 @@ class LayerConverter(ModelConverter):
             self.convert(model)
 
     def convert(self, model: nn.Module) -> None:
-        """Replace the selected layers of a model on the meta device, in place, and log them. Raise `UserError` if a
-        pattern matches no layer, no layer is selected, or a layer is already converted."""
+        """Replace the selected layers of a model on the meta device, in place, and log them. Raise
+        `UserError` if a pattern matches no layer, no layer is selected, or a layer is already
+        converted."""
         key, selected = config_key(self.config), self.select(model)
         for name, layer in selected.items():
             converted = self.convert_layer(name, layer)
             setattr(converted, _CONVERTED_BY, key)
             model.set_submodule(name, converted, strict=True)
-        with_weights = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
+        with_weights = (
+            name for name, module in model.named_modules() if list(module.parameters(recurse=False))
+        )
         unchanged = _join(name for name in with_weights if name not in selected) or "none"
-        logger.info("%s: %d layers converted: %s; unchanged: %s", key, len(selected), _join(selected), unchanged)
+        logger.info(
+            "%s: %d layers converted: %s; unchanged: %s",
+            key,
+            len(selected),
+            _join(selected),
+            unchanged,
+        )
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers selected by the patterns, by name; log those skipped. Raise `UserError` like `convert`."""
+        """Return the layers selected by the patterns, by name; log those skipped. Raise `UserError`
+        like `convert`."""
         config, key = self.config, config_key(self.config)
         unused = getattr(model, "unused_layers", ())
         named = ((name, module) for name, module in model.named_modules() if name not in unused)
@@ -148,20 +175,25 @@ class LayerConverter(ModelConverter):
         if not self.converts_head:
             layers.pop(HEAD, None)
         is_tied = self.converts_head and is_head_tied(model)
-        kind = f"layers (the head is tied to the embedding, so there is no '{HEAD}')" if is_tied else "layers"
+        kind = (
+            f"layers (the head is tied to the embedding, so there is no '{HEAD}')"
+            if is_tied
+            else "layers"
+        )
         names = choose(config.option, config.include, config.exclude, list(layers), kind)
         for name in names:
             if other := converter_of(layers[name]):
                 raise UserError(
-                    f"model_converters: {name} is already converted by {other}, and {key} cannot convert it again; "
-                    f"exclude it from one of them ({config.option}.exclude)"
+                    f"model_converters: {name} is already converted by {other}, and {key} cannot "
+                    f"convert it again; exclude it from one of them ({config.option}.exclude)"
                 )
             is_of_base = isinstance(layers[name], (StackedExperts, LinearRouter))
             if type(layers[name]) not in self.layer_types and not is_of_base:
                 base = next(type_ for type_ in self.layer_types if isinstance(layers[name], type_))
                 raise UserError(
-                    f"{config.option}: {name} cannot be converted: it is a {type(layers[name]).__name__}, which "
-                    f"computes otherwise than {base.__name__}; exclude it ({config.option}.exclude)"
+                    f"{config.option}: {name} cannot be converted: it is a "
+                    f"{type(layers[name]).__name__}, which computes otherwise than "
+                    f"{base.__name__}; exclude it ({config.option}.exclude)"
                 )
         reasons = {name: self.reason_to_skip(name, layers[name]) for name in names}
         groups: dict[str, list[str]] = {}
@@ -171,19 +203,23 @@ class LayerConverter(ModelConverter):
         skipped = "; ".join(f"{reason}: {_join(of_reason)}" for reason, of_reason in groups.items())
         if all(reasons.values()):
             what = skipped or _join(layers)
-            raise UserError(f"{config.option}: no layer is left to convert: {what}; change {config.option}.include")
+            raise UserError(
+                f"{config.option}: no layer is left to convert: {what}; change "
+                f"{config.option}.include"
+            )
         if skipped:
             logger.info("%s: skipped layers with %s", key, skipped)
         return {name: layers[name] for name in names if not reasons[name]}
 
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
-        """Return what keeps a selected layer from being converted, "" for nothing. Raise `UserError` for a layer that
-        should not be skipped."""
+        """Return what keeps a selected layer from being converted, "" for nothing. Raise
+        `UserError` for a layer that should not be skipped."""
         return ""
 
     @abstractmethod
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """Return the replacement of `layer` on the meta device, with its initializers (`protocols.initializer`)."""
+        """Return the replacement of `layer` on the meta device, with its initializers
+        (`protocols.initializer`)."""
 
 
 def is_head_tied(model: nn.Module) -> bool:

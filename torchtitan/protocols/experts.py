@@ -1,4 +1,5 @@
-"""Mixtures of experts as parallelism (`StackedExperts`) and the training loop (`LoadBalanced`) see them."""
+"""Mixtures of experts as parallelism (`StackedExperts`) and the training loop (`LoadBalanced`) see
+them."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,8 +13,9 @@ from torch.distributed import ProcessGroup
 from torchtitan.protocols.initializer import Constant, with_initializers
 
 Exchange = Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]], Tensor]
-"""(rows_RD, weight_R, counts_E, compute) → (R, D): the results of the ranks that have the experts. Rows are tokens in
-the order of their experts, with `counts_E` rows for each; `compute`: as `forward`, for the experts of this rank."""
+"""(rows_RD, weight_R, counts_E, compute) → (R, D): the results of the ranks that have the experts.
+Rows are tokens in the order of their experts, with `counts_E` rows for each; `compute`: as
+`forward`, for the experts of this rank."""
 
 
 class StackedExperts(nn.Module):
@@ -37,33 +39,37 @@ class StackedExperts(nn.Module):
     """Ranks with the other parts of the width, set by expert tensor parallelism."""
 
     def product(self, rows_RI: Tensor, name: str, ends_E: Tensor) -> Tensor:
-        """Return the products of rows, in the order of experts, with the matrices `name` of their experts: (R, inputs)
-        → (R, outputs). `ends_E`: end of each expert's rows, int32."""
+        """Return the products of rows, in the order of experts, with the matrices `name` of their
+        experts: (R, inputs) → (R, outputs). `ends_E`: end of each expert's rows, int32."""
         return F.grouped_mm(rows_RI, getattr(self, name).flatten(1, -2).mT, offs=ends_E)
 
     @abstractmethod
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
-        """Return the sum of the chosen experts' results for each token, times their weights: (N, D)."""
+        """Return the sum of the chosen experts' results for each token, times their weights: (N,
+        D)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PenaltyConfig:
-    """Weights of the auxiliary losses, which are added over layers. They change gradients, but not the logged loss."""
+    """Weights of the auxiliary losses, which are added over layers. They change gradients, but not
+    the logged loss."""
 
     batch_loss: float = 0.0
-    """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then begins with a forward
-    pass over its tokens that only counts."""
+    """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then
+    begins with a forward pass over its tokens that only counts."""
 
     sequence_loss: float = 0.0
-    """Weight of the load-balancing loss within each document, weighted by its tokens (DeepSeek-V3)."""
+    """Weight of the load-balancing loss within each document, weighted by its tokens
+    (DeepSeek-V3)."""
 
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
 
 
 class SelectionBias(nn.Module):
-    """A bias of each expert, added to its scores for the choice only. After each optimizer step, it rises by `rate` for
-    experts with fewer tokens than the mean of the global batch, and falls for experts with more (arXiv:2408.15664)."""
+    """A bias of each expert, added to its scores for the choice only. After each optimizer step, it
+    rises by `rate` for experts with fewer tokens than the mean of the global batch, and falls for
+    experts with more (arXiv:2408.15664)."""
 
     def __init__(self, n_experts: int, rate: float):
         super().__init__()
@@ -72,7 +78,8 @@ class SelectionBias(nn.Module):
         with_initializers(self, bias_E=Constant(0.0))
 
     def forward(self, scores_BLE: Tensor) -> Tensor:
-        return scores_BLE + self.bias_E.to(scores_BLE.device)  # it stays in CPU memory if weights are offloaded
+        # it stays in CPU memory if weights are offloaded
+        return scores_BLE + self.bias_E.to(scores_BLE.device)
 
     @torch.no_grad()
     def update(self, counts_E: Tensor) -> None:
@@ -81,33 +88,39 @@ class SelectionBias(nn.Module):
 
 
 class LoadBalanced(nn.Module):
-    """Base class of routers, which keep their E experts equally busy. `torchtitan.components.losses.load_balance` sums
-    `totals` over the ranks that see other tokens, and moves the selection bias.
+    """Base class of routers, which keep their E experts equally busy.
+    `torchtitan.components.losses.load_balance` sums `totals` over the ranks that see other tokens,
+    and moves the selection bias.
 
-    Auxiliary losses do not travel with the training loss, which only the last stage of a pipeline has, and which is
-    divided by another number of tokens: a router adds their gradient in its own backward pass, multiplied by
-    `gradient_scale`. That pass runs once per micro-batch, unlike the forward pass, which activation checkpointing
-    repeats and validation runs without a step. So tokens are counted there too.
+    Auxiliary losses do not travel with the training loss, which only the last stage of a pipeline
+    has, and which is divided by another number of tokens: a router adds their gradient in its own
+    backward pass, multiplied by `gradient_scale`. That pass runs once per micro-batch, unlike the
+    forward pass, which activation checkpointing repeats and validation runs without a step. So
+    tokens are counted there too.
     """
 
     row_groups: Sequence[ProcessGroup] = ()
-    """Groups of ranks with other parts of the same rows of tokens, set by tensor and context parallelism."""
+    """Groups of ranks with other parts of the same rows of tokens, set by tensor and context
+    parallelism."""
 
-    def __init__(self, n_experts: int, top_k: int, penalties: PenaltyConfig, selection: SelectionBias | None):
+    def __init__(
+        self, n_experts: int, top_k: int, penalties: PenaltyConfig, selection: SelectionBias | None
+    ):
         super().__init__()
         self.n_experts = n_experts
         self.top_k = top_k
         self.penalties = penalties
         self.selection = selection
         self.totals: Tensor | None = None
-        """Since the step began, the number of tokens that this rank has sent to each expert, and as the last element
-        the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64. None before the first step.
-        Padding does not count."""
+        """Since the step began, the number of tokens that this rank has sent to each expert, and as
+        the last element the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1),
+        int64. None before the first step. Padding does not count."""
         self.gradient_scale: Tensor | None = None
         """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens,
         and the loop divides them by the tokens of the global batch, without padding."""
         self.batch_counts_E: Tensor | None = None
-        """Tokens of the global batch that each expert gets with the current weights, for the batch loss."""
+        """Tokens of the global batch that each expert gets with the current weights, for the batch
+        loss."""
         self.is_measuring = False
         """True if forward passes count, because no backward pass follows."""
 

@@ -1,11 +1,12 @@
 """Initial distributions of parameters, stored in the modules that own them.
 
-Modules may be built on the meta device and sharded before their weights exist. `torchtitan.distributed.initialize` then
-fills in the weights, with the same values for any layout.
+Modules may be built on the meta device and sharded before their weights exist.
+`torchtitan.distributed.initialize` then fills in the weights, with the same values for any layout.
 
-A distribution is its quantile function (inverse CDF): it maps uniform random numbers to values, one by one. The values
-of the distributions here depend on no version of PyTorch or NumPy and on no processor, since only operations are used
-that IEEE 754 rounds correctly (+, -, *, /, square root), unlike `torch.erfinv` or `torch.log`.
+A distribution is its quantile function (inverse CDF): it maps uniform random numbers to values, one
+by one. The values of the distributions here depend on no version of PyTorch or NumPy and on no
+processor, since only operations are used that IEEE 754 rounds correctly (+, -, *, /, square root),
+unlike `torch.erfinv` or `torch.log`.
 """
 
 import math
@@ -25,8 +26,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Initializer(Protocol):
-    """Map uniform random numbers between -1 and 1, rows (n, …), to the initial values of n rows. Several threads call
-    this at once."""
+    """Map uniform random numbers between -1 and 1, rows (n, …), to the initial values of n rows.
+    Several threads call this at once."""
 
     def __call__(self, uniform: Numbers) -> NDArray[Any]: ...
 
@@ -79,16 +80,18 @@ class Constant:
 
 @dataclass(frozen=True)
 class DerivedRows:
-    """Initial values derived from the same rows of another parameter, which may exist only in the plain module: row
-    norms, 4-bit rows. Both parameters share their uniform numbers."""
+    """Initial values derived from the same rows of another parameter, which may exist only in the
+    plain module: row norms, 4-bit rows. Both parameters share their uniform numbers."""
 
     plain: str
-    """Name of the other parameter in the plain module (`torchtitan.protocols.model.ConvertedModule`)."""
+    """Name of the other parameter in the plain module
+    (`torchtitan.protocols.model.ConvertedModule`)."""
 
     shape: torch.Size
 
     initializer: Initializer | None
-    """Distribution of the other parameter. None: the model supplies its values (`BaseModel.values_of`)."""
+    """Distribution of the other parameter. None: the model supplies its values
+    (`BaseModel.values_of`)."""
 
     from_rows: Callable[[Tensor], Tensor]
     """Rows of the other parameter, (n, …) in float32 → the same rows of this one."""
@@ -100,7 +103,8 @@ class DerivedRows:
 
 
 def with_initializers(module: ModuleT, **initializers: Initializer) -> ModuleT:
-    """Attach the initial distribution of each of `module`'s own parameters (`weight=…`), and return `module`."""
+    """Attach the initial distribution of each of `module`'s own parameters (`weight=…`), and return
+    `module`."""
     setattr(module, _ATTRIBUTE, initializers)
     return module
 
@@ -116,25 +120,27 @@ def initializer_of(module: nn.Module, parameter: str) -> Initializer:
     initializers = initializers_of(module)
     if parameter not in initializers:
         raise LookupError(
-            f"{type(module).__name__} has no initializer for its parameter or buffer '{parameter}'; "
-            "attach one with torchtitan.protocols.initializer.with_initializers"
+            f"{type(module).__name__} has no initializer for its parameter or buffer "
+            f"'{parameter}'; attach one with torchtitan.protocols.initializer.with_initializers"
         )
     return initializers[parameter]
 
 
-# Coefficients of PPND7, from the highest power, for probabilities at most 0.425 from 1/2, and for the tails.
+# Coefficients of PPND7, from the highest power, for probabilities at most 0.425 from 1/2, and for
+# the tails.
 _CENTER = (5.9109374720e1, 1.5929113202e2, 5.0434271938e1, 3.3871327179e0)
 _CENTER_DIVISOR = (6.7187563600e1, 7.8757757664e1, 1.7895169469e1, 1.0)
 _TAIL = (1.7023821103e-1, 1.3067284816e0, 2.7568153900e0, 1.4234372777e0)
 _TAIL_DIVISOR = (1.2021132975e-1, 7.3700164250e-1, 1.0)
-# log((1 + s) / (1 - s)) = 2 (s + s³ / 3 + …); |s| is at most 0.172 below, so the next term is at most 7e-10.
+# log((1 + s) / (1 - s)) = 2 (s + s³ / 3 + …); |s| is at most 0.172 below, so the next term is at
+# most 7e-10.
 _LOGARITHM = (2 / 9, 2 / 7, 2 / 5, 2 / 3, 2.0)
 
 
 def normal_quantile(uniform: Numbers) -> Numbers:
-    """Map uniform numbers, odd multiples of 2⁻²⁴ in (-1, 1) or numbers closer to 0, to the standard normal distribution
-    with an error of at most 2e-6: the values z with P(|Z| < z) = uniform. Algorithm AS 241, PPND7 (Wichura 1988,
-    Applied Statistics 37:477-484)."""
+    """Map uniform numbers, odd multiples of 2⁻²⁴ in (-1, 1) or numbers closer to 0, to the standard
+    normal distribution with an error of at most 2e-6: the values z with P(|Z| < z) = uniform.
+    Algorithm AS 241, PPND7 (Wichura 1988, Applied Statistics 37:477-484)."""
     half = uniform.ravel() / 2
     r = 0.180625 - half * half
     z = half * _polynomial(r, _CENTER)
@@ -155,8 +161,8 @@ def _logarithm(x: Numbers) -> Numbers:
 
 
 def _polynomial(x: Numbers, coefficients: Sequence[float]) -> Numbers:
-    """Return the values of a polynomial, by Horner's rule. Two roundings per coefficient, since a fused product and sum
-    would depend on the processor."""
+    """Return the values of a polynomial, by Horner's rule. Two roundings per coefficient, since a
+    fused product and sum would depend on the processor."""
     value = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         value += coefficient

@@ -17,9 +17,10 @@ from torchtitan.tools.errors import UserError
 class BaseModel(nn.Module, Configurable):
     """A model that the trainer can train.
 
-    `config.build()` constructs it; under `torch.device("meta")`, it takes no memory. Every module that owns parameters
-    carries their initial distributions (`torchtitan.protocols.initializer`). For the forward pass `forward(tokens,
-    attention=None, *, head=…, **head_inputs)`, see `torchtitan.models.common.decoder.Decoder`.
+    `config.build()` constructs it; under `torch.device("meta")`, it takes no memory. Every module
+    that owns parameters carries their initial distributions (`torchtitan.protocols.initializer`).
+    For the forward pass `forward(tokens, attention=None, *, head=…, **head_inputs)`, see
+    `torchtitan.models.common.decoder.Decoder`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -44,52 +45,61 @@ class BaseModel(nn.Module, Configurable):
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
-            """Sizes that tensor parallelism splits, by field; its degree must divide each of them."""
+            """Sizes that tensor parallelism splits, by field; its degree must divide each of
+            them."""
             return {}
 
         @property
         def expert_parallel_sizes(self) -> dict[str, int]:
-            """Number of routed experts of a layer and their width, by field; empty without routed experts."""
+            """Number of routed experts of a layer and their width, by field; empty without routed
+            experts."""
             return {}
 
         def unsupported_parallelisms(self) -> dict[str, str]:
-            """Return the degrees of `--parallelism` that must be 1 for this model, each with the reason."""
+            """Return the degrees of `--parallelism` that must be 1 for this model, each with the
+            reason."""
             return {}
 
         def pipeline_modules(self) -> list[str]:
-            """Return the names, in order, of the modules that a pipeline can separate. Raise `UserError` if the model
-            cannot be split."""
-            raise UserError(f"{type(self).__qualname__} does not support pipeline parallelism (pipeline_modules)")
+            """Return the names, in order, of the modules that a pipeline can separate. Raise
+            `UserError` if the model cannot be split."""
+            raise UserError(
+                f"{type(self).__qualname__} does not support pipeline parallelism "
+                "(pipeline_modules)"
+            )
 
         @property
         def shared_modules(self) -> list[str]:
-            """Names of the first pipeline stage's modules that the last stage uses too, such as a tied embedding. Each
-            of the two stages has a copy, with the same weights and the sum of both gradients."""
+            """Names of the first pipeline stage's modules that the last stage uses too, such as a
+            tied embedding. Each of the two stages has a copy, with the same weights and the sum of
+            both gradients."""
             return []
 
         def validate(self) -> None:
             """Raise `UserError` for an impossible combination of sizes."""
 
     unused_layers: Collection[str] = ()
-    """Names of modules that compute nothing in training, such as a vision tower's, and are not converted."""
+    """Names of modules that compute nothing in training, such as a vision tower's, and are not
+    converted."""
 
     def __init__(self, config: "BaseModel.Config"):
         nn.Module.__init__(self)
         Configurable.__init__(self, config)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Return the repeated blocks by name, in forward order. Each is compiled, and recomputed in the backward pass,
-        by itself; the name ends with the layer's number."""
+        """Return the repeated blocks by name, in forward order. Each is compiled, and recomputed in
+        the backward pass, by itself; the name ends with the layer's number."""
         raise NotImplementedError
 
     def units(self) -> list[nn.Module]:
-        """Return the modules, in forward order, whose weights data parallelism gathers together; the last belongs to
-        the head, if any. The model itself is the unit of all other weights."""
+        """Return the modules, in forward order, whose weights data parallelism gathers together;
+        the last belongs to the head, if any. The model itself is the unit of all other weights."""
         raise NotImplementedError
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the initial values of whole parameters and buffers without initializers (`protocols.initializer`), by
-        name, in CPU memory. Raise `LookupError` for names without values."""
+        """Yield the initial values of whole parameters and buffers without initializers
+        (`protocols.initializer`), by name, in CPU memory. Raise `LookupError` for names without
+        values."""
         raise LookupError(
             f"{', '.join(names)} of {type(self).__name__} have no initializer; attach one with "
             "torchtitan.protocols.initializer.with_initializers"
@@ -111,12 +121,14 @@ class BaseModel(nn.Module, Configurable):
         return make_default()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return forward and backward operations per token in samples of `seq_len`; see `count_elements`."""
+        """Return forward and backward operations per token in samples of `seq_len`; see
+        `count_elements`."""
         raise NotImplementedError
 
 
 class SmallModel(BaseModel):
-    """A model of a few linear layers without repeated blocks, such as a head: one unit of data parallelism."""
+    """A model of a few linear layers without repeated blocks, such as a head: one unit of data
+    parallelism."""
 
     def blocks(self) -> dict[str, nn.Module]:
         return {}
@@ -148,8 +160,8 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the plain module's parameters by name, computed from this module's unsharded ones. This also works on
-        the meta device. Types may be more precise than `plain_types`."""
+        """Return the plain module's parameters by name, computed from this module's unsharded ones.
+        This also works on the meta device. Types may be more precise than `plain_types`."""
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the default types for writing the plain module's parameters, by name."""
@@ -157,7 +169,8 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def effective_weight(self) -> Tensor:
-        """Return the effective weights as one differentiable tensor, for layers whose weights others read (a head)."""
+        """Return the effective weights as one differentiable tensor, for layers whose weights
+        others read (a head)."""
 
 
 def effective_weight(module: nn.Module) -> Tensor:
@@ -177,15 +190,21 @@ def converted_modules(model: nn.Module) -> Iterator[tuple[str, ConvertedModule]]
 
 
 def count_elements(module: nn.Module) -> Iterator[tuple[float, bool]]:
-    """Yield size and trainability of each parameter used in computation, in order of registration. A `ConvertedModule`
-    has the plain module's parameters, and additional trained ones. With an `active_fraction`, only that part of a
-    module's parameters multiplies each token."""
+    """Yield size and trainability of each parameter used in computation, in order of registration.
+    A `ConvertedModule` has the plain module's parameters, and additional trained ones. With an
+    `active_fraction`, only that part of a module's parameters multiplies each token."""
     for part in module.modules():
         fraction = getattr(part, "active_fraction", 1)
         own = dict(part.named_parameters(recurse=False))
         trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
         plain: Mapping[str, Tensor] = own
         if isinstance(part, ConvertedModule):
-            plain = part.plain_state({name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()})
-        yield from ((tensor.numel() * fraction, False) for name, tensor in plain.items() if name not in trained)
+            plain = part.plain_state(
+                {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
+            )
+        yield from (
+            (tensor.numel() * fraction, False)
+            for name, tensor in plain.items()
+            if name not in trained
+        )
         yield from ((parameter.numel() * fraction, True) for parameter in trained.values())

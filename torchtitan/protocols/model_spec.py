@@ -17,7 +17,8 @@ ParallelizeFunction = Callable[..., nn.Module]
 
 @dataclass(kw_only=True, slots=True)
 class ModelSpec:
-    """Result of `model_registry(flavor)`, new for each call. Only `model` and `loss` are command-line options."""
+    """Result of `model_registry(flavor)`, new for each call. Only `model` and `loss` are
+    command-line options."""
 
     name: Suppress[str]
     """Family: `llama3`."""
@@ -26,7 +27,8 @@ class ModelSpec:
     """Size within the family: `8B`."""
 
     module: Suppress[str]
-    """Import path of the family's package, which names the family in checkpoints: `torchtitan.models.llama3`."""
+    """Import path of the family's package, which names the family in checkpoints:
+    `torchtitan.models.llama3`."""
 
     model: BaseModel.Config
     """Model; `model.build()` constructs it. Its options are `--model.<field>`."""
@@ -38,7 +40,8 @@ class ModelSpec:
     """Modules that tensor and context parallelism split."""
 
     parallelize: Suppress[ParallelizeFunction]
-    """Applies the parallelisms to a meta-device model or pipeline stage, in place; see `distributed.parallelize`."""
+    """Applies the parallelisms to a meta-device model or pipeline stage, in place; see
+    `distributed.parallelize`."""
 
     formats: Suppress[Mapping[str, ExternalFormat]] = field(default_factory=dict)
     """Other formats of the weights: `hf` (Hugging Face), `meta`. Empty: only our own."""

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Head = Callable[..., Tensor]
-"""Computes logits or the loss: `head(hidden_BLD, weight_VD, **named inputs)`. A model that changes its logits also
-passes `transform`, a `LogitTransform`; one that computes its logits itself passes them as `hidden_BLD`, and None."""
+"""Computes logits or the loss: `head(hidden_BLD, weight_VD, **named inputs)`. A model that changes
+its logits also passes `transform`, a `LogitTransform`; one that computes its logits itself passes
+them as `hidden_BLD`, and None."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,29 @@ UNCHANGED = LogitTransform()
 
 
 def with_further_tokens(
-    head: Head, modules: Sequence[Callable[..., Tensor]], tokens_BL: Tensor, positions_BL: Tensor, weight: float
+    head: Head,
+    modules: Sequence[Callable[..., Tensor]],
+    tokens_BL: Tensor,
+    positions_BL: Tensor,
+    weight: float,
 ) -> Head:
-    """Return a loss with the value of the summed loss `head`, and the gradient of that plus `weight` times the mean of
-    the modules' losses (DeepSeek-V3, arXiv:2412.19437, equation 25). `module(states, tokens)` returns the next states;
-    the k-th gets the tokens k later, and no label of the next document. It runs while FSDP has the output weights."""
+    """Return a loss with the value of the summed loss `head`, and the gradient of that plus
+    `weight` times the mean of the modules' losses (DeepSeek-V3, arXiv:2412.19437, equation 25).
+    `module(states, tokens)` returns the next states; the k-th gets the tokens k later, and no label
+    of the next document. It runs while FSDP has the output weights."""
 
     def shift(x_BL: Tensor, k: int, last: int) -> Tensor:
         return F.pad(x_BL[:, k:], (0, min(k, x_BL.shape[1])), value=last)
 
-    def loss_of(hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, **inputs: Any) -> Tensor:
+    def loss_of(
+        hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, **inputs: Any
+    ) -> Tensor:
         losses = [head(hidden_BLD, weight_VD, labels_BL=labels_BL, **inputs)]
         for k, module in enumerate(modules, start=1):
             hidden_BLD = module(hidden_BLD, shift(tokens_BL, k, 0))
-            later_BL = shift(labels_BL, k, -100).where(shift(positions_BL, k, -1) == positions_BL + k, -100)
+            later_BL = shift(labels_BL, k, -100).where(
+                shift(positions_BL, k, -1) == positions_BL + k, -100
+            )
             losses.append(head(hidden_BLD, weight_VD, labels_BL=later_BL, **inputs))
         further = weight * torch.stack(losses[1:]).mean()
         return losses[0] + (further - further.detach())
@@ -53,6 +63,8 @@ def with_further_tokens(
     return loss_of
 
 
-def compute_logits(hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED) -> Tensor:
+def compute_logits(
+    hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED
+) -> Tensor:
     """Return the logits (B, L, V); hidden states and weights may be DTensors on the same mesh."""
     return transform(hidden_BLD if weight_VD is None else F.linear(hidden_BLD, weight_VD))

@@ -9,25 +9,32 @@ from torch import nn
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 TensorSharding = str
-"""Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the sequence.
+"""Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the
+sequence.
 
-- `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence.
-- `sequence`: works on each token separately, with the same weights on every rank, on its part of the sequence.
+- `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the
+  sequence.
+- `sequence`: works on each token separately, with the same weights on every rank, on its part of
+  the sequence.
 - `final norm`: as `sequence`; returns a DTensor for the head, which computes logits or the loss.
 - `local tokens`: as `sequence`, with all its submodules, which get plain tensors.
-- `heads`: works on each head separately, with the same weights on every rank, on its heads of the whole sequence, in
-  dimension 2 of (B, L, heads, head_dim).
-- `own heads`: as `heads`, with parameters of one row per head, which are split (`with_features`: "out").
-- `all heads`: works on the features of all heads together, with the same weights on every rank. Takes and returns a
-  rank's part of the features, and gathers them.
-- `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts.
+- `heads`: works on each head separately, with the same weights on every rank, on its heads of the
+  whole sequence, in dimension 2 of (B, L, heads, head_dim).
+- `own heads`: as `heads`, with parameters of one row per head, which are split (`with_features`:
+  "out").
+- `all heads`: works on the features of all heads together, with the same weights on every rank.
+  Takes and returns a rank's part of the features, and gathers them.
+- `whole sequence`: has no split weights of its own; its first input is gathered from the ranks'
+  parts.
 - `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the
   features. In an output head, these are its part of the vocabulary, and the loss is computed from
   them.
 - `parts to columns`: as `columns`; takes its part of the sequence.
-- `parts to shared`: has no weights; gathers the whole sequence, which each rank uses for its own heads.
+- `parts to shared`: has no weights; gathers the whole sequence, which each rank uses for its own
+  heads.
 - `shared to columns`: as `columns`, for a result of `parts to shared`.
-- `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the sequence.
+- `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the
+  sequence.
 
 In models whose ranks all have the whole sequence between layers:
 
@@ -47,8 +54,9 @@ _EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
 
 
 def with_features(module: ModuleT, **features: tuple[Features, ...]) -> ModuleT:
-    """Declare the dimensions of `module`'s additional parameters, as in `lora_A=(None, "in")`, and return `module`.
-    `columns` splits "out", `rows` and `vocabulary` split "in"; other parameters are replicated."""
+    """Declare the dimensions of `module`'s additional parameters, as in `lora_A=(None, "in")`, and
+    return `module`. `columns` splits "out", `rows` and `vocabulary` split "in"; other parameters
+    are replicated."""
     setattr(module, _ATTRIBUTE, {**features_of(module), **features})
     return module
 
@@ -63,10 +71,13 @@ def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Parts of a model that are split over ranks. Keys are module names; `*` matches every layer's number."""
+    """Parts of a model that are split over ranks. Keys are module names; `*` matches every layer's
+    number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → treatment, for every module that owns parameters in any model of the family."""
+    """Tensor parallelism: module → treatment, for every module that owns parameters in any model of
+    the family."""
 
     attention: str
-    """Modules `attend(queries, keys, values, attention)`, whose keys and values context parallelism gathers."""
+    """Modules `attend(queries, keys, values, attention)`, whose keys and values context parallelism
+    gathers."""

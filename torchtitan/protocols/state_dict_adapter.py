@@ -1,6 +1,7 @@
 """Names and layouts of a family's weights in other formats: one table for both directions.
 
-A row maps our tensors ("internal") to tensors of another format ("external") with a transform. No files are involved.
+A row maps our tensors ("internal") to tensors of another format ("external") with a transform. No
+files are involved.
 """
 
 from abc import ABC, abstractmethod
@@ -20,17 +21,20 @@ Names = str | tuple[str, ...]
 
 
 def model_tensor_specs(config: BaseModel.Config) -> dict[str, TensorSpec]:
-    """Return name → spec of every tensor of the model that `config` builds, in its order; nothing is allocated."""
+    """Return name → spec of every tensor of the model that `config` builds, in its order; nothing
+    is allocated."""
     with torch.device("meta"):
         model = config.build()
     return {name: TensorSpec.of(tensor) for name, tensor in model.state_dict().items()}
 
 
 class Transform(ABC):
-    """Bit-exact, stateless rearrangement of a row's tensors; with meta tensors, it computes only shapes."""
+    """Bit-exact, stateless rearrangement of a row's tensors; with meta tensors, it computes only
+    shapes."""
 
     rows_only: ClassVar[bool] = False
-    """True if this only moves the rows of one tensor, so that it also applies to a weight's adapter or row norms."""
+    """True if this only moves the rows of one tensor, so that it also applies to a weight's adapter
+    or row norms."""
 
     @abstractmethod
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
@@ -40,9 +44,11 @@ class Transform(ABC):
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the other format's tensors from ours."""
 
-    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
-        """Return which of the other format's tensors, called `names`, give these of the `n_rows` rows of our only one,
-        and the rows of each that do; None: all tensors are needed."""
+    def inputs_of_rows(
+        self, rows: slice, n_rows: int, names: Sequence[str]
+    ) -> Sequence[tuple[str, slice]] | None:
+        """Return which of the other format's tensors, called `names`, give these of the `n_rows`
+        rows of our only one, and the rows of each that do; None: all tensors are needed."""
         return None
 
 
@@ -61,15 +67,17 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class RopePermutation(Transform):
-    """Reordered rows of a query or key projection, for a format that rotates neighboring pairs of a head's elements. We
-    rotate element i with i + rotated_dim / 2; Meta and GLM rotate 2i with 2i + 1 (arXiv:2104.09864, 3.2)."""
+    """Reordered rows of a query or key projection, for a format that rotates neighboring pairs of a
+    head's elements. We rotate element i with i + rotated_dim / 2; Meta and GLM rotate 2i with 2i +
+    1 (arXiv:2104.09864, 3.2)."""
 
     rows_only = True
 
     head_dim: int
 
     rotated_dim: int | None = None
-    """Elements of each head that are rotated, from its first; the rows of others keep their place. None: all."""
+    """Elements of each head that are rotated, from its first; the rows of others keep their place.
+    None: all."""
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         return [self._permute(tensor, (-1, 2)) for tensor in tensors]
@@ -100,15 +108,17 @@ class Concatenated(Transform):
 
 @dataclass(frozen=True)
 class Stacked(Transform):
-    """One of our tensors, split into one for each index of its first `n_dims` dimensions in the other format: the
-    experts of a layer; with 2, both input projections of each."""
+    """One of our tensors, split into one for each index of its first `n_dims` dimensions in the
+    other format: the experts of a layer; with 2, both input projections of each."""
 
     n_dims: int = 1
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         return [torch.stack(tensors).unflatten(0, (-1, *shapes[0][1 : self.n_dims]))]
 
-    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+    def inputs_of_rows(
+        self, rows: slice, n_rows: int, names: Sequence[str]
+    ) -> Sequence[tuple[str, slice]] | None:
         n = len(names) // n_rows
         return [(name, slice(None)) for name in names[rows.start * n : rows.stop * n]]
 
@@ -118,8 +128,8 @@ class Stacked(Transform):
 
 @dataclass(frozen=True)
 class Permuted(Transform):
-    """One of our tensors, whose dimensions have another `order` in the other format, and there, the one at place
-    `joined` and the next are one; None: all are separate."""
+    """One of our tensors, whose dimensions have another `order` in the other format, and there, the
+    one at place `joined` and the next are one; None: all are separate."""
 
     order: tuple[int, ...]
 
@@ -129,7 +139,9 @@ class Permuted(Transform):
         separate = tensors[0].reshape([shapes[0][dim] if dim else -1 for dim in self.order])
         return [separate.permute([self.order.index(dim) for dim in range(len(self.order))])]
 
-    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+    def inputs_of_rows(
+        self, rows: slice, n_rows: int, names: Sequence[str]
+    ) -> Sequence[tuple[str, slice]] | None:
         return [(names[0], rows)] if self.order[0] == 0 and self.joined != 0 else None
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -170,14 +182,17 @@ class TensorConversion:
 
 
 class StateDictAdapter:
-    """The table of one model configuration, with `*` in the `rows` replaced by each layer's number (`steps`).
+    """The table of one model configuration, with `*` in the `rows` replaced by each layer's number
+    (`steps`).
 
     Args:
         rows: mappings that cover every tensor of the model once.
         only: the model's tensors; rows for other tensors are skipped. None: the rows have only the
             model's tensors.
-        ignored: optional external tensors without information, such as RoPE frequencies; `*` as in rows.
-        tied: optional external tensor → the tensor that it must equal; the code that reads it calls `check_tied`.
+        ignored: optional external tensors without information, such as RoPE frequencies; `*` as in
+            rows.
+        tied: optional external tensor → the tensor that it must equal; the code that reads it calls
+            `check_tied`.
     """
 
     lost_in_peft: Collection[str] = ()
@@ -193,7 +208,9 @@ class StateDictAdapter:
         tied: Mapping[str, str] | None = None,
     ):
         steps = [step for row in rows for step in _expand_row(row, n_layers)]
-        self.steps = [step for step in steps if only is None or all(name in only for name in step.internal)]
+        self.steps = [
+            step for step in steps if only is None or all(name in only for name in step.internal)
+        ]
         self.n_layers, self.tied = n_layers, dict(tied or {})
         self._ignored = {name for pattern in ignored for name in _expand(pattern, n_layers)}
         for names in (self.internal_names, self.external_names):
@@ -209,28 +226,43 @@ class StateDictAdapter:
         return [name for step in self.steps for name in step.external]
 
     def external_specs(self, internal: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Return name → spec of the other format's tensors for a model with the specs `internal`. Raise `UserError`
-        unless `internal` has exactly the tensors of the table."""
+        """Return name → spec of the other format's tensors for a model with the specs `internal`.
+        Raise `UserError` unless `internal` has exactly the tensors of the table."""
         ours = self.internal_names
         known = set(ours)
-        check_names("the weights", [n for n in ours if n not in internal], [n for n in internal if n not in known])
+        check_names(
+            "the weights",
+            [n for n in ours if n not in internal],
+            [n for n in internal if n not in known],
+        )
         specs: dict[str, TensorSpec] = {}
         for step in self.steps:
-            converted = step.transform.to_external([internal[name].on_meta() for name in step.internal])
-            specs |= {name: TensorSpec.of(tensor) for name, tensor in zip(step.external, converted, strict=True)}
+            converted = step.transform.to_external(
+                [internal[name].on_meta() for name in step.internal]
+            )
+            specs |= {
+                name: TensorSpec.of(tensor)
+                for name, tensor in zip(step.external, converted, strict=True)
+            }
         return specs
 
     def match(self, external: Mapping[str, TensorSpec]) -> "Match":
-        """Return how to read a checkpoint with the specs `external`, without checking that it is complete."""
+        """Return how to read a checkpoint with the specs `external`, without checking that it is
+        complete."""
         known = {*self.external_names, *self._ignored, *self.tied}
         tied = {name: tied_to for name, tied_to in self.tied.items() if name in external}
         return Match(self.steps, tied, [name for name in external if name not in known])
 
-    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> "Match":
-        """Return how to convert a checkpoint with the specs `external` to a model with the specs `internal`. Raise
-        `UserError`, naming missing and unexpected tensors and tensors of the wrong shape."""
+    def plan(
+        self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]
+    ) -> "Match":
+        """Return how to convert a checkpoint with the specs `external` to a model with the specs
+        `internal`. Raise `UserError`, naming missing and unexpected tensors and tensors of the
+        wrong shape."""
         expected, match = self.external_specs(internal), self.match(external)
-        check_names("the checkpoint", [name for name in expected if name not in external], match.unexpected)
+        check_names(
+            "the checkpoint", [name for name in expected if name not in external], match.unexpected
+        )
         check_shapes((name, external[name].shape, spec.shape) for name, spec in expected.items())
         return match
 
@@ -251,8 +283,9 @@ def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> Non
     instead."""
     if tensor.shape != original.shape or not torch.equal(tensor, original):
         raise UserError(
-            f"the checkpoint's {name} differs from {tied_to}, but the model ties these weights; to untie them, set "
-            "tie_word_embeddings to false in config.json (--model.no_tie_embeddings)"
+            f"the checkpoint's {name} differs from {tied_to}, but the model ties these weights; to "
+            "untie them, set tie_word_embeddings to false in config.json "
+            "(--model.no_tie_embeddings)"
         )
 
 
@@ -264,31 +297,37 @@ class ExternalFormat:
     """Model configuration → the table of its tensors."""
 
     to_external: Callable[[Any], dict[str, Any]]
-    """Model configuration → its keys in config.json (hf) or params.json (meta). Raises `UserError` if impossible."""
+    """Model configuration → its keys in config.json (hf) or params.json (meta). Raises `UserError`
+    if impossible."""
 
     from_external: Callable[[Mapping[str, Any]], BaseModel.Config]
-    """Content of that file → model configuration. Raises `UserError`, naming unsupported requirements."""
+    """Content of that file → model configuration. Raises `UserError`, naming unsupported
+    requirements."""
 
     model_types: Mapping[str, str] = field(default_factory=dict)
-    """Value of `model_type` in config.json that belongs to this family → its class in transformers."""
+    """Value of `model_type` in config.json that belongs to this family → its class in
+    transformers."""
 
     other_adapter: Callable[[Any], StateDictAdapter | None] = lambda config: None
     """As `adapter`, for another layout of the same tensors, which is only read; None: no other
     layout."""
 
     name_of: Callable[[str], str | None] = lambda name: name
-    """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has no such part."""
+    """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has
+    no such part."""
 
     class_adapter: Callable[[Any], StateDictAdapter] | None = None
-    """Model configuration → the table of its tensors in the class of transformers, whose modules PEFT adapts; None: the
-    class has the names and layouts of the files."""
+    """Model configuration → the table of its tensors in the class of transformers, whose modules
+    PEFT adapts; None: the class has the names and layouts of the files."""
 
 
 def adapter_for(format: ExternalFormat, config: Any, names: Container[str]) -> StateDictAdapter:
     """Return the table for a checkpoint with these `names`: the other layout's table if a name
     occurs only there."""
     adapter, other = format.adapter(config), format.other_adapter(config)
-    if other and any(name in names for name in set(other.external_names).difference(adapter.external_names)):
+    if other and any(
+        name in names for name in set(other.external_names).difference(adapter.external_names)
+    ):
         return other
     return adapter
 
@@ -302,21 +341,29 @@ def _expand_row(row: KeyMapping, n_layers: int) -> list[TensorConversion]:
     external = (row.external,) if isinstance(row.external, str) else row.external
     columns = [_expand(name, n_layers) for name in (*internal, *external)]
     lines = zip(*columns, strict=True)
-    return [TensorConversion(line[: len(internal)], line[len(internal) :], row.transform) for line in lines]
+    return [
+        TensorConversion(line[: len(internal)], line[len(internal) :], row.transform)
+        for line in lines
+    ]
 
 
 def check_names(owner: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
     """Raise `UserError` if any of the owner's tensors are missing or unexpected."""
     faults = [f"missing from {owner}: {summarize_names(missing)}"] if missing else []
-    faults += [f"in {owner}, but not in the model: {summarize_names(unexpected)}"] if unexpected else []
+    faults += (
+        [f"in {owner}, but not in the model: {summarize_names(unexpected)}"] if unexpected else []
+    )
     if faults:
         raise UserError("; ".join(faults))
 
 
 def check_shapes(shapes: Iterable[tuple[str, torch.Size, torch.Size]]) -> None:
-    """Raise `UserError`, naming the tensors, if any shape of a checkpoint (second) differs from the model's (third)."""
+    """Raise `UserError`, naming the tensors, if any shape of a checkpoint (second) differs from the
+    model's (third)."""
     faults = [
-        f"{name} has shape {list(found)} instead of {list(size)}" for name, found, size in shapes if found != size
+        f"{name} has shape {list(found)} instead of {list(size)}"
+        for name, found, size in shapes
+        if found != size
     ]
     if faults:
         raise UserError(f"the checkpoint's tensors do not fit the model: {summarize_names(faults)}")

@@ -15,7 +15,8 @@ Slices = tuple[slice, ...]
 """Part of a tensor: start and stop for each dimension, without steps."""
 
 MakeTensor = Callable[[str], Tensor]
-"""Function that creates a tensor by name on demand, so that a writer needs memory for only one tensor."""
+"""Function that creates a tensor by name on demand, so that a writer needs memory for only one
+tensor."""
 
 _CHUNK_BYTES = 64 * 2**20
 _NAMED_IN_ERRORS = 5
@@ -43,13 +44,15 @@ class TensorSpec:
 
 
 class TensorSource(ABC):
-    """Tensors by name. Opening one reads only names, shapes and dtypes; no file stays open, and nothing is cached."""
+    """Tensors by name. Opening one reads only names, shapes and dtypes; no file stays open, and
+    nothing is cached."""
 
     specs: Mapping[str, TensorSpec]
 
     @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """Return the tensor, or the part in `slices`, in CPU memory. Raise `UserError` if its file cannot be read."""
+        """Return the tensor, or the part in `slices`, in CPU memory. Raise `UserError` if its file
+        cannot be read."""
 
 
 def slice_shape(slices: Slices) -> tuple[int, ...]:
@@ -62,15 +65,16 @@ def full_slices(shape: torch.Size) -> Slices:
 
 
 def value_chunks(name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the values of `tensor` as `dtype`, in order, converting one chunk at a time as `as_type` does."""
+    """Yield the values of `tensor` as `dtype`, in order, converting one chunk at a time as
+    `as_type` does."""
     flat = tensor.detach().reshape(-1)
     for piece in flat.split(max(1, _CHUNK_BYTES // dtype.itemsize)):
         yield as_type(name, piece, dtype).view(torch.uint8).numpy().data
 
 
 def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor`, called `name`, in CPU memory as `dtype`. Raise `UserError` if a finite value becomes infinite in
-    `dtype`, such as 65,520 in float16."""
+    """Return `tensor`, called `name`, in CPU memory as `dtype`. Raise `UserError` if a finite value
+    becomes infinite in `dtype`, such as 65,520 in float16."""
     converted = tensor.to("cpu", dtype)
     floats = dtype.is_floating_point and tensor.dtype.is_floating_point
     if floats and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
@@ -78,8 +82,8 @@ def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if overflow.any():
             largest = tensor[overflow].abs().max().item()
             raise UserError(
-                f"{name} has values up to {largest:g}, which {str(dtype).removeprefix('torch.')} cannot hold "
-                f"(at most {torch.finfo(dtype).max:g}); export another type"
+                f"{name} has values up to {largest:g}, which {str(dtype).removeprefix('torch.')} "
+                f"cannot hold (at most {torch.finfo(dtype).max:g}); export another type"
             )
     return converted
 
@@ -93,5 +97,7 @@ def summarize_names(names: Sequence[str]) -> str:
 def damaged_file_error(file: str | Path, error: object) -> UserError:
     """Return the error for an unreadable file of weights."""
     return unreadable_file_error(
-        file, f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again"
+        file,
+        f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it "
+        "again",
     )

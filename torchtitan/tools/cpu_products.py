@@ -1,4 +1,5 @@
-"""Matrix products in float32 on CPUs, computed by oneDNN where it is faster than MKL, PyTorch's choice."""
+"""Matrix products in float32 on CPUs, computed by oneDNN where it is faster than MKL, PyTorch's
+choice."""
 
 import functools
 import warnings
@@ -10,16 +11,23 @@ from torch import Tensor
 
 from torchtitan.tools.torch_private import onednn_linear
 
-warnings.filterwarnings("ignore", message=r"Warning only once for all operators", category=UserWarning)  # on purpose
-_libraries: list[torch.library.Library] = []  # one for all blocks that the process is in; with it, its operations end
-_ROWS = 128  # of a sum in place, multiplied at a time, since oneDNN needs memory for them; no slower than all rows
+# on purpose
+warnings.filterwarnings(
+    "ignore", message=r"Warning only once for all operators", category=UserWarning
+)
+# one for all blocks that the process is in; with it, its operations end
+_libraries: list[torch.library.Library] = []
+# of a sum in place, multiplied at a time, since oneDNN needs memory for them; no slower than all
+# rows
+_ROWS = 128
 
 
 @contextmanager
 def onednn_products() -> Iterator[None]:
-    """Let oneDNN compute products of two float32 matrices on the CPU in the block, in this process, also of gradients,
-    the loss and local shards. Only AMD's processors with AVX-512 do so, by their name alone, since MKL does not use it
-    there; others are not measured. Other products, and compiled ones, stay PyTorch's."""
+    """Let oneDNN compute products of two float32 matrices on the CPU in the block, in this process,
+    also of gradients, the loss and local shards. Only AMD's processors with AVX-512 do so, by their
+    name alone, since MKL does not use it there; others are not measured. Other products, and
+    compiled ones, stay PyTorch's."""
     _libraries.append(_libraries[0] if _libraries else torch.library.Library("aten", "IMPL"))
     if is_faster() and len(_libraries) == 1:
         for name, product in (("mm", _mm), ("addmm", _addmm), ("addmm_", _addmm_)):
@@ -38,16 +46,20 @@ def is_faster() -> bool:
 
 
 def _takes(*tensors: Tensor, beta: float = 1, alpha: float = 1) -> bool:
-    """Return whether oneDNN can multiply the last two tensors, matrices, and add the first, if there is one."""
+    """Return whether oneDNN can multiply the last two tensors, matrices, and add the first, if
+    there is one."""
     a, b = tensors[-2:]
     is_float32 = all(each.dtype == torch.float32 and each.numel() for each in tensors)
     return is_float32 and a.ndim == b.ndim == 2 and a.shape[1] == len(b) and beta == alpha == 1
 
 
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    # For other strides, oneDNN would use its reference code, a thousand times slower; of a bias, it ignores them.
+    # For other strides, oneDNN would use its reference code, a thousand times slower; of a bias, it
+    # ignores them.
     weight = b.mT if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous().mT
-    out: Tensor = onednn_linear()(a, weight, None if bias is None else bias.contiguous(), "none", [], "")
+    out: Tensor = onednn_linear()(
+        a, weight, None if bias is None else bias.contiguous(), "none", [], ""
+    )
     return out
 
 
@@ -63,7 +75,9 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
 
 def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if total.shape != (shape := (*a.shape[:1], *b.shape[1:])):  # `out` would be resized
-        raise RuntimeError(f"Bad in-place call: the total has shape {tuple(total.shape)}, the product {shape}")
+        raise RuntimeError(
+            f"Bad in-place call: the total has shape {tuple(total.shape)}, the product {shape}"
+        )
     if not _takes(total, a, b, beta=beta, alpha=alpha):
         return torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
     for part, rows in zip(total.split(_ROWS), a.split(_ROWS), strict=True):

@@ -11,8 +11,8 @@ import torch
 
 from torchtitan.tools.errors import UserError
 
-# Peak FLOP/s of dense bf16/fp16 matrix products (not "with sparsity"), from the vendors' data sheets. The first entry
-# whose words all occur in the device's name applies.
+# Peak FLOP/s of dense bf16/fp16 matrix products (not "with sparsity"), from the vendors' data
+# sheets. The first entry whose words all occur in the device's name applies.
 _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -34,7 +34,8 @@ _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 _MEASURING_SECONDS = 0.35
-_CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (2048, 4096)  # rows of the square matrices that are timed
+# rows of the square matrices that are timed
+_CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (2048, 4096)
 _GIB = 2**30
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -47,8 +48,8 @@ class PeakFlops(NamedTuple):
 
 
 def device_type() -> Literal["cuda", "mps", "cpu"]:
-    """Return the best available type of device. Raise `UserError` if there are NVIDIA GPUs that PyTorch cannot use: the
-    driver (NVML) counts them, but CUDA does not start."""
+    """Return the best available type of device. Raise `UserError` if there are NVIDIA GPUs that
+    PyTorch cannot use: the driver (NVML) counts them, but CUDA does not start."""
     if torch.cuda.is_available():
         return "cuda"
     if n_gpus := torch.cuda.device_count():
@@ -57,8 +58,9 @@ def device_type() -> Literal["cuda", "mps", "cpu"]:
         release = f" {found[1]}" if found else ""
         raise UserError(
             f"{n_gpus} GPU(s) are present, but the NVIDIA driver{release} cannot run CUDA "
-            f"{torch.version.cuda}, for which torch {torch.__version__} is built: update the driver, install a build "
-            "of torch for an older CUDA (docs/performance.md), or set CUDA_VISIBLE_DEVICES= to use the CPU"
+            f"{torch.version.cuda}, for which torch {torch.__version__} is built: update the "
+            "driver, install a build of torch for an older CUDA (docs/performance.md), or set "
+            "CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
@@ -79,8 +81,9 @@ def total_memory() -> int:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the GiB of memory used: on CUDA, the peak that PyTorch's allocator has reserved; on MPS, the driver's
-    current allocation (it keeps no peak); on CPU, the peak resident set of this process."""
+    """Return the GiB of memory used: on CUDA, the peak that PyTorch's allocator has reserved; on
+    MPS, the driver's current allocation (it keeps no peak); on CPU, the peak resident set of this
+    process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB
     if device.type == "mps":
@@ -102,11 +105,13 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """Copy of a tensor on the host, made in the order of the device's work. Only `tolist` waits, for this copy."""
+    """Copy of a tensor on the host, made in the order of the device's work. Only `tolist` waits,
+    for this copy."""
 
     def __init__(self, x: torch.Tensor):
         on_cuda = x.device.type == "cuda"
-        self._copy = x.to("cpu", non_blocking=on_cuda)  # in pinned memory, which PyTorch takes for such copies
+        # in pinned memory, which PyTorch takes for such copies
+        self._copy = x.to("cpu", non_blocking=on_cuda)
         self._event = torch.cuda.Event() if on_cuda else None
         if self._event:
             self._event.record()
@@ -120,29 +125,37 @@ class HostCopy:
 
 @functools.cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has instructions for products of a type. Without them, such products are slow."""
+    """Return whether this CPU has instructions for products of a type. Without them, such products
+    are slow."""
     has = torch.cpu.get_capabilities()
     has_bfloat16 = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
     return dtype in (torch.float32, torch.float64) or dtype == torch.bfloat16 and has_bfloat16
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, published: bool = True) -> PeakFlops:
-    """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
+    """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training
+    computes in.
 
-    The number is published for well-known GPUs in bf16 and fp16. Otherwise (CPU, another GPU or a slice of one, fp32),
-    it is measured in about half a second with this process's threads, and is lower than in a data sheet.
+    The number is published for well-known GPUs in bf16 and fp16. Otherwise (CPU, another GPU or a
+    slice of one, fp32), it is measured in about half a second with this process's threads, and is
+    lower than in a data sheet.
 
     Args:
         published: False: measure also well-known GPUs.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    if published and dtype in (torch.bfloat16, torch.float16) and (peak := published_peak(name)) is not None:
+    if (
+        published
+        and dtype in (torch.bfloat16, torch.float16)
+        and (peak := published_peak(name)) is not None
+    ):
         return PeakFlops(peak, f"published for {name}")
     return _measured_peak(device, dtype)
 
 
 def published_peak(device_name: str) -> float | None:
-    """Return the published dense bf16/fp16 FLOP/s of the GPU named `device_name`; None if it is not in the table."""
+    """Return the published dense bf16/fp16 FLOP/s of the GPU named `device_name`; None if it is not
+    in the table."""
     words = _words(device_name)
     if "MIG" in words:  # a slice of a GPU with the name of the whole GPU
         return None
@@ -154,12 +167,15 @@ def _words(name: str) -> set[str]:
 
 
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
-    """Return the best rate of square matrix products within the measuring time. Sizes double while time permits, then
-    start over, so that brief interference does not affect the result."""
+    """Return the best rate of square matrix products within the measuring time. Sizes double while
+    time permits, then start over, so that brief interference does not affect the result."""
     sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
     # A separate generator, so that the measurement does not affect training.
     generator = torch.Generator(device).manual_seed(0)
-    factors = {size: torch.rand(2, size, size, device=device, generator=generator).to(dtype) for size in sizes}
+    factors = {
+        size: torch.rand(2, size, size, device=device, generator=generator).to(dtype)
+        for size in sizes
+    }
     size = sizes[0]
     _product_seconds(factors[size])  # the first product loads libraries
     best = PeakFlops(0.0, "")
@@ -169,16 +185,22 @@ def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
         seconds = _product_seconds(factors[size])
         speed = 2 * size**3 / seconds
         if speed > best.value:
-            best = PeakFlops(speed, f"measured: {size}x{size} matrix product in {str(dtype).removeprefix('torch.')}")
-        next_fits = 2 * size in factors and seconds + 8 * seconds < remaining  # the work grows by 2**3
+            best = PeakFlops(
+                speed,
+                f"measured: {size}x{size} matrix product in {str(dtype).removeprefix('torch.')}",
+            )
+        # the work grows by 2**3
+        next_fits = 2 * size in factors and seconds + 8 * seconds < remaining
         size = 2 * size if next_fits else sizes[0]
     return best
 
 
 def _product_seconds(factors: torch.Tensor) -> float:
-    """Return the seconds of one product of the two square matrices in `factors`, shape (2, n, n)."""
+    """Return the seconds of one product of the two square matrices in `factors`, shape (2, n,
+    n)."""
     a, b = factors
-    repeats = 1 if factors.device.type == "cpu" else 10  # enough to hide the latency of launching and waiting
+    # enough to hide the latency of launching and waiting
+    repeats = 1 if factors.device.type == "cpu" else 10
     synchronize(factors.device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -188,7 +210,8 @@ def _product_seconds(factors: torch.Tensor) -> float:
 
 
 def _peak_resident_bytes() -> int:
-    """Return the peak resident set of this process; on Linux, `ru_maxrss` would start at the parent process's peak."""
+    """Return the peak resident set of this process; on Linux, `ru_maxrss` would start at the parent
+    process's peak."""
     if sys.platform == "linux":
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

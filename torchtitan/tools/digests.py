@@ -1,7 +1,8 @@
 """Digests of content, and the memory of what was computed from files.
 
-`{cache}/digests/` has a small file for each result, named by a digest of the statuses of the files that it was computed
-from, see `file_status`. Content is always read completely, once for each status.
+`{cache}/digests/` has a small file for each result, named by a digest of the statuses of the files
+that it was computed from, see `file_status`. Content is always read completely, once for each
+status.
 """
 
 import contextlib
@@ -36,11 +37,12 @@ _LARGE = 1 << 30
 """Bytes from which on reading shows its progress, and only one process of a host reads."""
 
 _RECENT_NS = 2_000_000_000
-"""Age of a file from which on another write cannot have the same time: the coarsest times of file systems are in steps
-of two seconds."""
+"""Age of a file from which on another write cannot have the same time: the coarsest times of file
+systems are in steps of two seconds."""
 
 _STEP_NS = 50_000_000
-"""The same for file systems whose times are not in whole seconds: several ticks of the kernel's clock."""
+"""The same for file systems whose times are not in whole seconds: several ticks of the kernel's
+clock."""
 
 _WRITTEN_BACK_NS = 3600 * 10**9
 """Age of a file from which on the kernel has written the pages of its memory maps to the disk."""
@@ -52,7 +54,8 @@ _buffers = threading.local()
 
 
 def cache_root(cache_dir: str = "") -> Path:
-    """Return the first cache folder that is set: `cache_dir`, `$TORCHTITAN_CACHE`, or `~/.cache/torchtitan`."""
+    """Return the first cache folder that is set: `cache_dir`, `$TORCHTITAN_CACHE`, or
+    `~/.cache/torchtitan`."""
     chosen = cache_dir or os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchtitan"
     return Path(os.path.expanduser(chosen))
 
@@ -73,15 +76,18 @@ def check_digest(text: str) -> str:
 
 
 def file_status(path: Path) -> dict[str, Any]:
-    """Return what changes whenever the content of a file changes, as JSON values, without reading the file: its path
-    without links, its device, inode and size, and the times of its content and of its status in nanoseconds.
+    """Return what changes whenever the content of a file changes, as JSON values, without reading
+    the file: its path without links, its device, inode and size, and the times of its content and
+    of its status in nanoseconds.
 
-    Programs that set the time of the content back, such as tar, rsync and `cp -p`, cannot set the time of the status,
-    which every write, renaming and new file changes. The status says nothing of a file younger than `_RECENT_NS`, of
-    one with unwritten pages of a memory map, or in `_WITHOUT_TIMES_OF_MAPS`.
+    Programs that set the time of the content back, such as tar, rsync and `cp -p`, cannot set the
+    time of the status, which every write, renaming and new file changes. The status says nothing of
+    a file younger than `_RECENT_NS`, of one with unwritten pages of a memory map, or in
+    `_WITHOUT_TIMES_OF_MAPS`.
     """
     path = regular_file(path).resolve()
-    with open(path, "rb") as file:  # a network file system asks the server only when a file is opened
+    # a network file system asks the server only when a file is opened
+    with open(path, "rb") as file:
         found = os.fstat(file.fileno())
     return {
         "path": str(path),
@@ -94,14 +100,15 @@ def file_status(path: Path) -> dict[str, Any]:
 
 
 def file_digest(root: Path, path: Path) -> str:
-    """Return the digest of a file's whole content, remembered in the cache folder `root`. Raise `UserError` if the file
-    cannot be read, or changes while it is read."""
+    """Return the digest of a file's whole content, remembered in the cache folder `root`. Raise
+    `UserError` if the file cannot be read, or changes while it is read."""
     return remembered(root, "XXH3-128", [path], lambda: hash_file(path))
 
 
 def file_version(path: Path) -> str:
-    """Return a text that changes with the content of a file, and is the same on all hosts that share the file; without
-    reading the file if its status suffices. Raise `UserError` if the file cannot be read, or is being written."""
+    """Return a text that changes with the content of a file, and is the same on all hosts that
+    share the file; without reading the file if its status suffices. Raise `UserError` if the file
+    cannot be read, or is being written."""
     with os_errors_as(f"{path} cannot be read"):
         is_coarse = file_status(path)["ctime_ns"] % 10**9 == 0
         status = _settled_status(path, _RECENT_NS if is_coarse else _STEP_NS)
@@ -112,12 +119,14 @@ def file_version(path: Path) -> str:
 
 
 def remembered(root: Path, what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
-    """Return the result of `compute`, which reads the files and nothing else. Keep it in the cache folder `root`, and
-    return it without reading until the status of a file changes. Of the processes of a host, one reads large files
-    while the others wait. Raise `UserError` if a file cannot be read, or changes while it is read.
+    """Return the result of `compute`, which reads the files and nothing else. Keep it in the cache
+    folder `root`, and return it without reading until the status of a file changes. Of the
+    processes of a host, one reads large files while the others wait. Raise `UserError` if a file
+    cannot be read, or changes while it is read.
 
     Args:
-        root: the cache folder. If it cannot be written, a warning says so, and the files are read each time.
+        root: the cache folder. If it cannot be written, a warning says so, and the files are read
+            each time.
         what: what `compute` returns, including its version.
         files: regular files.
         compute: returns a line of text.
@@ -127,7 +136,9 @@ def remembered(root: Path, what: str, files: Sequence[Path], compute: Callable[[
         statuses = [file_status(path) for path in files]
         if (known := _recall(_entry(root, what, statuses))) is not None:
             return known
-        with _alone(_entry(root, what, statuses), sum(status["size"] for status in statuses)) as is_large:
+        with _alone(
+            _entry(root, what, statuses), sum(status["size"] for status in statuses)
+        ) as is_large:
             statuses = [_settled_status(path, _RECENT_NS if is_large else 0) for path in files]
             entry = _entry(root, what, statuses)
             if (known := _recall(entry)) is not None:  # of another process
@@ -136,7 +147,9 @@ def remembered(root: Path, what: str, files: Sequence[Path], compute: Callable[[
             result = compute()
             for path, status in zip(files, statuses, strict=True):
                 if file_status(path) != status:
-                    raise UserError(f"{path} changed while it was being read; restart when it is complete")
+                    raise UserError(
+                        f"{path} changed while it was being read; restart when it is complete"
+                    )
     newest = max((_newest_time(status) for status in statuses), default=0)
     if started - newest > _RECENT_NS and all(map(_shows_every_write, statuses)):
         _remember(entry, result)
@@ -164,15 +177,15 @@ def _remember(entry: Path, result: str) -> None:
         with contextlib.suppress(OSError):
             entry.unlink(missing_ok=True)
         logger.warning(
-            f"digests cannot be kept in {entry.parent} ({error.strerror}), so each start reads the files again; set "
-            f"${ENVIRONMENT_VARIABLE} to another folder"
+            f"digests cannot be kept in {entry.parent} ({error.strerror}), so each start reads the "
+            f"files again; set ${ENVIRONMENT_VARIABLE} to another folder"
         )
 
 
 @contextlib.contextmanager
 def _alone(entry: Path, n_bytes: int) -> Iterator[bool]:
-    """Let only one process of the host into the block if the files are large; yield whether they are. Where locks are
-    not possible, several processes may read."""
+    """Let only one process of the host into the block if the files are large; yield whether they
+    are. Where locks are not possible, several processes may read."""
     if n_bytes < _LARGE:
         yield False
         return
@@ -185,7 +198,10 @@ def _alone(entry: Path, n_bytes: int) -> Iterator[bool]:
             try:
                 stack.enter_context(lock.acquire(timeout=0))
             except Timeout:
-                logger.info(f"waiting for another process, which reads {n_bytes / 2**30:,.0f} GiB to identify them")
+                logger.info(
+                    f"waiting for another process, which reads {n_bytes / 2**30:,.0f} GiB to "
+                    "identify them"
+                )
                 stack.enter_context(lock.acquire())
         yield True
 
@@ -194,7 +210,8 @@ def _settled_status(path: Path, age: int) -> dict[str, Any]:
     """Return the status of a file, once the file is older than `age` in nanoseconds."""
     status = file_status(path)
     if time.time_ns() - status["ctime_ns"] < _WRITTEN_BACK_NS:
-        with contextlib.suppress(OSError):  # a file system that refuses it writes maps back in its own way
+        # a file system that refuses it writes maps back in its own way
+        with contextlib.suppress(OSError):
             durable.sync(path)  # from now on, a write through a memory map changes the status
         status = file_status(path)
     if 0 <= (since := time.time_ns() - status["ctime_ns"]) <= age:

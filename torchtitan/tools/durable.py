@@ -1,5 +1,5 @@
-"""Durable writes: files and folders are synced before they are renamed to their final names, and the parent folder
-afterwards, so that anything with its final name survives a power failure."""
+"""Durable writes: files and folders are synced before they are renamed to their final names, and
+the parent folder afterwards, so that anything with its final name survives a power failure."""
 
 import contextlib
 import errno
@@ -26,21 +26,24 @@ def write(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write arrays and other content, with `write` only. When the block ends, the content is on the
-    disk; raise `OSError` if any of it did not arrive. NumPy's `tofile` raises nothing if a full disk refuses the last
-    bytes of an array."""
+    """Open a file to write arrays and other content, with `write` only. When the block ends, the
+    content is on the disk; raise `OSError` if any of it did not arrive. NumPy's `tofile` raises
+    nothing if a full disk refuses the last bytes of an array."""
     with open(path, "wb") as file:
         yield file
         n_written = file.tell()
         file.flush()
         os.fsync(file.fileno())
     if (n_bytes := path.stat().st_size) != n_written:
-        raise OSError(errno.EIO, f"{path} has {n_bytes:,} bytes, of {n_written:,} that were written")
+        raise OSError(
+            errno.EIO, f"{path} has {n_bytes:,} bytes, of {n_written:,} that were written"
+        )
 
 
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write, which replaces `path` after the block, or is removed after an error."""
+    """Yield a temporary path to write, which replaces `path` after the block, or is removed after
+    an error."""
     _remove_abandoned(path)
     unfinished, lock = _new_file(path)
     try:
@@ -54,18 +57,21 @@ def in_place_of(path: Path) -> Iterator[Path]:
 
 
 def _new_file(path: Path) -> tuple[Path, int]:
-    """Create an empty file with a name that nobody can guess or occupy, such as by a link to another file. Return it
-    with a descriptor that locks it while this process lives."""
+    """Create an empty file with a name that nobody can guess or occupy, such as by a link to
+    another file. Return it with a descriptor that locks it while this process lives."""
     while True:
         unfinished = path.with_name(f"{_stem_of(path)}.{secrets.token_hex(_NAME_BYTES)}{SUFFIX}")
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
         if _is_locked_now(descriptor) is not False and unfinished.exists():
             return unfinished, descriptor
         os.close(descriptor)  # another process took it for one that was left behind
 
 
 def _is_locked_now(descriptor: int) -> bool | None:
-    """Lock an open file. Return False if another process holds the lock, None if the file system has no locks."""
+    """Lock an open file. Return False if another process holds the lock, None if the file system
+    has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -76,7 +82,8 @@ def _is_locked_now(descriptor: int) -> bool | None:
 
 
 def _stem_of(path: Path) -> str:
-    """Return the name of a file, shortened so that the temporary name is not longer than file systems allow."""
+    """Return the name of a file, shortened so that the temporary name is not longer than file
+    systems allow."""
     longest = _MOST_NAME_BYTES - len(f".{'0' * 2 * _NAME_BYTES}{SUFFIX}")
     return os.fsencode(path.name)[:longest].decode(errors="ignore")
 

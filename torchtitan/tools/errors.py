@@ -8,12 +8,14 @@ from typing import ClassVar
 
 
 class UserError(ValueError):
-    """A mistake in the user's input. The message names the offending value and the remedy; the command line prints it
-    without a traceback and exits with code 2. A subclass of `ValueError`, for users of single components."""
+    """A mistake in the user's input. The message names the offending value and the remedy; the
+    command line prints it without a traceback and exits with code 2. A subclass of `ValueError`,
+    for users of single components."""
 
 
 class SharedError(UserError):
-    """An error that all ranks of a run raise at the same place, so that they can still save together."""
+    """An error that all ranks of a run raise at the same place, so that they can still save
+    together."""
 
 
 class UnsupportedModelError(UserError):
@@ -21,19 +23,22 @@ class UnsupportedModelError(UserError):
 
 
 def require(holds: bool, name: str, value: object, what: str) -> None:
-    """Raise `UserError` unless the condition holds: the option `name` has this value, but must be `what`."""
+    """Raise `UserError` unless the condition holds: the option `name` has this value, but must be
+    `what`."""
     if not holds:
         raise UserError(f"{name} is {value}, but must be {what}")
 
 
 @contextlib.contextmanager
 def os_errors_as(message: str, remedy: str = "") -> Iterator[None]:
-    """Turn an `OSError`, or text that is not UTF-8, in the block into a `UserError`: the message ("x cannot be read"),
-    the reason, the remedy."""
+    """Turn an `OSError`, or text that is not UTF-8, in the block into a `UserError`: the message
+    ("x cannot be read"), the reason, the remedy."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{message}: {getattr(error, 'strerror', None) or error}{remedy}") from error
+        raise UserError(
+            f"{message}: {getattr(error, 'strerror', None) or error}{remedy}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -46,16 +51,19 @@ def errors_of(subject: str) -> Iterator[None]:
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return `; did you mean 'x'?` for the known name closest to `name`, or "" if all are less alike than `cutoff`."""
+    """Return `; did you mean 'x'?` for the known name closest to `name`, or "" if all are less
+    alike than `cutoff`."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""
 
 
 def of_wrong_path(error: BaseException) -> BaseException:
-    """Return a `UserError` for an error about a name that no file can have, too long or with a NUL byte; other errors
-    unchanged."""
+    """Return a `UserError` for an error about a name that no file can have, too long or with a NUL
+    byte; other errors unchanged."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return UserError(f"'{str(error.filename)[:80]}...' is too long for the name of a file; use a shorter one")
+        return UserError(
+            f"'{str(error.filename)[:80]}...' is too long for the name of a file; use a shorter one"
+        )
     if isinstance(error, ValueError) and "embedded null" in str(error):
         return UserError("the name of a file has a NUL byte; remove it")
     return error
@@ -67,11 +75,13 @@ def in_words(error: BaseException) -> str:
 
 
 class RunComplete(Exception):
-    """A run with nothing left to train. The command line prints the message and exits with code 0."""
+    """A run with nothing left to train. The command line prints the message and exits with code
+    0."""
 
 
 class RunFailure(RuntimeError):
-    """A run that cannot continue, for the reason in the message. The command line exits with code 3."""
+    """A run that cannot continue, for the reason in the message. The command line exits with code
+    3."""
 
     passing: ClassVar[bool] = False
     """Whether the same run may succeed when it starts again."""

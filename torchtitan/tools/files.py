@@ -43,14 +43,17 @@ def is_url(path: str) -> bool:
 
 
 def regular_file(path: Path, name: str | None = None) -> Path:
-    """Return `path`, called `name` in messages, if it is a regular file, a link to one, or absent. Raise `UserError`
-    for a dangling link, an unknown type, or a folder, pipe, socket or device, from which reading may block forever."""
+    """Return `path`, called `name` in messages, if it is a regular file, a link to one, or absent.
+    Raise `UserError` for a dangling link, an unknown type, or a folder, pipe, socket or device,
+    from which reading may block forever."""
     name = name or str(path)
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
-            message = f"{name} is a link to '{path.readlink()}', which does not exist; fix or remove it"
+            message = (
+                f"{name} is a link to '{path.readlink()}', which does not exist; fix or remove it"
+            )
             raise UserError(message) from error
         return path
     except OSError as error:
@@ -61,22 +64,25 @@ def regular_file(path: Path, name: str | None = None) -> Path:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a text from a file can be the path of a file: each part has 1 to 255 bytes of UTF-8 without NUL,
-    and the last part is not a folder's."""
+    """Return whether a text from a file can be the path of a file: each part has 1 to 255 bytes of
+    UTF-8 without NUL, and the last part is not a folder's."""
     try:
         parts = [part.encode() for part in name.split("/")]
     except UnicodeEncodeError:  # half of a surrogate pair, from JSON
         return False
-    is_short = all(len(part) <= _MOST_NAME_BYTES for part in parts) and len(name) <= _MOST_PATH_LENGTH
+    is_short = (
+        all(len(part) <= _MOST_NAME_BYTES for part in parts) and len(name) <= _MOST_PATH_LENGTH
+    )
     return is_short and "\0" not in name and parts[-1] not in (b"", b".", b"..")
 
 
 def open_regular(path: Path, name: str | None = None) -> io.BufferedReader:
-    """Open an untrusted file for reading. Raise `UserError` like `regular_file`, also if the file is replaced by a pipe
-    or device at the last moment, and `OSError` for an absent file."""
+    """Open an untrusted file for reading. Raise `UserError` like `regular_file`, also if the file
+    is replaced by a pipe or device at the last moment, and `OSError` for an absent file."""
     name = name or str(path)
     regular_file(path, name)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe does not wait
+    # opening a pipe does not wait
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UserError(f"{name} is not a regular file; save its content to a file, or remove it")
@@ -84,35 +90,46 @@ def open_regular(path: Path, name: str | None = None) -> io.BufferedReader:
 
 
 def read_regular(path: Path, name: str | None = None, most: int = _MOST_JSON_BYTES) -> bytes:
-    """Return the content of an untrusted file. Raise like `open_regular`, and `UserError` for more than `most`
-    bytes."""
+    """Return the content of an untrusted file. Raise like `open_regular`, and `UserError` for more
+    than `most` bytes."""
     name = name or str(path)
     with open_regular(path, name) as file:
         n_bytes = os.fstat(file.fileno()).st_size
         content = file.read(most + 1) if n_bytes <= most else b""
     if max(n_bytes, len(content)) > most:
-        raise UserError(f"{name} has {max(n_bytes, len(content)):,} bytes, and may have {most:,} at most")
+        raise UserError(
+            f"{name} has {max(n_bytes, len(content)):,} bytes, and may have {most:,} at most"
+        )
     return content
 
 
 def named_file(folder: Path, name: object, by: str) -> Path:
-    """Return the path of a file in a folder, named by the untrusted file `by`. Raise `UserError` unless it is a regular
-    file whose real path is in the folder, which itself may be a link, or absent."""
+    """Return the path of a file in a folder, named by the untrusted file `by`. Raise `UserError`
+    unless it is a regular file whose real path is in the folder, which itself may be a link, or
+    absent."""
     if not isinstance(name, str) or not is_plain_path(name):
-        raise UserError(f"{by} names the file {name!r:.200}, which is not a path inside its folder; write it again")
+        raise UserError(
+            f"{by} names the file {name!r:.200}, which is not a path inside its folder; write it "
+            "again"
+        )
     home, path = folder.resolve(), folder / name
     if not path.resolve().is_relative_to(home):
-        raise UserError(f"{by} names {path}, a link to {path.resolve()} outside the folder; replace it with a copy")
+        raise UserError(
+            f"{by} names {path}, a link to {path.resolve()} outside the folder; replace it with a "
+            "copy"
+        )
     return regular_file(path)
 
 
 def is_plain_path(name: str) -> bool:
-    """Return whether the text is a relative path of a file that stays in its folder, see `is_file_name`."""
+    """Return whether the text is a relative path of a file that stays in its folder, see
+    `is_file_name`."""
     return is_file_name(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError` for other content."""
+    """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError`
+    for other content."""
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}
@@ -128,13 +145,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """Return the value of an untrusted JSON text (bytes are UTF-8), called `name` in messages. Raise `UserError` if it
-    is not JSON, or is nested too deeply to process."""
+    """Return the value of an untrusted JSON text (bytes are UTF-8), called `name` in messages.
+    Raise `UserError` if it is not JSON, or is nested too deeply to process."""
     try:
         content = json.loads(text)
     except RecursionError:
         levels: int = _MOST_JSON_LEVELS + 1
-    except ValueError as error:  # also for bytes that are not UTF-8 and numbers with thousands of digits
+    # also for bytes that are not UTF-8 and numbers with thousands of digits
+    except ValueError as error:
         raise UserError(f"{name} is not valid JSON: {error}") from error
     else:
         levels = _levels(content)
@@ -143,10 +161,12 @@ def parse_json(text: str | bytes, name: str) -> Any:
     return content
 
 
-def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines to `broken`; nothing
-    if the file is absent. End after `MOST_BROKEN_LINES` of these, since each takes time. Raise `UserError` if the file
-    cannot be read."""
+def json_lines(
+    path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines
+    to `broken`; nothing if the file is absent. End after `MOST_BROKEN_LINES` of these, since each
+    takes time. Raise `UserError` if the file cannot be read."""
     if not path.exists():
         return
     with os_errors_as(f"'{path}' cannot be read"), open_regular(path) as file:
@@ -167,23 +187,34 @@ def _levels(content: Any) -> int:
     levels, level = 0, [content]
     while level := [value for value in level if isinstance(value, (dict, list))]:
         levels += 1
-        level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        level = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
     return levels
 
 
 def missing_folder_error(path: str | Path) -> UserError:
-    """Return the error for a missing folder of model files, with the download command for a Hugging Face Hub id, or
-    the names of a run's other checkpoints."""
+    """Return the error for a missing folder of model files, with the download command for a Hugging
+    Face Hub id, or the names of a run's other checkpoints."""
     folder = Path(path)
     if folder.exists():
         return UserError(f"{folder} is not a folder but a file; use the folder that contains it")
     missing = f"{folder} does not exist"
-    if steps := sorted(int(path.name[5:]) for path in folder.parent.glob("step-*") if path.name[5:].isdecimal()):
-        return UserError(f"{missing}; there are the checkpoints {', '.join(f'step-{step}' for step in steps)}")
+    if steps := sorted(
+        int(path.name[5:]) for path in folder.parent.glob("step-*") if path.name[5:].isdecimal()
+    ):
+        return UserError(
+            f"{missing}; there are the checkpoints {', '.join(f'step-{step}' for step in steps)}"
+        )
     if folder.parent.parts[-2:] == DOWNLOADS.parts:
         owner = "meta-llama" if _META.match(folder.name) else "OWNER"
         dest = "" if folder.parent == DOWNLOADS else f" --dest {folder}"
-        return UserError(f"{missing}; to download the model, run: torchtitan download {owner}/{folder.name}{dest}")
+        return UserError(
+            f"{missing}; to download the model, run: torchtitan download "
+            f"{owner}/{folder.name}{dest}"
+        )
     # If the parent folder exists, the argument is a mistyped path rather than a Hub id.
     if not _HUB_ID.fullmatch(str(folder)) or folder.parent.exists():
         return UserError(f"{missing}; use the folder that contains the model's files")
@@ -191,31 +222,39 @@ def missing_folder_error(path: str | Path) -> UserError:
     if downloaded.is_dir():
         return UserError(f"{missing}, but is the name of a downloaded model; use ./{downloaded}")
     return UserError(
-        f"{missing}; if it is a model on the Hugging Face Hub, run torchtitan download {folder}, and use ./{downloaded}"
+        f"{missing}; if it is a model on the Hugging Face Hub, run torchtitan download {folder}, "
+        f"and use ./{downloaded}"
     )
 
 
 def file_to_copy(folder: Path, name: str) -> Path:
-    """Return a model folder's file or folder `name`, for copying. Raise `UserError` for a link out of the folder.
+    """Return a model folder's file or folder `name`, for copying. Raise `UserError` for a link out
+    of the folder.
 
-    An untrusted folder may link to any file of this machine, which an export would then publish. The folder itself may
-    be a link, and the Hugging Face cache links files to its `blobs`. The code that reads weights follows any link.
+    An untrusted folder may link to any file of this machine, which an export would then publish.
+    The folder itself may be a link, and the Hugging Face cache links files to its `blobs`. The code
+    that reads weights follows any link.
     """
     home, target = folder.resolve(), (folder / name).resolve()
     cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")
-    of_model = next((each.parent for each in cached if each.parent.name.startswith("models--")), home)
+    of_model = next(
+        (each.parent for each in cached if each.parent.name.startswith("models--")), home
+    )
     if not target.is_relative_to(of_model):
-        raise UserError(f"{folder / name} is a link to {target}, outside the folder; replace it with a copy")
+        raise UserError(
+            f"{folder / name} is a link to {target}, outside the folder; replace it with a copy"
+        )
     return folder / name
 
 
 def unreadable_file_error(file: str | Path, message: str) -> UserError:
-    """Return the error for a model's file, local or behind a URL: `message`, or a hint for a Git LFS pointer."""
+    """Return the error for a model's file, local or behind a URL: `message`, or a hint for a Git
+    LFS pointer."""
     path = Path(file)
     if path.is_file() and is_lfs_pointer(path):
         return UserError(
-            f"{file} is a Git LFS pointer in place of the file itself: fetch the file with `git lfs pull`, or the "
-            "model with `torchtitan download`"
+            f"{file} is a Git LFS pointer in place of the file itself: fetch the file with `git "
+            "lfs pull`, or the model with `torchtitan download`"
         )
     return UserError(message)
 

@@ -24,8 +24,9 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class FolderLock:
-    """The operating system's lock on `run.lock` in a folder, taken by `lock_folder`. It never outlives the process,
-    even after SIGKILL: programs started by the process do not inherit the open file, and forks close it at once."""
+    """The operating system's lock on `run.lock` in a folder, taken by `lock_folder`. It never
+    outlives the process, even after SIGKILL: programs started by the process do not inherit the
+    open file, and forks close it at once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -33,22 +34,26 @@ class FolderLock:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self) -> None:
-        """Take the lock, and write this process and host into the file. Raise `UserError` if another process holds the
-        lock, `OSError` if the file cannot be locked or written."""
+        """Take the lock, and write this process and host into the file. Raise `UserError` if
+        another process holds the lock, `OSError` if the file cannot be locked or written."""
         deadline = time.monotonic() + _WAIT_SECONDS
         waiting = False
         while not self._try():
             if time.monotonic() >= deadline:
                 raise UserError(
-                    f"--dump_folder '{self.folder}' is in use by another run, {self._holder()}; wait until it ends, or "
-                    "choose another folder"
+                    f"--dump_folder '{self.folder}' is in use by another run, {self._holder()}; "
+                    "wait until it ends, or choose another folder"
                 )
             if not waiting:
-                logger.info("waiting for another run (%s) to release '%s'", self._holder(), self.folder)
+                logger.info(
+                    "waiting for another run (%s) to release '%s'", self._holder(), self.folder
+                )
             waiting = True
             time.sleep(_POLL_SECONDS)
         os.truncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(
+            self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0
+        )
 
     def release(self) -> None:
         self._close()
@@ -61,7 +66,10 @@ class FolderLock:
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
-            logger.warning("the file system of '%s' has no locks: do not use this folder for other runs", self.folder)
+            logger.warning(
+                "the file system of '%s' has no locks: do not use this folder for other runs",
+                self.folder,
+            )
         return True
 
     def _holder(self) -> str:
@@ -83,8 +91,9 @@ _locks: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDicti
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock `folder`, created if necessary, against other processes for the life of the returned object. All calls for
-    a folder share the object. Raise `UserError` if another process holds the lock, or `folder` is not writable."""
+    """Lock `folder`, created if necessary, against other processes for the life of the returned
+    object. All calls for a folder share the object. Raise `UserError` if another process holds the
+    lock, or `folder` is not writable."""
     path = folder.resolve()
     if (lock := _locks.get(path)) is not None:
         return lock

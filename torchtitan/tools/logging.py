@@ -44,8 +44,8 @@ class _Handler(logging.StreamHandler):
 
 
 def init_logger() -> None:
-    """Print the package's messages on standard error: errors on every rank, others only on ranks in the environment
-    variable `LOG_RANK` (comma-separated, default `0`)."""
+    """Print the package's messages on standard error: errors on every rank, others only on ranks in
+    the environment variable `LOG_RANK` (comma-separated, default `0`)."""
     rank = os.environ.get("RANK", "0")
     is_printing = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
     handler = _Handler()
@@ -56,13 +56,20 @@ def init_logger() -> None:
     sys.excepthook = _print_traceback
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print the traceback of a crash, whose messages may contain anything."""
-    print(presentable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(
+        presentable("".join(traceback.format_exception(kind, error, trace))),
+        end="",
+        file=sys.stderr,
+    )
 
 
 def check_log_ranks(world_size: int) -> None:
-    """Raise `UserError` if `LOG_RANK` is not a list of ranks of a run with `world_size` processes."""
+    """Raise `UserError` if `LOG_RANK` is not a list of ranks of a run with `world_size`
+    processes."""
     text = os.environ.get("LOG_RANK", "0")
     is_known = set(text.split(",")) <= {str(rank) for rank in range(world_size)}
     what = f"ranks below {world_size}, the number of processes, separated by commas"
@@ -81,13 +88,14 @@ def without_logs(up_to: int = logging.WARNING) -> Iterator[None]:
 
 
 def presentable(text: str) -> str:
-    """Return a text for a terminal, a log or a page: `visible`, and without credentials. Only the content of data and
-    of answers is shown with `visible` alone."""
+    """Return a text for a terminal, a log or a page: `visible`, and without credentials. Only the
+    content of data and of answers is shown with `visible` alone."""
     return visible(redact(text))
 
 
 def visible(text: str) -> str:
-    """Escape characters in `text` that control a terminal or the text direction, except newlines and tabs."""
+    """Escape characters in `text` that control a terminal or the text direction, except newlines
+    and tabs."""
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
 
@@ -103,6 +111,10 @@ def print_error(command: str, message: object) -> None:
 
 
 def _visible(char: str) -> str:
-    if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDIRECTIONAL:
+    if (
+        char in "\n\t"
+        or unicodedata.category(char) not in ("Cc", "Cs")
+        and char not in _BIDIRECTIONAL
+    ):
         return char
     return chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"\\u{ord(char):04x}"

@@ -17,7 +17,9 @@ class Parser(argparse.ArgumentParser):
         options, others = self.parse_known_args(args, namespace)
         if others:
             known = re.findall(r"--[\w-]+", self.format_usage())
-            self.error(f"unrecognized argument {others[0]}{suggest(others[0].partition('=')[0], known)}")
+            self.error(
+                f"unrecognized argument {others[0]}{suggest(others[0].partition('=')[0], known)}"
+            )
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -14,9 +14,11 @@ def check_pattern(option: str, pattern: str) -> None:
         raise UserError(f"{option} '{pattern}' is not a regular expression: {error}") from error
 
 
-def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], consequence: str) -> None:
-    """Raise `UserError` unless `{option}.include` and `.exclude` are regular expressions, and something is included;
-    the error states the `consequence` ("nothing would be converted")."""
+def check_choice(
+    option: str, include: Sequence[str], exclude: Sequence[str], consequence: str
+) -> None:
+    """Raise `UserError` unless `{option}.include` and `.exclude` are regular expressions, and
+    something is included; the error states the `consequence` ("nothing would be converted")."""
     for name, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
             check_pattern(f"{option}.{name}", pattern)
@@ -24,15 +26,19 @@ def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], co
         raise UserError(f"{option}.include is empty, so {consequence}")
 
 
-def choose(option: str, include: Sequence[str], exclude: Sequence[str], names: Sequence[str], kind: str) -> list[str]:
-    """Return the `names` that match some `{option}.include` and no `{option}.exclude`. Raise `UserError` for the first
-    pattern without a match; `kind` is, for example, "layers"."""
+def choose(
+    option: str, include: Sequence[str], exclude: Sequence[str], names: Sequence[str], kind: str
+) -> list[str]:
+    """Return the `names` that match some `{option}.include` and no `{option}.exclude`. Raise
+    `UserError` for the first pattern without a match; `kind` is, for example, "layers"."""
     for option_name, patterns in ((f"{option}.include", include), (f"{option}.exclude", exclude)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name in names):
                 known = ", ".join(without_numbers(names))
                 raise UserError(f"{option_name} '{pattern}' matches none of the {kind}: {known}")
-    return [name for name in names if _matches_any(include, name) and not _matches_any(exclude, name)]
+    return [
+        name for name in names if _matches_any(include, name) and not _matches_any(exclude, name)
+    ]
 
 
 def without_numbers(names: Iterable[str]) -> list[str]:

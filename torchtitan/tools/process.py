@@ -16,7 +16,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import redact
 
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
-"""Environment variable set by the launcher, which forwards stop signals and kills processes if necessary."""
+"""Environment variable set by the launcher, which forwards stop signals and kills processes if
+necessary."""
 
 STARTED = time.time()
 """Time at which this process began, nearly: it is imported before all large libraries."""
@@ -28,7 +29,8 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER = 0  # standard input, a socket connected to the launcher
-_MAX_REPORT_LENGTH = 20_000  # characters, fewer than the connection's buffer, so that sending never blocks
+# characters, fewer than the connection's buffer, so that sending never blocks
+_MAX_REPORT_LENGTH = 20_000
 
 _reporting = threading.Lock()
 _reported = False
@@ -36,8 +38,8 @@ _reported = False
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
-    """Let Ctrl-C and a closed pipe end the process immediately and silently within the block. Python's handlers would
-    print a traceback, or raise an exception that an import may swallow."""
+    """Let Ctrl-C and a closed pipe end the process immediately and silently within the block.
+    Python's handlers would print a traceback, or raise an exception that an import may swallow."""
     numbers = (signal.SIGINT, signal.SIGPIPE)
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
@@ -49,15 +51,19 @@ def default_signals() -> Iterator[None]:
 
 
 class StopSignals:
-    """Call `on_first` and `on_second` with the number of a first SIGTERM or SIGINT and of later ones, until `close`.
-    Signals within a second of the first count as the same request, since `timeout`, for example, sends two."""
+    """Call `on_first` and `on_second` with the number of a first SIGTERM or SIGINT and of later
+    ones, until `close`. Signals within a second of the first count as the same request, since
+    `timeout`, for example, sends two."""
 
     def __init__(self, on_first: Callable[[int], None], on_second: Callable[[int], None]) -> None:
         self.first: int | None = None
         self._on_first = on_first
         self._on_second = on_second
         self._first_time = 0.0
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -73,15 +79,19 @@ class StopSignals:
 
 
 def log_stop(number: int, when: str = "after this step") -> None:
-    """Log that a stop signal was received, and when the run stops: in a thread, since the signal may have interrupted a
-    write to standard error, during which this thread cannot begin another."""
-    text = f"{signal.Signals(number).name} received: the run stops {when} (a second signal ends it immediately)"
+    """Log that a stop signal was received, and when the run stops: in a thread, since the signal
+    may have interrupted a write to standard error, during which this thread cannot begin
+    another."""
+    text = (
+        f"{signal.Signals(number).name} received: the run stops {when} (a second signal ends it "
+        "immediately)"
+    )
     threading.Thread(target=logger.warning, args=(text,)).start()
 
 
 class StopRequest(StopSignals):
-    """Set `received` on SIGTERM or SIGINT until `close`; a second signal ends the process. In processes
-    started by the launcher, the launcher handles second signals."""
+    """Set `received` on SIGTERM or SIGINT until `close`; a second signal ends the process. In
+    processes started by the launcher, the launcher handles second signals."""
 
     def __init__(self) -> None:
         if is_launched():
@@ -101,22 +111,25 @@ def _kill_self(number: int) -> None:
 
 
 def signal_when_orphaned(number: int, parent: int) -> None:
-    """Let the kernel send this process a signal when its parent, a process id, ends or has ended, even by SIGKILL."""
+    """Let the kernel send this process a signal when its parent, a process id, ends or has ended,
+    even by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def use_expandable_segments() -> None:
-    """Let PyTorch's allocator grow its segments of GPU memory, which wastes less of it between tensors of different
-    sizes, unless the user configures the allocator. Call this before torch is imported."""
+    """Let PyTorch's allocator grow its segments of GPU memory, which wastes less of it between
+    tensors of different sizes, unless the user configures the allocator. Call this before torch is
+    imported."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep freed memory for the next tensors, unless the user configures it. By default it returns
-    large tensors to the kernel, which then clears each of their pages when they are allocated again."""
+    """Let glibc's malloc keep freed memory for the next tensors, unless the user configures it. By
+    default it returns large tensors to the kernel, which then clears each of their pages when they
+    are allocated again."""
     libc = ctypes.CDLL(None)
     is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if hasattr(libc, "mallopt") and not is_configured:
@@ -130,14 +143,21 @@ def is_launched() -> bool:
 
 
 def exit_with_launcher() -> None:
-    """End this process as soon as the launcher, which holds the other end of standard input, ends."""
+    """End this process as soon as the launcher, which holds the other end of standard input,
+    ends."""
     threading.Thread(target=_wait_for_exit, name="launcher", daemon=True).start()
 
 
 def report_failure(code: int, text: str, *, passing: bool) -> None:
-    """Report exit code, message and whether a restart may succeed to the launcher; only the first call counts."""
+    """Report exit code, message and whether a restart may succeed to the launcher; only the first
+    call counts."""
     global _reported
-    report = {"time": time.time(), "code": code, "text": redact(text)[-_MAX_REPORT_LENGTH:], "passing": passing}
+    report = {
+        "time": time.time(),
+        "code": code,
+        "text": redact(text)[-_MAX_REPORT_LENGTH:],
+        "passing": passing,
+    }
     with _reporting:
         if not _reported:
             os.write(_LAUNCHER, json.dumps(report, ensure_ascii=False).encode(errors="replace"))
@@ -145,7 +165,8 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process without shutting down the interpreter, which may abort if a rank was lost."""
+    """End this process without shutting down the interpreter, which may abort if a rank was
+    lost."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)

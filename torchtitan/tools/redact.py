@@ -14,15 +14,24 @@ _NAME = (
 )
 """Names of options, keys and variables whose values are credentials."""
 
-# Repetitions that may begin anywhere are bounded, so that the time to search a text grows with its length only.
+# Repetitions that may begin anywhere are bounded, so that the time to search a text grows with its
+# length only.
 _SCHEME = r"([A-Za-z][\w+.-]{1,30}:/{1,3})"
 
 _PATTERNS = [
     # user:password@ or token@ of a URL, whose slashes `pathlib` joins; a password may have slashes
-    (re.compile(rf"{_SCHEME}[^/\s'\"@:]*:(?!\d{{1,5}}(?:/|$))[^\s'\"@]{{1,1000}}(?=@)"), rf"\g<1>{HIDDEN}"),
+    (
+        re.compile(rf"{_SCHEME}[^/\s'\"@:]*:(?!\d{{1,5}}(?:/|$))[^\s'\"@]{{1,1000}}(?=@)"),
+        rf"\g<1>{HIDDEN}",
+    ),
     (re.compile(rf"{_SCHEME}[^/\s'\"@]+(?=@)"), rf"\g<1>{HIDDEN}"),
     # parameters of signed URLs
-    (re.compile(rf"(?i)([?&;](?:{_NAME}|sig|token|key|AWSAccessKeyId|GoogleAccessId)=)[^&\s'\"]+"), rf"\g<1>{HIDDEN}"),
+    (
+        re.compile(
+            rf"(?i)([?&;](?:{_NAME}|sig|token|key|AWSAccessKeyId|GoogleAccessId)=)[^&\s'\"]+"
+        ),
+        rf"\g<1>{HIDDEN}",
+    ),
     # name=value, name: value, --name value, "name": "value"
     (
         re.compile(
@@ -30,9 +39,16 @@ _PATTERNS = [
         ),
         rf"\g<1>{HIDDEN}",
     ),
-    (re.compile(r"(?i)(['\"](?:token|secret|password)['\"]\s*:\s*['\"])[^'\"]+"), rf"\g<1>{HIDDEN}"),
-    (re.compile(r"(?i)(\bbearer\s+|authorization\W+basic\s+)(?=\S*[\d=])[\w.~+/=-]{12,}"), rf"\g<1>{HIDDEN}"),
-    # tokens that show what they are: Hugging Face, GitHub, GitLab, AWS, Google, Slack, OpenAI and others
+    (
+        re.compile(r"(?i)(['\"](?:token|secret|password)['\"]\s*:\s*['\"])[^'\"]+"),
+        rf"\g<1>{HIDDEN}",
+    ),
+    (
+        re.compile(r"(?i)(\bbearer\s+|authorization\W+basic\s+)(?=\S*[\d=])[\w.~+/=-]{12,}"),
+        rf"\g<1>{HIDDEN}",
+    ),
+    # tokens that show what they are: Hugging Face, GitHub, GitLab, AWS, Google, Slack, OpenAI and
+    # others
     (
         re.compile(
             r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
@@ -51,15 +67,17 @@ _known: set[str] = set()
 
 
 def hide_credentials_of(url: str) -> None:
-    """Hide user and password of a URL from now on in every text of this process: libraries may write them without the
-    URL's scheme."""
+    """Hide user and password of a URL from now on in every text of this process: libraries may
+    write them without the URL's scheme."""
     if found := _IN_URL.match(url):
-        _known.update(part for part in (found[2], *found[2].split(":", 1)) if len(part) >= _SHORTEST)
+        _known.update(
+            part for part in (found[2], *found[2].split(":", 1)) if len(part) >= _SHORTEST
+        )
 
 
 def redact(text: str) -> str:
-    """Return the text with `***` for each credential in it: in URLs, assignments, tokens of known forms, and those of
-    `hide_credentials_of`."""
+    """Return the text with `***` for each credential in it: in URLs, assignments, tokens of known
+    forms, and those of `hide_credentials_of`."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for pattern, hidden in _PATTERNS:
@@ -68,8 +86,8 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """Return JSON-ready values with `***` for credentials, also in keys. Keys such as `secret` or `api_key` name them
-    too."""
+    """Return JSON-ready values with `***` for credentials, also in keys. Keys such as `secret` or
+    `api_key` name them too."""
     if isinstance(value, Mapping):
         return {_name(key): _of_key(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -11,9 +11,14 @@ from torchtitan.tools.logging import presentable
 
 
 def open_console(file_width: int = 200) -> Console:
-    """Return a console on standard output that treats text from files neither as markup nor as emoji. Its lines have up
-    to `file_width` characters if standard output is not a terminal."""
-    return Console(width=None if sys.stdout.isatty() else file_width, markup=False, emoji=False, highlight=False)
+    """Return a console on standard output that treats text from files neither as markup nor as
+    emoji. Its lines have up to `file_width` characters if standard output is not a terminal."""
+    return Console(
+        width=None if sys.stdout.isatty() else file_width,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
 
 
 def print_table(
@@ -25,11 +30,20 @@ def print_table(
     *,
     has_lines: bool = True,
 ) -> None:
-    """Print a table, with lines between its cells; the columns `numbers` are aligned on the right."""
+    """Print a table, with lines between its cells; the columns `numbers` are aligned on the
+    right."""
     box = HEAVY_HEAD if has_lines else None
-    table = Table(title=presentable(title), title_justify="left", title_style="bold", min_width=len(title), box=box)
+    table = Table(
+        title=presentable(title),
+        title_justify="left",
+        title_style="bold",
+        min_width=len(title),
+        box=box,
+    )
     for column in columns:
-        table.add_column(presentable(column), justify="right" if column in numbers else "left", overflow="fold")
+        table.add_column(
+            presentable(column), justify="right" if column in numbers else "left", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(presentable(cell) for cell in row))
     console.print(table)

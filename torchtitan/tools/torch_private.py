@@ -1,5 +1,5 @@
-"""All private names of PyTorch (2.13) that this project uses, with the reason for each, imported on first use. The only
-exceptions are private methods that a subclass overrides."""
+"""All private names of PyTorch (2.13) that this project uses, with the reason for each, imported on
+first use. The only exceptions are private methods that a subclass overrides."""
 
 import contextlib
 import importlib
@@ -30,7 +30,8 @@ _SOURCES = {
     "device_constructors": "torch.utils._device:_device_constructors",
     # The memory of a tensor, also of those inside a wrapper.
     "get_untyped_storages": "torch.distributed._tools.common_utils",
-    # Nested containers of tensors, as passed to PyTorch's operations; `optree` adds a dependency and has fewer types.
+    # Nested containers of tensors, as passed to PyTorch's operations; `optree` adds a dependency
+    # and has fewer types.
     "tree_iter": "torch.utils._pytree",
     "tree_map": "torch.utils._pytree",
     "tree_map_only": "torch.utils._pytree",
@@ -40,26 +41,31 @@ _SOURCES = {
     "reduce_scatter_single_autograd": "torch.distributed._functional_collectives",
     "wait_tensor": "torch.distributed._functional_collectives",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
-    # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module without changing names in its state dict.
+    # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module without changing names
+    # in its state dict.
     "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "CheckpointWrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    # DDP built on FSDP2; `DistributedDataParallel` supports neither DTensor parameters nor mixed precision.
+    # DDP built on FSDP2; `DistributedDataParallel` supports neither DTensor parameters nor mixed
+    # precision.
     "replicate": "torch.distributed._composable.replicate_with_fsdp",
-    # A mesh for some parameters of a unit: `fully_shard` takes it, but PyTorch 2.13 documents the types nowhere else.
+    # A mesh for some parameters of a unit: `fully_shard` takes it, but PyTorch 2.13 documents the
+    # types nowhere else.
     "ShardPlacementResult": "torch.distributed.fsdp._fully_shard._fsdp_common",
     "fsdp_mesh_info": "torch.distributed.fsdp._fully_shard._fsdp_init:_get_mesh_info",
-    # `DeviceMesh` has no public way to register flattened dimensions as one, to split one, or to join parts of a mesh.
+    # `DeviceMesh` has no public way to register flattened dimensions as one, to split one, or to
+    # join parts of a mesh.
     "flatten_mesh": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "split_mesh": "torch.distributed.device_mesh:DeviceMesh._unflatten",
     "concatenate_meshes": "torch.distributed.device_mesh:DeviceMesh._concatenate",
     # Public DTensor methods return the shard, but not its offset in the whole tensor.
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
-    # DTensor infers a result's shape by running operations on whole shapes, which a dry run must not count. It caches
-    # the results, and has no public way to clear the cache.
+    # DTensor infers a result's shape by running operations on whole shapes, which a dry run must
+    # not count. It caches the results, and has no public way to clear the cache.
     "DecompShardingStrategy": "torch.distributed.tensor._decompositions",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
     "clear_sharding_cache": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
-    # `torch.distributed` has no public access to the default store or to groups by name, and cannot change timeouts.
+    # `torch.distributed` has no public access to the default store or to groups by name, and cannot
+    # change timeouts.
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "group_by_name": "torch.distributed.distributed_c10d:_resolve_process_group",
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
@@ -85,7 +91,8 @@ _SOURCES = {
     # The number of the backward pass in progress, or -1; hooks need a tensor that takes part in it.
     "current_backward_pass": "torch._C:_current_graph_task_id",
 }
-"""Name in this module → PyTorch module, and the name there if different (`module:` is the module itself)."""
+"""Name in this module → PyTorch module, and the name there if different (`module:` is the module
+itself)."""
 
 
 def __getattr__(name: str) -> Any:
@@ -95,27 +102,35 @@ def __getattr__(name: str) -> Any:
     imported = importlib.import_module(module)
     if _SOURCES[name].endswith(":"):
         return imported
-    for known_as in (torch_name or name, name.replace("_single_", "_tensor_")):  # the second in PyTorch 2.11 and 2.12
+    # the second in PyTorch 2.11 and 2.12
+    for known_as in (torch_name or name, name.replace("_single_", "_tensor_")):
         with contextlib.suppress(AttributeError):
             return attrgetter(known_as)(imported)
     version = importlib.import_module("torch").__version__
-    raise UserError(f"torch {version} has no {module}.{name}, which this feature needs; install torch 2.13 or newer")
+    raise UserError(
+        f"torch {version} has no {module}.{name}, which this feature needs; install torch 2.13 or "
+        "newer"
+    )
 
 
 def compiler_statistics() -> Any:
-    """Return torch.compile's counters, which `torch.compiler` lacks, or None before compilation (a slow import)."""
+    """Return torch.compile's counters, which `torch.compiler` lacks, or None before compilation (a
+    slow import)."""
     return sys.modules.get("torch._dynamo.utils")
 
 
 def flop_formulas() -> dict[Any, Any]:
-    """Return operation → function of its arguments that counts floating-point operations, as in `FlopCounterMode`, but
-    also of `torch.nn.functional.grouped_mm`: products of groups of rows (N, K) with a matrix each (E, K, M), or of
-    groups of columns (K, N) with groups of rows (N, M), as for the gradient of the matrices."""
+    """Return operation → function of its arguments that counts floating-point operations, as in
+    `FlopCounterMode`, but also of `torch.nn.functional.grouped_mm`: products of groups of rows (N,
+    K) with a matrix each (E, K, M), or of groups of columns (K, N) with groups of rows (N, M), as
+    for the gradient of the matrices."""
     import torch
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     if torch.ops.aten._grouped_mm not in flop_registry:
-        register_flop_formula(torch.ops.aten._grouped_mm)(lambda a, b, *_, **__: 2 * a.numel() * b[-1])
+        register_flop_formula(torch.ops.aten._grouped_mm)(
+            lambda a, b, *_, **__: 2 * a.numel() * b[-1]
+        )
     return flop_registry
 
 
@@ -127,8 +142,8 @@ def reading_operation() -> Any:
 
 
 def product_operations() -> list[Any]:
-    """Return the operations of a linear layer, as the operators that a checkpointing policy sees: without bias, with
-    bias, on MPS, and in float8."""
+    """Return the operations of a linear layer, as the operators that a checkpointing policy sees:
+    without bias, with bias, on MPS, and in float8."""
     import torch
 
     aten: Any = torch.ops.aten
@@ -136,11 +151,14 @@ def product_operations() -> list[Any]:
 
 
 def onednn_linear() -> Any:
-    """Return the operation of a linear layer by oneDNN, without gradients, with the arguments input, weight, bias, and
-    "none", [], "" (nothing follows); None if PyTorch is built without oneDNN. `F.linear` calls it for bfloat16 only."""
+    """Return the operation of a linear layer by oneDNN, without gradients, with the arguments
+    input, weight, bias, and "none", [], "" (nothing follows); None if PyTorch is built without
+    oneDNN. `F.linear` calls it for bfloat16 only."""
     import torch
 
-    return torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+    return (
+        torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+    )
 
 
 def attention_operations() -> list[Any]:
@@ -162,7 +180,8 @@ def attention_operations() -> list[Any]:
 
 
 def fuse_collectives_with_products(group: str) -> None:
-    """Let the compiler fuse collectives of a process group, by name, with matrix products, in shared memory."""
+    """Let the compiler fuse collectives of a process group, by name, with matrix products, in
+    shared memory."""
     import warnings
 
     import torch._inductor.config
@@ -171,20 +190,23 @@ def fuse_collectives_with_products(group: str) -> None:
 
     torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
+        # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was
+        # called.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(GroupName(group))
 
 
 def choose_compiled_code_by_age() -> None:
-    """Let a compiled function use the oldest of its code that fits the inputs, in place of the latest used code."""
+    """Let a compiled function use the oldest of its code that fits the inputs, in place of the
+    latest used code."""
     import torch
 
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
 def communication_operations() -> list[Any]:
-    """Return the collectives that leave each rank with a part, as the operators that a checkpointing policy sees."""
+    """Return the collectives that leave each rank with a part, as the operators that a
+    checkpointing policy sees."""
     import torch
 
     collectives: Any = torch.ops._c10d_functional
@@ -192,7 +214,8 @@ def communication_operations() -> list[Any]:
 
 
 def write_count(tensor: "Tensor") -> int:
-    """Return how often a tensor has been changed in place; there is no public way to notice that on the meta device."""
+    """Return how often a tensor has been changed in place; there is no public way to notice that on
+    the meta device."""
     return tensor._version
 
 
@@ -204,8 +227,8 @@ def process_groups() -> list["dist.ProcessGroup"]:
 
 
 def set_default_timeout(timeout: "timedelta | None") -> None:
-    """Set the timeout of process groups that are made without one; None: PyTorch's own. `init_device_mesh` takes no
-    timeout, and gives its groups this one."""
+    """Set the timeout of process groups that are made without one; None: PyTorch's own.
+    `init_device_mesh` takes no timeout, and gives its groups this one."""
     from torch.distributed import constants, distributed_c10d
 
     distributed_c10d.default_pg_timeout = timeout or constants.default_pg_timeout
@@ -213,7 +236,8 @@ def set_default_timeout(timeout: "timedelta | None") -> None:
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":
-    """Return a DTensor with the layout of `like`. Unlike `DTensor.from_local`, leave `local` on its device."""
+    """Return a DTensor with the layout of `like`. Unlike `DTensor.from_local`, leave `local` on its
+    device."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False)
@@ -225,35 +249,49 @@ def storage_key(storage: "torch.UntypedStorage") -> int:
 
 
 def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
-    """Return the offset of a fake storage from `torch.load` in its file, in an attribute that PyTorch documents."""
+    """Return the offset of a fake storage from `torch.load` in its file, in an attribute that
+    PyTorch documents."""
     return getattr(storage, "_checkpoint_offset", None)
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes, by its schema; none if it returns only new tensors or views."""
-    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    """Return the arguments that an operation writes, by its schema; none if it returns only new
+    tensors or views."""
+    by_name = (
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        | kwargs
+    )
+    written = [
+        one.name
+        for one in func._schema.arguments
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
     return [by_name.get(name) for name in written]
 
 
 def is_process_group(value: Any) -> bool:
-    """Return whether an operation's argument is a process group, boxed for TorchScript without a public class."""
+    """Return whether an operation's argument is a process group, boxed for TorchScript without a
+    public class."""
     import torch
 
     return isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup")
 
 
 def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
-    """Yield FSDP's record of each parameter that it shards or replicates, which also shows gathered weights."""
+    """Yield FSDP's record of each parameter that it shards or replicates, which also shows gathered
+    weights."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in modules:
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
+        for group in (
+            module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
+        ):
             yield from group.fsdp_params
 
 
 def gathered_weights(record: Any) -> list["Tensor"]:
-    """Return the whole weight of an `fsdp_parameters` record, after it was first gathered; FSDP hides it."""
+    """Return the whole weight of an `fsdp_parameters` record, after it was first gathered; FSDP
+    hides it."""
     return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
 
 
@@ -263,7 +301,8 @@ def pipeline_stages(schedule: Any) -> list[Any]:
 
 
 def adjust_microbatches(schedule: Any, adjust: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Call `adjust` with the keyword arguments of each micro-batch of a schedule, after PyTorch has divided them."""
+    """Call `adjust` with the keyword arguments of each micro-batch of a schedule, after PyTorch has
+    divided them."""
     split = schedule._split_inputs
 
     def split_and_adjust(args: Any, kwargs: Any) -> Any:
@@ -275,7 +314,8 @@ def adjust_microbatches(schedule: Any, adjust: Callable[[list[dict[str, Any]]], 
 
 
 def skip_shape_vote(schedule: Any) -> None:
-    """Make a schedule's stages accept their declared shapes without a vote of all ranks; no public switch exists."""
+    """Make a schedule's stages accept their declared shapes without a vote of all ranks; no public
+    switch exists."""
     from torch.distributed.pipelining.stage import InferenceMode
 
     def skip(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
@@ -286,12 +326,14 @@ def skip_shape_vote(schedule: Any) -> None:
 
 
 def parameter_entries(module: "nn.Module") -> dict[str, Any]:
-    """Return a module's dictionary of its own parameters, in which any tensor may replace one; attributes refuse it."""
+    """Return a module's dictionary of its own parameters, in which any tensor may replace one;
+    attributes refuse it."""
     return module._parameters
 
 
 def forward_pre_hooks(module: "nn.Module") -> Iterable[Any]:
-    """Return the functions called before a module's `forward`; the public interface can only add them."""
+    """Return the functions called before a module's `forward`; the public interface can only add
+    them."""
     return module._forward_pre_hooks.values()
 
 

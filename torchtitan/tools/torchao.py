@@ -12,7 +12,8 @@ def check_torchao(option: str) -> None:
     """Raise `UserError` if torchao, which `option` requires, is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(
-            f"{option} requires torchao: pip install 'torchtitan[quantization]', or EXTRA=quantization ./run_train.sh"
+            f"{option} requires torchao: pip install 'torchtitan[quantization]', or "
+            "EXTRA=quantization ./run_train.sh"
         )
 
 

@@ -28,9 +28,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def workplace(target: Path) -> Iterator[Path]:
-    """Yield a new folder `{target}.….partial`. Remove it when the block ends, or Ctrl-C, SIGTERM or SIGHUP ends the
-    process; after SIGKILL, the next call removes it. A lock protects folders in use. Call only in the main thread."""
-    for folder in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
+    """Yield a new folder `{target}.….partial`. Remove it when the block ends, or Ctrl-C, SIGTERM or
+    SIGHUP ends the process; after SIGKILL, the next call removes it. A lock protects folders in
+    use. Call only in the main thread."""
+    for folder in target.parent.glob(
+        f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"
+    ):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(folder)
     # Name the folder before creating it, so that the signal handler can always remove it.
@@ -49,10 +52,12 @@ def workplace(target: Path) -> Iterator[Path]:
         with open(folder / _NEW_LOCK, "wb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # on a file system without locks, no folder with content is ever removed
+            # on a file system without locks, no folder with content is ever removed
+            except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:
                     raise
-            Path(lock.name).rename(folder / _LOCK)  # once locked, since others try to lock this name
+            # once locked, since others try to lock this name
+            Path(lock.name).rename(folder / _LOCK)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Build single parts of a run from its configuration. The `build_…` methods of `Trainer` call these functions."""
+"""Build single parts of a run from its configuration. The `build_…` methods of `Trainer` call these
+functions."""
 
 import dataclasses
 import logging
@@ -21,7 +22,8 @@ from torchtitan.trainer.data_progress import DataProgress
 
 
 def init_random_state(debug: DebugConfig, rank: int) -> None:
-    """Seed every generator, differently on each rank; make algorithms deterministic if requested."""
+    """Seed every generator, differently on each rank; make algorithms deterministic if
+    requested."""
     seed = debug.seed + rank
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # NumPy's range of seeds
@@ -31,7 +33,9 @@ def init_random_state(debug: DebugConfig, rank: int) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def build_data_progress(config: RunConfig, global_batch_size: int, n_samples: int | None) -> DataProgress:
+def build_data_progress(
+    config: RunConfig, global_batch_size: int, n_samples: int | None
+) -> DataProgress:
     """Build the counter that determines the last step, from `training.steps` or `training.epochs`.
 
     Args:
@@ -42,19 +46,25 @@ def build_data_progress(config: RunConfig, global_batch_size: int, n_samples: in
         UserError: for early optimizer steps with the epochs of a stream.
     """
     training = config.training
-    if training.epochs is not None and n_samples is None and config.optimizer.early_step_in_backward:
-        # The end of a stream is known only after a backward pass, when an early optimizer has already stepped.
+    if (
+        training.epochs is not None
+        and n_samples is None
+        and config.optimizer.early_step_in_backward
+    ):
+        # The end of a stream is known only after a backward pass, when an early optimizer has
+        # already stepped.
         raise UserError(
-            "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
-            "is found too late to skip the step; set --training.steps instead"
+            "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a "
+            "stream, whose end is found too late to skip the step; set --training.steps instead"
         )
     run_length = config.data_progress(global_batch_size, n_samples)
     if training.epochs is not None and n_samples is not None:
         n_steps = run_length.last_step(0)
         logger.log(
             logging.WARNING if n_steps > training.steps else logging.INFO,
-            f"--training.epochs {training.epochs} sets the length of the run, {n_steps:,} steps, in place of "
-            f"--training.steps {training.steps}; leave out --training.epochs to train by steps",
+            f"--training.epochs {training.epochs} sets the length of the run, {n_steps:,} steps, "
+            f"in place of --training.steps {training.steps}; leave out --training.epochs to train "
+            "by steps",
         )
     return run_length
 
@@ -68,22 +78,26 @@ def build_loss(config: RunConfig) -> Any:
 
 
 def build_model(config: RunConfig) -> BaseModel:
-    """Build the model on the meta device, in the type of the master weights. Raise `UserError` if its attention needs
-    a C compiler that this host lacks."""
+    """Build the model on the meta device, in the type of the master weights. Raise `UserError` if
+    its attention needs a C compiler that this host lacks."""
     model_config, training = config.model_spec.model, config.training
     if training.seq_lens[-1] > model_config.max_seq_len:
         logger.warning(
-            f"--training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence length of "
-            f"{model_config.max_seq_len} tokens"
+            f"--training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence "
+            f"length of {model_config.max_seq_len} tokens"
         )
     with torch.device("meta"):
         model: BaseModel = model_config.build().to(getattr(torch, training.dtype))
-    attention = [part for part in model.modules() if hasattr(part, "softcap") and hasattr(part, "has_sinks")]
+    attention = [
+        part for part in model.modules() if hasattr(part, "softcap") and hasattr(part, "has_sinks")
+    ]
     if any(part.softcap or part.has_sinks for part in attention):
         check_c_compiler("attention with soft caps or sinks is computed by FlexAttention, which")
     is_packed = getattr(config.dataloader, "document_mask", True)
     if attention and is_packed and training.mixed_precision_param == "float32":
-        check_c_compiler("attention to packed documents in float32 is computed by FlexAttention, which")
+        check_c_compiler(
+            "attention to packed documents in float32 is computed by FlexAttention, which"
+        )
     return model
 
 
@@ -93,12 +107,15 @@ def with_vocabulary_of(spec: ModelSpec, main: ModelSpec) -> ModelSpec:
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
 
 
-def build_other_model(spec: ModelSpec, config: RunConfig, parallel_dims: ParallelDims, *, trained: bool) -> BaseModel:
-    """Build an additional model on the meta device; a frozen one in the type that FSDP computes in. Raise `UserError`
-    under pipeline parallelism."""
+def build_other_model(
+    spec: ModelSpec, config: RunConfig, parallel_dims: ParallelDims, *, trained: bool
+) -> BaseModel:
+    """Build an additional model on the meta device; a frozen one in the type that FSDP computes in.
+    Raise `UserError` under pipeline parallelism."""
     if parallel_dims.pp > 1:
         raise UserError(
-            "--parallelism.pipeline_parallel_degree above 1 supports a single model, but this run has several"
+            "--parallelism.pipeline_parallel_degree above 1 supports a single model, but this run "
+            "has several"
         )
     dtype = config.training.dtype if trained else config.training.mixed_precision_param
     with torch.device("meta"):

@@ -1,4 +1,5 @@
-"""Callbacks, which act around the steps of a run: the base class, and the callbacks of every run."""
+"""Callbacks, which act around the steps of a run: the base class, and the callbacks of every
+run."""
 
 import contextlib
 import gc
@@ -17,9 +18,9 @@ from torchtitan.trainer.step_result import StepResult, StopReason
 
 
 class Callback(Configurable):
-    """Base class for actions around the steps of a run, on every rank. Callbacks run in the order of
-    `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`. Checkpoints contain no
-    callback state; state needed to resume belongs in `Trainer.states`."""
+    """Base class for actions around the steps of a run, on every rank. Callbacks run in the order
+    of `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`.
+    Checkpoints contain no callback state; state needed to resume belongs in `Trainer.states`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -37,7 +38,8 @@ class Callback(Configurable):
         self.trainer = trainer
 
     def around_run(self) -> AbstractContextManager[Any]:
-        """Return a context around all steps, entered after loading a checkpoint; it must not suppress errors."""
+        """Return a context around all steps, entered after loading a checkpoint; it must not
+        suppress errors."""
         return contextlib.nullcontext()
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
@@ -45,7 +47,8 @@ class Callback(Configurable):
         return contextlib.nullcontext()
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
-        """Receive this rank's part of the next global batch, as loaded; empty after the end of the data."""
+        """Receive this rank's part of the next global batch, as loaded; empty after the end of the
+        data."""
 
     def on_step(self, outcome: StepResult) -> None:
         """Act on a finished step before it is reported; `trainer.step` already counts it."""
@@ -60,7 +63,8 @@ class Callback(Configurable):
         """Act after the last step, before the last validation and checkpoint."""
 
     def on_return(self, step: int) -> None:
-        """Act after the run has loaded the weights of step `step` again, which undid the steps since."""
+        """Act after the run has loaded the weights of step `step` again, which undid the steps
+        since."""
 
     def before_save(self) -> None:
         """Sync any files that the checkpoint relies on."""
@@ -70,8 +74,8 @@ class Callback(Configurable):
 
 
 class Recorder(Callback):
-    """Base class of callbacks that write JSON lines. A subclass opens `file` on rank 0, and acts on errors; checkpoints
-    wait until the lines are on disk."""
+    """Base class of callbacks that write JSON lines. A subclass opens `file` on rank 0, and acts on
+    errors; checkpoints wait until the lines are on disk."""
 
     file: JsonLines | None = None
     on_failure: Callable[[OSError], None]
@@ -127,7 +131,9 @@ class Profiling(Callback):
     def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
         options = trainer.config.profiling
-        self.profiler = options.build(dump_folder=trainer.config.dump_folder, device=trainer.device, rank=trainer.rank)
+        self.profiler = options.build(
+            dump_folder=trainer.config.dump_folder, device=trainer.device, rank=trainer.rank
+        )
 
     def around_run(self) -> AbstractContextManager[Any]:
         profiler: AbstractContextManager[Any] = self.profiler

@@ -38,11 +38,20 @@ from torchtitan.config import (
 from torchtitan.config.configurable import config_key, leaves
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
-from torchtitan.distributed.compile import check_async_tensor_parallel, check_c_compiler, check_compile
+from torchtitan.distributed.compile import (
+    check_async_tensor_parallel,
+    check_c_compiler,
+    check_compile,
+)
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
-from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, weight_options
+from torchtitan.protocols.conversion import (
+    check_plain_state,
+    converter_records,
+    import_path,
+    weight_options,
+)
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.logging import logger
@@ -73,7 +82,8 @@ class RunConfig(Configurable.Config):
     """True for trainers of reward models."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
-    """Package and function that registered this configuration. Part of the run's identity; set by the command line."""
+    """Package and function that registered this configuration. Part of the run's identity; set by
+    the command line."""
 
     preflight: Annotated[Preflight | None, tyro.conf.Fixed] = None
     """Result of `check`, if the run takes place in the same process. Set by `torchtitan train`."""
@@ -82,10 +92,12 @@ class RunConfig(Configurable.Config):
     """Model and its loss."""
 
     loss: Annotated[Configurable.Config | None, tyro.conf.Suppress] = None
-    """Training loss. None: the model's (`ModelSpec.loss`). In both cases, its options are `--loss.<field>`."""
+    """Training loss. None: the model's (`ModelSpec.loss`). In both cases, its options are
+    `--loss.<field>`."""
 
     hf_assets_path: str = ""
-    """Folder with tokenizer files (tokenizer.json or tokenizer.model). Empty: torchtitan's own small tokenizer."""
+    """Folder with tokenizer files (tokenizer.json or tokenizer.model). Empty: torchtitan's own
+    small tokenizer."""
 
     dump_folder: str = "./outputs"
     """Output folder: metrics.jsonl, config.yaml, checkpoints, traces."""
@@ -117,7 +129,9 @@ class RunConfig(Configurable.Config):
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """Degrees of parallelism."""
 
-    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
+        default_factory=ActivationCheckpointConfig
+    )
     """Recomputation of forward results in the backward pass."""
 
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -149,28 +163,38 @@ class RunConfig(Configurable.Config):
         return self.loss or self.model_spec.loss
 
     def registered(self, name: str) -> Self:
-        """Return a copy for the command line: with its registered name, and its loss as the model's."""
+        """Return a copy for the command line: with its registered name, and its loss as the
+        model's."""
         spec = dataclasses.replace(self.model_spec, loss=self.chosen_loss)
         return dataclasses.replace(self, registered_as=name, model_spec=spec, loss=None)
 
     @classmethod
     def based_on(cls, other: "RunConfig", **sections: Any) -> Self:
-        """Return this trainer's configuration with the sections of another's, except for the given ones."""
-        return cls(**{**{field.name: getattr(other, field.name) for field in dataclasses.fields(other)}, **sections})
+        """Return this trainer's configuration with the sections of another's, except for the given
+        ones."""
+        return cls(
+            **{
+                **{field.name: getattr(other, field.name) for field in dataclasses.fields(other)},
+                **sections,
+            }
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration in the shape of the command line, with separate sections `model` and `loss`."""
+        """Return the configuration in the shape of the command line, with separate sections `model`
+        and `loss`."""
         document = Configurable.Config.to_dict(dataclasses.replace(self, preflight=None))
         document = {**document.pop("model_spec"), **document, "loss": self.chosen_loss.to_dict()}
         del document["registered_as"]  # `module` and `config` in a configuration file
         del document["preflight"]
         for name in ("model_converters", "callbacks"):
-            document[name] = {config_key(config): config.to_dict() for config in getattr(self, name)}
+            document[name] = {
+                config_key(config): config.to_dict() for config in getattr(self, name)
+            }
         return document
 
     def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
-        """Find the user's mistakes before any process starts, and tokenize the data if needed. Return the tokenizer and
-        where the run starts.
+        """Find the user's mistakes before any process starts, and tokenize the data if needed.
+        Return the tokenizer and where the run starts.
 
         Args:
             world_size: processes of the run.
@@ -182,10 +206,24 @@ class RunConfig(Configurable.Config):
         """
         spec = self.model_spec
         if spec.model.scores and not self.trains_scores:
-            raise UserError(f"{self.hf_assets_path} holds a reward model; train it with --module reward")
+            raise UserError(
+                f"{self.hf_assets_path} holds a reward model; train it with --module reward"
+            )
         components: list[Any] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
-        components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.ema]
-        components += [self.checkpoint, self.metrics, self.validator, self.profiling, *self.callbacks]
+        components += [
+            *self.model_converters,
+            self.optimizer,
+            self.lr_scheduler,
+            self.spikes,
+            self.ema,
+        ]
+        components += [
+            self.checkpoint,
+            self.metrics,
+            self.validator,
+            self.profiling,
+            *self.callbacks,
+        ]
         components += [self.training, self.activation_checkpoint, self.comm, self.debug]
         for component in components:
             component.validate()
@@ -195,7 +233,10 @@ class RunConfig(Configurable.Config):
             callback.check_run(self)
         _check_writable(Path(self.dump_folder))
         if self.checkpoint.keep_best and not self.validator.enable:
-            raise UserError("--checkpoint.keep_best keeps the lowest validation loss, and needs --validator.enable")
+            raise UserError(
+                "--checkpoint.keep_best keeps the lowest validation loss, and needs "
+                "--validator.enable"
+            )
         build_tokenizer = functools.cache(lambda: self.tokenizer.build(path=self.hf_assets_path))
 
         def identity() -> RunIdentity:
@@ -203,7 +244,9 @@ class RunConfig(Configurable.Config):
             return self.resolve(tokenizer).identity(tokenizer)
 
         is_owner_checked = self.checkpoint.enable and not dry_run
-        decision = self.checkpoint.decide_start(self.dump_folder, identity if is_owner_checked else None)
+        decision = self.checkpoint.decide_start(
+            self.dump_folder, identity if is_owner_checked else None
+        )
         if decision.start is None and self.checkpoint.initial_load_in_hf:
             format_of(self.checkpoint.initial_load_path)  # raises if there are no weights
         tokenizer = build_tokenizer()
@@ -227,7 +270,8 @@ class RunConfig(Configurable.Config):
         return Preflight(tokenizer, decision)
 
     def check_layout(self, world_size: int) -> ParallelDims:
-        """Return the degrees. Raise `UserError` if they do not fit the trainer, processes, model or batch."""
+        """Return the degrees. Raise `UserError` if they do not fit the trainer, processes, model or
+        batch."""
         self.validate()
         dims = ParallelDims.from_config(self.parallelism, world_size)
         for seq_len in self.training.seq_lens:
@@ -237,21 +281,29 @@ class RunConfig(Configurable.Config):
                 "pipeline", user="--training.seq_len_schedule, since its buffers have one size"
             )
         if dims.pp > 1:
-            PipelinePlan.from_config(self.parallelism, self.model_spec.model, self.training.local_batch_size)
+            PipelinePlan.from_config(
+                self.parallelism, self.model_spec.model, self.training.local_batch_size
+            )
         for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
             if dims.pp == 1 and getattr(self.parallelism, name) is not None:
-                raise UserError(f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1")
+                raise UserError(
+                    f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1"
+                )
         has_experts = bool(self.model_spec.model.expert_parallel_sizes)
-        check_activation_checkpoint(self.activation_checkpoint, self.compile, self.parallelism, has_experts=has_experts)
+        check_activation_checkpoint(
+            self.activation_checkpoint, self.compile, self.parallelism, has_experts=has_experts
+        )
         check_compile(self.compile)
         check_async_tensor_parallel(self.compile, self.parallelism)
         if dims.cp > 1:
-            check_c_compiler("--parallelism.context_parallel_degree above 1 computes with FlexAttention, which")
+            check_c_compiler(
+                "--parallelism.context_parallel_degree above 1 computes with FlexAttention, which"
+            )
         check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
         if self.training.batch_schedule and getattr(self.dataloader, "weight_schedule", None):
             raise UserError(
-                "--training.batch_schedule cannot be combined with --dataloader.weight_schedule, which counts steps of "
-                "one size"
+                "--training.batch_schedule cannot be combined with --dataloader.weight_schedule, "
+                "which counts steps of one size"
             )
         self.spikes.check_run(self)
         self.ema.check_run(self)
@@ -271,50 +323,65 @@ class RunConfig(Configurable.Config):
     def data_progress(self, global_batch_size: int, n_samples: int | None = None) -> DataProgress:
         """Return the run's progress at its start; arguments as in `DataProgress`."""
         trainer: Any = self._owner
-        return DataProgress(self.training, n_samples, global_batch_size, trainer.sequences_per_sample)
+        return DataProgress(
+            self.training, n_samples, global_batch_size, trainer.sequences_per_sample
+        )
 
     def check_conversion(self, *, n_added_tokens: int = 0) -> None:
-        """Try the converters on a meta-device model, whose vocabulary size must be known. Warn if they leave the rows
-        of added tokens untrained, since the model then never generates these tokens. Raise `UserError` if a converter
-        does not apply."""
+        """Try the converters on a meta-device model, whose vocabulary size must be known. Warn if
+        they leave the rows of added tokens untrained, since the model then never generates these
+        tokens. Raise `UserError` if a converter does not apply."""
         if not self.model_converters:
             return
         _check_distinct("model_converters", self.model_converters)
         with torch.device("meta"):
             model = self.model_spec.model.build()
         for config in self.model_converters:
-            config.check_run(training=self.training, parallelism=self.parallelism, compile=self.compile)
+            config.check_run(
+                training=self.training, parallelism=self.parallelism, compile=self.compile
+            )
             config.build().check_model(model)
         if self.checkpoint.last_save_in_hf:
-            check_plain_state(self.model_spec.model, [config.build() for config in self.model_converters])
+            check_plain_state(
+                self.model_spec.model, [config.build() for config in self.model_converters]
+            )
         if (degree := self.parallelism.tensor_parallel_degree) > 1:
             check_parts(model, self.model_spec.sharding, degree)
         vocab_size = self.model_spec.model.vocab_size
-        if n_added_tokens and not any(p.requires_grad and vocab_size in p.shape for p in model.parameters()):
+        if n_added_tokens and not any(
+            p.requires_grad and vocab_size in p.shape for p in model.parameters()
+        ):
             logger.warning(
-                "%d tokens are added to the vocabulary (--tokenizer.added_tokens), and the model_converters freeze its "
-                "rows: the model will not learn to write them; train the output head, and the embedding, too",
+                "%d tokens are added to the vocabulary (--tokenizer.added_tokens), and the "
+                "model_converters freeze its rows: the model will not learn to write them; train "
+                "the output head, and the embedding, too",
                 n_added_tokens,
             )
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
-        """Return a copy with unset values from the tokenizer; added tokens (`n_added`) enlarge the vocabulary. Raise
-        `UserError` if the model's vocabulary is too small for the tokenizer's files."""
+        """Return a copy with unset values from the tokenizer; added tokens (`n_added`) enlarge the
+        vocabulary. Raise `UserError` if the model's vocabulary is too small for the tokenizer's
+        files."""
         model = self.model_spec.model
         in_files = tokenizer.vocab_size - tokenizer.n_added
         if model.vocab_size is None or in_files <= model.vocab_size < tokenizer.vocab_size:
             model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
         elif model.vocab_size < tokenizer.vocab_size:
             raise UserError(
-                f"the tokenizer (--hf_assets_path '{self.hf_assets_path}') has {tokenizer.vocab_size} tokens, "
-                f"and the model's vocabulary only {model.vocab_size} (--model.vocab_size)"
+                f"the tokenizer (--hf_assets_path '{self.hf_assets_path}') has "
+                f"{tokenizer.vocab_size} tokens, and the model's vocabulary only "
+                f"{model.vocab_size} (--model.vocab_size)"
             )
-        return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
+        return dataclasses.replace(
+            self, model_spec=dataclasses.replace(self.model_spec, model=model)
+        )
 
     def identity(self, tokenizer: Tokenizer) -> RunIdentity:
-        """Return the properties that must stay the same when the run resumes, after `resolve(tokenizer)`; steps, rates,
-        layout and logging may change."""
-        properties: dict[str, Any] = {"configuration": self.registered_as} if self.registered_as else {}
+        """Return the properties that must stay the same when the run resumes, after
+        `resolve(tokenizer)`; steps, rates, layout and logging may change."""
+        properties: dict[str, Any] = (
+            {"configuration": self.registered_as} if self.registered_as else {}
+        )
         properties["trainer"] = import_path(self._owner)
         properties |= leaves({"model": self.model_spec.model.to_dict()})
         described = [config for config in self.model_converters if converter_records([config])]
@@ -325,12 +392,15 @@ class RunConfig(Configurable.Config):
         folder = str(tokenizer.folder.resolve()) if tokenizer.folder else "no folder"
         properties["tokenizer"] = identify_content(folder, tokenizer.fingerprint)
         training = self.training
-        length = {"steps": training.steps} if training.epochs is None else {"epochs": training.epochs}
+        length = (
+            {"steps": training.steps} if training.epochs is None else {"epochs": training.epochs}
+        )
         return RunIdentity(properties | self.dataloader.identity(), length)
 
     def validation_dataloaders(self) -> dict[str, BaseDataLoader.Config]:
-        """Return the loader configurations of the validation sets by name; none if validation is off or has no data.
-        Raise `UserError` for a dataset that the loader of the training data cannot read."""
+        """Return the loader configurations of the validation sets by name; none if validation is
+        off or has no data. Raise `UserError` for a dataset that the loader of the training data
+        cannot read."""
         loaders: dict[str, BaseDataLoader.Config] = {}
         if not self.validator.enable:
             return loaders
@@ -339,14 +409,19 @@ class RunConfig(Configurable.Config):
                 loaders[name] = loader
             elif dataset:
                 owner = self.dataloader._owner.__qualname__
-                raise UserError(f"--validator.dataset '{dataset}': {owner}.Config.for_validation gives no data for it")
+                raise UserError(
+                    f"--validator.dataset '{dataset}': {owner}.Config.for_validation gives no data "
+                    "for it"
+                )
         return loaders
 
 
 def _check_distinct(section: str, configs: Sequence[Configurable.Config]) -> None:
     keys = [config_key(config) for config in configs]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise UserError(f"{section}: {', '.join(twice)} is listed twice; one of a name can be configured")
+        raise UserError(
+            f"{section}: {', '.join(twice)} is listed twice; one of a name can be configured"
+        )
 
 
 def _check_writable(folder: Path) -> None:

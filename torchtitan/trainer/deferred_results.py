@@ -39,7 +39,8 @@ class DeferredResult(StepResult):
     _known: Mapping[str, Any]
 
     def __init__(self, *, numbers: DeferredNumbers | None = None, **known: Any):
-        """`known` are the fields that need no numbers from the device; all of them without `numbers`."""
+        """`known` are the fields that need no numbers from the device; all of them without
+        `numbers`."""
         object.__setattr__(self, "_numbers", numbers)
         object.__setattr__(self, "_known", known)
         for name in ("step", "data_step", "skip"):
@@ -86,10 +87,12 @@ class DeferredResult(StepResult):
 
 
 class DeferredResults:
-    """Lets a `Trainer` take steps without waiting for their results, which it gets with the next step.
+    """Lets a `Trainer` take steps without waiting for their results, which it gets with the next
+    step.
 
-    A result is read in its own step where something other than the optimizer depends on it: logging,
-    validation, a checkpoint, the last step, and in every step with the options in `_needs_results`.
+    A result is read in its own step where something other than the optimizer depends on it:
+    logging, validation, a checkpoint, the last step, and in every step with the options in
+    `_needs_results`.
     """
 
     device_types: ClassVar[Sequence[str]] = ("cuda",)  # others have nothing to wait for
@@ -143,7 +146,8 @@ class DeferredResults:
             action()
 
     def settle(self) -> None:
-        """Act on the newest result, if that is still to be done. Raise what `Trainer.skip_step` raises."""
+        """Act on the newest result, if that is still to be done. Raise what `Trainer.skip_step`
+        raises."""
         outcome, self.pending = self.pending, None
         if outcome is None:
             return
@@ -154,7 +158,8 @@ class DeferredResults:
 
 
 def _needs_results(trainer: Any) -> bool:
-    """Return whether each step needs its result, or the optimizer cannot skip an update by itself."""
+    """Return whether each step needs its result, or the optimizer cannot skip an update by
+    itself."""
     config = trainer.config
     return (
         config.spikes.threshold is not None

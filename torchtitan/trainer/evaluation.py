@@ -4,7 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan.components.evaluation import Scorer
-from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file, read_questions, read_text
+from torchtitan.components.evaluation.tasks import (
+    SUFFIXES,
+    evaluate_file,
+    read_questions,
+    read_text,
+)
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
@@ -13,10 +18,11 @@ from torchtitan.trainer.step_result import StepResult, StopReason
 
 
 class Evaluation(Callback):
-    """Score the model on files every `freq` steps and after the last one: multiple choice, and perplexity of a text.
+    """Score the model on files every `freq` steps and after the last one: multiple choice, and
+    perplexity of a text.
 
-    The scores equal those of `torchtitan eval` with `training.seq_len` as the context. Every rank computes them, since
-    FSDP requires it.
+    The scores equal those of `torchtitan eval` with `training.seq_len` as the context. Every rank
+    computes them, since FSDP requires it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -24,7 +30,8 @@ class Evaluation(Callback):
         """Evaluation tasks during training."""
 
         files: list[str] = field(default_factory=list)
-        """Questions (.jsonl with query, choices and gold) and texts (.txt, .md), as for torchtitan eval."""
+        """Questions (.jsonl with query, choices and gold) and texts (.txt, .md), as for torchtitan
+        eval."""
 
         freq: int = 500
         """Training steps between evaluations."""
@@ -40,7 +47,10 @@ class Evaluation(Callback):
             require_at_least(1, callbacks__evaluation__batch_size=self.batch_size)
             for path in map(Path, self.files):
                 if path.suffix not in SUFFIXES:
-                    raise UserError(f"--callbacks.evaluation.files: '{path}' is not one of {', '.join(SUFFIXES)}")
+                    raise UserError(
+                        f"--callbacks.evaluation.files: '{path}' is not one of "
+                        f"{', '.join(SUFFIXES)}"
+                    )
                 if not path.is_file():
                     raise UserError(f"--callbacks.evaluation.files: there is no file '{path}'")
                 _ = read_questions(path, self.limit) if path.suffix == ".jsonl" else read_text(path)
@@ -51,7 +61,8 @@ class Evaluation(Callback):
                 run.parallelism.require_one("tensor", "context", "pipeline", user=user)
 
     config: Config
-    is_pending = False  # whether steps were taken since the last evaluation; a complete run takes none
+    # whether steps were taken since the last evaluation; a complete run takes none
+    is_pending = False
 
     def after_step(self, outcome: StepResult) -> None:
         self.is_pending = self.trainer.step % self.config.freq != 0
@@ -67,10 +78,16 @@ class Evaluation(Callback):
         trainer = self.trainer
         if not self.config.files:
             return
-        with trainer.metrics.exclude(), trainer.phases.during("validation"), trainer.mixed_precision():
+        with (
+            trainer.metrics.exclude(),
+            trainer.phases.during("validation"),
+            trainer.mixed_precision(),
+        ):
             (model,) = trainer.model_parts
             length = trainer.config.training.seq_len
-            scorer = Scorer(model, batch_size=self.config.batch_size, max_seq_len=length, device=trainer.device)
+            scorer = Scorer(
+                model, batch_size=self.config.batch_size, max_seq_len=length, device=trainer.device
+            )
             for path in map(Path, self.config.files):
                 numbers = evaluate_file(path, scorer, trainer.tokenizer, self.config.limit)
                 trainer.metrics.log_evaluation(trainer.step, path.stem, numbers)

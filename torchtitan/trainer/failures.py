@@ -1,8 +1,9 @@
 """Errors of users' code in a run: the last complete step is saved before the run ends.
 
-Of several ranks, one that fails cannot save: the others wait for it in collectives of the step. So it goes on. A
-callback that fails does not stop its step, after which all ranks end. A rank without data or a loss computes something
-in its place (`StandIns`) up to the point where all ranks learn of it, and none of them takes the step.
+Of several ranks, one that fails cannot save: the others wait for it in collectives of the step. So
+it goes on. A callback that fails does not stop its step, after which all ranks end. A rank without
+data or a loss computes something in its place (`StandIns`) up to the point where all ranks learn of
+it, and none of them takes the step.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from torchtitan.tools.user_code import is_ctrl_c, user_frames, with_place
 
 @dataclass(frozen=True)
 class StepStart:
-    """State before a step that changes before the weights do: position in the data, random numbers, counts."""
+    """State before a step that changes before the weights do: position in the data, random numbers,
+    counts."""
 
     n_updates: int
     counts: Mapping[str, Any]
@@ -44,19 +46,33 @@ class StepStart:
 
 
 def save_last_step(trainer: Any, error: BaseException) -> None:
-    """Save the last complete step of a `Trainer` that an error of the user's code or input ends. With several ranks,
-    save only after a `SharedError`, since the others wait elsewhere. Nothing is saved if the weights are between two
-    steps; then, or if the save fails, a warning says so."""
+    """Save the last complete step of a `Trainer` that an error of the user's code or input ends.
+    With several ranks, save only after a `SharedError`, since the others wait elsewhere. Nothing is
+    saved if the weights are between two steps; then, or if the save fails, a warning says so."""
     if not trainer.step or not trainer.config.checkpoint.saves or not _is_of_user(error):
         return
     if world_size() > 1 and not isinstance(error, SharedError):
-        saved = [info.step for info in list_checkpoints(trainer.checkpointer.folder) if info.is_complete]
-        newest = f"the newest checkpoint is of step {max(saved)}" if saved else "there is no checkpoint"
-        logger.error("the other ranks wait for this one elsewhere, so step %d is not saved; %s", trainer.step, newest)
+        saved = [
+            info.step for info in list_checkpoints(trainer.checkpointer.folder) if info.is_complete
+        ]
+        newest = (
+            f"the newest checkpoint is of step {max(saved)}" if saved else "there is no checkpoint"
+        )
+        logger.error(
+            "the other ranks wait for this one elsewhere, so step %d is not saved; %s",
+            trainer.step,
+            newest,
+        )
         return
     start, trainer.step_start = trainer.step_start, None
-    if not trainer.is_step_complete and (start is None or start.n_updates != trainer.optimizer.n_updates):
-        logger.warning("the weights are between steps %d and %d, and are not saved", trainer.step, trainer.step + 1)
+    if not trainer.is_step_complete and (
+        start is None or start.n_updates != trainer.optimizer.n_updates
+    ):
+        logger.warning(
+            "the weights are between steps %d and %d, and are not saved",
+            trainer.step,
+            trainer.step + 1,
+        )
         return
     try:
         if start is not None:
@@ -68,13 +84,18 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
     except Exception as failure:
         logger.warning("step %d could not be saved: %s", trainer.step, in_words(failure))
     else:
-        logger.info("step %d is saved; the run ends, and resumes there once the error is mended", trainer.step)
+        logger.info(
+            "step %d is saved; the run ends, and resumes there once the error is mended",
+            trainer.step,
+        )
 
 
 def _is_of_user(error: BaseException) -> bool:
     if isinstance(error, RunFailure) or is_ctrl_c(error):
         return False
-    return isinstance(error, UserError) or not isinstance(error, Exception) or bool(user_frames(error))
+    return (
+        isinstance(error, UserError) or not isinstance(error, Exception) or bool(user_frames(error))
+    )
 
 
 def is_user_class(part: object) -> bool:
@@ -93,7 +114,8 @@ def raise_on_all_ranks(failure: BaseException | None) -> None:
 
 
 def raise_shared(failure: BaseException | None) -> None:
-    """Raise the failure of one or several ranks on all of them, as a `SharedError`. A collective."""
+    """Raise the failure of one or several ranks on all of them, as a `SharedError`. A
+    collective."""
     failures = enumerate(gather_objects(failure and with_place(failure)))
     texts = [f"rank {rank} failed: {text}" for rank, text in failures if text]
     raise SharedError("; ".join(texts)) from failure
@@ -101,8 +123,8 @@ def raise_shared(failure: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def deferred(trainer: Any, part: object) -> Iterator[None]:
-    """Keep the first error in the block of a part of the run that a user wrote, as `Trainer.failure`, which ends the
-    run once the step is complete."""
+    """Keep the first error in the block of a part of the run that a user wrote, as
+    `Trainer.failure`, which ends the run once the step is complete."""
     try:
         yield
     except BaseException as error:
@@ -113,7 +135,8 @@ def deferred(trainer: Any, part: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def around_step(trainer: Any, callback: Any, step: int) -> Iterator[None]:
-    """Enter the context of a callback around a step. Its errors are `deferred`; errors of the step are passed to it."""
+    """Enter the context of a callback around a step. Its errors are `deferred`; errors of the step
+    are passed to it."""
     with contextlib.ExitStack() as stack:
         with deferred(trainer, callback):
             stack.enter_context(callback.around_step(step))
@@ -127,10 +150,12 @@ def around_step(trainer: Any, callback: Any, step: int) -> Iterator[None]:
 
 
 class StandIns:
-    """What a rank computes instead after its data or its loss has failed, with the same collectives.
+    """What a rank computes instead after its data or its loss has failed, with the same
+    collectives.
 
-    For runs on CPUs, whose ranks read the result of each step before they update weights. An error inside of a model's
-    forward pass, between two of them, or in a pipeline cannot be deferred, and ends the rank at once.
+    For runs on CPUs, whose ranks read the result of each step before they update weights. An error
+    inside of a model's forward pass, between two of them, or in a pipeline cannot be deferred, and
+    ends the rank at once.
     """
 
     def __init__(self, trainer: Any):
@@ -140,7 +165,8 @@ class StandIns:
         self._n_begun = 0
         self._outputs: list[Any] = []
         self.is_used = False
-        """Whether the step in progress has a stand-in on this rank, so that no rank must take it."""
+        """Whether the step in progress has a stand-in on this rank, so that no rank must take
+        it."""
         if self._is_on and is_user_class(trainer):
             for part in trainer.trained_parts:
                 part.register_forward_pre_hook(self._begin)
@@ -166,7 +192,8 @@ class StandIns:
         return batches
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss and weight of a batch; after an error, zeros that depend on the outputs of the models."""
+        """Return the loss and weight of a batch; after an error, zeros that depend on the outputs
+        of the models."""
         trainer = self._trainer
         self._n_begun = 0
         self._outputs = []
@@ -174,13 +201,18 @@ class StandIns:
             loss: tuple[Tensor, Tensor] = trainer.compute_loss(batch)
             return loss
         except BaseException as error:
-            are_plain = all(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in self._outputs)
+            are_plain = all(
+                isinstance(value, Tensor) and not isinstance(value, DTensor)
+                for value in self._outputs
+            )
             is_inside = self._n_begun != len(self._outputs)
             if not is_user_class(trainer) or is_inside or not are_plain:
                 raise
             outputs = [value for value in self._outputs if value.requires_grad]
             self._keep(error)
-            return _zero_of(outputs or [trainer.forward(batch)]), torch.zeros((), device=trainer.device)
+            return _zero_of(outputs or [trainer.forward(batch)]), torch.zeros(
+                (), device=trainer.device
+            )
         finally:
             self._outputs = []
 

@@ -15,7 +15,8 @@ from torchtitan.trainer.step_result import StepResult
 
 
 class LiveView(Callback):
-    """Show a progress bar while rank 0, and no other rank, logs to a terminal (`metrics.enable_live_view`)."""
+    """Show a progress bar while rank 0, and no other rank, logs to a terminal
+    (`metrics.enable_live_view`)."""
 
     _advance: Callable[..., None] | None = None
 
@@ -25,7 +26,8 @@ class LiveView(Callback):
         if not (is_alone and self.trainer.config.metrics.enable_live_view and sys.stderr.isatty()):
             yield
             return
-        self._recent = deque[tuple[float, int, StepResult]](maxlen=12)  # time, tokens seen, result of the last steps
+        # time, tokens seen, result of the last steps
+        self._recent = deque[tuple[float, int, StepResult]](maxlen=12)
         with progress("", self.trainer.total_steps, done=self.trainer.step) as self._advance:
             yield
 
@@ -37,9 +39,15 @@ class LiveView(Callback):
         seen = self.trainer.n_tokens_seen
         self._recent.append((time.perf_counter(), seen, outcome))
         seconds, n_tokens = self._recent[-1][0] - self._recent[0][0], seen - self._recent[0][1]
-        known = [each for *_, each in self._recent if each.is_read]  # the newest may still be on the device
+        # the newest may still be on the device
+        known = [each for *_, each in self._recent if each.is_read]
         curve = sparkline(each.loss for each in known if math.isfinite(each.loss))
-        speed = f"  {n_tokens / seconds:,.0f} tokens/s" if seconds else ""  # of the steps after the first one shown
+        # of the steps after the first one shown
+        speed = f"  {n_tokens / seconds:,.0f} tokens/s" if seconds else ""
         parts = [f"step {step}/{total} {curve} loss {known[-1].loss:.4f}"]
-        parts += [f"{SHOWN_PARTS[name]} {x:.4g}" for name, x in known[-1].measures.items() if name in SHOWN_PARTS]
+        parts += [
+            f"{SHOWN_PARTS[name]} {x:.4g}"
+            for name, x in known[-1].measures.items()
+            if name in SHOWN_PARTS
+        ]
         self._advance(1, "  ".join(parts) + speed)

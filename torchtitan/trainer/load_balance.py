@@ -17,23 +17,25 @@ def count_tokens(batch: Batch) -> int:
 
 
 class LoadBalance(Callback):
-    """Run a `LoadBalancer` through each step. It sits beside the step: a trainer with its own `train_step` has it too.
-    Raises `UserError` for auxiliary losses with a loss that is not divided by its tokens beforehand."""
+    """Run a `LoadBalancer` through each step. It sits beside the step: a trainer with its own
+    `train_step` has it too. Raises `UserError` for auxiliary losses with a loss that is not divided
+    by its tokens beforehand."""
 
     def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
         self.balancer = LoadBalancer(trainer.trained_parts, trainer.mesh)
         if trainer.has_own_loss and self.balancer.has_losses:
             raise UserError(
-                f"{type(trainer).__name__} computes its own loss, which is divided by its weight after the backward "
-                "passes, together with auxiliary losses; set the weights in --model.moe.penalties to 0, or "
-                "output_router_logits in config.json to false"
+                f"{type(trainer).__name__} computes its own loss, which is divided by its weight "
+                "after the backward passes, together with auxiliary losses; set the weights in "
+                "--model.moe.penalties to 0, or output_router_logits in config.json to false"
             )
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         trainer, dims = self.trainer, self.trainer.parallel_dims
         n_tokens = 0
-        # A custom loss may pass other tokens, such as sampled answers. Some ranks have parts of the same rows.
+        # A custom loss may pass other tokens, such as sampled answers. Some ranks have parts of the
+        # same rows.
         if not trainer.has_own_loss and dims.coordinate("cp") == dims.coordinate("tp") == 0:
             n_tokens = sum(map(count_tokens, micro_batches))
         self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)

@@ -16,13 +16,14 @@ from torchtitan.tools.errors import UserError
 
 @dataclass(kw_only=True)
 class RunModel:
-    """A sharded model of a run: a policy, a reference, a teacher, a critic. Call it to run a forward
-    pass, which stores nothing for a backward pass if the model is frozen."""
+    """A sharded model of a run: a policy, a reference, a teacher, a critic. Call it to run a
+    forward pass, which stores nothing for a backward pass if the model is frozen."""
 
     spec: ModelSpec
 
     parts: list[nn.Module]
-    """The model, or this rank's stages of it under pipeline parallelism; empty once it is no longer needed."""
+    """The model, or this rank's stages of it under pipeline parallelism; empty once it is no longer
+    needed."""
 
     num_parameters: int
     """Parameters of the plain model, before converters."""
@@ -37,10 +38,12 @@ class RunModel:
     """Canonical names of the trained parameters of all pipeline stages."""
 
     weights: str = ""
-    """Checkpoint folder of the initial weights, in any format. Empty: initialized with `debug.seed`."""
+    """Checkpoint folder of the initial weights, in any format. Empty: initialized with
+    `debug.seed`."""
 
     saved: bool = True
-    """True if checkpoints contain the weights; otherwise a resumed run reads them from `weights` again."""
+    """True if checkpoints contain the weights; otherwise a resumed run reads them from `weights`
+    again."""
 
     offloaded: bool = False
     """True if FSDP keeps the weights in CPU memory between uses."""
@@ -53,15 +56,16 @@ class RunModel:
         return f"{self.spec.name} {self.spec.flavor}, {self.num_parameters:,} parameters, {kind}"
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate the weights on a device, or in CPU memory, and set the mode for training or inference."""
+        """Allocate the weights on a device, or in CPU memory, and set the mode for training or
+        inference."""
         for part in self.parts:
             part.to_empty(device="cpu" if self.offloaded else device)
             part.train(self.num_trained > 0)
         self.is_initialized = False
 
     def initialize(self, seed: int, *, loaded: Container[str] = ()) -> None:
-        """Draw initial values, unless that has been done, except for tensors with canonical names in `loaded`, whose
-        values are read from files."""
+        """Draw initial values, unless that has been done, except for tensors with canonical names
+        in `loaded`, whose values are read from files."""
         if not self.is_initialized:
             for part in self.parts:
                 initialize_weights(part, seed, loaded=loaded)
@@ -79,7 +83,8 @@ class RunModel:
 
 
 class PlainModel(RunModel):
-    """A plain `nn.Module` as a model of a run in a single process. Its class has drawn its weights."""
+    """A plain `nn.Module` as a model of a run in a single process. Its class has drawn its
+    weights."""
 
     def __str__(self) -> str:
         (module,) = self.parts
@@ -95,15 +100,22 @@ class PlainModel(RunModel):
         """Keep the weights."""
 
 
-def run_models(built: object, config: Any, *, n_processes: int, has_own_forward: bool) -> dict[str, RunModel]:
-    """Return the models that `build_models` has returned, each plain `nn.Module` among them as a `PlainModel`.
+def run_models(
+    built: object, config: Any, *, n_processes: int, has_own_forward: bool
+) -> dict[str, RunModel]:
+    """Return the models that `build_models` has returned, each plain `nn.Module` among them as a
+    `PlainModel`.
 
     Raises:
-        UserError: for anything else, and for plain modules where a run needs what only a `BaseModel` has.
+        UserError: for anything else, and for plain modules where a run needs what only a
+            `BaseModel` has.
     """
     if not isinstance(built, dict) or "model" not in built:
         kind = type(built).__name__
-        raise UserError(f"build_models returned {kind}; it must return a dictionary of models, one of them 'model'")
+        raise UserError(
+            f"build_models returned {kind}; it must return a dictionary of models, one of them "
+            "'model'"
+        )
     models: dict[str, RunModel] = {}
     for name, model in built.items():
         if isinstance(model, nn.Module):
@@ -111,7 +123,9 @@ def run_models(built: object, config: Any, *, n_processes: int, has_own_forward:
             model = _plain_model(config.model_spec, model)
         if not isinstance(model, RunModel):
             what = "a RunModel (build_other_model) or an nn.Module"
-            raise UserError(f"build_models returned {type(model).__name__} as model {name!r}; it must be {what}")
+            raise UserError(
+                f"build_models returned {type(model).__name__} as model {name!r}; it must be {what}"
+            )
         models[name] = model
     if isinstance(models["model"], PlainModel):
         _check_plain_main(config, has_own_forward)
@@ -120,7 +134,9 @@ def run_models(built: object, config: Any, *, n_processes: int, has_own_forward:
 
 def _plain_model(spec: ModelSpec, module: nn.Module) -> PlainModel:
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    num_trained = sum(
+        parameter.numel() for parameter in module.parameters() if parameter.requires_grad
+    )
     return PlainModel(
         spec=spec,
         parts=[module],
@@ -154,7 +170,9 @@ def _check_plain_main(config: Any, has_own_forward: bool) -> None:
     }
     for option, is_set in unsupported.items():
         if is_set:
-            raise UserError(f"{subject}, which does not support {option}; unset it, or build a BaseModel")
+            raise UserError(
+                f"{subject}, which does not support {option}; unset it, or build a BaseModel"
+            )
 
 
 def summarize(model: BaseModel, seq_len: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Which methods of `Trainer` a subclass has of its own, which decides how a run counts, reads and checks."""
+"""Which methods of `Trainer` a subclass has of its own, which decides how a run counts, reads and
+checks."""
 
 _METHODS = {
     "has_own_loss": ("compute_loss",),
@@ -11,8 +12,8 @@ _METHODS = {
 
 
 def declare_own_methods(cls: type, base: type) -> None:
-    """Set the class attributes in `_METHODS` on a subclass of `base`. Raise `TypeError` if the class declares one of
-    them with another value, for example if the method has a wrong name."""
+    """Set the class attributes in `_METHODS` on a subclass of `base`. Raise `TypeError` if the
+    class declares one of them with another value, for example if the method has a wrong name."""
     classes = cls.__mro__[: cls.__mro__.index(base)]
     for attribute, methods in _METHODS.items():
         has_own = any(method in each.__dict__ for each in classes for method in methods)
@@ -21,6 +22,11 @@ def declare_own_methods(cls: type, base: type) -> None:
             subject = f"{cls.__qualname__}.{attribute} is {declared}"
             names = " or ".join(methods)
             if has_own:
-                raise TypeError(f"{subject}, but the class defines its own {names}; leave the attribute out")
-            raise TypeError(f"{subject}, but the class defines no {names}; define it, or leave the attribute out")
+                raise TypeError(
+                    f"{subject}, but the class defines its own {names}; leave the attribute out"
+                )
+            raise TypeError(
+                f"{subject}, but the class defines no {names}; define it, or leave the attribute "
+                "out"
+            )
         setattr(cls, attribute, has_own)

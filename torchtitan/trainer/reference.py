@@ -1,5 +1,5 @@
-"""Frozen models that the trained one is compared with, or their results in a cache: `FrozenModelTrainer` for any, and
-`ReferenceTrainer` for the log-probabilities of a reference."""
+"""Frozen models that the trained one is compared with, or their results in a cache:
+`FrozenModelTrainer` for any, and `ReferenceTrainer` for the log-probabilities of a reference."""
 
 import contextlib
 import itertools
@@ -32,21 +32,27 @@ from torchtitan.trainer.trainer import Trainer
 def check_cache(config: Trainer.Config, option: str, *, dry_run: bool) -> None:
     """Raise `UserError` for a run whose data cannot be known before its first step."""
     if dry_run:
-        raise UserError(f"{option} cannot be combined with a dry run, which reads no data; leave it out")
+        raise UserError(
+            f"{option} cannot be combined with a dry run, which reads no data; leave it out"
+        )
     if config.training.batch_schedule or config.training.seq_len_schedule:
-        raise UserError(f"{option} needs batches of one size; leave out --training.batch_schedule and seq_len_schedule")
+        raise UserError(
+            f"{option} needs batches of one size; leave out --training.batch_schedule and "
+            "seq_len_schedule"
+        )
 
 
 class FrozenModelTrainer(Trainer):
-    """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes the missing results
-    before the first step and is then removed, and the batches get them."""
+    """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes the
+    missing results before the first step and is then removed, and the batches get them."""
 
     frozen: ClassVar[str]
     """Name of the model."""
     cache: SequenceCache | None = None
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
-        """Return the cache for the results of the frozen model; None: it computes them in each step."""
+        """Return the cache for the results of the frozen model; None: it computes them in each
+        step."""
         raise NotImplementedError
 
     @property
@@ -57,10 +63,16 @@ class FrozenModelTrainer(Trainer):
     def setting(self, model: RunModel) -> list[Any]:
         """Return what the results of the frozen model depend on, besides tokens, as JSON values."""
         source = base_weights(model.weights)["digest"] if model.weights else self.config.debug.seed
-        return [source, model.spec.name, model.spec.model.to_dict(), self.config.training.mixed_precision_param]
+        return [
+            source,
+            model.spec.name,
+            model.spec.model.to_dict(),
+            self.config.training.mixed_precision_param,
+        ]
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
-        """Return what the frozen model computes for each token of a batch on the device, (B, L, ...)."""
+        """Return what the frozen model computes for each token of a batch on the device, (B, L,
+        ...)."""
         raise NotImplementedError
 
     def init_weights(self) -> None:
@@ -83,29 +95,59 @@ class FrozenModelTrainer(Trainer):
                 results = self.frozen_results(super().post_dataloading_process(batch))
             self.ranks.all_ranks_or_raise(partial(self.cache.write, batch, results))
             n_computed += 1
-        logger.info("%s is complete: %d of this rank's batches were computed", self.cache.folder, n_computed)
+        logger.info(
+            "%s is complete: %d of this rank's batches were computed", self.cache.folder, n_computed
+        )
         model.parts, model.flops_per_token = [], 0.0
 
     def cached_batches(self, cache: SequenceCache) -> Iterator[Batch]:
-        """Log the size of the results for all steps and validation, and yield the batches of incomplete data."""
+        """Log the size of the results for all steps and validation, and yield the batches of
+        incomplete data."""
         config = self.config
-        data: list[Any] = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
-        data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]
+        data: list[Any] = [
+            (
+                config.dataloader,
+                config.training.epochs,
+                self.run_length.data_steps(self.total_steps),
+            )
+        ]
+        data += [
+            (loader, 1, config.validator.steps)
+            for loader in config.validation_dataloaders().values()
+        ]
         for loader_config, epochs, steps in data:
             with without_logs():  # the loaders of training and validation log the same
                 loader = self.build_dataloader(loader_config, epochs=epochs)
             with contextlib.closing(loader):
                 n_samples = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
-                size = n_samples * config.training.seq_len * self.sequences_per_sample * cache.bytes_per_token / 2**20
-                most = f"at most {n_samples:,} windows, {size:,.1f} MiB" if n_samples else "all windows of a stream"
+                size = (
+                    n_samples
+                    * config.training.seq_len
+                    * self.sequences_per_sample
+                    * cache.bytes_per_token
+                    / 2**20
+                )
+                most = (
+                    f"at most {n_samples:,} windows, {size:,.1f} MiB"
+                    if n_samples
+                    else "all windows of a stream"
+                )
                 logger.info("%s: %s", cache.folder, most)
-                order = [config.debug.seed, epochs, steps, self.global_batch_size, config.training.local_batch_size]
+                order = [
+                    config.debug.seed,
+                    epochs,
+                    steps,
+                    self.global_batch_size,
+                    config.training.local_batch_size,
+                ]
                 share = [self.parallel_dims.dp_rank, self.parallel_dims.dp_degree]
                 mark = cache.mark([loader_config.to_dict(), loader.state_dict(), *order, *share])
                 if on_all_ranks(cache.is_complete(mark)):
                     continue
                 names: set[str] = set()
-                for batch in itertools.islice(loader, steps * self.gradient_accumulation_steps if steps > 0 else None):
+                for batch in itertools.islice(
+                    loader, steps * self.gradient_accumulation_steps if steps > 0 else None
+                ):
                     if loader.n_samples is None and on_all_ranks(loader.exhausted):
                         break
                     yield batch
@@ -113,7 +155,9 @@ class FrozenModelTrainer(Trainer):
                 cache.finish(mark, names)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        return super().post_dataloading_process({**batch, **self.cache.read(batch)} if self.cache else batch)
+        return super().post_dataloading_process(
+            {**batch, **self.cache.read(batch)} if self.cache else batch
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,9 +165,9 @@ class ReferenceConfig:
     """Frozen model to which the trained model is compared."""
 
     kind: Literal["model", "adapters_off", "cached"] = "model"
-    """model: a second model, sharded alike; adapters_off: the trained model without its adapters, for LoRA; cached: a
-    second model that computes the log-probabilities of the run's tokens before the first step, writes them to the
-    data's cache folder, and is then removed."""
+    """model: a second model, sharded alike; adapters_off: the trained model without its adapters,
+    for LoRA; cached: a second model that computes the log-probabilities of the run's tokens before
+    the first step, writes them to the data's cache folder, and is then removed."""
 
     path: str = ""
     """Checkpoint of the reference, in any format. Empty: the initial weights of the run."""
@@ -133,7 +177,8 @@ class ReferenceConfig:
 
 
 class ReferenceTrainer(FrozenModelTrainer):
-    """A trainer with a reference, whose `compute_loss` calls `log_probs` and `reference_log_probs`."""
+    """A trainer with a reference, whose `compute_loss` calls `log_probs` and
+    `reference_log_probs`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FrozenModelTrainer.Config):
@@ -143,11 +188,15 @@ class ReferenceTrainer(FrozenModelTrainer):
         """Reference model; methods without one ignore it."""
 
         def validate(self) -> None:
-            has_adapters = any(isinstance(converter, LoRA.Config) for converter in self.model_converters)
+            has_adapters = any(
+                isinstance(converter, LoRA.Config) for converter in self.model_converters
+            )
             has_weights = self.reference.path or self.reference.offload
             if self.reference.kind == "adapters_off" and (has_weights or not has_adapters):
                 remedy = "use --config dpo_lora, without --reference.path and --reference.offload"
-                raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
+                raise UserError(
+                    f"--reference.kind adapters_off is the base model of adapters: {remedy}"
+                )
 
         def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
             preflight = FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
@@ -156,7 +205,11 @@ class ReferenceTrainer(FrozenModelTrainer):
             if self.reference.path:
                 tokenizer = preflight.tokenizer
                 with errors_of("--reference.path"):
-                    internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
+                    internal_source(
+                        self.reference.path,
+                        self.resolve(tokenizer).model_spec,
+                        added=tokenizer.added,
+                    )
             return preflight
 
     config: Config
@@ -169,7 +222,9 @@ class ReferenceTrainer(FrozenModelTrainer):
         spec = self.config.model_spec
         if self.needs_reference and config.kind != "adapters_off":
             weights = config.path or self.config.checkpoint.initial_load_path
-            models["reference"] = self.build_other_model(spec, weights=weights, offloaded=config.offload)
+            models["reference"] = self.build_other_model(
+                spec, weights=weights, offloaded=config.offload
+            )
         return models
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
@@ -177,7 +232,9 @@ class ReferenceTrainer(FrozenModelTrainer):
             return None
         folder = cache_root(getattr(self.config.dataloader, "cache_dir", "")) / "reference"
         results = {"reference": TokenResult(torch.float32)}
-        return SequenceCache(folder, self.setting(model), results=results, verify=self.verifies_caches)
+        return SequenceCache(
+            folder, self.setting(model), results=results, verify=self.verifies_caches
+        )
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
         return {"reference": self.log_probs("reference", batch)}

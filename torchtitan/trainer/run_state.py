@@ -47,7 +47,9 @@ def build_checkpointer(trainer: Any) -> CheckpointManager:
         states=trainer.states(),
         rank_states={"dataloader": trainer.dataloader, "random": RandomState()},
         initial_loads=trainer.initial_loads(),
-        assets=CheckpointAssets.of(spec, {**files, **changed_files}, converters=config.model_converters),
+        assets=CheckpointAssets.of(
+            spec, {**files, **changed_files}, converters=config.model_converters
+        ),
         export=export if "hf" in spec.formats else None,
         base_model=frozen_weights(config.checkpoint, config.debug.seed),
         identity=trainer.identity,
@@ -57,8 +59,8 @@ def build_checkpointer(trainer: Any) -> CheckpointManager:
 
 
 def states_of(trainer: Any, models: Mapping[str, RunModel]) -> "dict[str, Stateful]":
-    """Return the states that checkpoints contain, by name: saved models, then a `Trainer`'s own. Raise `UserError` if
-    a model has the name of another state."""
+    """Return the states that checkpoints contain, by name: saved models, then a `Trainer`'s own.
+    Raise `UserError` if a model has the name of another state."""
     own: dict[str, Stateful] = {
         "trainer": trainer,
         "optimizer": trainer.optimizer,
@@ -68,12 +70,15 @@ def states_of(trainer: Any, models: Mapping[str, RunModel]) -> "dict[str, Statef
     if trainer.config.ema.decay is not None:
         own["ema"] = trainer.ema
     if taken := {*own, "ema", "dataloader", "random"} & models.keys():
-        raise UserError(f"a model cannot be named {min(taken)}, the name of another state in checkpoints")
+        raise UserError(
+            f"a model cannot be named {min(taken)}, the name of another state in checkpoints"
+        )
     return {name: ModelState(model.parts) for name, model in models.items() if model.saved} | own
 
 
 def initial_loads(trainer: Any) -> dict[str, Callable[[], None]]:
-    """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
+    """Return model name → function that loads its initial weights, also when resuming if
+    checkpoints lack them."""
     config, converters = trainer.config.checkpoint, trainer.converters
     loads = {
         name: initial_load(trainer, model, model.weights, [])
@@ -89,7 +94,9 @@ def initial_loads(trainer: Any) -> dict[str, Callable[[], None]]:
     return {"model": initial_load(trainer, trainer.models["model"], path, converters), **loads}
 
 
-def initial_load(trainer: Any, model: RunModel, path: str, converters: list[ModelConverter]) -> Callable[[], None]:
+def initial_load(
+    trainer: Any, model: RunModel, path: str, converters: list[ModelConverter]
+) -> Callable[[], None]:
     """Return a function that loads the weights in `path` into a model, and draws what they lack."""
     return partial(
         load_initial_weights,
@@ -102,7 +109,9 @@ def initial_load(trainer: Any, model: RunModel, path: str, converters: list[Mode
     )
 
 
-def identify(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, RunModel]) -> RunIdentity:
+def identify(
+    config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, RunModel]
+) -> RunIdentity:
     """Return the properties that must stay the same when the run resumes."""
     identity = config.identity(tokenizer)
     properties = dict(identity.properties)
@@ -112,5 +121,7 @@ def identify(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, RunMo
             properties[f"architecture of {name}"] = identify_content(str(model), json.dumps(shapes))
         elif name != "model" and (model.weights or not model.saved):
             drawn = identify_content(f"drawn with --debug.seed {config.debug.seed} (Philox)", "")
-            properties[f"weights of {name}"] = base_weights(model.weights) if model.weights else drawn
+            properties[f"weights of {name}"] = (
+                base_weights(model.weights) if model.weights else drawn
+            )
     return dataclasses.replace(identity, properties=properties)

@@ -18,40 +18,52 @@ from torchtitan.tools.errors import UserError
 
 
 class SampleLosses:
-    """Record token losses in the forward passes of a step, if `wanted`, and sum them by sample over all ranks.
+    """Record token losses in the forward passes of a step, if `wanted`, and sum them by sample over
+    all ranks.
 
-    The training loss and its gradients stay bit-identical. A loss with its own `from_logits` computes the losses of
-    tokens a second time. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss
-    other than `CrossEntropyLoss`, and under pipeline parallelism, since only the last stage has token losses.
+    The training loss and its gradients stay bit-identical. A loss with its own `from_logits`
+    computes the losses of tokens a second time. The losses stay on the device until `statistics`
+    reads them. Raises `UserError` for a loss other than `CrossEntropyLoss`, and under pipeline
+    parallelism, since only the last stage has token losses.
     """
 
     def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
         if wanted and not isinstance(loss, CrossEntropyLoss):
             raise UserError(
-                f"the sampler needs per-sample losses, which {type(loss).__qualname__} does not provide; derive the "
-                "loss from CrossEntropyLoss, or choose another --dataloader.sampler"
+                f"the sampler needs per-sample losses, which {type(loss).__qualname__} does not "
+                "provide; derive the loss from CrossEntropyLoss, or choose another "
+                "--dataloader.sampler"
             )
         if wanted and parallel_dims.pp > 1:
             raise UserError(
                 "the sampler needs per-sample losses, which are not available with "
-                f"--parallelism.pipeline_parallel_degree {parallel_dims.pp}; set it to 1, or choose another sampler"
+                f"--parallelism.pipeline_parallel_degree {parallel_dims.pp}; set it to 1, or "
+                "choose another sampler"
             )
         self._loss = loss
         self._dims = parallel_dims
         self._wanted = wanted
-        self._recorded: list[tuple[Array, Tensor]] = []  # per micro-batch: document numbers and losses of valid tokens
+        # per micro-batch: document numbers and losses of valid tokens
+        self._recorded: list[tuple[Array, Tensor]] = []
 
     @contextlib.contextmanager
     def of(self, batch: Batch) -> Iterator[None]:
-        """Record a micro-batch's forward (and backward) pass; `batch` is as the loader returned it."""
+        """Record a micro-batch's forward (and backward) pass; `batch` is as the loader returned
+        it."""
         if not self._wanted:
             yield
             return
         with self._loss.recording() as chunks:
             yield
-        per_token = {"input": batch["input"], "labels": batch["labels"], "numbers": number_tokens(batch)}
+        per_token = {
+            "input": batch["input"],
+            "labels": batch["labels"],
+            "numbers": number_tokens(batch),
+        }
         if self._dims.cp > 1:
-            per_token = shard_sequences(per_token, self._dims.sequence_shards, self._dims.coordinate("cp"))
+            per_token = shard_sequences(
+                per_token, self._dims.sequence_shards, self._dims.coordinate("cp")
+            )
         counts = (per_token["labels"] != IGNORE_INDEX) & (per_token["numbers"] != NO_DOCUMENT)
         numbers = torch.where(counts, per_token["numbers"], NO_DOCUMENT).flatten()
         losses = torch.cat(chunks)[: len(numbers)]  # then the losses of multi-token prediction
@@ -60,30 +72,37 @@ class SampleLosses:
             self._recorded.append((numbers.numpy(), losses))
 
     def statistics(self, step: int, loss: float, grad_norm: float) -> StepStatistics:
-        """Return the recorded step's statistics, equal on all ranks. Repeated samples count once, samples without valid
-        tokens do not count. Raise `UserError` if no rank has recorded anything."""
+        """Return the recorded step's statistics, equal on all ranks. Repeated samples count once,
+        samples without valid tokens do not count. Raise `UserError` if no rank has recorded
+        anything."""
         if not self._wanted:
-            return StepStatistics(step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0))
+            return StepStatistics(
+                step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0)
+            )
         recorded, self._recorded = self._recorded, []
         numbers = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in recorded)])
-        losses = np.concatenate([np.zeros(0), *(part.cpu().double().numpy() for _, part in recorded)])
+        losses = np.concatenate(
+            [np.zeros(0), *(part.cpu().double().numpy() for _, part in recorded)]
+        )
         valid = numbers != NO_DOCUMENT
         local = _add_up(numbers[valid], losses[valid], np.ones(valid.sum()))
         gathered = gather_objects((bool(recorded), local))
         if not any(has_recorded for has_recorded, _ in gathered):
             raise UserError(
-                "the sampler needs per-sample losses, which this trainer's train_step does not record; compute each "
-                "micro-batch within `self.sample_losses.of(batch)`"
+                "the sampler needs per-sample losses, which this trainer's train_step does not "
+                "record; compute each micro-batch within `self.sample_losses.of(batch)`"
             )
         samples, sums, counts = _add_up(
             *(np.concatenate(parts) for parts in zip(*(sums for _, sums in gathered), strict=True))
         )
-        return StepStatistics(step=step, loss=loss, grad_norm=grad_norm, samples=samples, sample_losses=sums / counts)
+        return StepStatistics(
+            step=step, loss=loss, grad_norm=grad_norm, samples=samples, sample_losses=sums / counts
+        )
 
 
 def number_tokens(batch: Batch) -> Tensor:
-    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document of a row begins at
-    the k-th position 0, and has the k-th number in `documents`."""
+    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document
+    of a row begins at the k-th position 0, and has the k-th number in `documents`."""
     indices = (batch["attention"].positions_BL == 0).long().cumsum(dim=1) - 1
     documents = batch["documents"]
     padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)

@@ -12,29 +12,32 @@ from torchtitan.trainer.step_result import NonFiniteError, StepResult
 
 
 def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch]) -> None:
-    """Name a step that is not taken, with its documents, on all ranks of a `Trainer`. Raise `NonFiniteError` or
-    `RunFailure` if the run must end."""
+    """Name a step that is not taken, with its documents, on all ranks of a `Trainer`. Raise
+    `NonFiniteError` or `RunFailure` if the run must end."""
     guard = trainer.spikes
     local_batches = micro_batches if trainer.parallel_dims.is_batch_leader else []
     documents = in_global_order(names_of(local_batches, trainer.dataloader.document_names))
     data_step = f" (data step {outcome.data_step})" if outcome.data_step > outcome.step else ""
     message = f"step {outcome.step}{data_step}: {outcome}; documents: {shortened(documents)}"
     if not outcome.is_finite and trainer.config.training.on_nonfinite == "stop":
-        trainer.checkpointer.wait()  # the process ends immediately, which would lose a save in the background
+        # the process ends immediately, which would lose a save in the background
+        trainer.checkpointer.wait()
         raise NonFiniteError(message)
     logger.warning("%s. The step is skipped.", message)
     guard.count_skipped()
     if guard.is_return_due and guard.config.action == "stop":
         trainer.checkpointer.wait()
-        raise RunFailure(f"{guard.in_a_row} steps in a row are skipped (--spikes.max_in_a_row), last {message}")
+        raise RunFailure(
+            f"{guard.in_a_row} steps in a row are skipped (--spikes.max_in_a_row), last {message}"
+        )
     for callback in trainer.callbacks:
         callback.on_skip(outcome)
 
 
 def return_to_checkpoint(trainer: Any) -> None:
-    """Load weights and optimizer from the newest checkpoint before the skipped steps of a `Trainer`. The step count
-    continues, so that metrics, ledger and checkpoints never go back. Raise `RunFailure` if there is no such checkpoint,
-    or the run has returned to it before."""
+    """Load weights and optimizer from the newest checkpoint before the skipped steps of a
+    `Trainer`. The step count continues, so that metrics, ledger and checkpoints never go back.
+    Raise `RunFailure` if there is no such checkpoint, or the run has returned to it before."""
     guard, action = trainer.spikes, trainer.spikes.config.action
     step = trainer.step
     n_tokens_seen = trainer.n_tokens_seen
@@ -49,8 +52,9 @@ def return_to_checkpoint(trainer: Any) -> None:
         trainer.follow_weights()
     if returned_to == before:
         raise RunFailure(
-            f"steps {last_taken + 1} to {step} are skipped, and the run has returned to step {before} before; skip "
-            "more data (--training.skip_data), or increase --spikes.max_in_a_row or --spikes.threshold"
+            f"steps {last_taken + 1} to {step} are skipped, and the run has returned to step "
+            f"{before} before; skip more data (--training.skip_data), or increase "
+            "--spikes.max_in_a_row or --spikes.threshold"
         )
     trainer.step, trainer.n_tokens_seen = step, n_tokens_seen
     guard.in_a_row = 0
@@ -61,6 +65,7 @@ def return_to_checkpoint(trainer: Any) -> None:
         callback.on_return(returned_to)
     data = "is read again" if action == "repeat" else "is skipped"
     logger.warning(
-        f"steps {returned_to + 1} to {step} are undone: the run continues after step {step} with the weights and "
-        f"optimizer state of step {returned_to}; the data of these steps {data} (--spikes.action {action})"
+        f"steps {returned_to + 1} to {step} are undone: the run continues after step {step} with "
+        f"the weights and optimizer state of step {returned_to}; the data of these steps {data} "
+        f"(--spikes.action {action})"
     )

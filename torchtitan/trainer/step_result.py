@@ -23,8 +23,9 @@ class NonFiniteError(RunFailure):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of a step, read from the device at once: the mean `loss` over the global batch, the `grad_norm` before
-    clipping, and further means that `compute_loss` recorded. `spike` describes a spike, see `SpikeGuard`."""
+    """Numbers of a step, read from the device at once: the mean `loss` over the global batch, the
+    `grad_norm` before clipping, and further means that `compute_loss` recorded. `spike` describes a
+    spike, see `SpikeGuard`."""
 
     loss: float
     grad_norm: float
@@ -36,7 +37,8 @@ class StepResult:
     data_step: int = 0
     """Number of its global batch in data order, including those that are left out (`skip_data`)."""
     skip: Tensor | None = None
-    """1 on the device if it leaves out the update, otherwise 0; None: the host decides, by `is_taken`."""
+    """1 on the device if it leaves out the update, otherwise 0; None: the host decides, by
+    `is_taken`."""
 
     @property
     def is_read(self) -> bool:
@@ -54,10 +56,14 @@ class StepResult:
         return self.is_finite and not self.spike
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}" + (f": {self.spike}" if self.spike else "")
+        return f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}" + (
+            f": {self.spike}" if self.spike else ""
+        )
 
 
-def log_stop_reason(reason: StopReason, step: int, total_steps: int, checkpoint: CheckpointManager.Config) -> None:
+def log_stop_reason(
+    reason: StopReason, step: int, total_steps: int, checkpoint: CheckpointManager.Config
+) -> None:
     """Log how a run ended after `step` of `total_steps`, and how to resume it if it was stopped."""
     if reason == "completed":
         logger.info("training completed: %d steps", step)
@@ -67,5 +73,9 @@ def log_stop_reason(reason: StopReason, step: int, total_steps: int, checkpoint:
         command = os.environ.get(COMMAND_VARIABLE, "run it again")
         logger.info("stopped after step %d; to resume: %s", step, command)
     else:
-        missing = "--checkpoint.load_only forbids it" if checkpoint.enable else "--checkpoint.enable saves"
+        missing = (
+            "--checkpoint.load_only forbids it"
+            if checkpoint.enable
+            else "--checkpoint.enable saves"
+        )
         logger.warning("stopped after step %d; nothing is saved (%s)", step, missing)

@@ -95,7 +95,8 @@ class Trainer(Configurable):
 
     # What a subclass changes. A class that overrides the method has the value True, and may say so.
     has_own_loss: ClassVar[bool] = False
-    """True with an own `compute_loss`. The weight of its loss is known only after the forward passes."""
+    """True with an own `compute_loss`. The weight of its loss is known only after the forward
+    passes."""
     has_own_forward: ClassVar[bool] = False
     """True with an own `forward` or `compute_loss`."""
     has_own_backward: ClassVar[bool] = False
@@ -108,7 +109,8 @@ class Trainer(Configurable):
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     measures_class: ClassVar[type[Measures]] = Measures
     measures_named: tuple[str, ...] = ()
-    """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
+    """Names of further means that `compute_loss` records with `measure`, for metrics and
+    validation."""
 
     config: Config
     device: torch.device
@@ -126,7 +128,8 @@ class Trainer(Configurable):
     loss: Any
     pipeline_plan: PipelinePlan | None
     models: dict[str, RunModel]
-    """Sharded models of the run, allocated by `init_weights`; the configuration describes "model"."""
+    """Sharded models of the run, allocated by `init_weights`; the configuration describes
+    "model"."""
     model_parts: list[nn.Module]
     """Parts of "model" on this rank; more than one only under pipeline parallelism."""
     optimizer: Optimizer
@@ -136,7 +139,8 @@ class Trainer(Configurable):
     step_start: StepStart | None
     """State before the step in progress; None between steps."""
     is_step_complete: bool
-    """False from the beginning of a step until everything that a checkpoint contains is of its end."""
+    """False from the beginning of a step until everything that a checkpoint contains is of its
+    end."""
     failure: BaseException | None
     """Failure of a user's callback on this rank, which ends the run after the step."""
 
@@ -150,7 +154,8 @@ class Trainer(Configurable):
         self.device = self.init_distributed()
         self.phases = PhaseClock(self.device)
         self.lock_folder()
-        # Type of counts and sums. float32, the widest type on MPS, counts exactly only up to 2**24 tokens.
+        # Type of counts and sums. float32, the widest type on MPS, counts exactly only up to 2**24
+        # tokens.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.parallel_dims = config.check_layout(world_size())
         self.mesh = self.parallel_dims.build_mesh(self.device.type)
@@ -167,9 +172,14 @@ class Trainer(Configurable):
 
         self.converters = [converter.build() for converter in config.model_converters]
         self.loss = self.build_loss()
-        self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
-        self.measures = self.measures_class(self.measures_named, device=self.device, dtype=self.statistics_dtype)
-        self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)  # of the step, on this rank
+        self.sample_losses = SampleLosses(
+            self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses
+        )
+        self.measures = self.measures_class(
+            self.measures_named, device=self.device, dtype=self.statistics_dtype
+        )
+        # of the step, on this rank
+        self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)
         self.pipeline_plan = self.plan_pipeline()
         self.models = run_models(
             self.build_models(),
@@ -182,14 +192,17 @@ class Trainer(Configurable):
         self.num_parameters = main.num_parameters
         self.num_trained = main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
-        self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
+        # whether the step's gradients are divided by the weight of an own loss
+        self.is_divided = False
         self.start: StartDecision | None = None
         self.init_weights()
         self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
-        self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.schedule_length())
+        self.lr_scheduler = config.lr_scheduler.build(
+            optimizer=self.optimizer, training_steps=self.schedule_length()
+        )
 
         self.spikes = config.spikes.build()
         self.has_data = True
@@ -217,8 +230,8 @@ class Trainer(Configurable):
         return init_process_group(device_type(), self.config.comm)
 
     def lock_folder(self) -> None:
-        """Lock the dump folder on rank 0 against other runs until `close`. Raise `UserError` on every rank if it is in
-        use."""
+        """Lock the dump folder on rank 0 against other runs until `close`. Raise `UserError` on
+        every rank if it is in use."""
 
         def lock() -> None:
             self.folder_lock = lock_folder(Path(self.config.dump_folder))
@@ -226,7 +239,8 @@ class Trainer(Configurable):
         self.ranks.broadcast_from_rank0(lock)
 
     def init_random_state(self) -> None:
-        """Seed every generator, differently on each rank; make algorithms deterministic if requested."""
+        """Seed every generator, differently on each rank; make algorithms deterministic if
+        requested."""
         self.was_deterministic = torch.are_deterministic_algorithms_enabled()
         builder.init_random_state(self.config.debug, self.rank)
 
@@ -240,7 +254,9 @@ class Trainer(Configurable):
         warn_of_different_ids(tokenizer)
         return tokenizer
 
-    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
+    def build_dataloader(
+        self, config: BaseDataLoader.Config, *, epochs: int | None
+    ) -> BaseDataLoader:
         """Build a loader for this rank's shard of the data."""
         return config.build(
             tokenizer=self.tokenizer,
@@ -254,40 +270,49 @@ class Trainer(Configurable):
         )
 
     def build_data_progress(self) -> DataProgress:
-        """Build the counter that determines the last step, from `training.steps` or `training.epochs`."""
-        return builder.build_data_progress(self.config, self.global_batch_size, self.dataloader.n_samples)
+        """Build the counter that determines the last step, from `training.steps` or
+        `training.epochs`."""
+        return builder.build_data_progress(
+            self.config, self.global_batch_size, self.dataloader.n_samples
+        )
 
     def build_loss(self) -> Any:
-        """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError`
-        for early optimizer steps with a loss whose weight is known only after the forward passes."""
+        """Build the training loss, a function of hidden states, output weights and `labels_BL`.
+        Raise `UserError` for early optimizer steps with a loss whose weight is known only after the
+        forward passes."""
         if self.has_own_loss and self.config.optimizer.early_step_in_backward:
             raise UserError(
-                "--optimizer.early_step_in_backward applies gradients before they can be divided by the weight of "
-                f"the global batch, which {type(self).__name__}.compute_loss returns; disable it"
+                "--optimizer.early_step_in_backward applies gradients before they can be divided "
+                f"by the weight of the global batch, which {type(self).__name__}.compute_loss "
+                "returns; disable it"
             )
         return builder.build_loss(self.config)
 
     def plan_pipeline(self) -> PipelinePlan | None:
-        """Divide the model into pipeline stages; None without pipeline parallelism. Raise `UserError` for a trainer
-        with its own forward pass, which a pipeline would not call."""
+        """Divide the model into pipeline stages; None without pipeline parallelism. Raise
+        `UserError` for a trainer with its own forward pass, which a pipeline would not call."""
         if self.parallel_dims.pp == 1:
             return None
         if self.has_own_forward and not self.has_own_pipeline:
             raise UserError(
-                f"{type(self).__name__} overrides the forward pass, which a pipeline does not call; override "
-                "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
+                f"{type(self).__name__} overrides the forward pass, which a pipeline does not "
+                "call; override build_pipeline too, or train without "
+                "--parallelism.pipeline_parallel_degree"
             )
         config = self.config
         size = config.training.local_batch_size
         return PipelinePlan.from_config(config.parallelism, config.model_spec.model, size)
 
     def build_models(self) -> dict[str, RunModel]:
-        """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
-        describes. A subclass adds others with `build_other_model`, or as plain `nn.Module`s, and may replace it."""
+        """Build the run's models by name, sharded and not yet allocated: here "model", which the
+        configuration describes. A subclass adds others with `build_other_model`, or as plain
+        `nn.Module`s, and may replace it."""
         training = self.config.training
         model = self.build_model()
         num_parameters = model.num_parameters()
-        convert_model(model, self.converters, frozen_dtype=getattr(torch, training.mixed_precision_param))
+        convert_model(
+            model, self.converters, frozen_dtype=getattr(torch, training.mixed_precision_param)
+        )
         summary = summarize(model, training.seq_len)
         main = RunModel(
             spec=self.config.model_spec,
@@ -303,11 +328,14 @@ class Trainer(Configurable):
         return builder.build_model(self.config)
 
     def parallelize(self, model: BaseModel) -> list[nn.Module]:
-        """Return the model's parts on this rank, sharded; a pipeline rank may hold several stages."""
+        """Return the model's parts on this rank, sharded; a pipeline rank may hold several
+        stages."""
         parts: list[nn.Module] = [model]
         if self.pipeline_plan:
             stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
-            parts = [take_stage(model, self.pipeline_plan.modules_of_stage(stage)) for stage in stages]
+            parts = [
+                take_stage(model, self.pipeline_plan.modules_of_stage(stage)) for stage in stages
+            ]
         return [self.shard(part, self.config.model_spec) for part in parts]
 
     def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
@@ -318,7 +346,9 @@ class Trainer(Configurable):
             parallel_dims=self.parallel_dims,
             mesh=self.mesh,
             sharding=spec.sharding,
-            training=dataclasses.replace(training, enable_cpu_offload=True) if offloaded else training,
+            training=dataclasses.replace(training, enable_cpu_offload=True)
+            if offloaded
+            else training,
             parallelism=self.config.parallelism,
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,
@@ -340,8 +370,8 @@ class Trainer(Configurable):
         Args:
             spec: its specification, in which a vocabulary size of None is the main model's.
             weights: a checkpoint folder in any format. Empty: initialize with `debug.seed`.
-            trained: share the optimizer and the schedule. Otherwise the model is frozen, and has the type
-                that FSDP computes in.
+            trained: share the optimizer and the schedule. Otherwise the model is frozen, and has
+                the type that FSDP computes in.
             saved: write it to checkpoints, which a trained model needs.
             offloaded: let FSDP keep the weights in CPU memory.
 
@@ -366,8 +396,8 @@ class Trainer(Configurable):
         )
 
     def decide_start(self) -> StartDecision:
-        """Decide where the run starts, now that its folder is locked, unless `RunConfig.check` has decided
-        and the folder is unchanged. The checkpointer goes on with the decision."""
+        """Decide where the run starts, now that its folder is locked, unless `RunConfig.check` has
+        decided and the folder is unchanged. The checkpointer goes on with the decision."""
         config, dump_folder = self.config.checkpoint, self.config.dump_folder
         preflight = self.config.preflight
 
@@ -392,7 +422,8 @@ class Trainer(Configurable):
                 model.initialize(config.debug.seed)
 
     def build_pipeline(self) -> Pipeline | None:
-        """Build the schedule of the pipeline's stages on this rank; None without pipeline parallelism."""
+        """Build the schedule of the pipeline's stages on this rank; None without pipeline
+        parallelism."""
         if self.pipeline_plan is None:
             return None
         assert self.mesh is not None
@@ -406,11 +437,18 @@ class Trainer(Configurable):
         )
 
     def build_optimizer(self) -> Optimizer:
-        """Build the optimizer of all trained models; an additional model's name prefixes its parameters."""
-        others = {name: model.parts for name, model in self.models.items() if name != "model" and model.num_trained}
+        """Build the optimizer of all trained models; an additional model's name prefixes its
+        parameters."""
+        others = {
+            name: model.parts
+            for name, model in self.models.items()
+            if name != "model" and model.num_trained
+        }
         named = [nn.ModuleDict({name: part}) for name, parts in others.items() for part in parts]
         all_names = self.models["model"].trained_names if self.pipeline_plan else None
-        optimizer: Optimizer = self.config.optimizer.build(model_parts=[*self.model_parts, *named], all_names=all_names)
+        optimizer: Optimizer = self.config.optimizer.build(
+            model_parts=[*self.model_parts, *named], all_names=all_names
+        )
         return optimizer
 
     def build_checkpointer(self) -> CheckpointManager:
@@ -421,11 +459,16 @@ class Trainer(Configurable):
         """Build the validator if validation is on and has data."""
         if not (data := self.config.validation_dataloaders()):
             if self.config.validator.enable:
-                logger.warning("no validation: the training data has no validation split; set --validator.dataset")
+                logger.warning(
+                    "no validation: the training data has no validation split; set "
+                    "--validator.dataset"
+                )
             return None
         return self.config.validator.build(
             model_parts=self.trained_parts,
-            dataloaders={name: self.build_dataloader(config, epochs=1) for name, config in data.items()},
+            dataloaders={
+                name: self.build_dataloader(config, epochs=1) for name, config in data.items()
+            },
             tokenizer=None if self.has_own_loss else self.tokenizer,
             batches_per_step=self.gradient_accumulation_steps,
             sums_of_batch=self.validation_sums,
@@ -467,14 +510,19 @@ class Trainer(Configurable):
         """Load the checkpoint that the configuration selects; `train` calls this if necessary.
 
         Raises:
-            UserError: if a named checkpoint cannot be loaded, or a checkpoint does not fit this run.
+            UserError: if a named checkpoint cannot be loaded, or a checkpoint does not fit this
+                run.
             RunComplete: if this run has ended in a checkpoint that it cannot resume from.
         """
         if self.checkpoint_loaded:
             return
         self.step = self.checkpointer.load()
         for name, model in self.models.items():
-            loaded = self.checkpointer.states[name].state_dict() if name in self.checkpointer.loaded else ()
+            loaded = (
+                self.checkpointer.states[name].state_dict()
+                if name in self.checkpointer.loaded
+                else ()
+            )
             model.initialize(self.config.debug.seed, loaded=loaded)
         if "ema" not in self.checkpointer.loaded:
             self.ema.reset()
@@ -486,13 +534,15 @@ class Trainer(Configurable):
             converter.post_init_hook(self.model_parts)
 
     def update_length(self) -> None:
-        """Count the steps that the remaining data takes, for example if the batch size has changed."""
+        """Count the steps that the remaining data takes, for example if the batch size has
+        changed."""
         self.follow_schedule()
         self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
         self.lr_scheduler.set_length(self.schedule_length(), step_size=self.schedule_step)
 
     def follow_schedule(self) -> None:
-        """Set the sizes of the next global batch, its windows, and the next step of the learning-rate schedule."""
+        """Set the sizes of the next global batch, its windows, and the next step of the
+        learning-rate schedule."""
         self.run_length.follow_schedule(self.step, self.n_tokens_seen)
         self.global_batch_size = self.run_length.global_batch_size
         samples_per_pass = self.config.training.local_batch_size * self.parallel_dims.dp_degree
@@ -509,7 +559,8 @@ class Trainer(Configurable):
         return self.run_length.tokens_at(self.total_steps, self.step, self.n_tokens_seen)
 
     def train(self) -> None:
-        """Resume if possible, then train to the end or until asked to stop. Log if nothing is left to train."""
+        """Resume if possible, then train to the end or until asked to stop. Log if nothing is left
+        to train."""
         with contextlib.closing(self.metrics):
             try:
                 self.load_checkpoint()
@@ -561,10 +612,15 @@ class Trainer(Configurable):
                 self.stop_request = StopRequest()  # before, a signal ends the run at once
             if outcome.data_exhausted:
                 self.is_step_complete, self.step_start = True, None
-                self.prepare_converters(self.step)  # no step was taken, so validate as in the last step
+                # no step was taken, so validate as in the last step
+                self.prepare_converters(self.step)
                 return "data ended"
             self.complete_step(outcome)
-            if outcome is not self.deferred.pending and outcome.stop_requested and self.should_continue_training():
+            if (
+                outcome is not self.deferred.pending
+                and outcome.stop_requested
+                and self.should_continue_training()
+            ):
                 return "stopped"
         return "completed"
 
@@ -586,7 +642,8 @@ class Trainer(Configurable):
         return self.update(self.next_micro_batches(batches))
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return this rank's part of the next global batch; shorter at the end of the data, and empty after it."""
+        """Return this rank's part of the next global batch; shorter at the end of the data, and
+        empty after it."""
         with self.metrics.timing_data():
             self.skip_data(batches)
             read = partial(itertools.islice, batches, self.gradient_accumulation_steps)
@@ -617,7 +674,9 @@ class Trainer(Configurable):
             for index, batch in enumerate(micro_batches, start=1):
                 self.reduce_over_replicas(index == len(micro_batches))
                 with self.sample_losses.of(batch):
-                    loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+                    loss += self.forward_backward_step(
+                        self.post_dataloading_process(batch), n_tokens
+                    )
         if self.has_own_loss:
             n_tokens = self.divide_by_weight(loss)
         self.watchdog.phase("gradient clipping")
@@ -635,38 +694,48 @@ class Trainer(Configurable):
         return outcome
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Return the divisor of the summed loss on the device: the global batch's valid tokens; 1 for a custom loss."""
+        """Return the divisor of the summed loss on the device: the global batch's valid tokens; 1
+        for a custom loss."""
         local = 0
-        if not self.has_own_loss and self.parallel_dims.is_batch_leader:  # one of the ranks with the same samples
+        # one of the ranks with the same samples
+        if not self.has_own_loss and self.parallel_dims.is_batch_leader:
             local = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
         # `full` runs on the device; copying a host tensor there would wait for it.
         counted = torch.full((), local, device=self.device, dtype=self.statistics_dtype)
         return torch.ones_like(counted) if self.has_own_loss else sum_over_ranks(counted)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        """Return the batch on the device; under context parallelism, this rank's tokens. Raise `UserError` for
-        positions, which no model would read, so that documents would attend to each other."""
+        """Return the batch on the device; under context parallelism, this rank's tokens. Raise
+        `UserError` for positions, which no model would read, so that documents would attend to each
+        other."""
         if "positions" in batch:
             raise UserError(
                 "a batch of the loader has `positions`; replace them with `attention`, "
                 "AttentionMetadata.from_positions(positions)"
             )
-        on_device = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        on_device = {
+            name: value.to(self.device, non_blocking=True) for name, value in batch.items()
+        }
         if self.parallel_dims.cp == 1:
             return on_device
-        return shard_sequences(on_device, self.parallel_dims.sequence_shards, self.parallel_dims.coordinate("cp"))
+        return shard_sequences(
+            on_device, self.parallel_dims.sequence_shards, self.parallel_dims.coordinate("cp")
+        )
 
     def reduce_over_replicas(self, enabled: bool) -> None:
-        """Let replicas add up gradients in the last backward pass of a step only, if no method reads them earlier. Own
-        losses may leave out a model in that pass, so that its gradients would never be added up."""
+        """Let replicas add up gradients in the last backward pass of a step only, if no method
+        reads them earlier. Own losses may leave out a model in that pass, so that its gradients
+        would never be added up."""
         has_own_passes = self.has_own_backward or self.has_own_forward
         if self.parallel_dims.dp_replicate > 1 and not has_own_passes:
             for part in self.model_parts:
                 set_replica_reduction(part, enabled)
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """Add a micro-batch's gradients; return its part of the global batch's loss, divided by `n_tokens`."""
-        # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
+        """Add a micro-batch's gradients; return its part of the global batch's loss, divided by
+        `n_tokens`."""
+        # Gradients are averaged over the ranks that see different tokens, but the loss is a sum
+        # over them.
         degree = self.parallel_dims.gradient_degree
 
         def scaled(summed_loss: Tensor) -> Tensor:
@@ -694,37 +763,44 @@ class Trainer(Configurable):
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch and its weight: here, the number of valid tokens.
 
-        Training and validation divide the sum of the losses over the global batch by the sum of the weights. A subclass
-        may compute any loss from the result of `post_dataloading_process`. All ranks of a tensor-parallel group must
-        return the same values.
+        Training and validation divide the sum of the losses over the global batch by the sum of the
+        weights. A subclass may compute any loss from the result of `post_dataloading_process`. All
+        ranks of a tensor-parallel group must return the same values.
         """
         return self.forward(batch), (batch["labels"] != IGNORE_INDEX).sum()
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, summed over its valid tokens, in full on every tensor-parallel rank."""
+        """Return the loss of a batch, summed over its valid tokens, in full on every
+        tensor-parallel rank."""
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
         head = self.stand_ins.head(self.loss)
-        loss: Tensor = model(batch["input"], batch.get("attention"), head=head, labels_BL=batch["labels"])
+        loss: Tensor = model(
+            batch["input"], batch.get("attention"), head=head, labels_BL=batch["labels"]
+        )
         return loss
 
     def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add a batch's sum and weight (scalars) to a mean in `measures_named`; call this in `compute_loss`."""
+        """Add a batch's sum and weight (scalars) to a mean in `measures_named`; call this in
+        `compute_loss`."""
         self.measures.add(name, self.local_addend(total), self.local_addend(weight))
 
     def divide_by_weight(self, loss: Tensor) -> Tensor:
-        """Divide gradients and `loss`, in place, by the weight of the global batch, and return the weight."""
+        """Divide gradients and `loss`, in place, by the weight of the global batch, and return the
+        weight."""
         weight = sum_over_ranks(self.weight)
         self.weight = torch.zeros_like(self.weight)
-        divisor = torch.where(weight == 0, 1, weight)  # if the weight is 0, loss and gradients stay 0
+        # if the weight is 0, loss and gradients stay 0
+        divisor = torch.where(weight == 0, 1, weight)
         divide_gradients(self.trained_parameters(), divisor)
         self.is_divided = True
         loss /= divisor.to(loss.dtype)
         return weight
 
     def clip_gradients(self) -> Tensor:
-        """Scale gradients down to `training.max_norm`, and return their total norm before that, over all ranks."""
+        """Scale gradients down to `training.max_norm`, and return their total norm before that,
+        over all ranks."""
         if self.config.optimizer.early_step_in_backward:
             return self.optimizer.early_grad_norm()
         clip = self.pipeline.clip_grad_norm if self.pipeline else clip_grad_norm
@@ -735,24 +811,37 @@ class Trainer(Configurable):
         return self.result_of(self.sum_result(loss, grad_norm, n_tokens).tolist())
 
     def sum_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> Tensor:
-        """Return the numbers of a step for `result_of` on the device: tokens, loss, gradient norm, and others."""
+        """Return the numbers of a step for `result_of` on the device: tokens, loss, gradient norm,
+        and others."""
         if self.has_own_loss and not self.is_divided:
             raise UserError(
-                f"{type(self).__name__} overrides train_step and compute_loss, so the step must call "
-                "forward_backward_step and, after the last backward pass, divide_by_weight(loss)"
+                f"{type(self).__name__} overrides train_step and compute_loss, so the step must "
+                "call forward_backward_step and, after the last backward pass, "
+                "divide_by_weight(loss)"
             )
         self.is_divided = False
-        stop = self.failure is not None or (self.stop_request is not None and self.stop_request.received)
+        stop = self.failure is not None or (
+            self.stop_request is not None and self.stop_request.received
+        )
         failed = self.stand_ins.is_used
-        flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data, failed)]
-        # The norm of rank 0, since the last bit may decide whether a step is a spike, on all ranks alike.
+        flags = [
+            torch.full((), float(flag), device=self.device)
+            for flag in (stop, self.has_data, failed)
+        ]
+        # The norm of rank 0, since the last bit may decide whether a step is a spike, on all ranks
+        # alike.
         norm = grad_norm if self.rank == 0 else torch.zeros_like(grad_norm)
-        local = [value.to(self.device, self.statistics_dtype) for value in (self.local_addend(loss), norm, *flags)]
+        local = [
+            value.to(self.device, self.statistics_dtype)
+            for value in (self.local_addend(loss), norm, *flags)
+        ]
         sums = sum_over_ranks(torch.cat([torch.stack(local), self.measures.take()]))
         return torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums])
 
     def result_of(self, values: list[float]) -> StepResult:
-        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, failed_ranks, *measured = values
+        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, failed_ranks, *measured = (
+            values
+        )
         if failed_ranks:
             raise_shared(self.failure)
         return StepResult(
@@ -767,7 +856,8 @@ class Trainer(Configurable):
         )
 
     def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
-        """Name a step that is not taken, or end the run. Weights have changed only if the optimizer steps early."""
+        """Name a step that is not taken, or end the run. Weights have changed only if the optimizer
+        steps early."""
         skip_step(self, outcome, micro_batches)
 
     def follow_weights(self) -> None:
@@ -776,15 +866,20 @@ class Trainer(Configurable):
             converter.post_optimizer_hook(self.model_parts)
 
     def local_addend(self, loss: Tensor) -> Tensor:
-        """Return this rank's term in a sum over all ranks: 0 if another rank contributes the same loss."""
+        """Return this rank's term in a sum over all ranks: 0 if another rank contributes the same
+        loss."""
         return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
+        """Return this rank's part of a batch's summed loss and weight; the batch is as the loader
+        returned it."""
         with self.mixed_precision():
             loss, weight = self.compute_loss(self.post_dataloading_process(batch))
-        is_counted = self.parallel_dims.coordinate("pp") == 0  # all ranks of a pipeline have the labels
-        return self.local_addend(loss), self.local_addend(weight) if is_counted else torch.zeros_like(weight)
+        # all ranks of a pipeline have the labels
+        is_counted = self.parallel_dims.coordinate("pp") == 0
+        return self.local_addend(loss), self.local_addend(
+            weight
+        ) if is_counted else torch.zeros_like(weight)
 
     # --- after a step -----------------------------------------------------------------------------
 
@@ -797,7 +892,9 @@ class Trainer(Configurable):
         self.metrics.count_tokens(self.tokens_per_step)
         progress = {"lr": self.lr_scheduler.lr, "n_tokens_seen": self.n_tokens_seen}
         self.deferred.when_known(outcome, partial(self.use_result, outcome, self.step, **progress))
-        n_units = self.schedule_step if self.config.spikes.advance_schedule or outcome.is_taken else 0
+        n_units = (
+            self.schedule_step if self.config.spikes.advance_schedule or outcome.is_taken else 0
+        )
         self.follow_schedule()
         self.lr_scheduler.step(n_units, step_size=self.schedule_step)
         self.notify("after_step", outcome)
@@ -805,11 +902,16 @@ class Trainer(Configurable):
         if self.failure and world_size() == 1:  # several ranks stop together, after the next step
             raise self.failure
         last = not self.should_continue_training()
-        validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
+        validation_loss = (
+            self.validate()
+            if self.validator and self.validator.is_due(self.step, last=last)
+            else None
+        )
         self.save(last=last, validation_loss=validation_loss)
 
     def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
-        """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was taken."""
+        """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was
+        taken."""
         numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
         skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
         measured: dict[str, Any] = {**progress, **outcome.measures, **skipped}
@@ -821,7 +923,8 @@ class Trainer(Configurable):
             self.dataloader.observe(statistics)
 
     def notify(self, method: str, *args: Any) -> None:
-        """Call a method of all callbacks. A failure of a user's callback ends the run once the step is complete."""
+        """Call a method of all callbacks. A failure of a user's callback ends the run once the step
+        is complete."""
         for callback in self.callbacks:
             with deferred(self, callback):
                 getattr(callback, method)(*args)
@@ -841,8 +944,11 @@ class Trainer(Configurable):
         return measured["validation_loss"]
 
     def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None:
-        """Save a checkpoint if due, outside of the training time; averages of weights replace these in an export."""
-        if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
+        """Save a checkpoint if due, outside of the training time; averages of weights replace these
+        in an export."""
+        if not self.checkpointer.is_due(
+            self.step, last=last or stopped, validation_loss=validation_loss
+        ):
             return
         self.deferred.settle()
         kind = self.config.checkpoint.last_kind if last else "full"
@@ -851,14 +957,20 @@ class Trainer(Configurable):
         with self.metrics.exclude(), self.phases.during(phase), averaged:
             self.notify("before_save")
             self.metrics.sync()
-            self.checkpointer.save(self.step, last=last, stopped=stopped, validation_loss=validation_loss)
+            self.checkpointer.save(
+                self.step, last=last, stopped=stopped, validation_loss=validation_loss
+            )
 
     def finish(self, reason: StopReason) -> None:
         """Report and save outstanding results, and log how the run ended."""
         self.deferred.settle()
         self.metrics.flush()
         self.notify("on_end", reason)
-        validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)
+        validating = (
+            self.validator
+            and reason == "data ended"
+            and not self.validator.is_due(self.step, last=False)
+        )
         validation_loss = self.validate() if validating else None
         stopped = reason == "stopped"
         self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
@@ -868,7 +980,8 @@ class Trainer(Configurable):
         self.release_signals()
 
     def save_last_step(self, error: BaseException) -> None:
-        """Save the last complete step before an error of the user's code or input ends the run, if possible."""
+        """Save the last complete step before an error of the user's code or input ends the run, if
+        possible."""
         save_last_step(self, error)
 
     # --- state and identity -----------------------------------------------------------------------
@@ -890,7 +1003,8 @@ class Trainer(Configurable):
         return run_state.states_of(self, self.models)
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
-        """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
+        """Return model name → function that loads its initial weights, also when resuming if
+        checkpoints lack them."""
         return run_state.initial_loads(self)
 
     def identity(self) -> RunIdentity:
@@ -916,16 +1030,20 @@ class Trainer(Configurable):
         return dist.get_rank() if dist.is_initialized() else 0
 
     def describe_run(self) -> None:
-        """Log the model and data of the run, and any checkpoints in its folder that it will not use."""
+        """Log the model and data of the run, and any checkpoints in its folder that it will not
+        use."""
         folder = self.checkpointer.folder
         if not self.config.checkpoint.enable and list_checkpoints(folder):
-            logger.warning("%s contains checkpoints, which are ignored without --checkpoint.enable", folder)
+            logger.warning(
+                "%s contains checkpoints, which are ignored without --checkpoint.enable", folder
+            )
         if not self.should_continue_training():
             logger.info("training is already complete at step %d (--training.steps)", self.step)
             return
         spec = self.config.model_spec
         counts = f" in the plain model, {self.num_trained:,} trained in the converted model"
-        trained = counts if self.num_trained < self.num_parameters else ""  # this count excludes adapters
+        # this count excludes adapters
+        trained = counts if self.num_trained < self.num_parameters else ""
         dims, n_sequences = self.parallel_dims, self.global_batch_size * self.sequences_per_sample
         logger.info(
             f"{spec.name} {spec.flavor}: {self.num_parameters:,} parameters{trained}, vocabulary "
@@ -933,7 +1051,9 @@ class Trainer(Configurable):
             f"steps {self.step + 1} to {self.total_steps} on {dims.world_size} process(es)"
             f"{f' ({dims})' if self.mesh else ''}, {self.device}"
         )
-        for part in [*self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)][1:]:
+        for part in [*self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)][
+            1:
+        ]:
             n_sequences = part.batch.value * self.sequences_per_sample
             logger.info(
                 "from step %d on, %d x %d tokens per step",
@@ -942,7 +1062,9 @@ class Trainer(Configurable):
                 part.window.value,
             )
         for name, model in list(self.models.items())[1:]:
-            logger.info("%s: %s, from %s", name, model, model.weights or f"seed {self.config.debug.seed}")
+            logger.info(
+                "%s: %s, from %s", name, model, model.weights or f"seed {self.config.debug.seed}"
+            )
         if self.pipeline_plan:
             logger.info("%s", self.pipeline_plan)
 

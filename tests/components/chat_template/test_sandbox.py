@@ -1,4 +1,5 @@
-"""Limits on the time and memory of untrusted chat templates (`components/chat_template/sandbox.py`)."""
+"""Limits on the time and memory of untrusted chat templates
+(`components/chat_template/sandbox.py`)."""
 
 import time
 
@@ -26,8 +27,10 @@ def growing(start: str, value: str) -> str:
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-        "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) "
+        "}}",
+        "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% "
+        "endfor %}",
         growing("'12345678'", "n.x ~ n.x"),
         growing("'12345678'", "n.x + n.x"),
         growing("'12345678'", "n.x|replace('1', n.x)"),
@@ -73,7 +76,10 @@ def growing(start: str, value: str) -> str:
 def test_expensive_template_is_rejected(source, monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)  # so that the test is quick
     start_time = time.perf_counter()
-    with pytest.raises(UserError, match=r"^the chat template exceeds the time or memory limit for this conversation"):
+    with pytest.raises(
+        UserError,
+        match=r"^the chat template exceeds the time or memory limit for this conversation",
+    ):
         rendered(source)
     assert time.perf_counter() - start_time < 5
 
@@ -100,7 +106,10 @@ def test_nested_references_count_in_full(value, monkeypatch):
 def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "['', '']|map('default', {}, true)|list"
-    loop = f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = {double.format('n.y')} %}}"
+    loop = (
+        f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = "
+        f"{double.format('n.y')} %}}"
+    )
     for compared in (
         "n.x == n.y",
         "n.x is eq(n.y)",
@@ -109,7 +118,9 @@ def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
         "[n.x]|select('eq', n.y)|list",
     ):
         with pytest.raises(UserError, match="exceeds the time or memory limit"):
-            rendered(f"{{% set n = namespace(x=[1], y=[1]) %}}{loop}{{% endfor %}}{{{{ {compared} }}}}")
+            rendered(
+                f"{{% set n = namespace(x=[1], y=[1]) %}}{loop}{{% endfor %}}{{{{ {compared} }}}}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +152,9 @@ def test_text_of_a_namespace_hides_its_values():
     assert len(rendered(growing("[1]", "namespace(a=n.x, b=n.x)"))) < 100
 
 
-@pytest.mark.parametrize("source", ["{% filter upper %}a{% endfilter %}", "{% set x | upper %}a{% endset %}{{ x }}"])
+@pytest.mark.parametrize(
+    "source", ["{% filter upper %}a{% endfilter %}", "{% set x | upper %}a{% endset %}{{ x }}"]
+)
 def test_filter_blocks_are_rejected(source):
     with pytest.raises(UserError, match="is not valid Jinja, line 1: blocks cannot have filters"):
         rendered(source)
@@ -150,7 +163,10 @@ def test_filter_blocks_are_rejected(source):
 def test_time_limit_stops_underestimated_operations(monkeypatch):
     monkeypatch.setattr(sandbox, "_SECONDS", 0.2)
     with pytest.raises(UserError, match="exceeds the time or memory limit"):
-        rendered("{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}")
+        rendered(
+            "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor "
+            "%}"
+        )
 
 
 def test_each_rendering_has_its_own_budget():
@@ -162,7 +178,10 @@ def test_each_rendering_has_its_own_budget():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "failed for this conversation: RecursionError"),
+        (
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+            "failed for this conversation: RecursionError",
+        ),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
         ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "is not valid Jinja: SyntaxError"),
         ("{{ " + "1" * 6000 + " }}", "is not valid Jinja: ValueError"),
@@ -181,16 +200,36 @@ def test_uncompilable_source_is_rejected(source, message):
         ("{{ 'a' + 'b' + 1|string }}", "ab1"),
         ("{{ [1] + [2] }}{{ (1, 2) + (3,) }}{{ 1 + 2 + 3.5 }}", "[1, 2](1, 2, 3)6.5"),
         ("{{ 'a' ~ 1 ~ none }}", "a1None"),
-        ("{{ 2 * 3 }}{{ 'a' * 3 }}{{ 2 * [1] }}{{ 2 ** 3 }}{{ 7 % 4 }}{{ 1.5 * 2 }}", "6aaa[1, 1]833.0"),
-        ("{{ '%s-%05.1f' % ('a', 2) }}{{ '%(a)s'|format(a=1) }}{{ '{:>4}{a}'.format(1, a=2) }}", "a-002.01   12"),
-        ("{{ [1, 2]|join(', ') }}{{ [{'a': 1}]|join(d='-', attribute='a') }}{{ '-'.join(['a', 'b']) }}", "1, 21a-b"),
-        ("{{ 'aab'|replace('a', 'c') }}{{ 'aab'.replace('a', 'c', 1) }}{{ 'a\nb'|indent(2) }}", "ccbcaba\n  b"),
-        ("{{ {'a': [1, 'é']}|tojson }}{{ [1]|tojson(indent=1) }}", '{"a": [1, "é"]}[\n 1\n]'),
-        ("{{ 1.26|round(1) }}{{ 1.5|round }}{{ messages[0].role ~ messages[0]['content'] }}", "1.32.0userWho?"),
-        ("{{ messages[0].items()|list|length }}{{ messages[0].missing is defined }}", "2False"),
-        ("{% set a, b = 1, 2 %}{% for k, v in {'x': a}.items() %}{{ k }}{{ v + b }}{% endfor %}", "x3"),
         (
-            "{% for a in (0, 1, 2) %}{% if not a %}{% continue %}{% elif a > 1 %}{% break %}{% endif %}a{% endfor %}",
+            "{{ 2 * 3 }}{{ 'a' * 3 }}{{ 2 * [1] }}{{ 2 ** 3 }}{{ 7 % 4 }}{{ 1.5 * 2 }}",
+            "6aaa[1, 1]833.0",
+        ),
+        (
+            "{{ '%s-%05.1f' % ('a', 2) }}{{ '%(a)s'|format(a=1) }}{{ '{:>4}{a}'.format(1, a=2) }}",
+            "a-002.01   12",
+        ),
+        (
+            "{{ [1, 2]|join(', ') }}{{ [{'a': 1}]|join(d='-', attribute='a') }}{{ '-'.join(['a', "
+            "'b']) }}",
+            "1, 21a-b",
+        ),
+        (
+            "{{ 'aab'|replace('a', 'c') }}{{ 'aab'.replace('a', 'c', 1) }}{{ 'a\nb'|indent(2) }}",
+            "ccbcaba\n  b",
+        ),
+        ("{{ {'a': [1, 'é']}|tojson }}{{ [1]|tojson(indent=1) }}", '{"a": [1, "é"]}[\n 1\n]'),
+        (
+            "{{ 1.26|round(1) }}{{ 1.5|round }}{{ messages[0].role ~ messages[0]['content'] }}",
+            "1.32.0userWho?",
+        ),
+        ("{{ messages[0].items()|list|length }}{{ messages[0].missing is defined }}", "2False"),
+        (
+            "{% set a, b = 1, 2 %}{% for k, v in {'x': a}.items() %}{{ k }}{{ v + b }}{% endfor %}",
+            "x3",
+        ),
+        (
+            "{% for a in (0, 1, 2) %}{% if not a %}{% continue %}{% elif a > 1 %}{% break %}{% "
+            "endif %}a{% endfor %}",
             "a",
         ),
     ],

@@ -17,7 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
+from torchtitan.components.checkpoint import (
+    CheckpointManager,
+    ModelState,
+    RandomState,
+    list_checkpoints,
+)
 
 FLATTEN = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -63,7 +68,9 @@ class Run:
         **config: Any,
     ):
         torch.manual_seed(seed)
-        self.model: Any = nn.Sequential(nn.Embedding(32, dim), nn.Linear(dim, dim), nn.Linear(dim, 32, bias=False))
+        self.model: Any = nn.Sequential(
+            nn.Embedding(32, dim), nn.Linear(dim, dim), nn.Linear(dim, 32, bias=False)
+        )
         if wrap:
             wrap(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, betas=(0.8, 0.9))
@@ -73,8 +80,12 @@ class Run:
             "optimizer": OptimizerState(self.model, self.optimizer),
             "trainer": self.trainer,
         }
-        self.manager: CheckpointManager = CheckpointManager.Config(**{"enable": True, "interval": 1, **config}).build(
-            dump_folder=str(folder), states=self.states, rank_states={"random": RandomState(), **(rank_states or {})}
+        self.manager: CheckpointManager = CheckpointManager.Config(
+            **{"enable": True, "interval": 1, **config}
+        ).build(
+            dump_folder=str(folder),
+            states=self.states,
+            rank_states={"random": RandomState(), **(rank_states or {})},
         )
 
     def train(self, steps: int) -> None:
@@ -99,7 +110,10 @@ class Run:
 
 
 def unsharded(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in state.items()
+    }
 
 
 def shard(model: Any) -> None:
@@ -113,7 +127,11 @@ def shard(model: Any) -> None:
 def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert left.keys() == right.keys()
     for name, value in left.items():
-        assert torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name], name
+        assert (
+            torch.equal(value, right[name])
+            if isinstance(value, torch.Tensor)
+            else value == right[name]
+        ), name
 
 
 def steps(folder: Path) -> list[int]:

@@ -67,7 +67,9 @@ def test_resume_is_exact(tmp_path: Path, async_mode: str) -> None:
     assert_same(resumed.snapshot(), straight.snapshot())
 
 
-def test_async_save_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_keeps_the_state_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changed = threading.Event()
     write = dcp.save
 
@@ -94,13 +96,17 @@ def test_async_save_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     assert_same(loaded.snapshot(), at_save)
 
 
-def test_background_saves_use_the_cuda_device_of_the_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_saves_use_the_cuda_device_of_the_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a fake CUDA. With two GPUs, rank 1 must not open a context on the first one."""
     devices: list[tuple[str, int]] = []
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
         patched.setattr(torch.cuda, "current_device", lambda: 3)
-        patched.setattr(torch.cuda, "set_device", lambda i: devices.append((threading.current_thread().name, i)))
+        patched.setattr(
+            torch.cuda, "set_device", lambda i: devices.append((threading.current_thread().name, i))
+        )
         manager = CheckpointManager.Config(enable=True, interval=1, async_mode="async").build(
             dump_folder=str(tmp_path), states={"model": ModelState([nn.Linear(2, 2)])}
         )
@@ -174,7 +180,9 @@ def test_keep_latest_k(tmp_path: Path) -> None:
     assert steps(tmp_path) == [3, 4, 5]
 
 
-def test_loading_an_earlier_step_replaces_later_ones(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_loading_an_earlier_step_replaces_later_ones(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     Run(tmp_path).train_and_save(4)
     run = Run(tmp_path, load_step=1, keep_latest_k=1)
     assert run.manager.load() == 1
@@ -214,7 +222,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path, async_mode: str, log: pytest.LogCaptureFixture) -> None:
+def test_a_killed_save_leaves_no_checkpoint(
+    tmp_path: Path, async_mode: str, log: pytest.LogCaptureFixture
+) -> None:
     process = RunningCommand([sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), async_mode])
     deadline = time.monotonic() + 60
     while not (tmp_path / "saving").exists():
@@ -244,14 +254,19 @@ def test_a_folder_without_marker_is_skipped(tmp_path: Path, log: pytest.LogCaptu
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_missing_marker_does_not_restart_the_run(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_missing_marker_does_not_restart_the_run(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     Run(tmp_path).train_and_save(1)
     path = tmp_path / "checkpoint/step-1"
-    path.joinpath("complete.json").rename(path / "complete.json.tmp")  # a save interrupted before the rename
+    # a save interrupted before the rename
+    path.joinpath("complete.json").rename(path / "complete.json.tmp")
     assert Run(tmp_path).manager.load() == 0
     assert "step-1: it is incomplete" in log.text
     path.joinpath("complete.json.tmp").unlink()
-    with pytest.raises(UserError, match=r"(?s)no checkpoint in .*step-1/complete.json is missing.*repair one,"):
+    with pytest.raises(
+        UserError, match=r"(?s)no checkpoint in .*step-1/complete.json is missing.*repair one,"
+    ):
         Run(tmp_path).manager.load()
 
 
@@ -268,7 +283,9 @@ def test_an_interrupted_removal_leaves_no_checkpoint(
         run = Run(tmp_path, keep_latest_k=1)
         run.manager.load()
         run.train_and_save(1)  # succeeds although the old ones cannot be removed
-    assert [info.step for info in list_checkpoints(tmp_path / "checkpoint") if not info.is_complete] == [1]
+    assert [
+        info.step for info in list_checkpoints(tmp_path / "checkpoint") if not info.is_complete
+    ] == [1]
     assert (tmp_path / "checkpoint/step-1.removed.partial/.metadata").exists()
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", refuse)
@@ -290,7 +307,10 @@ BAD_MARKERS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     ),
     "extra key": (lambda good: json.dumps({**good, "stepz": 1}), "complete.json is damaged"),
     "unknown kind": (lambda good: json.dumps({**good, "kind": "half"}), "complete.json is damaged"),
-    "wrong type": (lambda good: json.dumps({**good, "world_size": None}), "complete.json is damaged"),
+    "wrong type": (
+        lambda good: json.dumps({**good, "world_size": None}),
+        "complete.json is damaged",
+    ),
     "newer layout": (lambda good: json.dumps({**good, "format_version": 99}), "layout version 99"),
 }
 
@@ -309,12 +329,20 @@ def test_a_bad_marker_is_skipped_or_an_error_if_requested(
     run = Run(tmp_path)
     assert run.manager.load() == 2
     for step in (1, 3):
-        assert [m for m in log.messages if m.startswith("skipped ") and f"step-{step}: " in m and fault in m]
+        assert [
+            m
+            for m in log.messages
+            if m.startswith("skipped ") and f"step-{step}: " in m and fault in m
+        ]
     with pytest.raises(
-        UserError, match=rf"load_step: step 3 in .* cannot be loaded: .*step-3.*{fault[-9:]}.*complete steps: 2"
+        UserError,
+        match=rf"load_step: step 3 in .* cannot be loaded: .*step-3.*{fault[-9:]}.*complete steps: "
+        r"2",
     ):
         CheckpointManager.Config(enable=True, load_step=3).find_start(str(tmp_path))
-    with pytest.raises(UserError, match=f"initial_load_path: .*step-1.*{fault[-9:]}.*use another checkpoint"):
+    with pytest.raises(
+        UserError, match=f"initial_load_path: .*step-1.*{fault[-9:]}.*use another checkpoint"
+    ):
         path = str(tmp_path / "checkpoint/step-1")
         CheckpointManager.Config(initial_load_path=path).find_start(str(tmp_path / "other"))
     run.train_and_save(1)
@@ -373,7 +401,9 @@ def test_unwritable_folder(tmp_path: Path, log: pytest.LogCaptureFixture) -> Non
     run = Run(tmp_path)
     run.train(1)
     run.manager.save(1)
-    assert "step-1 could not be saved: NotADirectoryError" in log.text or "FileExistsError" in log.text
+    assert (
+        "step-1 could not be saved: NotADirectoryError" in log.text or "FileExistsError" in log.text
+    )
     with pytest.raises(CheckpointSaveError):
         run.manager.save(1, last=True)
     run.manager.close()  # reported only once
@@ -426,7 +456,9 @@ def test_a_stopped_run_saves_everything(tmp_path: Path) -> None:
     assert_same(resumed.snapshot(), run.snapshot())
 
 
-def test_a_model_only_checkpoint_cannot_be_resumed(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_model_only_checkpoint_cannot_be_resumed(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path, interval=100, last_save_model_only=True)
     run.train(2)
     run.manager.save(2, last=True)
@@ -462,7 +494,13 @@ def test_initial_load_path_with_an_empty_checkpoint_folder(tmp_path: Path, enabl
     assert_same(run.states["optimizer"].state_dict(), fresh_optimizer)
     assert run.trainer.values == {"step": 0}
 
-    run = Run(tmp_path / "run", seed=1, enable=enable, initial_load_path=path, initial_load_model_only=False)
+    run = Run(
+        tmp_path / "run",
+        seed=1,
+        enable=enable,
+        initial_load_path=path,
+        initial_load_model_only=False,
+    )
     assert run.manager.load() == 3
     assert_same(run.snapshot(), source.snapshot())
 
@@ -487,7 +525,9 @@ def test_invalid_initial_load_path(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             config.find_start(str(tmp_path / "run"))
         with pytest.raises(UserError, match=message):
-            config.build(dump_folder=str(tmp_path / "run"), states={"model": ModelState([nn.Linear(1, 1)])}).load()
+            config.build(
+                dump_folder=str(tmp_path / "run"), states={"model": ModelState([nn.Linear(1, 1)])}
+            ).load()
 
 
 # User errors
@@ -522,7 +562,9 @@ def test_a_shape_mismatch_names_the_tensor_and_changes_nothing(tmp_path: Path) -
     Run(tmp_path).train_and_save(1)
     run = Run(tmp_path, dim=24)
     before = run.snapshot()
-    with pytest.raises(UserError, match=r"model\.1\.bias: \[16\] in the checkpoint, \[24\] in this run") as raised:
+    with pytest.raises(
+        UserError, match=r"model\.1\.bias: \[16\] in the checkpoint, \[24\] in this run"
+    ) as raised:
         run.manager.load()
     assert "12 tensors differ" in str(raised.value)  # 4 parameters and the 8 averages of AdamW
     assert_same(run.snapshot(), before)
@@ -535,11 +577,15 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
         )
 
     manager(nn.Linear(2, 3)).save(1)
-    with pytest.raises(UserError, match=r"model\.bias: \[3\] in the checkpoint, absent in this run"):
+    with pytest.raises(
+        UserError, match=r"model\.bias: \[3\] in the checkpoint, absent in this run"
+    ):
         manager(nn.Linear(2, 3, bias=False)).load()
     larger = nn.Linear(2, 3)
     larger.register_buffer("scale", torch.ones(1))
-    with pytest.raises(UserError, match=r"model\.scale: absent in the checkpoint, \[1\] in this run"):
+    with pytest.raises(
+        UserError, match=r"model\.scale: absent in the checkpoint, \[1\] in this run"
+    ):
         manager(larger).load()
 
 
@@ -559,40 +605,60 @@ def test_exclude_from_loading(tmp_path: Path) -> None:
 def test_missing_state(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     for excluded in ([], ["average"]):
-        model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False))
+        model = nn.Sequential(
+            nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+        )
         manager = CheckpointManager.Config(enable=True, exclude_from_loading=excluded).build(
-            dump_folder=str(tmp_path), states={"model": ModelState([model]), "average": Values(decay=0.9)}
+            dump_folder=str(tmp_path),
+            states={"model": ModelState([model]), "average": Values(decay=0.9)},
         )
         if excluded:
             assert manager.load() == 1
         else:
-            with pytest.raises(UserError, match="has no state 'average'.*add average to --checkpoint.exclude"):
+            with pytest.raises(
+                UserError, match="has no state 'average'.*add average to --checkpoint.exclude"
+            ):
                 manager.load()
 
 
 def test_missing_rank_state(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     position = {"position": Values(n=0)}
-    with pytest.raises(UserError, match="has no state 'position'.*add position to --checkpoint.exclude"):
+    with pytest.raises(
+        UserError, match="has no state 'position'.*add position to --checkpoint.exclude"
+    ):
         Run(tmp_path, rank_states=position).manager.load()
-    assert Run(tmp_path, rank_states=position, exclude_from_loading=["position"]).manager.load() == 1
+    assert (
+        Run(tmp_path, rank_states=position, exclude_from_loading=["position"]).manager.load() == 1
+    )
 
 
 # States
 
 
 def test_state_may_change_structure(tmp_path: Path) -> None:
-    saved = {"position": 7, "workers": [{"epoch": 1.5}, None], "nothing": {}, "moments": (1, float("inf"))}
+    saved = {
+        "position": 7,
+        "workers": [{"epoch": 1.5}, None],
+        "nothing": {},
+        "moments": (1, float("inf")),
+    }
     states = {"data": Values(**saved)}
-    CheckpointManager.Config(enable=True, interval=1).build(dump_folder=str(tmp_path), states=states).save(1)
+    CheckpointManager.Config(enable=True, interval=1).build(
+        dump_folder=str(tmp_path), states=states
+    ).save(1)
     loaded = Values(moments=(0, 0))
-    manager = CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states={"data": loaded})
+    manager = CheckpointManager.Config(enable=True).build(
+        dump_folder=str(tmp_path), states={"data": loaded}
+    )
     assert manager.load() == 1
     assert loaded.values == saved
 
 
 def test_a_value_that_is_not_json_is_named(tmp_path: Path) -> None:
-    manager = CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states={"data": Values(x=Path())})
+    manager = CheckpointManager.Config(enable=True).build(
+        dump_folder=str(tmp_path), states={"data": Values(x=Path())}
+    )
     with pytest.raises(TypeError, match="state 'data' must be .*PosixPath"):
         manager.save(1, last=True)
 
@@ -635,10 +701,18 @@ def test_model_state_of_several_parts_is_strict() -> None:
 
 def test_random_state() -> None:
     def draw() -> list[float]:
-        return [torch.rand(1).item(), numpy.random.rand(), numpy.random.randn(), random.random(), random.gauss()]
+        return [
+            torch.rand(1).item(),
+            numpy.random.rand(),
+            numpy.random.randn(),
+            random.random(),
+            random.gauss(),
+        ]
 
     draw()  # leaves half of a pair of normal numbers pending in numpy and in Python
-    state = json.loads(json.dumps({k: v for k, v in RandomState().state_dict().items() if k != "cpu"}))
+    state = json.loads(
+        json.dumps({k: v for k, v in RandomState().state_dict().items() if k != "cpu"})
+    )
     state["cpu"] = torch.get_rng_state()
     expected = draw()
     assert draw() != expected
@@ -659,19 +733,25 @@ def test_random_state_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> Non
             self.state = state
 
     device = Device()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda accelerator: device)
     saved = RandomState().state_dict()
     device.state += 1
     RandomState().load_state_dict({key: value for key, value in saved.items() if key != "cuda"})
-    assert device.state.tolist() == [2, 3, 4]  # without a saved state for this device, its state is unchanged
+    # without a saved state for this device, its state is unchanged
+    assert device.state.tolist() == [2, 3, 4]
     RandomState().load_state_dict(saved)
     assert device.state.tolist() == [1, 2, 3]
 
 
 @pytest.mark.slow
 def test_import_does_not_load_dcp() -> None:
-    code = "import sys, torchtitan.components.checkpoint; sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    code = (
+        "import sys, torchtitan.components.checkpoint; sys.exit('torch.distributed.checkpoint' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -20,7 +20,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": lambda file: file.unlink(),
     "empty": lambda file: file.write_bytes(b""),
     "garbled": lambda file: file.write_bytes(b"\0" * file.stat().st_size),
-    "other converters": lambda file: file.write_text(file.read_text().replace('"alpha": 8.0', '"alpha": 9.0')),
+    "other converters": lambda file: file.write_text(
+        file.read_text().replace('"alpha": 8.0', '"alpha": 9.0')
+    ),
 }
 
 

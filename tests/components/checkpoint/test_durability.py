@@ -1,4 +1,5 @@
-"""Reliability of checkpoints: damage, failed saves, background saves, remote folders, the best step, several models."""
+"""Reliability of checkpoints: damage, failed saves, background saves, remote folders, the best
+step, several models."""
 
 import contextlib
 import copy
@@ -84,7 +85,10 @@ def checkpoint_files(path: Path) -> list[str]:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped byte": (flip_byte, "is damaged"),
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes instead of|is damaged"),
+    "truncated": (
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        "bytes instead of|is damaged",
+    ),
     "emptied": (lambda path: path.write_bytes(b""), "has 0 bytes instead of|is damaged"),
     "removed": (lambda path: path.unlink(), "is missing"),
 }
@@ -95,7 +99,13 @@ def test_damage_to_any_file_is_found_and_named(tmp_path: Path, damage: str) -> N
     with_assets(tmp_path).train_and_save(1)
     path = tmp_path / "checkpoint/step-1"
     names = checkpoint_files(path)
-    assert names == [".metadata", "__0_0.distcp", "assets/model.json", "complete.json", "manifest.json"]
+    assert names == [
+        ".metadata",
+        "__0_0.distcp",
+        "assets/model.json",
+        "complete.json",
+        "manifest.json",
+    ]
     assert verify(path) == []
     damage_file, message = DAMAGE[damage]
     for name in names:
@@ -140,7 +150,9 @@ def test_manifest_format(tmp_path: Path) -> None:
         assert entry == {"bytes": len(data), "digest": hashlib.sha256(data).hexdigest()}
 
 
-def test_resuming_falls_back_to_the_newest_intact_checkpoint(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_resuming_falls_back_to_the_newest_intact_checkpoint(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path)
     snapshots = {}
     for step in (1, 2, 3, 4):
@@ -150,10 +162,13 @@ def test_resuming_falls_back_to_the_newest_intact_checkpoint(tmp_path: Path, log
     run.manager.close()
     flip_byte(tmp_path / "checkpoint/step-4/__0_0.distcp")
     (tmp_path / "checkpoint/step-3/.metadata").unlink()
-    assert CheckpointManager.Config(enable=True).find_start(str(tmp_path)).checkpoint.step == 4  # by its marker alone
+    # by its marker alone
+    assert CheckpointManager.Config(enable=True).find_start(str(tmp_path)).checkpoint.step == 4
 
     for step in (3, 4):
-        with pytest.raises(UserError, match=rf"step-{step} is damaged: .*; load another checkpoint"):
+        with pytest.raises(
+            UserError, match=rf"step-{step} is damaged: .*; load another checkpoint"
+        ):
             Run(tmp_path, load_step=step).manager.load()
 
     resumed = Run(tmp_path, seed=1)
@@ -182,21 +197,31 @@ def test_damaged_checkpoints_are_kept(tmp_path: Path, log: pytest.LogCaptureFixt
     assert run.manager.load() == 3
     assert "step-4: it was found damaged: __0_0.distcp" in log.text
     run.train_and_save(6)
-    assert [(info.step, bool(info.damage)) for info in list_checkpoints(tmp_path / "checkpoint")] == [
+    assert [
+        (info.step, bool(info.damage)) for info in list_checkpoints(tmp_path / "checkpoint")
+    ] == [
         (4, True),
         (9, False),
     ]
 
 
 @pytest.mark.parametrize("load_only", [False, True])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(tmp_path: Path, load_only: bool) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(
+    tmp_path: Path, load_only: bool
+) -> None:
     Run(tmp_path).train_and_save(2)
     for step in (1, 2):
         flip_byte(tmp_path / f"checkpoint/step-{step}/__0_0.distcp")
     before = checkpoint_files(tmp_path)
-    message = r"(?s)no checkpoint in .* step 1: it .* damaged: __0_0.distcp.*step 2: it .* damaged: __0_0.*repair one"
+    message = (
+        r"(?s)no checkpoint in .* step 1: it .* damaged: __0_0.distcp.*step 2: it .* "
+        r"damaged: "
+        r"__0_0.*repair one"
+    )
     message += (
-        ", or set --checkpoint.folder" if load_only else " and remove its damaged.json, or set --checkpoint.folder"
+        ", or set --checkpoint.folder"
+        if load_only
+        else " and remove its damaged.json, or set --checkpoint.folder"
     )
     for _ in range(2):  # the second time, the damage is already recorded
         with pytest.raises(UserError, match=message):
@@ -211,7 +236,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(tmp_path: Path
 def test_a_run_whose_only_marker_is_damaged_does_not_restart(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     flip_byte(tmp_path / "checkpoint/step-1/complete.json")
-    with pytest.raises(UserError, match=r"(?s)no checkpoint in .*step 1: .*complete.json is damaged"):
+    with pytest.raises(
+        UserError, match=r"(?s)no checkpoint in .*step 1: .*complete.json is damaged"
+    ):
         CheckpointManager.Config(enable=True).find_start(str(tmp_path))
     marker = tmp_path / "checkpoint/step-1/complete.json"
     marker.write_text('{"format_version": 1}')
@@ -231,15 +258,24 @@ def test_unreadable_files_do_not_count_as_damaged(
     def fail(name: str) -> Any:
         raise OSError(errno.EIO, "Input/output error", name)
 
-    monkeypatch.setattr(manifest, "_digest", lambda f, n: fail(n) if bad.get(f.name) == n else digest(f, n))
-    monkeypatch.setattr(LocalFolder, "read", lambda f, n: fail(n) if bad.get(f.name) == n else read(f, n))
+    monkeypatch.setattr(
+        manifest, "_digest", lambda f, n: fail(n) if bad.get(f.name) == n else digest(f, n)
+    )
+    monkeypatch.setattr(
+        LocalFolder, "read", lambda f, n: fail(n) if bad.get(f.name) == n else read(f, n)
+    )
     assert Run(tmp_path).manager.load() == 2
-    assert "step-4: it could not be read: __0_0.distcp cannot be read ([Errno 5] Input/output error" in log.text
+    assert (
+        "step-4: it could not be read: __0_0.distcp cannot be read ([Errno 5] Input/output error"
+        in log.text
+    )
     assert "step-3/complete.json could not be read ([Errno 5]" in log.text
     with pytest.raises(UserError, match=r"step-4 could not be read: __0_0.distcp"):
         Run(tmp_path, load_step=4).manager.load()
     bad["step-2"] = "manifest.json"
-    with pytest.raises(UserError, match=r"(?s)step 1: it is damaged: __0.*step 2: it could not be read: manifest"):
+    with pytest.raises(
+        UserError, match=r"(?s)step 1: it is damaged: __0.*step 2: it could not be read: manifest"
+    ):
         Run(tmp_path).manager.load()
     assert [path.parent.name for path in tmp_path.rglob("damaged.json")] == ["step-1"]
     bad.clear()
@@ -285,7 +321,11 @@ def _digest_on_two_ranks(folder: Path) -> None:
     run.manager.save(1)
     _errors_that_cannot_be_pickled(ranks)
     gathered = ranks.gather(sorted(digested))
-    assert all(gathered) and sorted(gathered[0] + gathered[1]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert all(gathered) and sorted(gathered[0] + gathered[1]) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
     digested.clear()
     assert run.manager.load() == 1
     assert sorted(digested) == gathered[rank]
@@ -326,7 +366,9 @@ def test_two_ranks_divide_the_digesting(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_writer_process_saves_the_values_of_the_step(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_the_writer_process_saves_the_values_of_the_step(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.train(1)
     run.manager.save(1)
@@ -356,10 +398,13 @@ def test_the_writer_process_saves_the_values_of_the_step(tmp_path: Path, log: py
 
 
 @pytest.mark.slow
-def test_the_writer_process_ignores_local_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_process_ignores_local_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ctypes.py").write_text("raise ImportError('wrong module')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # like a script elsewhere
+    # like a script elsewhere
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.manager.save(1)
     run.manager.close()
@@ -367,7 +412,9 @@ def test_the_writer_process_ignores_local_modules(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_the_writer_process_is_killed_during_a_save(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_the_writer_process_is_killed_during_a_save(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.train(1)
     run.manager.save(1)
@@ -381,7 +428,10 @@ def test_the_writer_process_is_killed_during_a_save(tmp_path: Path, log: pytest.
     time.sleep(0.2)
     os.kill(killed, signal.SIGKILL)
     run.manager.wait()
-    assert "step-2 could not be saved: ChildProcessError: the checkpoint writer process exited" in log.text
+    assert (
+        "step-2 could not be saved: ChildProcessError: the checkpoint writer process exited"
+        in log.text
+    )
     assert os.listdir(tmp_path / "checkpoint") == ["step-1"]
     run.manager.save(3)
     run.manager.close()
@@ -424,7 +474,9 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
-    rank = RunningCommand([sys.executable, "-c", KILLED_RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    rank = RunningCommand(
+        [sys.executable, "-c", KILLED_RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert rank.stdout is not None
     writer = int(rank.stdout.readline())
     os.kill(writer, signal.SIGSTOP)
@@ -457,17 +509,22 @@ def test_all_kinds_of_state_pass_through_shared_memory(tmp_path: Path) -> None:
     config = CheckpointManager.Config(enable=True, interval=1, async_mode="async_with_pinned_mem")
     manager = config.build(dump_folder=str(tmp_path), states=states)
     manager.save(1)
-    states["data"].values |= {"part": torch.randn(1000), "note": "grown"}  # larger than the reserved memory
+    # larger than the reserved memory
+    states["data"].values |= {"part": torch.randn(1000), "note": "grown"}
     manager.save(2)
     manager.close()
     for step, part in ((1, tensors["part"]), (2, states["data"].values["part"])):
-        loaded = Values(**{name: torch.zeros_like(value) for name, value in tensors.items()}, note="")
+        loaded = Values(
+            **{name: torch.zeros_like(value) for name, value in tensors.items()}, note=""
+        )
         loaded.values["part"] = torch.zeros_like(part)
         manager = CheckpointManager.Config(enable=True, load_step=step).build(
             dump_folder=str(tmp_path), states={"data": loaded}
         )
         manager.load()
-        assert_same(loaded.values, {**tensors, "part": part, "note": "json" if step == 1 else "grown"})
+        assert_same(
+            loaded.values, {**tensors, "part": part, "note": "json" if step == 1 else "grown"}
+        )
 
 
 def test_memory_is_reserved_before_training(tmp_path: Path) -> None:
@@ -481,7 +538,9 @@ def test_memory_is_reserved_before_training(tmp_path: Path) -> None:
     assert reserved > 0 and (process.memory.n_bytes, process.memory._address) == (reserved, address)
 
 
-def test_memory_that_cannot_be_reserved_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_reserved_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(memory: SharedMemory, states: Any) -> None:
         raise RuntimeError("Registering memory failed with cudaError: 2.")
 
@@ -535,7 +594,9 @@ def test_two_ranks_write_in_processes(tmp_path: Path) -> None:
 
 def test_pinned_memory_needs_linux_and_a_shared_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="other processes cannot access memory://run; use async"):
-        CheckpointManager.Config(async_mode="async_with_pinned_mem", folder="memory://run").validate()
+        CheckpointManager.Config(
+            async_mode="async_with_pinned_mem", folder="memory://run"
+        ).validate()
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UserError, match="async_with_pinned_mem requires Linux"):
         CheckpointManager.Config(async_mode="async_with_pinned_mem").validate()
@@ -570,7 +631,10 @@ def test_full_disk(small_disk: Path, async_mode: str, log: pytest.LogCaptureFixt
     run.manager.save(2)
     run.manager.wait()
     assert "step-2 could not be saved: OSError: [Errno 28] No space left on device" in log.text
-    assert os.listdir(small_disk / "checkpoint") == ["step-1"] and verify(small_disk / "checkpoint/step-1") == []
+    assert (
+        os.listdir(small_disk / "checkpoint") == ["step-1"]
+        and verify(small_disk / "checkpoint/step-1") == []
+    )
     with pytest.raises(CheckpointSaveError, match="No space left"):
         run.manager.save(2, last=True)
     filler.unlink()
@@ -603,7 +667,9 @@ def test_full_disk_at_the_last_small_file(
     assert os.listdir(tmp_path / "checkpoint") == ["step-1"]
 
 
-def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+def test_no_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path)
     run.train_and_save(1)
 
@@ -612,13 +678,18 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pyt
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     run.manager.save(2)
-    assert "step-2 could not be saved: PermissionError: [Errno 13] Permission denied: 'step-2.partial'" in log.text
+    assert (
+        "step-2 could not be saved: PermissionError: [Errno 13] Permission denied: 'step-2.partial'"
+        in log.text
+    )
     with pytest.raises(CheckpointSaveError, match="Permission denied"):
         run.manager.save(2, stopped=True)
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("async_mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "async_mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)]
+)
 def test_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_mode: str, log: pytest.LogCaptureFixture
 ) -> None:
@@ -665,7 +736,10 @@ def test_a_checkpoint_that_cannot_be_replaced_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     run = _repeated_step(tmp_path)
-    change, former = getattr(Path, method), (tmp_path / "checkpoint/step-2/complete.json").stat().st_ino
+    change, former = (
+        getattr(Path, method),
+        (tmp_path / "checkpoint/step-2/complete.json").stat().st_ino,
+    )
 
     def fail(path: Path, target: Path) -> Any:
         if target.name == ("step-2" if path.name == "step-2.partial" else "complete.json"):
@@ -696,7 +770,8 @@ def test_a_replaced_checkpoint_is_removed_last(
     assert found == [("step-2.removed.partial", [1, 2], [])]
     assert (
         not run.manager._saver.failure
-        and "step-2 is saved, but the checkpoint it replaces could not be removed: [Errno 16]" in log.text
+        and "step-2 is saved, but the checkpoint it replaces could not be removed: [Errno 16]"
+        in log.text
     )
     resumed = Run(tmp_path, seed=1)
     assert resumed.manager.load() == 2
@@ -763,11 +838,15 @@ def test_remote_run(tmp_path: Path, store: str, log: pytest.LogCaptureFixture) -
     other = Run(tmp_path / "other", seed=2, initial_load_path=f"{store}/step-6")
     assert other.manager.load() == 0
     assert torch.equal(other.model[1].weight, straight.model[1].weight)
-    with pytest.raises(UserError, match=f"{store} is not a checkpoint but contains some; .* {store}/step-6"):
+    with pytest.raises(
+        UserError, match=f"{store} is not a checkpoint but contains some; .* {store}/step-6"
+    ):
         Run(tmp_path / "other", initial_load_path=store).manager.load()
 
 
-def test_remote_checkpoints_need_only_the_marker(tmp_path: Path, store: str, log: pytest.LogCaptureFixture) -> None:
+def test_remote_checkpoints_need_only_the_marker(
+    tmp_path: Path, store: str, log: pytest.LogCaptureFixture
+) -> None:
     import fsspec
 
     memory = fsspec.filesystem("memory")
@@ -782,7 +861,9 @@ def test_remote_checkpoints_need_only_the_marker(tmp_path: Path, store: str, log
     assert [info.step for info in list_checkpoints(store)] == [1, 2]
     assert f"{store}/step-2: it is damaged: __0_0.distcp has 7 bytes instead of" in log.text
     run.train_and_save(2)
-    assert [info.step for info in list_checkpoints(store) if info.is_complete and not info.damage] == [1, 2, 3]
+    assert [
+        info.step for info in list_checkpoints(store) if info.is_complete and not info.damage
+    ] == [1, 2, 3]
     assert Run(tmp_path, folder=store).manager.load() == 3
 
 
@@ -819,7 +900,10 @@ def test_failed_remote_read(
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFile, "getbuffer", fail)  # used to digest a file in memory
         run.manager.save(2)
-        assert "step-2 could not be saved: " in run.manager._saver.failure and "503 Slow Down" in log.text
+        assert (
+            "step-2 could not be saved: " in run.manager._saver.failure
+            and "503 Slow Down" in log.text
+        )
         with pytest.raises(UserError, match="step 1: it could not be read: .*503 Slow Down"):
             Run(tmp_path, folder=store).manager.load()
     assert Run(tmp_path, folder=store).manager.load() == 1
@@ -840,13 +924,18 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     run.train_and_save(1)
     assert (tmp_path / "elsewhere/step-1/complete.json").exists()
     assert [info.step for info in list_checkpoints(f"file://{tmp_path}/elsewhere")] == [1]
-    assert Path(list_checkpoints(f"file://{tmp_path}/elsewhere")[0].path) == tmp_path / "elsewhere/step-1"
+    assert (
+        Path(list_checkpoints(f"file://{tmp_path}/elsewhere")[0].path)
+        == tmp_path / "elsewhere/step-1"
+    )
     other = Run(tmp_path / "other", seed=1, initial_load_path=f"file://{tmp_path}/elsewhere/step-1")
     other.manager.load()
     assert torch.equal(other.model[1].weight, run.model[1].weight)
 
 
-def test_sizes_that_a_store_lists_are_not_asked_again(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_a_store_lists_are_not_asked_again(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fsspec
 
     folder = folder_at(store)
@@ -861,7 +950,9 @@ def test_sizes_that_a_store_lists_are_not_asked_again(store: str, monkeypatch: p
 
 
 def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="nonsense://x/y cannot be opened .* Protocol not known: nonsense"):
+    with pytest.raises(
+        UserError, match="nonsense://x/y cannot be opened .* Protocol not known: nonsense"
+    ):
         CheckpointManager.Config(enable=True, folder="nonsense://x/y").validate()
     monkeypatch.setitem(sys.modules, "s3fs", None)  # hidden if it is installed
     for options in ({"folder": "s3://bucket/run"}, {"initial_load_path": "s3://bucket/run/step-1"}):
@@ -870,8 +961,12 @@ def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "iterdir", lambda path: os.listdir("/nowhere"))
     with pytest.raises(UserError, match="the checkpoints in /tmp cannot be read: No such file"):
         CheckpointManager.Config(enable=True, folder="/tmp").find_start("outputs")
-    with pytest.raises(UserError, match="last_save_in_hf needs a local --checkpoint.folder, not memory://run"):
-        CheckpointManager.Config(enable=True, last_save_in_hf=True, folder="memory://run").validate()
+    with pytest.raises(
+        UserError, match="last_save_in_hf needs a local --checkpoint.folder, not memory://run"
+    ):
+        CheckpointManager.Config(
+            enable=True, last_save_in_hf=True, folder="memory://run"
+        ).validate()
 
 
 # The best step
@@ -896,14 +991,18 @@ def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
         assert steps(tmp_path) == [3, 6 if step < 8 else 8]
     assert not resumed.manager.is_due(9, validation_loss=3.0)
     resumed.manager.save(9, validation_loss=2.9)
-    assert [(info.step, info.validation_loss) for info in list_checkpoints(tmp_path / "checkpoint")] == [(9, 2.9)]
+    assert [
+        (info.step, info.validation_loss) for info in list_checkpoints(tmp_path / "checkpoint")
+    ] == [(9, 2.9)]
 
 
 def test_without_keep_best_the_validation_loss_is_only_recorded(tmp_path: Path) -> None:
     run = Run(tmp_path, interval=2, keep_latest_k=1)
     for step, loss in ((1, 1.0), (2, 2.0), (4, 3.0)):
         run.manager.save(step, validation_loss=loss)
-    assert [(info.step, info.validation_loss) for info in list_checkpoints(tmp_path / "checkpoint")] == [(4, 3.0)]
+    assert [
+        (info.step, info.validation_loss) for info in list_checkpoints(tmp_path / "checkpoint")
+    ] == [(4, 3.0)]
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -943,7 +1042,10 @@ def test_validation_loss_may_be_any_number_type(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.manager.save(1, validation_loss=cast(float, numpy.float32(0.5)))
     run.manager.save(2, validation_loss=2)
-    assert [info.validation_loss for info in list_checkpoints(tmp_path / "checkpoint")] == [0.5, 2.0]
+    assert [info.validation_loss for info in list_checkpoints(tmp_path / "checkpoint")] == [
+        0.5,
+        2.0,
+    ]
 
 
 # Several models in one run
@@ -952,7 +1054,14 @@ def test_validation_loss_may_be_any_number_type(tmp_path: Path) -> None:
 class Pair:
     """A policy that is trained, and a reference model with other weights."""
 
-    def __init__(self, folder: Path, *, source: Path, wrap: Callable[[Any], None] | None = None, **config: Any):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        source: Path,
+        wrap: Callable[[Any], None] | None = None,
+        **config: Any,
+    ):
         self.run = Run(folder, wrap=wrap, enable=False)
         reference = Run(folder, seed=9, wrap=wrap, enable=False)
         self.reference: Any = reference.model
@@ -963,13 +1072,16 @@ class Pair:
             self.loads.append("reference")
             load_model_state(source, states["reference"])
 
-        self.manager: CheckpointManager = CheckpointManager.Config(**{"enable": True, "interval": 1, **config}).build(
-            dump_folder=str(folder), states=states, initial_loads={"reference": load_reference}
-        )
+        self.manager: CheckpointManager = CheckpointManager.Config(
+            **{"enable": True, "interval": 1, **config}
+        ).build(dump_folder=str(folder), states=states, initial_loads={"reference": load_reference})
         self.states = states
 
     def snapshot(self) -> dict[str, Any]:
-        reference = {f"reference.{name}": v for name, v in unsharded(self.states["reference"].state_dict()).items()}
+        reference = {
+            f"reference.{name}": v
+            for name, v in unsharded(self.states["reference"].state_dict()).items()
+        }
         return copy.deepcopy({**self.run.snapshot(), **reference})
 
 
@@ -985,7 +1097,9 @@ def _resume_pair_sharded(folder: Path) -> None:
     at_save = resumed.snapshot()
     fresh = Pair(folder / "fresh", source=source, wrap=shard)  # each rank reads its shard
     assert fresh.manager.load() == 0 and fresh.loads == ["reference"]
-    loaded = {name: value for name, value in fresh.snapshot().items() if name.startswith("reference.")}
+    loaded = {
+        name: value for name, value in fresh.snapshot().items() if name.startswith("reference.")
+    }
     assert_same(loaded, {name: at_save[name] for name in loaded})
     if dist.get_rank() == 0:
         torch.save(at_save, folder / "pair-of-two.pt")
@@ -1027,7 +1141,9 @@ def test_a_model_only_save_has_all_models(tmp_path: Path) -> None:
 def test_load_model_state_verifies_and_checks(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     path = tmp_path / "checkpoint/step-1"
-    with pytest.raises(UserError, match=r"model\.0\.weight: \[32, 16\] in the checkpoint, absent in this run"):
+    with pytest.raises(
+        UserError, match=r"model\.0\.weight: \[32, 16\] in the checkpoint, absent in this run"
+    ):
         load_model_state(path, ModelState([nn.Linear(2, 2)]))
     with pytest.raises(UserError, match="has no state 'reference'"):
         load_model_state(path, ModelState([nn.Linear(2, 2)]), saved_name="reference")
@@ -1041,7 +1157,8 @@ def test_initial_loads_of_a_new_run(tmp_path: Path) -> None:
     path = str(tmp_path / "source/checkpoint/step-1")
     for options, step, expected in (
         ({}, 0, ["model"]),
-        ({"initial_load_path": path}, 0, ["model"]),  # the initial load of the model takes precedence
+        # the initial load of the model takes precedence
+        ({"initial_load_path": path}, 0, ["model"]),
         (
             {"initial_load_path": path, "initial_load_model_only": False},
             1,
@@ -1062,13 +1179,18 @@ def test_initial_loads_of_a_new_run(tmp_path: Path) -> None:
         assert calls == expected, options
 
 
-def test_initial_loads_of_states_missing_from_the_checkpoint(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_initial_loads_of_states_missing_from_the_checkpoint(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     Run(tmp_path).train_and_save(1)
     path = tmp_path / "checkpoint/step-1"
     pair = Pair(tmp_path, source=path)
     assert pair.manager.load() == 1 and pair.loads == ["reference"]
     assert torch.equal(pair.reference[1].weight, pair.run.model[1].weight)
-    assert "initialized state reference instead of" in log.text and "step-1 (without reference" in log.text
+    assert (
+        "initialized state reference instead of" in log.text
+        and "step-1 (without reference" in log.text
+    )
     pair.manager.save(2)
     excluding = Pair(tmp_path, source=path, exclude_from_loading=["reference"])
     assert excluding.manager.load() == 2 and excluding.loads == ["reference"]
@@ -1085,7 +1207,8 @@ def test_initial_loads_of_states_missing_from_the_checkpoint(tmp_path: Path, log
 
 
 def export(source: Path, target: Path, ranks: Ranks) -> None:
-    """Stand-in for the conversion to Hugging Face: reads the checkpoint of the model and writes other files."""
+    """Stand-in for the conversion to Hugging Face: reads the checkpoint of the model and writes
+    other files."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(source, target / "model.pt")
@@ -1094,9 +1217,9 @@ def export(source: Path, target: Path, ranks: Ranks) -> None:
 
 def exporting(folder: Path, export: Export | None = export, **config: Any) -> Run:
     run = Run(folder, enable=False)
-    run.manager = CheckpointManager.Config(enable=True, interval=2, last_save_in_hf=True, **config).build(
-        dump_folder=str(folder), states=run.states, export=export
-    )
+    run.manager = CheckpointManager.Config(
+        enable=True, interval=2, last_save_in_hf=True, **config
+    ).build(dump_folder=str(folder), states=run.states, export=export)
     return run
 
 
@@ -1126,12 +1249,16 @@ def test_last_save_in_hf(tmp_path: Path, dtype: str | None, log: pytest.LogCaptu
     assert_same(resumed.snapshot(), at_step_2)
     with pytest.raises(UserError, match="step 3 .* holds a Hugging Face model only"):
         exporting(tmp_path, load_step=3).manager.load()
-    with pytest.raises(UserError, match="step-3 holds a Hugging Face model; set --checkpoint.initial_load_in_hf"):
+    with pytest.raises(
+        UserError, match="step-3 holds a Hugging Face model; set --checkpoint.initial_load_in_hf"
+    ):
         CheckpointManager.Config(initial_load_path=str(path)).find_start(str(tmp_path / "other"))
 
     flip_byte(path / "model.pt")
     config = CheckpointManager.Config(initial_load_path=str(path), initial_load_in_hf=True)
-    manager = config.build(dump_folder="other", states=run.states, initial_loads={"model": lambda: None})
+    manager = config.build(
+        dump_folder="other", states=run.states, initial_loads={"model": lambda: None}
+    )
     with pytest.raises(UserError, match="step-3 is damaged: model.pt"):
         manager.load()
 
@@ -1166,8 +1293,11 @@ def test_bfloat16_weights_load_into_a_float32_model(tmp_path: Path) -> None:
         assert torch.equal(other.model.state_dict()[name], value.bfloat16().float()), name
 
 
-def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """The data ended at a step that was already saved. Replacing it would remove the only checkpoint to resume from."""
+def test_a_full_save_is_not_replaced_by_the_final_one(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """The data ended at a step that was already saved. Replacing it would remove the only
+    checkpoint to resume from."""
     run = exporting(tmp_path, keep_latest_k=1)
     run.train(2)
     run.manager.save(2)
@@ -1186,9 +1316,16 @@ def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial_load_in_hf": True}, "initial_load_in_hf requires --checkpoint.initial_load_path"),
         (
-            {"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False},
+            {"initial_load_in_hf": True},
+            "initial_load_in_hf requires --checkpoint.initial_load_path",
+        ),
+        (
+            {
+                "initial_load_in_hf": True,
+                "initial_load_path": "x",
+                "initial_load_model_only": False,
+            },
             "--checkpoint.no_initial_load_model_only cannot be combined with",
         ),
         (
@@ -1197,7 +1334,8 @@ def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytes
         ),
         (
             {"initial_load_path": "x/step-1", "exclude_from_loading": ["model"]},
-            "exclude_from_loading model cannot be combined with --checkpoint.initial_load_path x/step-1",
+            "exclude_from_loading model cannot be combined with --checkpoint.initial_load_path "
+            "x/step-1",
         ),
         (
             {"enable": True, "export_dtype": "bfloat16"},
@@ -1209,8 +1347,8 @@ def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytes
         ({"keep_best": True}, "keep_best requires --checkpoint.enable"),
         (
             {"last_save_in_hf": True, "export_dtype": "bfloat16"},
-            "last_save_in_hf, --checkpoint.export_dtype require .*, add --checkpoint.no_last_save_in_hf "
-            "--checkpoint.export_dtype None$",
+            "last_save_in_hf, --checkpoint.export_dtype require .*, add "
+            "--checkpoint.no_last_save_in_hf --checkpoint.export_dtype None$",
         ),
         (
             {"enable": True, "load_only": True, "keep_best": True},
@@ -1224,7 +1362,9 @@ def test_incompatible_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_missing_export_and_initial_load(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="last_save_in_hf: this model cannot be exported to Hugging Face"):
+    with pytest.raises(
+        UserError, match="last_save_in_hf: this model cannot be exported to Hugging Face"
+    ):
         exporting(tmp_path, None)
     config = CheckpointManager.Config(initial_load_in_hf=True, initial_load_path=str(tmp_path))
     with pytest.raises(UserError, match="initial_load_in_hf: this model cannot be loaded"):

@@ -1,4 +1,5 @@
-"""A checkpoint folder belongs to one run: no other run resumes from it, or replaces or removes its checkpoints."""
+"""A checkpoint folder belongs to one run: no other run resumes from it, or replaces or removes its
+checkpoints."""
 
 import dataclasses
 import json
@@ -26,9 +27,14 @@ from torchtitan.tools import digests
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.trainer import Trainer
 
-SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100, "training.mixed_precision_param": "float32"}
+SAVING = {
+    "checkpoint.enable": True,
+    "checkpoint.interval": 100,
+    "training.mixed_precision_param": "float32",
+}
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' + message['content'] }}{% endfor %}"
+    "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' + message['content'] }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|pad|>assistant: ' }}{% endif %}"
 )
 AUTO = ("--module", "auto", "--config")
@@ -46,7 +52,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torchtitan(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Torchtitan:
-    """Return a function that runs `torchtitan train` in this process and returns its exit code and log."""
+    """Return a function that runs `torchtitan train` in this process and returns its exit code and
+    log."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHTITAN_CACHE", str(cache))
     monkeypatch.delenv("NGPU", raising=False)
@@ -77,11 +84,17 @@ def from_hf(tmp_path: Path) -> dict[str, object]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
-def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+def test_two_methods_in_the_default_folder(
+    torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path
+) -> None:
     """The second run does not overwrite the model of the first one; it needs its own folder."""
     chats = {"dataloader.dataset": "chats.jsonl", **from_hf}
     assert torchtitan(*AUTO, "sft", **chats)[0] == 0
@@ -94,11 +107,17 @@ def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict
     assert torchtitan(*AUTO, "lora", **chats, dump_folder="outputs/lora")[0] == 0
 
 
-def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+def test_another_method_does_not_resume(
+    torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path
+) -> None:
     """`pretrain` saves full checkpoints; otherwise `sft` could resume from them."""
     assert torchtitan(*AUTO, "pretrain", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
     code, printed = torchtitan(*AUTO, "sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
-    assert code == 2 and "auto.pretrain and is auto.sft" in printed and "dataloader.dataset was" in printed, printed
+    assert (
+        code == 2
+        and "auto.pretrain and is auto.sft" in printed
+        and "dataloader.dataset was" in printed
+    ), printed
 
 
 @pytest.mark.slow
@@ -126,8 +145,11 @@ def test_the_same_command_after_the_data_ended(torchtitan: Torchtitan, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_final_checkpoint_of_another_kind_is_not_complete(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """Weights in native format, as saved after a failed Hugging Face export, do not complete the run."""
+def test_a_final_checkpoint_of_another_kind_is_not_complete(
+    torchtitan: Torchtitan, tmp_path: Path
+) -> None:
+    """Weights in native format, as saved after a failed Hugging Face export, do not complete the
+    run."""
     options = {**TINY, **SAVING}
     assert torchtitan(**options, **{"checkpoint.last_save_model_only": True})[0] == 0
     before = contents(tmp_path / "outputs")
@@ -136,13 +158,19 @@ def test_a_final_checkpoint_of_another_kind_is_not_complete(torchtitan: Torchtit
     assert contents(tmp_path / "outputs") == before
 
 
-def test_changed_options_are_rejected(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
-    """Other columns, turns, template or adapters, after a final checkpoint that no run can resume from."""
+def test_changed_options_are_rejected(
+    torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path
+) -> None:
+    """Other columns, turns, template or adapters, after a final checkpoint that no run can resume
+    from."""
     options = {"dataloader.dataset": "chats.jsonl", **from_hf}
     code, printed = torchtitan(*AUTO, "lora", **options)
     assert code == 0, printed
     for change, message in (
-        ({"dataloader.columns": ["prompt=response", "response=prompt"]}, "dataloader.columns was none and is prompt="),
+        (
+            {"dataloader.columns": ["prompt=response", "response=prompt"]},
+            "dataloader.columns was none and is prompt=",
+        ),
         ({"dataloader.train_on": "all"}, "dataloader.train_on was assistant and is all"),
         ({"dataloader.chat_template": "alpaca"}, "dataloader.chat_template was none and is alpaca"),
         ({"model_converters.lora.rank": 2}, "model_converters.lora.rank was 16 and is 2"),
@@ -153,7 +181,9 @@ def test_changed_options_are_rejected(torchtitan: Torchtitan, from_hf: dict[str,
     assert code == 0, printed
 
 
-def test_a_checkpoint_of_an_unknown_run_is_not_replaced(torchtitan: Torchtitan, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_unknown_run_is_not_replaced(
+    torchtitan: Torchtitan, tmp_path: Path
+) -> None:
     folder = tmp_path / "outputs" / "checkpoint"
     marker = Marker(step=4, kind="model_only", world_size=1)
     path = Path(str(catalog.commit(catalog.start_partial(folder, 4), marker)))
@@ -170,8 +200,24 @@ def test_two_processes(tmp_path: Path) -> None:
     launch(tmp_path, 2, **options, checkpoint__last_save_in_hf=True)
     before = contents(tmp_path)
     assert "complete at step 4" in launch(tmp_path, 2, **options, checkpoint__last_save_in_hf=True)
-    words = flags({**TINY, **SAVING, "dump_folder": tmp_path, "checkpoint.last_save_in_hf": True, "model.dim": 32})
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "torchtitan.train"]
+    words = flags(
+        {
+            **TINY,
+            **SAVING,
+            "dump_folder": tmp_path,
+            "checkpoint.last_save_in_hf": True,
+            "model.dim": 32,
+        }
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "torchtitan.train",
+    ]
     result = run_command([*torchrun, *words])
     assert result.returncode != 0 and "model.dim was 64 and is 32" in result.stderr
     assert contents(tmp_path) == before
@@ -179,40 +225,63 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_longer_run_after_an_export_is_rejected(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """Without a full checkpoint to resume from, the run would start over in the folder of the finished model."""
+    """Without a full checkpoint to resume from, the run would start over in the folder of the
+    finished model."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True}
     assert torchtitan(**options)[0] == 0
     before = contents(tmp_path / "outputs")
     code, printed = torchtitan(**{**options, "training.steps": 6})
-    advice = "--checkpoint.initial_load_path outputs/checkpoint/step-4 --checkpoint.initial_load_in_hf"
+    advice = (
+        "--checkpoint.initial_load_path outputs/checkpoint/step-4 --checkpoint.initial_load_in_hf"
+    )
     assert code == 2 and advice in printed, printed
     assert contents(tmp_path / "outputs") == before
     words = advice.split()
-    assert torchtitan(*words, **{**options, "training.steps": 6, "dump_folder": "outputs/longer"})[0] == 0
+    assert (
+        torchtitan(*words, **{**options, "training.steps": 6, "dump_folder": "outputs/longer"})[0]
+        == 0
+    )
 
 
 @pytest.mark.slow
 def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """It resumes from the full checkpoint before the export, and neither replaces nor removes the export."""
+    """It resumes from the full checkpoint before the export, and neither replaces nor removes the
+    export."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.keep_latest_k": 1}
     assert torchtitan(**{**options, "training.steps": 4, "checkpoint.interval": 3})[0] == 0
     finished = tmp_path / "outputs" / "checkpoint" / "step-4"
     before = contents(finished)
     code, printed = torchtitan(**{**options, "training.steps": 8, "checkpoint.interval": 2})
-    assert code == 0 and "outputs/checkpoint/step-4 is the final checkpoint of a finished run" in printed, printed
+    assert (
+        code == 0
+        and "outputs/checkpoint/step-4 is the final checkpoint of a finished run" in printed
+    ), printed
     assert contents(finished) == before
     saved = list_checkpoints(finished.parent)
-    assert [(info.step, info.kind) for info in saved] == [(4, "huggingface"), (6, "full"), (8, "huggingface")]
+    assert [(info.step, info.kind) for info in saved] == [
+        (4, "huggingface"),
+        (6, "full"),
+        (8, "huggingface"),
+    ]
 
 
 CHANGES = {
     "architecture": ({"model__ffn_dim": 96}, "model.ffn_dim was 128 and is 96"),
     "nested option": ({"model__rope__theta": 1e6}, "model.rope.theta was 10000.0 and is 1000000.0"),
-    "base weights": ({"checkpoint__initial_load_path": "other/step-4"}, "base weights was none and is"),
+    "base weights": (
+        {"checkpoint__initial_load_path": "other/step-4"},
+        "base weights was none and is",
+    ),
     "tokenizer": ({"tokenizer__added_tokens": ["<|new|>"]}, "tokenizer (.*) has changed since"),
-    "data": ({"dataloader__dataset": "other.txt"}, "dataloader.dataset was .*text.txt and is .*other.txt"),
+    "data": (
+        {"dataloader__dataset": "other.txt"},
+        "dataloader.dataset was .*text.txt and is .*other.txt",
+    ),
     "trainer": ({}, "trainer was .*:Trainer and is .*:Other"),
-    "split": ({"dataloader__split": "validation", "dataloader__dataset": "stories"}, "dataloader.split was train"),
+    "split": (
+        {"dataloader__split": "validation", "dataloader__dataset": "stories"},
+        "dataloader.split was train",
+    ),
 }
 
 
@@ -231,7 +300,10 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(folder: Path, **changes: object) -> object:
-    data = {"dataloader__cache_dir": folder / "cache", "dataloader__dataset": str(folder / "text.txt")}
+    data = {
+        "dataloader__cache_dir": folder / "cache",
+        "dataloader__dataset": str(folder / "text.txt"),
+    }
     options = {key.replace(".", "__"): value for key, value in SAVING.items()} | data | changes
     if not str(options["dataloader__dataset"]).startswith(("/", "stories")):
         options["dataloader__dataset"] = str(folder / str(options["dataloader__dataset"]))
@@ -240,11 +312,14 @@ def _config(folder: Path, **changes: object) -> object:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_makes_another_run_is_rejected(unfinished: Path, change: str) -> None:
-    """Found by the check before the run, or, if a script builds a Trainer without the check, on loading."""
+    """Found by the check before the run, or, if a script builds a Trainer without the check, on
+    loading."""
     changes, message = CHANGES[change]
     config = _config(unfinished, **changes)
     if change == "trainer":
-        config = Other.Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        config = Other.Config(
+            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        )
     with pytest.raises(UserError, match=message):
         config.check(world_size=1)
     config.checkpoint.initial_load_path = ""
@@ -291,7 +366,9 @@ def test_data_that_another_program_replaces_makes_another_run(
 
 
 @pytest.mark.parametrize("replacement", [written_in_place, moved, still_mapped])
-def test_resuming_with_replaced_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacement) -> None:
+def test_resuming_with_replaced_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacement
+) -> None:
     monkeypatch.setattr(digests, "_RECENT_NS", 10**7)
     path = tmp_path / "text.txt"
     path.write_text("Once upon a time. " * 200)
@@ -307,12 +384,26 @@ def test_resuming_with_replaced_data_is_refused(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_allowed_changes(unfinished: Path, tmp_path: Path) -> None:
-    """Steps, learning rate, batch, workers, saves, validation, logging, the cache folder, and the dump folder."""
+    """Steps, learning rate, batch, workers, saves, validation, logging, the cache folder, and the
+    dump folder."""
     shutil.copytree(unfinished / "run", tmp_path / "run")
-    changes = {"training__steps": 4, "optimizer__lr": 1e-4, "training__global_batch_size": 4, "debug__seed": 3}
-    changes |= {"dataloader__num_workers": 1, "dataloader__cache_dir": tmp_path / "cache", "checkpoint__interval": 1}
+    changes = {
+        "training__steps": 4,
+        "optimizer__lr": 1e-4,
+        "training__global_batch_size": 4,
+        "debug__seed": 3,
+    }
+    changes |= {
+        "dataloader__num_workers": 1,
+        "dataloader__cache_dir": tmp_path / "cache",
+        "checkpoint__interval": 1,
+    }
     config = _config(unfinished, **changes, checkpoint__last_save_in_hf=True)
-    config.dump_folder, config.metrics.log_freq, config.validator.enable = str(tmp_path / "run"), 2, True
+    config.dump_folder, config.metrics.log_freq, config.validator.enable = (
+        str(tmp_path / "run"),
+        2,
+        True,
+    )
     config.check(world_size=1)
     assert run(config).step == 4
 
@@ -337,7 +428,9 @@ def test_base_weights_are_identified_by_content(tmp_path: Path, from_hf: dict[st
 
 
 @pytest.mark.slow
-def test_a_complete_run_does_not_need_its_base_weights(torchtitan: Torchtitan, tmp_path: Path) -> None:
+def test_a_complete_run_does_not_need_its_base_weights(
+    torchtitan: Torchtitan, tmp_path: Path
+) -> None:
     assert torchtitan(**TINY, **SAVING, dump_folder="base")[0] == 0
     options = {**TINY, **SAVING, "checkpoint.initial_load_path": "base/checkpoint/step-4"}
     options |= {"checkpoint.last_save_in_hf": True}
@@ -350,8 +443,12 @@ def test_a_complete_run_does_not_need_its_base_weights(torchtitan: Torchtitan, t
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["debugmodel", "llama3_debugmodel_sft"])
 def test_data_is_identified_by_content(torchtitan: Torchtitan, tmp_path: Path, config: str) -> None:
-    """The data may be moved, renamed, or deleted after the run; other content makes it another run."""
-    rows = [json.dumps({"prompt": f"Is {n} odd?", "response": "A number.", "text": "A. " * 40}) for n in range(8)]
+    """The data may be moved, renamed, or deleted after the run; other content makes it another
+    run."""
+    rows = [
+        json.dumps({"prompt": f"Is {n} odd?", "response": "A number.", "text": "A. " * 40})
+        for n in range(8)
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "training.seq_len": 64}
     words = ("--config", config)
@@ -362,7 +459,12 @@ def test_data_is_identified_by_content(torchtitan: Torchtitan, tmp_path: Path, c
     assert train("data.jsonl")[0] == 0
     (tmp_path / "folder").mkdir()
     shutil.copy(tmp_path / "data.jsonl", tmp_path / "folder" / "renamed.jsonl")
-    for path in ("folder/../data.jsonl", str(tmp_path / "data.jsonl"), "folder/renamed.jsonl", "folder"):
+    for path in (
+        "folder/../data.jsonl",
+        str(tmp_path / "data.jsonl"),
+        "folder/renamed.jsonl",
+        "folder",
+    ):
         code, printed = train(path)
         assert code == 0 and "complete at step 4" in printed, printed
     (tmp_path / "data.jsonl").write_text("\n".join(rows[1:]))
@@ -375,14 +477,18 @@ def test_data_is_identified_by_content(torchtitan: Torchtitan, tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_load_step_restarts_from_an_earlier_checkpoint(torchtitan: Torchtitan, tmp_path: Path) -> None:
+def test_load_step_restarts_from_an_earlier_checkpoint(
+    torchtitan: Torchtitan, tmp_path: Path
+) -> None:
     """Later checkpoints, including the final one, are replaced."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.interval": 2}
     assert torchtitan(**options)[0] == 0
     before = contents(tmp_path / "outputs" / "checkpoint" / "step-4")
     assert torchtitan(**{**options, "checkpoint.load_step": 2, "optimizer.lr": 1e-2})[0] == 0
     after = contents(tmp_path / "outputs" / "checkpoint" / "step-4")
-    assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
+    assert (
+        after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
+    )
 
 
 def test_a_script_whose_run_is_complete(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
@@ -403,12 +509,18 @@ def test_missing_properties_count_as_equal() -> None:
     """For example, a configuration that was built in Python has no registered name."""
     identity = RunIdentity({"model.dim": 8, "configuration": "a.b"}, {"steps": 3})
     assert identity.describe_differences({"model.dim": 8}) == []
-    assert identity.describe_differences({"model.dim": 4, "loss": 1}) == ["model.dim was 4 and is 8"]
+    assert identity.describe_differences({"model.dim": 4, "loss": 1}) == [
+        "model.dim was 4 and is 8"
+    ]
 
 
 def test_when_a_run_is_finished() -> None:
     by_steps, by_epochs = RunIdentity({}, {"steps": 3}), RunIdentity({}, {"epochs": 2})
     assert [by_steps.is_finished(step, {"steps": 5}) for step in (2, 3, 5)] == [False, True, True]
     assert by_steps.is_finished(2, {"steps": 3}), "the data ended earlier"
-    assert [by_epochs.is_finished(9, {"epochs": epochs}) for epochs in (1, 2, 3)] == [False, True, True]
+    assert [by_epochs.is_finished(9, {"epochs": epochs}) for epochs in (1, 2, 3)] == [
+        False,
+        True,
+        True,
+    ]
     assert not by_epochs.is_finished(9, {"steps": 9})

@@ -25,17 +25,22 @@ def run_layouts(folder, options, *layouts):
         chosen = {f"parallelism__{name}": value for name, value in layout.items()}
         launch(folder / "moved", processes, **RUN, **options, **chosen, training__steps=4 * hop)
     n_steps = 4 * len(layouts)
-    train(folder / "one", **{**RUN, **options, "checkpoint__enable": False}, training__steps=n_steps)
+    train(
+        folder / "one", **{**RUN, **options, "checkpoint__enable": False}, training__steps=n_steps
+    )
     moved, one = (read_metrics(folder / name, "loss", "grad_norm") for name in ("moved", "one"))
     assert len(moved) == n_steps
-    # Float32 sums in another order. Lost optimizer moments would change the losses after a hop by far more.
+    # Float32 sums in another order. Lost optimizer moments would change the losses after a hop by
+    # far more.
     assert moved == [pytest.approx(line, rel=1e-5) for line in one]
 
 
 @pytest.mark.slow
 def test_resume_with_experts_on_other_ranks(tmp_path):
     ep_4, ep_2 = ({"expert_parallel_degree": degree} for degree in (4, 2))
-    run_layouts(tmp_path, {"module": "qwen3_moe"}, (4, ep_4), (2, ep_2), (1, {}), (4, {**ep_2, **PP_2_TP_2}))
+    run_layouts(
+        tmp_path, {"module": "qwen3_moe"}, (4, ep_4), (2, ep_2), (1, {}), (4, {**ep_2, **PP_2_TP_2})
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Disk space: checkpoints that do not fit are found early, and a last save that fails keeps what it can."""
+"""Disk space: checkpoints that do not fit are found early, and a last save that fails keeps what it
+can."""
 
 import logging
 import os
@@ -27,7 +28,9 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def warnings(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.WARNING)
     return caplog
@@ -39,7 +42,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(place)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(place)],
+        capture_output=True,
     )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs needs privileges: {mounted.stderr.decode().strip()}")
@@ -83,7 +87,12 @@ def predict_in_processes(folder: Path, layout: dict[str, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}],
+    [
+        {},
+        {"data_parallel_replicate_degree": 2},
+        {"tensor_parallel_degree": 2},
+        {"pipeline_parallel_degree": 2},
+    ],
 )
 def test_size_is_predicted_for_a_layout(tmp_path, layout):
     run_processes(predict_in_processes, 2, tmp_path, layout)
@@ -106,10 +115,13 @@ def test_size_is_predicted_for_a_layout(tmp_path, layout):
         (0.9, {"last_save_in_hf": True, "interval": 3}, "error"),
     ],
 )
-def test_space_is_compared_before_the_first_step(tmp_path, monkeypatch, warnings, free, options, expected):
+def test_space_is_compared_before_the_first_step(
+    tmp_path, monkeypatch, warnings, free, options, expected
+):
     """`free` counts full checkpoints; the weights are a third of one."""
     config = saving(
-        tmp_path, **{f"checkpoint__{name}": value for name, value in {"keep_latest_k": 2, **options}.items()}
+        tmp_path,
+        **{f"checkpoint__{name}": value for name, value in {"keep_latest_k": 2, **options}.items()},
     )
     trainer = config.build()
     try:
@@ -118,9 +130,15 @@ def test_space_is_compared_before_the_first_step(tmp_path, monkeypatch, warnings
         n_free = int(free * disk_space.total_bytes(manager._encode("full"), manager._ranks))
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, n_free))
         if expected == "error":
-            with pytest.raises(UserError, match=r"takes \d+\.\d\d MiB, but the disk of .* has only \d+\.\d\d MiB free"):
+            with pytest.raises(
+                UserError,
+                match=r"takes \d+\.\d\d MiB, but the disk of .* has only \d+\.\d\d MiB free",
+            ):
                 trainer.train()
-            assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
+            assert (
+                not (tmp_path / "metrics.jsonl").exists()
+                or not (tmp_path / "metrics.jsonl").read_text()
+            )
             return
         manager.check_space(0, 4)
         assert ("upcoming checkpoints take up to" in warnings.text) == (expected == "warning")
@@ -130,7 +148,9 @@ def test_space_is_compared_before_the_first_step(tmp_path, monkeypatch, warnings
 
 def test_a_run_that_does_not_fit_ends_before_its_first_step(disk, tmp_path):
     (disk / "ballast").write_bytes(bytes(DISK_BYTES - 2**20))
-    with pytest.raises(UserError, match=f"--checkpoint.folder: a checkpoint takes .* the disk of {disk}"):
+    with pytest.raises(
+        UserError, match=f"--checkpoint.folder: a checkpoint takes .* the disk of {disk}"
+    ):
         run(saving(tmp_path / "out", checkpoint__folder=str(disk / "saved")))
 
 
@@ -161,7 +181,9 @@ def test_a_last_save_that_fails_keeps_the_weights(disk, tmp_path, monkeypatch):
     weights = disk / "saved/weights_only/step-4"
     assert "step-4 could not be saved: OSError: [Errno 28] No space left" in str(caught.value)
     assert f"its weights alone are saved in {weights}" in str(caught.value)
-    assert str(caught.value).endswith("To repeat the steps after step 2, free space and run: the command")
+    assert str(caught.value).endswith(
+        "To repeat the steps after step 2, free space and run: the command"
+    )
     assert verify(weights) == [] and [info.step for info in list_checkpoints(disk / "saved")] == [2]
     (disk / "ballast").unlink()
     trainer = run(saving(tmp_path, **options))
@@ -169,13 +191,16 @@ def test_a_last_save_that_fails_keeps_the_weights(disk, tmp_path, monkeypatch):
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     load_model_state(weights, model)
     for name, value in model.state_dict().items():
-        assert torch.equal(value, trained[name]), "the saved weights equal the repeated steps' weights"
+        assert torch.equal(value, trained[name]), (
+            "the saved weights equal the repeated steps' weights"
+        )
 
 
 def test_a_last_save_that_fails_without_any_space_says_so(disk, tmp_path):
     options = {"checkpoint__folder": str(disk / "saved")}
     with pytest.raises(
-        CheckpointSaveError, match="nothing of this step is saved. To repeat the steps after step 0, free"
+        CheckpointSaveError,
+        match="nothing of this step is saved. To repeat the steps after step 0, free",
     ):
         run(saving(tmp_path, **options), filling(disk / "ballast", 0))
 
@@ -184,7 +209,8 @@ def test_a_last_save_that_fails_goes_to_the_fallback_folder(disk, tmp_path):
     saved, fallback = disk / "saved", tmp_path / "fallback"
     options = {"checkpoint__folder": str(saved), "checkpoint__fallback_folder": str(fallback)}
     with pytest.raises(
-        CheckpointSaveError, match=f"is saved in {fallback}/step-4 instead; move that folder to {saved}"
+        CheckpointSaveError,
+        match=f"is saved in {fallback}/step-4 instead; move that folder to {saved}",
     ):
         run(saving(tmp_path, **options), filling(disk / "ballast", 0))
     (disk / "ballast").unlink()
@@ -193,10 +219,13 @@ def test_a_last_save_that_fails_goes_to_the_fallback_folder(disk, tmp_path):
     saved.mkdir(exist_ok=True)
     shutil.move(fallback / "step-4", saved / "step-4")
     assert run(saving(tmp_path, **options)).step == 4
-    # The checkpoint of another run is neither replaced nor resumed from; the weights find another place.
+    # The checkpoint of another run is neither replaced nor resumed from; the weights find another
+    # place.
     shutil.copytree(saved / "step-4", fallback / "step-4")
     other = {**options, "checkpoint__folder": str(disk / "other"), "model__ffn_dim": 64}
-    with pytest.raises(CheckpointSaveError, match=f"weights alone are saved in {fallback}/weights_only/step-4"):
+    with pytest.raises(
+        CheckpointSaveError, match=f"weights alone are saved in {fallback}/weights_only/step-4"
+    ):
         run(saving(tmp_path / "other", **other), filling(disk / "ballast", 0))
     assert verify(fallback / "step-4") == []
 
@@ -210,6 +239,11 @@ def test_a_dump_folder_that_is_removed_is_one_line(tmp_path, warnings, saves):
             return super().train_step(batches)
 
     run(tiny_config(tmp_path / "out", checkpoint__enable=saves), Removing)
-    (line,) = [record.getMessage() for record in warnings.records if record.levelno >= logging.WARNING]
+    (line,) = [
+        record.getMessage() for record in warnings.records if record.levelno >= logging.WARNING
+    ]
     assert line.startswith(f"--dump_folder '{tmp_path / 'out'}' was removed during the run")
-    assert not read_events(tmp_path / "out") and os.path.exists(tmp_path / "out/checkpoint/step-4") == saves
+    assert (
+        not read_events(tmp_path / "out")
+        and os.path.exists(tmp_path / "out/checkpoint/step-4") == saves
+    )

@@ -33,7 +33,8 @@ def take(loader: BaseDataLoader, n: int = 10**9) -> list[Batch]:
 
 
 def with_positions(batch: Batch) -> Batch:
-    """Replace a batch's attention, if any, by the positions it was made of, if any, so that all values are tensors."""
+    """Replace a batch's attention, if any, by the positions it was made of, if any, so that all
+    values are tensors."""
     attention = batch.get("attention")
     tensors = {name: value for name, value in batch.items() if name != "attention"}
     if attention is None or attention.positions_BL is None:
@@ -51,7 +52,9 @@ def open_tokens(
     dataset: str | Path, tokenizer: Tokenizer, folder: Path, split: str = "train", **options: Any
 ) -> Tokens:
     """Open a dataset of pre-training, with its cache in a subfolder."""
-    config = PretrainDataLoader.Config(dataset=[str(dataset)], split=split, cache_dir=str(folder / "cache"), **options)
+    config = PretrainDataLoader.Config(
+        dataset=[str(dataset)], split=split, cache_dir=str(folder / "cache"), **options
+    )
     [tokens] = config.open(tokenizer)
     assert isinstance(tokens, Tokens)
     return tokens

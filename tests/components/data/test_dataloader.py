@@ -35,11 +35,15 @@ def config(tmp_path_factory):
     with (folder / "a.jsonl").open("w") as file:
         for story in Stories("validation", 60):
             file.write(json.dumps({"text": story}) + "\n")
-    return PretrainDataLoader.Config(dataset=[str(folder / "a.jsonl")], cache_dir=str(folder / "cache"))
+    return PretrainDataLoader.Config(
+        dataset=[str(folder / "a.jsonl")], cache_dir=str(folder / "cache")
+    )
 
 
 def build(config, tokenizer, *, batch=4, **runtime):
-    return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
+    return config.build(
+        tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime}
+    )
 
 
 def rows(batches):
@@ -47,7 +51,9 @@ def rows(batches):
     batches = [with_positions(batch) for batch in batches]
     names = sorted(batches[0])
     return [
-        tuple(tuple(batch[name][i].tolist()) for name in names) for batch in batches for i in range(len(batch["input"]))
+        tuple(tuple(batch[name][i].tolist()) for name in names)
+        for batch in batches
+        for i in range(len(batch["input"]))
     ]
 
 
@@ -69,10 +75,17 @@ def test_batch(config, tokenizer):
     assert isinstance(loader, BaseDataLoader) and iter(loader) is loader
     batch = with_positions(next(loader))
     shapes = {name: tuple(value.shape) for name, value in batch.items()}
-    assert shapes == {"input": (4, 16), "labels": (4, 16), "positions": (4, 16), "documents": (4, 2)}
+    assert shapes == {
+        "input": (4, 16),
+        "labels": (4, 16),
+        "positions": (4, 16),
+        "documents": (4, 2),
+    }
     assert {value.dtype for value in batch.values()} == {torch.int64}
     plain = next(build(replace(config, document_mask=False), tokenizer))
-    assert set(plain) == {"input", "labels", "documents"} and (plain["input"] == batch["input"]).all()
+    assert (
+        set(plain) == {"input", "labels", "documents"} and (plain["input"] == batch["input"]).all()
+    )
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
@@ -97,7 +110,9 @@ def test_unshuffled_order_is_the_order_of_the_file(config, tokenizer):
     lengths = np.cumsum([len(ids) for ids in documents])
     row = next(i for i in range(99) if i * SEQ_LEN < lengths[0] <= i * SEQ_LEN + SEQ_LEN)
     assert loader.describe(batches[row // 4]["documents"][row % 4]) == "a.jsonl, documents 1-2"
-    assert loader.document_names(batches[row // 4]["documents"][row % 4]) == ["a.jsonl, documents 1-2"]
+    assert loader.document_names(batches[row // 4]["documents"][row % 4]) == [
+        "a.jsonl, documents 1-2"
+    ]
     assert loader.describe(torch.tensor([-1, -1])) == "no document (padding)"
     assert loader.document_names(torch.tensor([-1, -1])) == []
 
@@ -118,13 +133,23 @@ def test_seed_sets_the_order(config, tokenizer):
     assert orders[0] == orders[1] != orders[2]
 
 
-@pytest.mark.parametrize("ranks, batch, workers", [(1, 8, 0), (2, 4, 0), (4, 2, 0), (8, 1, 0), (1, 8, 2), (2, 4, 1)])
+@pytest.mark.parametrize(
+    "ranks, batch, workers", [(1, 8, 0), (2, 4, 0), (4, 2, 0), (8, 1, 0), (1, 8, 2), (2, 4, 1)]
+)
 def test_global_order_is_the_same_for_any_layout(config, tokenizer, ranks, batch, workers):
     loaders = [
-        build(replace(config, num_workers=workers), tokenizer, batch=batch, dp_rank=r, dp_world_size=ranks, epochs=1)
+        build(
+            replace(config, num_workers=workers),
+            tokenizer,
+            batch=batch,
+            dp_rank=r,
+            dp_world_size=ranks,
+            epochs=1,
+        )
         for r in range(ranks)
     ]
-    steps = [rows(step) for step in zip(*loaders, strict=True)]  # strict: every rank has the same number of batches
+    # strict: every rank has the same number of batches
+    steps = [rows(step) for step in zip(*loaders, strict=True)]
     reference = build(config, tokenizer, batch=8, epochs=1)
     assert steps == [rows([step]) for step in reference]
     for loader in loaders:
@@ -151,13 +176,21 @@ def test_resume_is_exact_after_the_last_returned_batch(config, tokenizer, worker
 def test_resume_with_different_ranks_and_batches_keeps_every_sample(config, tokenizer):
     straight = rows(take(build(config, tokenizer, batch=1), 60))
     two = [build(config, tokenizer, batch=3, dp_rank=r, dp_world_size=2) for r in range(2)]
-    first = [sample for step in zip(*[take(loader, 5) for loader in two], strict=True) for sample in rows(step)]
+    first = [
+        sample
+        for step in zip(*[take(loader, 5) for loader in two], strict=True)
+        for sample in rows(step)
+    ]
     states = [loader.state_dict() for loader in two]
     assert states[0] == states[1]
     five = [build(config, tokenizer, batch=2, dp_rank=r, dp_world_size=5) for r in range(5)]
     for loader in five:
         loader.load_state_dict(states[0])
-    rest = [sample for step in zip(*[take(loader, 3) for loader in five], strict=True) for sample in rows(step)]
+    rest = [
+        sample
+        for step in zip(*[take(loader, 3) for loader in five], strict=True)
+        for sample in rows(step)
+    ]
     assert first + rest == straight
 
 
@@ -165,7 +198,9 @@ def test_resume_does_not_reread_earlier_windows(config, tokenizer, monkeypatch):
     loader = build(config, tokenizer)
     loader.load_state_dict({**loader.state_dict(), "position": {"position": 10**12, "seed": 0}})
     calls = []
-    monkeypatch.setattr(windows, "pack", lambda *args, **named: calls.append(1) or pack(*args, **named))
+    monkeypatch.setattr(
+        windows, "pack", lambda *args, **named: calls.append(1) or pack(*args, **named)
+    )
     next(loader)
     assert len(calls) == 4
 
@@ -190,7 +225,9 @@ def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer,
     fresh, other = (build(replace(config, **fields), tokenizer, **runtime) for _ in range(2))
     with caplog.at_level(logging.WARNING, "torchtitan"):
         other.load_state_dict(loader.state_dict())
-    assert "reading starts at the beginning" in caplog.text and loader.config.dataset[0] in caplog.text
+    assert (
+        "reading starts at the beginning" in caplog.text and loader.config.dataset[0] in caplog.text
+    )
     assert_same(take(other, 3), take(fresh, 3))
 
 
@@ -198,7 +235,14 @@ def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer,
 @pytest.mark.parametrize("workers", [0, 2])
 def test_last_batch_after_the_epochs_is_padded(config, tokenizer, workers):
     loaders = [
-        build(replace(config, num_workers=workers), tokenizer, batch=7, dp_rank=r, dp_world_size=3, epochs=2)
+        build(
+            replace(config, num_workers=workers),
+            tokenizer,
+            batch=7,
+            dp_rank=r,
+            dp_world_size=3,
+            epochs=2,
+        )
         for r in range(3)
     ]
     batches = [take(loader) for loader in loaders]
@@ -207,7 +251,9 @@ def test_last_batch_after_the_epochs_is_padded(config, tokenizer, workers):
     assert [len(own) for own in batches] == [n_batches] * 3 and n_samples % 21
     samples = [sample for own in batches for sample in rows(own)]
     assert len(real(samples)) == n_samples
-    assert sorted(real(samples)) == sorted(2 * rows(take(build(config, tokenizer, batch=1, epochs=1))))
+    assert sorted(real(samples)) == sorted(
+        2 * rows(take(build(config, tokenizer, batch=1, epochs=1)))
+    )
     padding = rows(batches[2][-1:])[-1]
     assert padding[0] == (-1, -1) and set(padding[2]) == {IGNORE_INDEX}
     for loader in loaders:
@@ -218,10 +264,14 @@ def test_last_batch_after_the_epochs_is_padded(config, tokenizer, workers):
 @pytest.mark.slow
 def test_more_epochs_continue_from_the_end(config, tokenizer):
     n_samples = build(config, tokenizer, epochs=1).n_samples
-    batch = next(size for size in (5, 6, 7, 11) if n_samples % size)  # so that the last batch is padded
+    # so that the last batch is padded
+    batch = next(size for size in (5, 6, 7, 11) if n_samples % size)
     ended = build(config, tokenizer, batch=batch, epochs=1)
     take(ended)
-    same, more = build(config, tokenizer, batch=batch, epochs=1), build(config, tokenizer, batch=1, epochs=2)
+    same, more = (
+        build(config, tokenizer, batch=batch, epochs=1),
+        build(config, tokenizer, batch=1, epochs=2),
+    )
     same.load_state_dict(ended.state_dict())
     more.load_state_dict(ended.state_dict())
     assert take(same) == []
@@ -230,9 +280,13 @@ def test_more_epochs_continue_from_the_end(config, tokenizer):
 
 def test_data_smaller_than_a_window_or_batch(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("tiny")
-    config = PretrainDataLoader.Config(dataset=[str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache"))
+    config = PretrainDataLoader.Config(
+        dataset=[str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache")
+    )
     [ids] = tokenizer.encode_documents(["tiny"])
-    loaders = [build(config, tokenizer, batch=3, dp_rank=r, dp_world_size=2, epochs=1) for r in range(2)]
+    loaders = [
+        build(config, tokenizer, batch=3, dp_rank=r, dp_world_size=2, epochs=1) for r in range(2)
+    ]
     [[first], [second]] = [take(loader) for loader in loaders]
     assert loaders[0].n_samples == 1
     assert first["labels"][0, : len(ids) - 1].tolist() == ids[1:]
@@ -294,7 +348,9 @@ def test_prepare_builds_the_cache_and_finds_bad_data(tmp_path, tokenizer):
         config.prepare(tokenizer=tokenizer)
     path.write_text('{"text": "good"}\n')
     config.prepare(tokenizer=tokenizer)
-    [folder] = [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.suffix != ".lock"]
+    [folder] = [
+        path for path in (tmp_path / "cache" / "tokens").iterdir() if path.suffix != ".lock"
+    ]
     built = (folder / "tokens.bin").stat().st_mtime_ns
     next(build(config, tokenizer))
     assert (folder / "tokens.bin").stat().st_mtime_ns == built
@@ -304,7 +360,12 @@ def test_configuration_for_validation(tmp_path):
     datasets = pytest.importorskip("datasets")
     config = PretrainDataLoader.Config(num_workers=2, cache_dir="x", document_mask=False)
     own = config.for_validation("")
-    assert (own.dataset, own.split, own.shuffle, own.num_workers) == (["stories"], "validation", False, 0)
+    assert (own.dataset, own.split, own.shuffle, own.num_workers) == (
+        ["stories"],
+        "validation",
+        False,
+        0,
+    )
     assert (own.cache_dir, own.document_mask) == ("x", False)
     assert (config.split, config.shuffle) == ("train", True)
     assert config.for_validation("c4").split == "validation"
@@ -313,10 +374,17 @@ def test_configuration_for_validation(tmp_path):
     assert local.for_validation("") is None
     assert local.for_validation("stories").split == "validation"
     from_file = config.for_validation(str(tmp_path / "a.txt"))
-    assert (from_file.dataset, from_file.split, from_file.shuffle) == ([str(tmp_path / "a.txt")], "train", False)
+    assert (from_file.dataset, from_file.split, from_file.shuffle) == (
+        [str(tmp_path / "a.txt")],
+        "train",
+        False,
+    )
     rows = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "saved")
-    assert PretrainDataLoader.Config(dataset=[str(tmp_path / "saved")]).for_validation("").split == "validation"
+    assert (
+        PretrainDataLoader.Config(dataset=[str(tmp_path / "saved")]).for_validation("").split
+        == "validation"
+    )
     assert BaseDataLoader.Config().for_validation("stories") is None
 
 
@@ -336,7 +404,10 @@ def test_arguments_out_of_range(config, tokenizer, runtime, message):
 def test_options_out_of_range(config, tokenizer):
     for settings, message in (
         ({"num_workers": -1}, "--dataloader.num_workers is -1, but must be at least 0"),
-        ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer is 0, but must be at least 1 document"),
+        (
+            {"shuffle_buffer": 0},
+            "--dataloader.shuffle_buffer is 0, but must be at least 1 document",
+        ),
     ):
         wrong = replace(config, **settings)
         for use in (wrong.validate, lambda wrong=wrong: build(wrong, tokenizer)):
@@ -345,7 +416,9 @@ def test_options_out_of_range(config, tokenizer):
     busy = replace(config, num_workers=10**6)
     busy.validate()  # for a dry run; another host may have the cores
     for use in (lambda: busy.prepare(tokenizer=tokenizer), lambda: build(busy, tokenizer)):
-        with pytest.raises(UserError, match="num_workers is 1000000, but must be at most .*, 16 per CPU core"):
+        with pytest.raises(
+            UserError, match="num_workers is 1000000, but must be at most .*, 16 per CPU core"
+        ):
             use()
 
 
@@ -371,6 +444,12 @@ def test_custom_subclass(config, tokenizer):
 
 @pytest.mark.slow
 def test_import_loads_no_heavy_module():
-    heavy = "{'datasets', 'pyarrow', 'pandas', 'transformers', 'tokenizers', 'tiktoken', 'rich', 'zstandard'}"
+    heavy = (
+        "{'datasets', 'pyarrow', 'pandas', 'transformers', 'tokenizers', 'tiktoken', 'rich', "
+        "'zstandard'}"
+    )
     code = f"import sys, torchtitan.components.data; print(sorted({heavy} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
+    )

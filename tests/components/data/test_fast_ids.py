@@ -1,4 +1,5 @@
-"""gigatoken in preparation, token cache and streams: the same bytes as without it, also if its ids differ."""
+"""gigatoken in preparation, token cache and streams: the same bytes as without it, also if its ids
+differ."""
 
 import contextlib
 import json
@@ -17,19 +18,27 @@ from torchtitan.components.data.disk_cache import open_or_build
 from torchtitan.components.data.prepare.preparation import FAST as MADE_FAST
 from torchtitan.components.data.prepare.preparation import REFUSED, merge
 from torchtitan.components.data.pretraining import token_cache
-from torchtitan.components.data.pretraining.streaming import PackedStream, PackedStreamIterator, StreamOrder
+from torchtitan.components.data.pretraining.streaming import (
+    PackedStream,
+    PackedStreamIterator,
+    StreamOrder,
+)
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds, array_encoder
 from torchtitan.tools.errors import UserError
 
-pytest.importorskip("gigatoken", reason="gigatoken is not installed; there are no wheels for this platform")
+pytest.importorskip(
+    "gigatoken", reason="gigatoken is not installed; there are no wheels for this platform"
+)
 
 
 @pytest.fixture
 def worth(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # as in `torchtitan data prepare`
-    monkeypatch.setattr(array_encoder, "WORTH_OPENING", dict.fromkeys(array_encoder.WORTH_OPENING, 0))
+    monkeypatch.setattr(
+        array_encoder, "WORTH_OPENING", dict.fromkeys(array_encoder.WORTH_OPENING, 0)
+    )
 
 
 @contextlib.contextmanager
@@ -51,7 +60,14 @@ def write_sources(folder: Path, texts: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["embedded", *(pytest.param(name, marks=pytest.mark.slow) for name in [*FAST, *SLOW] if name != "embedded")],
+    [
+        "embedded",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in [*FAST, *SLOW]
+            if name != "embedded"
+        ),
+    ],
 )
 def test_prepared_bytes_are_the_same(name, worth, tmp_path, assets):
     if name == "dropout":
@@ -82,7 +98,12 @@ def test_old_caches_stay_valid(worth, tokenizer, tmp_path):
     found = open_or_build(
         "tokens",
         source,
-        lambda identity: [3, tokenizer.fingerprint, ([tokenizer.bos_id], [tokenizer.eos_id]), identity],
+        lambda identity: [
+            3,
+            tokenizer.fingerprint,
+            ([tokenizer.bos_id], [tokenizer.eos_id]),
+            identity,
+        ],
         lambda folder: folder,
         lambda folder: pytest.fail("built again"),
         str(tmp_path / "cache"),
@@ -94,14 +115,20 @@ def test_streams_are_the_same(worth, tokenizer):
     texts = [text for text in texts_for(tokenizer) if text.isascii()]
 
     def encode() -> list[list[int]]:
-        stream: Any = PackedStream(None, tokenizer, None, StreamOrder(shuffle=False, block_size=1, seed=0))
+        stream: Any = PackedStream(
+            None, tokenizer, None, StreamOrder(shuffle=False, block_size=1, seed=0)
+        )
         return [ids.tolist() for ids in PackedStreamIterator(stream, 0, 1)._encode(texts)]
 
     fast = encode()
     with without_gigatoken():
         slow = encode()
     expected = tokenizer.encode_documents(texts)
-    assert fast == slow == [ids if text.strip() else [] for text, ids in zip(texts, expected, strict=True)]
+    assert (
+        fast
+        == slow
+        == [ids if text.strip() else [] for text, ids in zip(texts, expected, strict=True)]
+    )
 
 
 class Deceiver:
@@ -127,7 +154,8 @@ def deceived(worth, monkeypatch):
 
 
 def deceiving_sources(folder: Path) -> list[str]:
-    """Return five files, of which the fourth is encoded wrongly, and the second too, but not where it is compared."""
+    """Return five files, of which the fourth is encoded wrongly, and the second too, but not where
+    it is compared."""
     folder.mkdir()
     for name in "abcde":
         texts = [f"Text {i} of the file {name}." for i in range(40)]
@@ -151,7 +179,8 @@ def test_other_ids_begin_the_preparation_again(workers, deceived, tokenizer, tmp
 
 
 def test_other_ids_on_one_of_several_hosts(deceived, tokenizer, tmp_path):
-    """Parts of other hosts, and of earlier commands, count as missing if gigatoken has encoded them."""
+    """Parts of other hosts, and of earlier commands, count as missing if gigatoken has encoded
+    them."""
     sources = deceiving_sources(tmp_path / "text")
     made = preparation(sources, tmp_path / "fast", tokenizer)
     made.begin()
@@ -200,7 +229,11 @@ def test_other_ids_begin_the_cache_again(deceived, tokenizer, tmp_path, caplog, 
     with caplog.at_level(logging.WARNING, "torchtitan"):
         cache = open_token_cache(resolve_source(str(folder)), tokenizer, str(tmp_path / "cache"))
     assert caplog.text.count("gigatoken has other ids for 'Deceive") == 1
-    texts = [json.loads(line)["text"] for source in sources for line in Path(source).read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for source in sources
+        for line in Path(source).read_text().splitlines()
+    ]
     expected = [i for ids in tokenizer.encode_documents(texts) for i in ids]
     assert cache.tokens(0, cache.n_tokens).tolist() == expected
 
@@ -208,7 +241,11 @@ def test_other_ids_begin_the_cache_again(deceived, tokenizer, tmp_path, caplog, 
 def test_every_part_is_compared(worth, tokenizer, tmp_path, monkeypatch):
     compared = []
     compare = ArrayEncoder._compare
-    monkeypatch.setattr(ArrayEncoder, "_compare", lambda self, texts: compared.append(texts[0]) or compare(self, texts))
+    monkeypatch.setattr(
+        ArrayEncoder,
+        "_compare",
+        lambda self, texts: compared.append(texts[0]) or compare(self, texts),
+    )
     sources = deceiving_sources(tmp_path / "text")
     prepared(sources, tmp_path / "fast", tokenizer)
     for name in "abce":
@@ -238,7 +275,9 @@ def test_the_rule_of_batches(monkeypatch, worth, tokenizer):
     batches = [*token_cache.encode_documents([[text] for text in texts], ArrayEncoder(tokenizer))]
     assert len(batches) > 5
     ids = [i for batch in batches for i in batch.ids.tolist()]
-    assert ids == [i for of in tokenizer.encode_documents([t for t in texts if t.strip()]) for i in of]
+    assert ids == [
+        i for of in tokenizer.encode_documents([t for t in texts if t.strip()]) for i in of
+    ]
     assert sum(len(batch.ends) for batch in batches) == len(texts)
 
 

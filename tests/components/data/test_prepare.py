@@ -1,4 +1,5 @@
-"""`torchtitan data prepare`: the same result for any division of the work, after kills, and read like a cache."""
+"""`torchtitan data prepare`: the same result for any division of the work, after kills, and read
+like a cache."""
 
 import collections
 import contextlib
@@ -27,7 +28,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.components.data.helpers import open_tokens, raises, split_documents, take, with_positions, write_jsonl
+from tests.components.data.helpers import (
+    open_tokens,
+    raises,
+    split_documents,
+    take,
+    with_positions,
+    write_jsonl,
+)
 from tests.conftest import PROJECT, file_size_limit
 from tests.replacements import REPLACEMENTS
 from torchtitan.cli.main import main
@@ -37,7 +45,12 @@ from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.prepare import preparation as preparing
-from torchtitan.components.data.prepare.encoding import ITEM, Encoding, document_encoding, sample_encoding
+from torchtitan.components.data.prepare.encoding import (
+    ITEM,
+    Encoding,
+    document_encoding,
+    sample_encoding,
+)
 from torchtitan.components.data.prepare.preparation import Preparation, find_duplicates, merge
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
@@ -50,12 +63,18 @@ from torchtitan.tools.errors import UserError
 
 @pytest.fixture
 def corpus(tmp_path) -> list[str]:
-    """Two files of 300 documents with repetitions, blank lines and an empty document, and a text file."""
+    """Two files of 300 documents with repetitions, blank lines and an empty document, and a text
+    file."""
     chance = random.Random(0)
     sources = []
     for name in "ab":
-        texts = [f"Document {chance.randrange(200)} é: " + "tea and toast. " * (i % 7) for i in range(300)]
-        lines = [json.dumps({"text": text}, ensure_ascii=chance.random() < 0.5) for text in [*texts, " "]]
+        texts = [
+            f"Document {chance.randrange(200)} é: " + "tea and toast. " * (i % 7)
+            for i in range(300)
+        ]
+        lines = [
+            json.dumps({"text": text}, ensure_ascii=chance.random() < 0.5) for text in [*texts, " "]
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n\n".join(lines))
         sources.append(str(tmp_path / f"{name}.jsonl"))
     (tmp_path / "c.txt").write_text("A plain text.\n" * 20)
@@ -83,22 +102,37 @@ def prepared(*args, workers: int = 1, **options) -> Preparation:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def texts_of(sources: list[str]) -> list[str]:
-    lines = [line for source in sources[:2] for line in Path(source).read_text().split("\n") if line]
+    lines = [
+        line for source in sources[:2] for line in Path(source).read_text().split("\n") if line
+    ]
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
 
 
-def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path, monkeypatch):
+def test_tokens_equal_an_independent_tokenization_without_duplicates(
+    corpus, tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(preparing, "ITEMS_PER_PASS", 200)  # several passes
     prepared(corpus, tmp_path / "out", tokenizer, held_out=0.2)
-    library = tokenizers.Tokenizer.from_file(str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json"))
+    library = tokenizers.Tokenizer.from_file(
+        str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json")
+    )
     unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]
     expected = [library.encode(text, add_special_tokens=False).ids for text in unique]
-    splits = {split: open_tokens(tmp_path / "out", tokenizer, tmp_path, split) for split in ("train", "validation")}
-    documents = {split: [ids[1:-1] for ids in split_documents(tokens)] for split, tokens in splits.items()}
+    splits = {
+        split: open_tokens(tmp_path / "out", tokenizer, tmp_path, split)
+        for split in ("train", "validation")
+    }
+    documents = {
+        split: [ids[1:-1] for ids in split_documents(tokens)] for split, tokens in splits.items()
+    }
     held_out = {tuple(ids) for ids in documents["validation"]}
     assert documents["train"] == [ids for ids in expected if tuple(ids) not in held_out]
     assert documents["validation"] == [ids for ids in expected if tuple(ids) in held_out]
@@ -140,7 +174,9 @@ def test_any_division_of_the_work_has_the_same_result(corpus, tokenizer, tmp_pat
 
 def test_without_changes_the_stream_is_the_token_cache(corpus, tokenizer, tmp_path):
     prepared(corpus, tmp_path / "out", tokenizer, deduplicate=False)
-    cached = PretrainDataLoader.Config(dataset=[str(tmp_path / "[abc].*")], cache_dir=str(tmp_path / "cache"))
+    cached = PretrainDataLoader.Config(
+        dataset=[str(tmp_path / "[abc].*")], cache_dir=str(tmp_path / "cache")
+    )
     joined = open_tokens(tmp_path / "out", tokenizer, tmp_path)
     batches = [
         take(config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, seed=1))
@@ -155,7 +191,8 @@ def test_without_changes_the_stream_is_the_token_cache(corpus, tokenizer, tmp_pa
 
 @pytest.mark.slow
 def test_killed_preparations_continue(corpus, tokenizer, tmp_path):
-    """Processes are killed at random times, also between the merge's steps, until one is finished."""
+    """Processes are killed at random times, also between the merge's steps, until one is
+    finished."""
     prepared(corpus, tmp_path / "whole", tokenizer, held_out=0.1)
     chance, n_kills = random.Random(os.getpid()), 0
     for attempt in range(60):
@@ -193,7 +230,11 @@ def test_results_come_in_order_of_completion(tmp_path):
 
 def test_duplicates_are_found_in_several_passes():
     chance = random.Random(0)
-    hashes = [bytes(16), b"\xff" * 16, *(bytes([i]) * 15 + bytes([i % 3]) for i in range(0, 250, 5))]
+    hashes = [
+        bytes(16),
+        b"\xff" * 16,
+        *(bytes([i]) * 15 + bytes([i % 3]) for i in range(0, 250, 5)),
+    ]
     drawn = [[chance.choice(hashes) for _ in range(n)] for n in (300, 0, 500)]
     seen, expected = set(), []
     for position, item in enumerate(itertools.chain(*drawn)):
@@ -203,7 +244,9 @@ def test_duplicates_are_found_in_several_passes():
     parts = []
     for of_part in drawn:
         in_order = sorted(range(len(of_part)), key=of_part.__getitem__)
-        parts.append(np.array([(of_part[position], 1, position, 0, 0) for position in in_order], ITEM))
+        parts.append(
+            np.array([(of_part[position], 1, position, 0, 0) for position in in_order], ITEM)
+        )
     positions = np.concatenate(
         [of_part["number"] + before for of_part, before in zip(parts, (0, 300, 300), strict=True)]
     )
@@ -232,31 +275,52 @@ def test_sources_and_results_in_a_store(corpus, tokenizer, tmp_path, store, monk
     batches = []
     for dataset in (str(tmp_path / "local"), "memory://out"):
         config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
-        loader = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, dp_rank=1, dp_world_size=2)
+        loader = config.build(
+            tokenizer=tokenizer,
+            seq_len=50,
+            local_batch_size=3,
+            epochs=1,
+            dp_rank=1,
+            dp_world_size=2,
+        )
         state = None
         for batch in loader:
             batches.append((dataset, batch["input"]))
             state = state or loader.state_dict()
-        again = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, dp_rank=1, dp_world_size=2)
+        again = config.build(
+            tokenizer=tokenizer,
+            seq_len=50,
+            local_batch_size=3,
+            epochs=1,
+            dp_rank=1,
+            dp_world_size=2,
+        )
         again.load_state_dict(state)
         assert [batch["input"].tolist() for batch in take(again)] == [
             ids.tolist() for name, ids in batches if name == dataset
         ][1:]
     half = len(batches) // 2
-    assert half > 3 and all(a[1].equal(b[1]) for a, b in zip(batches[:half], batches[half:], strict=True))
+    assert half > 3 and all(
+        a[1].equal(b[1]) for a, b in zip(batches[:half], batches[half:], strict=True)
+    )
 
 
 def test_mixed_with_other_data(corpus, tokenizer, tmp_path, store):
-    """Of three windows, two come from prepared data in a store and one from a text, each in its own order."""
+    """Of three windows, two come from prepared data in a store and one from a text, each in its own
+    order."""
     prepared(corpus[:2], "memory://out", tokenizer)
     sets = ["memory://out", corpus[2]]
-    config = PretrainDataLoader.Config(dataset=sets, weights=[2, 1], cache_dir=str(tmp_path / "cache"))
+    config = PretrainDataLoader.Config(
+        dataset=sets, weights=[2, 1], cache_dir=str(tmp_path / "cache")
+    )
 
     def windows(config, count):
         batches = take(config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=1), count)
         return [batch["input"].tolist() for batch in batches]
 
-    own = [iter(windows(dataclasses.replace(config, dataset=[name], weights=[]), 40)) for name in sets]
+    own = [
+        iter(windows(dataclasses.replace(config, dataset=[name], weights=[]), 40)) for name in sets
+    ]
     order = [0, 1, 0] * 20
     assert windows(config, 60) == [next(own[number]) for number in order]
 
@@ -297,16 +361,19 @@ def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, m
 
 
 def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch):
-    """A second process reads only blocks again whose slot another block has; a small cache stays small; a damaged one
-    is not believed."""
+    """A second process reads only blocks again whose slot another block has; a small cache stays
+    small; a damaged one is not believed."""
     prepared(corpus, "memory://out", tokenizer)
-    files = [path for path in store.find("/out/train") if path.endswith(("tokens.bin", "offsets.bin"))]
+    files = [
+        path for path in store.find("/out/train") if path.endswith(("tokens.bin", "offsets.bin"))
+    ]
     assert all(0 < store.size(path) < 2**18 for path in files), "each has one block"
     n_caches = len(files) // 2
 
     def slot(path: str) -> int:
         name = f"memory:/{path} 0".encode()
-        return int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "big") % 49  # of 2**18 + 32 bytes each
+        # of 2**18 + 32 bytes each
+        return int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "big") % 49
 
     users = collections.Counter(map(slot, files))
     shared = {path for path in files if users[slot(path)] > 1}
@@ -332,13 +399,17 @@ def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch)
     assert any(path.endswith("tokens.bin") for path in reads)
     before = cache.read_bytes()
     for n_blocks in (2, 1, 0):  # blocks replace each other
-        tokens = open_tokens("memory://out", tokenizer, tmp_path, remote_cache=(n_blocks * 2**18 + 99) / 2**30)
+        tokens = open_tokens(
+            "memory://out", tokenizer, tmp_path, remote_cache=(n_blocks * 2**18 + 99) / 2**30
+        )
         reads.clear()
         whole += [tokens.tokens(0, 10**9).tolist() for _ in range(2)]
         # The second time, each slot has at most one of the blocks.
         assert sum(path.endswith("tokens.bin") for path in reads) >= 2 * n_caches - n_blocks
         if n_blocks:
-            assert (tmp_path / f"cache/remote_blocks_{n_blocks}").stat().st_size <= n_blocks * 2**18 + 99
+            assert (
+                tmp_path / f"cache/remote_blocks_{n_blocks}"
+            ).stat().st_size <= n_blocks * 2**18 + 99
     assert cache.read_bytes() == before, "a run with a smaller cache leaves it alone"
     assert all(ids == whole[0] for ids in whole)
 
@@ -366,7 +437,9 @@ def test_ranges_are_read_from_stores_with_versions(corpus, tokenizer, tmp_path, 
 
     expected = open_tokens("memory://out", tokenizer, tmp_path).tokens(0, 10**9)
     monkeypatch.setattr(type(store), "cat_file", versioned)
-    assert np.array_equal(open_tokens("memory://out", tokenizer, tmp_path / "other").tokens(0, 10**9), expected)
+    assert np.array_equal(
+        open_tokens("memory://out", tokenizer, tmp_path / "other").tokens(0, 10**9), expected
+    )
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
@@ -391,7 +464,8 @@ class Ranges(http.server.SimpleHTTPRequestHandler):
 
 
 def test_data_behind_http(corpus, tokenizer, tmp_path):
-    """fsspec's HTTP store lists files without sizes. The second reader finds the blocks in the cache."""
+    """fsspec's HTTP store lists files without sizes. The second reader finds the blocks in the
+    cache."""
     prepared(corpus, tmp_path / "out", tokenizer)
     expected = open_tokens(tmp_path / "out", tokenizer, tmp_path).tokens(0, 10**9)
     handler = functools.partial(Ranges, directory=str(tmp_path))
@@ -407,7 +481,9 @@ def test_data_behind_http(corpus, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("failing", ["pwrite", "pread", "open"])
-def test_data_is_read_without_a_cache_on_a_full_disk(failing, corpus, tokenizer, tmp_path, store, monkeypatch, log):
+def test_data_is_read_without_a_cache_on_a_full_disk(
+    failing, corpus, tokenizer, tmp_path, store, monkeypatch, log
+):
     prepared(corpus, "memory://out", tokenizer)
     expected = open_tokens("memory://out", tokenizer, tmp_path).tokens(0, 10**9)
     [cache] = (tmp_path / "cache").glob("remote_blocks_*")
@@ -420,25 +496,45 @@ def test_data_is_read_without_a_cache_on_a_full_disk(failing, corpus, tokenizer,
     with monkeypatch.context() as full:
         full.setattr(block_cache.os, failing, fail)
         assert np.array_equal(tokens.tokens(0, 10**9), expected)
-    assert log.text.count("read without the cache") == log.text.count("No space left on device") == 1
-    assert np.array_equal(tokens.tokens(0, 10**9), expected) and log.text.count("read without the cache") == 1
+    assert (
+        log.text.count("read without the cache") == log.text.count("No space left on device") == 1
+    )
+    assert (
+        np.array_equal(tokens.tokens(0, 10**9), expected)
+        and log.text.count("read without the cache") == 1
+    )
 
 
 def test_changes_in_stores_that_name_times_differently(corpus, store, monkeypatch, log):
-    """Each store of fsspec has its own names; without any, a warning says which changes go unnoticed."""
+    """Each store of fsspec has its own names; without any, a warning says which changes go
+    unnoticed."""
     entry = {"type": "file", "size": 5}
 
     def version(**details):
-        monkeypatch.setattr(type(store), "find", lambda self, path, **options: {path: {**entry, **details}})
+        monkeypatch.setattr(
+            type(store), "find", lambda self, path, **options: {path: {**entry, **details}}
+        )
         [part] = resolve_source("memory://raw/a.jsonl").parts
         return part.version
 
-    for name in ("ETag", "etag", "md5Hash", "mtime", "Last-Modified", "LastModified", "last_modified", "updated"):
+    for name in (
+        "ETag",
+        "etag",
+        "md5Hash",
+        "mtime",
+        "Last-Modified",
+        "LastModified",
+        "last_modified",
+        "updated",
+    ):
         assert version(**{name: "1"}) != version(**{name: "2"})
     assert version(ETag=None, mtime=1) != version(ETag=None, mtime=2)
     assert not log.text
     assert version(accessed=1) == version(accessed=2)
-    assert "memory://raw/a.jsonl: the store states neither checksums nor times; only another size" in log.text
+    assert (
+        "memory://raw/a.jsonl: the store states neither checksums nor times; only another size"
+        in log.text
+    )
 
 
 def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, store):
@@ -458,7 +554,9 @@ def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", ["text", "chats"])
-def test_a_disk_that_is_full_at_any_byte_leaves_no_part_that_counts_as_complete(kind, tokenizer, tmp_path):
+def test_a_disk_that_is_full_at_any_byte_leaves_no_part_that_counts_as_complete(
+    kind, tokenizer, tmp_path
+):
     """Also if it refuses only the last bytes of a small array, and in the merge."""
     if kind == "text":
         rows = [{"text": f"Document {number}."} for number in range(9)]
@@ -467,12 +565,16 @@ def test_a_disk_that_is_full_at_any_byte_leaves_no_part_that_counts_as_complete(
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     config = SFTDataLoader.Config(dataset=[source], chat_template="alpaca")
     encoder = config.encoder(tokenizer, config.find_template(tokenizer))
-    chats = sample_encoding({found.name: form for found, form in config.rows()}, encoder, config.filters())
+    chats = sample_encoding(
+        {found.name: form for found, form in config.rows()}, encoder, config.filters()
+    )
 
     def begin(place: Path) -> Preparation:
         made = preparation([source], place, tokenizer)
         if kind == "chats":
-            made = dataclasses.replace(made, open_sources=lambda: [config.source(source)], encoding=chats)
+            made = dataclasses.replace(
+                made, open_sources=lambda: [config.source(source)], encoding=chats
+            )
         made.begin()
         return made
 
@@ -516,7 +618,8 @@ def test_a_source_that_another_program_replaces(replacement, tokenizer, tmp_path
 
 
 def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path):
-    """When the preparation is complete. A process that still works then, on the same parts, ends without an error."""
+    """When the preparation is complete. A process that still works then, on the same parts, ends
+    without an error."""
     place, made = tmp_path / "out", preparation(corpus, tmp_path / "out", tokenizer)
     made.begin()
     made.write_all(made.missing(), 1)
@@ -531,7 +634,12 @@ def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path):
         merge(made, 1)
         assert not [*place.glob(".work-*")]
         (living / "file").write_text("some content")
-    assert {path.name for path in place.iterdir()} == {"manifest.json", "plan", "train", "train.index"}
+    assert {path.name for path in place.iterdir()} == {
+        "manifest.json",
+        "plan",
+        "train",
+        "train.index",
+    }
 
 
 def test_errors_count_until_the_preparation_is_complete(corpus, tokenizer, tmp_path):
@@ -608,7 +716,9 @@ def test_a_damaged_copy_of_an_index_is_copied_again(corpus, tokenizer, tmp_path,
 def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer, tmp_path, store):
     prepared(corpus, "memory://out", tokenizer)
     with ThreadPoolExecutor(8) as pool:
-        opened = list(pool.map(lambda _: open_tokens("memory://out", tokenizer, tmp_path), range(8)))
+        opened = list(
+            pool.map(lambda _: open_tokens("memory://out", tokenizer, tmp_path), range(8))
+        )
     assert len({tokens.n_tokens for tokens in opened}) == 1
     [index] = (tmp_path / "cache/indexes").iterdir()
     assert index.read_bytes() == store.cat_file("/out/train.index")
@@ -617,11 +727,17 @@ def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer,
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("held_out", [0.0, 0.5])
 @pytest.mark.parametrize("place", ["local", "store"])
-def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp_path, store, monkeypatch):
-    """The plan of another process appears before or after the look for other files, next to its work folder."""
+def test_hosts_begin_together(
+    place, held_out, is_before, corpus, tokenizer, tmp_path, store, monkeypatch
+):
+    """The plan of another process appears before or after the look for other files, next to its
+    work folder."""
     (tmp_path / "out/.work-other/plan").mkdir(parents=True)
     out = "memory://out" if place == "store" else str(tmp_path / "out")
-    other, ours = preparation(corpus, out, tokenizer), preparation(corpus, out, tokenizer, held_out=held_out)
+    other, ours = (
+        preparation(corpus, out, tokenizer),
+        preparation(corpus, out, tokenizer, held_out=held_out),
+    )
     has_file, publish = preparing.has_file, preparing.publish
 
     def has_no_plan_yet(*arguments):
@@ -644,10 +760,14 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
     assert other.missing() != []
 
 
-def test_preparations_do_not_mix_in_a_store_without_conditional_writes(corpus, tokenizer, tmp_path, store, monkeypatch):
+def test_preparations_do_not_mix_in_a_store_without_conditional_writes(
+    corpus, tokenizer, tmp_path, store, monkeypatch
+):
     """The second plan replaces the first, whose preparation has begun and writes its parts."""
     monkeypatch.setattr(RemoteFolder, "write_new", RemoteFolder.write)
-    first, second = (preparation(corpus, "memory://out", tokenizer, held_out=share) for share in (0.5, 0.1))
+    first, second = (
+        preparation(corpus, "memory://out", tokenizer, held_out=share) for share in (0.5, 0.1)
+    )
     first.begin()
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "has_file", lambda *arguments: False)  # it looked earlier
@@ -674,7 +794,8 @@ def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):
 
 
 def test_parts_of_a_file_with_colons_in_its_name(corpus, tokenizer, tmp_path):
-    """They are no chain of fsspec's stores. Lines of any length, also empty ones, belong to one part each."""
+    """They are no chain of fsspec's stores. Lines of any length, also empty ones, belong to one
+    part each."""
     path = tmp_path / "a::b.jsonl"
     lines = [json.dumps({"text": "x" * n}) for n in (*range(1, 80), 500, 1)]
     path.write_text("\n".join(lines))
@@ -694,16 +815,34 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
     if config == "dpo":
-        rows = [{"prompt": f"Add {i % 20}", "chosen": f"{i % 20} it is", "rejected": "no"} for i in range(60)]
+        rows = [
+            {"prompt": f"Add {i % 20}", "chosen": f"{i % 20} it is", "rejected": "no"}
+            for i in range(60)
+        ]
         names = ["--module", "preference", "--config", "dpo_debugmodel"]
     else:
-        rows = [{"messages": [CHAT["messages"][0], {"role": "assistant", "content": f"{i % 20}."}]} for i in range(60)]
+        rows = [
+            {"messages": [CHAT["messages"][0], {"role": "assistant", "content": f"{i % 20}."}]}
+            for i in range(60)
+        ]
         names = ["--module", "llama3", "--config", "debugmodel_sft"]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     write_jsonl(tmp_path / "unique.jsonl", rows[:20])
-    arguments = ["--part_size", "0.001", "--workers", "2", "--dataloader.chat_template", "alpaca", *names]
+    arguments = [
+        "--part_size",
+        "0.001",
+        "--workers",
+        "2",
+        "--dataloader.chat_template",
+        "alpaca",
+        *names,
+    ]
     listed, resolve = [], planned_loader.resolve_source
-    monkeypatch.setattr(planned_loader, "resolve_source", lambda name, **o: listed.append(name) or resolve(name, **o))
+    monkeypatch.setattr(
+        planned_loader,
+        "resolve_source",
+        lambda name, **o: listed.append(name) or resolve(name, **o),
+    )
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     assert not (tmp_path / "out/parts").exists()
     assert listed == ["rows.jsonl"] * 3  # for the format, at the start, and to find changes
@@ -711,10 +850,18 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     batches = []
     for dataset in ("unique.jsonl", "out"):
-        run = ConfigManager("test").parse_args([*names, "--dataloader.chat_template", "alpaca"]).config
+        run = (
+            ConfigManager("test")
+            .parse_args([*names, "--dataloader.chat_template", "alpaca"])
+            .config
+        )
         run.dataloader.dataset = [dataset]
         built = run.dataloader.build(
-            tokenizer=run.tokenizer.build(path=run.hf_assets_path), seq_len=128, local_batch_size=2, epochs=1, seed=3
+            tokenizer=run.tokenizer.build(path=run.hf_assets_path),
+            seq_len=128,
+            local_batch_size=2,
+            epochs=1,
+            seed=3,
         )
         batches.append([batch["input"].tolist() for batch in take(built)])
     assert batches[0] == batches[1] and len(batches[0]) > 1
@@ -725,7 +872,10 @@ def test_each_source_has_its_own_row_format(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
     sources = [
         write_jsonl(tmp_path / "chats.jsonl", [CHAT]),
-        write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "Add 1", "response": "2"}, {"prompt": "a", "response": "b"}]),
+        write_jsonl(
+            tmp_path / "pairs.jsonl",
+            [{"prompt": "Add 1", "response": "2"}, {"prompt": "a", "response": "b"}],
+        ),
     ]
     arguments = ["--config", "debugmodel_sft", "--dataloader.chat_template", "alpaca"]
     assert main(["data", "prepare", *sources, "--out", "out", "--workers", "1", *arguments]) == 0
@@ -736,14 +886,22 @@ def test_each_source_has_its_own_row_format(tmp_path, monkeypatch):
         caches = run.dataloader.open_caches(
             tokenizer := run.tokenizer.build(path=""), run.dataloader.find_template(tokenizer)
         )
-        samples.append([cache.sample(i).parts[0].ids.tolist() for cache in caches for i in range(cache.n_samples)])
+        samples.append(
+            [
+                cache.sample(i).parts[0].ids.tolist()
+                for cache in caches
+                for i in range(cache.n_samples)
+            ]
+        )
     assert samples[0] == samples[1] and len(samples[0]) == 3
 
 
 class TestErrors:
     def test_another_preparation_or_other_files(self, corpus, tokenizer, tmp_path):
         prepared(corpus, tmp_path / "out", tokenizer)
-        with raises("was begun with other --held_out, or they have changed; set --out to a new folder"):
+        with raises(
+            "was begun with other --held_out, or they have changed; set --out to a new folder"
+        ):
             preparation(corpus, tmp_path / "out", tokenizer, held_out=0.5).begin()
         Path(corpus[0]).write_text('{"text": "changed"}')
         with raises("was begun with other sources"):
@@ -757,9 +915,13 @@ class TestErrors:
             preparation(corpus[::-1], tmp_path / "out", tokenizer).begin()
 
     @pytest.mark.parametrize("place", ["local", "store"])
-    def test_sources_that_change_while_they_are_read(self, place, corpus, tokenizer, tmp_path, store):
+    def test_sources_that_change_while_they_are_read(
+        self, place, corpus, tokenizer, tmp_path, store
+    ):
         store.pipe_file("/raw/c.txt", b"Some text.")
-        made = preparation([corpus[2] if place == "local" else "memory://raw"], tmp_path / "out", tokenizer)
+        made = preparation(
+            [corpus[2] if place == "local" else "memory://raw"], tmp_path / "out", tokenizer
+        )
         made.begin()
         made.write_all(made.missing(), 1)
         made.check()
@@ -792,7 +954,9 @@ class TestErrors:
             prepared(corpus, tmp_path / "out", tokenizer, workers=2)
 
     def test_killed_worker(self, corpus, tokenizer, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(Preparation, "write", lambda self, number: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            Preparation, "write", lambda self, number: os.kill(os.getpid(), signal.SIGKILL)
+        )
         command = ["data", "prepare", *corpus, "--out", str(tmp_path / "out"), "--workers", "2"]
         assert main([*command, "--module", "llama3", "--config", "debugmodel"]) == 3
         assert "run the same command again to continue" in capsys.readouterr().err
@@ -806,7 +970,10 @@ class TestErrors:
             (["a.jsonl", "--out", "o", "--part", "3/2"], "--part is 3/2"),
             (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),
             (["a.jsonl", "--out", "o", "--held_out", "1"], "--held_out is 1.0"),
-            (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean '--held_out'?"),
+            (
+                ["a.jsonl", "--out", "o", "--heldout", "0.1"],
+                "unknown option --heldout; did you mean '--held_out'?",
+            ),
             (["a.jsonl", "--out", "o", "--dataloder", "x"], "did you mean '--dataloader."),
             (["c4", "--out", "o"], "registered datasets are streamed"),
             (["a.jsonl", "--out", "nothere://o"], "nothere"),
@@ -815,7 +982,10 @@ class TestErrors:
     def test_options(self, arguments, message, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-        assert main(["data", "prepare", *arguments, "--module", "llama3", "--config", "debugmodel"]) == 2
+        assert (
+            main(["data", "prepare", *arguments, "--module", "llama3", "--config", "debugmodel"])
+            == 2
+        )
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
 
@@ -834,13 +1004,34 @@ class TestErrors:
     @pytest.mark.parametrize("config", ["debugmodel", "debugmodel_sft"])
     def test_prepared_sources(self, config, corpus, tokenizer, tmp_path, capsys):
         prepared(corpus, tmp_path / "out", tokenizer)
-        command = ["data", "prepare", str(tmp_path / "out"), "--out", str(tmp_path / "again"), "--config", config]
-        assert main(command) == 2 and "is prepared data; name what it was made of" in capsys.readouterr().err
+        command = [
+            "data",
+            "prepare",
+            str(tmp_path / "out"),
+            "--out",
+            str(tmp_path / "again"),
+            "--config",
+            config,
+        ]
+        assert (
+            main(command) == 2
+            and "is prepared data; name what it was made of" in capsys.readouterr().err
+        )
 
     def test_filters_of_text_for_chats(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "a.jsonl", [CHAT])
-        command = ["data", "prepare", "a.jsonl", "--out", "o", "--min_tokens", "3", "--module", "llama3"]
+        command = [
+            "data",
+            "prepare",
+            "a.jsonl",
+            "--out",
+            "o",
+            "--min_tokens",
+            "3",
+            "--module",
+            "llama3",
+        ]
         assert main([*command, "--config", "debugmodel_sft"]) == 2
         assert "--max_repetition filter text" in capsys.readouterr().err
 
@@ -858,11 +1049,15 @@ class TestErrors:
         content = tokens.read_bytes()
         tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(
-            ValueError, match=r"block 1 of 1 of tokens.bin has a wrong checksum.*; prepare the data again"
+            ValueError,
+            match=r"block 1 of 1 of tokens.bin has a wrong checksum.*; prepare the data again",
         ):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
         shutil.rmtree(tokens.parent)
-        with pytest.raises(ValueError, match="blocks.json failed: No such file or directory.; prepare the data again"):
+        with pytest.raises(
+            ValueError,
+            match="blocks.json failed: No such file or directory.; prepare the data again",
+        ):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
         manifest = json.loads((tmp_path / "out/manifest.json").read_text())
         manifest["splits"]["train"]["tokens"] += 1
@@ -877,11 +1072,14 @@ class TestErrors:
         [items, *_] = sorted(tmp_path.glob("out/parts/*/*/items.bin"))
         items.write_bytes(items.read_bytes()[ITEM.itemsize :])
         with raises(
-            f"{tmp_path / 'out'}/parts is damaged, or of another version; remove it and prepare all parts again"
+            f"{tmp_path / 'out'}/parts is damaged, or of another version; remove it and prepare "
+            "all parts again"
         ):
             merge(made, 1)
         shutil.rmtree(tmp_path / "out/parts")
-        again, other = (prepared(corpus, tmp_path / name, tokenizer).place for name in ("out", "other"))
+        again, other = (
+            prepared(corpus, tmp_path / name, tokenizer).place for name in ("out", "other")
+        )
         assert again.read("manifest.json") == other.read("manifest.json")
 
     def test_other_tokenizer(self, corpus, tokenizer, tmp_path):
@@ -904,7 +1102,12 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
     read = [5, 77_777, 99_998, 99_999]
     path = tmp_path / "out/manifest.json"
     manifest = json.loads(path.read_text())
-    entry = {"tokens": n * n_tokens, "items": n, "parts": n, "digest": bytes_digest(index.tobytes())}
+    entry = {
+        "tokens": n * n_tokens,
+        "items": n,
+        "parts": n,
+        "digest": bytes_digest(index.tobytes()),
+    }
     manifest |= {"splits": {"train": entry}, "digest": digest_of({"train": entry})}
     path.write_text(json.dumps(manifest))
     memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
@@ -928,6 +1131,8 @@ def test_plans_have_stable_keys(corpus, tokenizer, tmp_path):
     assert list(plan) == keys and plan["format"] == 1
     earlier = {"kind": plan["kind"], "--part_size": plan["part_bytes"], "sources": plan["sources"]}
     (place / "plan/plan.json").write_text(json.dumps(earlier))
-    with raises(f"{place} was begun by another version of torchtitan, whose plan.json has other keys"):
+    with raises(
+        f"{place} was begun by another version of torchtitan, whose plan.json has other keys"
+    ):
         prepared(corpus, place, tokenizer)
     assert open_tokens(place, tokenizer, tmp_path).n_tokens

@@ -15,11 +15,18 @@ TEACHER = {"ids": TokenResult(torch.int32, below=100), "log_probs": FLOAT}
 
 
 def batch_of(*rows: list[list[int]]):
-    """Return windows of documents, of which a negative number is padding; labels are the tokens themselves."""
+    """Return windows of documents, of which a negative number is padding; labels are the tokens
+    themselves."""
     tokens = torch.tensor([[token for document in row for token in document] for row in rows])
-    positions = torch.tensor([[place for document in row for place in range(len(document))] for row in rows])
+    positions = torch.tensor(
+        [[place for document in row for place in range(len(document))] for row in rows]
+    )
     labels = tokens.where(tokens >= 0, -100)
-    return {"input": tokens.clamp(min=0), "labels": labels, "attention": AttentionMetadata.from_positions(positions)}
+    return {
+        "input": tokens.clamp(min=0),
+        "labels": labels,
+        "attention": AttentionMetadata.from_positions(positions),
+    }
 
 
 def test_results_follow_the_sequences_to_other_windows(tmp_path):
@@ -35,24 +42,38 @@ def test_results_follow_the_sequences_to_other_windows(tmp_path):
     read = cache.read(moved)
     is_labeled = moved["labels"] >= 0
     assert torch.equal(read["own"][is_labeled], 10.0 * moved["input"][is_labeled])
-    assert torch.equal(read["two"][is_labeled], torch.stack([moved["input"]] * 2, dim=-1)[is_labeled])
+    assert torch.equal(
+        read["two"][is_labeled], torch.stack([moved["input"]] * 2, dim=-1)[is_labeled]
+    )
 
 
 def test_other_sequences_labels_and_settings_have_no_results(tmp_path):
     written = batch_of([[1, 2, 3], [4]])
-    SequenceCache(tmp_path, ["model"], results={"own": WHOLE}).write(written, {"own": written["input"]})
+    SequenceCache(tmp_path, ["model"], results={"own": WHOLE}).write(
+        written, {"own": written["input"]}
+    )
     part = batch_of([[1, 2], [4]])
     masked = {**written, "labels": written["labels"].masked_fill(written["input"] == 2, -100)}
     joined = batch_of([[1, 2, 3, 4]])
-    for batch, setting in ((part, "model"), (masked, "model"), (joined, "model"), (written, "other model")):
+    for batch, setting in (
+        (part, "model"),
+        (masked, "model"),
+        (joined, "model"),
+        (written, "other model"),
+    ):
         cache = SequenceCache(tmp_path, [setting], results={"own": WHOLE})
         assert not cache.holds(batch)
-        with pytest.raises(UserError, match=r"\.safetensors of the cache is missing; a new start computes"):
+        with pytest.raises(
+            UserError, match=r"\.safetensors of the cache is missing; a new start computes"
+        ):
             cache.read(batch)
 
 
 def test_unfinished_files_do_not_count_and_damaged_ones_are_named(tmp_path):
-    cache, written = SequenceCache(tmp_path, ["model"], results={"own": WHOLE}), batch_of([[1, 2, 3]])
+    cache, written = (
+        SequenceCache(tmp_path, ["model"], results={"own": WHOLE}),
+        batch_of([[1, 2, 3]]),
+    )
     cache.write(written, {"own": written["input"]})
     (file,) = tmp_path.glob("*/*.safetensors")
     content = file.read_bytes()
@@ -64,9 +85,15 @@ def test_unfinished_files_do_not_count_and_damaged_ones_are_named(tmp_path):
     file.rename(tmp_path / "unfinished/0123")
     assert not cache.holds(written)
     file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=rf"{file} of the cache is damaged .*; it was renamed to {file.stem}.damaged"):
+    with pytest.raises(
+        UserError,
+        match=rf"{file} of the cache is damaged .*; it was renamed to {file.stem}.damaged",
+    ):
         cache.read(written)
-    assert file.with_suffix(".damaged").read_bytes() == content[: len(content) // 2] and not file.exists()
+    assert (
+        file.with_suffix(".damaged").read_bytes() == content[: len(content) // 2]
+        and not file.exists()
+    )
 
 
 def log_probs_of(batch) -> torch.Tensor:
@@ -96,7 +123,9 @@ def test_any_changed_bit_is_found_or_changes_nothing(written, caplog):
     n_found = {"header": 0, "values": 0}
     for place in range(len(content)):
         region = "header" if place < header_bytes else "values"
-        file.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
+        file.write_bytes(
+            content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :]
+        )
         try:
             assert_equal(cache.read(batch), results)
         except UserError as error:
@@ -117,7 +146,13 @@ def test_damaged_and_swapped_files_are_computed_again(written, caplog):
     other = batch_of([[6, 7, 8, 9, 10]])
     cache.write(other, {name: x + 1 for name, x in results.items()})
     (swapped,) = {cache.folder / name for name in cache.names(other)}
-    for damaged in (b"", b"{}", file.read_bytes()[:-1], bytes(len(file.read_bytes())), swapped.read_bytes()):
+    for damaged in (
+        b"",
+        b"{}",
+        file.read_bytes()[:-1],
+        bytes(len(file.read_bytes())),
+        swapped.read_bytes(),
+    ):
         caplog.clear()
         file.write_bytes(damaged)
         assert not cache.is_complete(mark)
@@ -147,7 +182,12 @@ def test_a_mark_lists_what_it_stands_for(written, caplog):
     cache.finish(mark, cache.names(batch))
     assert cache.is_complete(mark)
     content = mark.read_text()
-    for damaged in ("", content[:-20], content.replace(".safetensors", ".safetensorz"), "../" + content):
+    for damaged in (
+        "",
+        content[:-20],
+        content.replace(".safetensors", ".safetensorz"),
+        "../" + content,
+    ):
         caplog.clear()
         mark.write_text(damaged)
         assert not cache.is_complete(mark)
@@ -159,7 +199,10 @@ def test_a_mark_lists_what_it_stands_for(written, caplog):
 def test_a_sample_of_many_files_is_verified_or_all(tmp_path, monkeypatch):
     monkeypatch.setattr(sequence_cache, "VERIFIED_FILES", 2)
     batch = batch_of([[number, 1] for number in range(9)])
-    caches = [SequenceCache(tmp_path, [], results={"own": WHOLE}, verify=verify) for verify in (False, True)]
+    caches = [
+        SequenceCache(tmp_path, [], results={"own": WHOLE}, verify=verify)
+        for verify in (False, True)
+    ]
     caches[0].write(batch, {"own": batch["input"]})
     mark = caches[0].mark("data")
     caches[0].finish(mark, caches[0].names(batch))
@@ -177,7 +220,9 @@ def test_nan_is_refused_where_the_loss_reads_it(tmp_path):
     assert torch.equal(cache.read(batch)["log_probs"][:, 1:], usable[:, 1:])
     (file,) = tmp_path.glob("*/*.safetensors")
     unusable = torch.tensor([[-1.0, float("nan"), -1.0]])
-    with pytest.raises(UserError, match="log_probs of the frozen model is NaN for a sequence of 3 tokens"):
+    with pytest.raises(
+        UserError, match="log_probs of the frozen model is NaN for a sequence of 3 tokens"
+    ):
         cache.write(batch, {"log_probs": unusable})
     file.write_bytes(sequence_cache._encoded(file.name, {"log_probs": unusable[0]}))
     with pytest.raises(UserError, match=r"is damaged \(log_probs is NaN\)"):

@@ -37,14 +37,18 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_ledger_has_documents_of_both_ranks(runs):
-    """Documents are in the global order, written by rank 0; excluded steps are excluded on both ranks."""
+    """Documents are in the global order, written by rank 0; excluded steps are excluded on both
+    ranks."""
     one, two = (lines_of(folder / "ledger.jsonl") for folder in runs)
     assert two == one
     assert [line["data_step"] for line in two] == [1, 3, 5, 6]
 
 
 def test_validation_losses_match_one_process(runs):
-    one, two = ([line for line in lines_of(folder / "metrics.jsonl") if "validation_loss" in line] for folder in runs)
+    one, two = (
+        [line for line in lines_of(folder / "metrics.jsonl") if "validation_loss" in line]
+        for folder in runs
+    )
     keys = [key for key in one[-1] if key.startswith(("validation_loss", "validation_bits"))]
     # Float32 sums over batches of different sizes. (No window here splits a character.)
     expected = [pytest.approx(one[-1][key], rel=1e-6) for key in keys]

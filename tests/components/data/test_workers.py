@@ -1,4 +1,5 @@
-"""Persistent worker processes of the tests: a failure in one is reported and does not affect the next run."""
+"""Persistent worker processes of the tests: a failure in one is reported and does not affect the
+next run."""
 
 import os
 import time
@@ -31,7 +32,8 @@ def die_on_second_rank() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("failing", "message"), [(fail_on_second_rank, "ValueError: what went wrong"), (die_on_second_rank, "died")]
+    ("failing", "message"),
+    [(fail_on_second_rank, "ValueError: what went wrong"), (die_on_second_rank, "died")],
 )
 def test_failure_of_one_rank_is_reported_and_the_next_run_works(tmp_path, failing, message):
     with Workers(2) as workers:

@@ -30,7 +30,8 @@ BOS, CONTEXT = 1, 512
 
 @pytest.fixture(scope="module")
 def reference(stories):
-    """A function from ids to the log-probabilities of each next token (L - 1, V), by transformers."""
+    """A function from ids to the log-probabilities of each next token (L - 1, V), by
+    transformers."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
 
@@ -56,7 +57,10 @@ def test_scores_equal_transformers(stories_model, reference, stories_tokenizer, 
     requests = [random_request(generator, *size) for size in sizes]
     # A greedy continuation of this model.
     requests.append(
-        Request([BOS], stories_tokenizer.encode("Once upon a time, there was a little girl", add_bos=False))
+        Request(
+            [BOS],
+            stories_tokenizer.encode("Once upon a time, there was a little girl", add_bos=False),
+        )
     )
     scorer = Scorer(stories_model, batch_size=batch_size)
     amounts = []
@@ -112,7 +116,9 @@ def test_tokens_of_context_and_continuation(assets, stories_tokenizer):
     # GPT-2 has no BOS; its EOS separates documents.
     assert encode_pairs(gpt2, [("", "The cat")]) == [Request([gpt2.eos_id], whole[:2])]
     [story] = encode_pairs(stories_tokenizer, [("Once", " upon")])
-    assert [*story.context, *story.continuation] == stories_tokenizer.encode("Once upon") and story.context[0] == BOS
+    assert [*story.context, *story.continuation] == stories_tokenizer.encode(
+        "Once upon"
+    ) and story.context[0] == BOS
     assert encode_pairs(stories_tokenizer, [("", "Once")]) == [
         Request([BOS], stories_tokenizer.encode("Once", add_bos=False))
     ]
@@ -128,7 +134,9 @@ class FixedScores:
 
     def score(self, requests):
         assert len(requests) == len(self.logprobs)
-        return [Score(logprob, is_greedy=False, truncated=logprob < -90) for logprob in self.logprobs]
+        return [
+            Score(logprob, is_greedy=False, truncated=logprob < -90) for logprob in self.logprobs
+        ]
 
 
 def test_accuracies_and_standard_errors(stories_tokenizer):
@@ -138,13 +146,18 @@ def test_accuracies_and_standard_errors(stories_tokenizer):
         Question("Q", ["a", "b", "c"], 2),
         Question("Q", ["a", "b"], 1),
     ]
-    result = multiple_choice(FixedScores([-2, -3, -6, -6, -3, -2, -1, -99, -1]), stories_tokenizer, questions)
+    result = multiple_choice(
+        FixedScores([-2, -3, -6, -6, -3, -2, -1, -99, -1]), stories_tokenizer, questions
+    )
     hits, norm_hits = [1, 0, 1, 1], [0, 0, 1, 1]
     assert (result.accuracy, result.accuracy_norm) == (0.75, 0.5)
     assert result.accuracy_stderr == pytest.approx(statistics.stdev(hits) / 2)
     assert result.accuracy_norm_stderr == pytest.approx(statistics.stdev(norm_hits) / 2)
     assert (result.questions, result.truncated) == (4, 1)
-    assert multiple_choice(FixedScores([-1, -2]), stories_tokenizer, questions[:1]).accuracy_stderr is None
+    assert (
+        multiple_choice(FixedScores([-1, -2]), stories_tokenizer, questions[:1]).accuracy_stderr
+        is None
+    )
 
 
 def test_query_and_choice_are_separated_by_one_space(stories_tokenizer):
@@ -152,10 +165,17 @@ def test_query_and_choice_are_separated_by_one_space(stories_tokenizer):
 
     class Spy(FixedScores):
         def score(self, requests):
-            seen.extend(stories_tokenizer.decode(request.context[1:] + request.continuation) for request in requests)
+            seen.extend(
+                stories_tokenizer.decode(request.context[1:] + request.continuation)
+                for request in requests
+            )
             return super().score(requests)
 
-    questions = [Question("Eat", ["figs", " nuts"], 0), Question("Eat\n", ["figs"], 0), Question("", ["figs"], 0)]
+    questions = [
+        Question("Eat", ["figs", " nuts"], 0),
+        Question("Eat\n", ["figs"], 0),
+        Question("", ["figs"], 0),
+    ]
     multiple_choice(Spy([-1] * 4), stories_tokenizer, questions)
     assert seen == ["Eat figs", "Eat nuts", "Eat\nfigs", "figs"]
 
@@ -185,8 +205,14 @@ def test_real_questions(stories_model, stories_tokenizer, reference, assets, nam
         ("[]", "line 2"),
         ("null", "line 2"),
         ("[" * 100_000, "line 2 is not JSON: nested too deeply"),
-        ('{"query": "a", "choices": ["b"], "gold": ' + "9" * 5000 + "}", "line 2 is not JSON: Exceeds the limit"),
-        (r'{"query": "a", "choices": ["\ud800"], "gold": 0}', r"line 2 is not JSON: lone surrogate '\\ud800'"),
+        (
+            '{"query": "a", "choices": ["b"], "gold": ' + "9" * 5000 + "}",
+            "line 2 is not JSON: Exceeds the limit",
+        ),
+        (
+            r'{"query": "a", "choices": ["\ud800"], "gold": 0}',
+            r"line 2 is not JSON: lone surrogate '\\ud800'",
+        ),
         ('{"query": "a", "choices": ["b"]}', "line 2"),
         ('{"query": "a", "choices": [], "gold": 0}', "choices a list of nonempty texts"),
         ('{"query": "a", "choices": ["b", " "], "gold": 0}', "choices a list of nonempty texts"),
@@ -226,11 +252,17 @@ def test_windows_score_each_token_once_with_half_a_context(size, length):
 
 
 @pytest.mark.parametrize("characters", [300, 5000])
-def test_perplexity_equals_transformers(stories_model, stories_tokenizer, reference, assets, characters):
+def test_perplexity_equals_transformers(
+    stories_model, stories_tokenizer, reference, assets, characters
+):
     text = (assets / "text" / "tinyshakespeare.txt").read_text()[:characters] + "é"
     result = text_perplexity(Scorer(stories_model), stories_tokenizer, text)
     ids = [BOS, *stories_tokenizer.encode(text, add_bos=False)]
-    nats = -reference(ids[: CONTEXT + 1])[range(min(CONTEXT, len(ids) - 1)), ids[1 : CONTEXT + 1]].sum().item()
+    nats = (
+        -reference(ids[: CONTEXT + 1])[range(min(CONTEXT, len(ids) - 1)), ids[1 : CONTEXT + 1]]
+        .sum()
+        .item()
+    )
     for begin in range(CONTEXT + 1, len(ids), CONTEXT // 2):
         end = min(begin + CONTEXT // 2, len(ids))
         logprobs = reference(ids[end - 1 - CONTEXT : end])[begin - end :]
@@ -257,15 +289,33 @@ def run(capsys, *args):
     return code, captured.out, captured.err
 
 
-def test_eval_prints_json_and_a_table(stories_model, stories_tokenizer, stories, assets, capsys, tmp_path):
+def test_eval_prints_json_and_a_table(
+    stories_model, stories_tokenizer, stories, assets, capsys, tmp_path
+):
     questions, text = assets / "eval" / "piqa.jsonl", tmp_path / "text.md"
     text.write_text("Once upon a time")
-    args = ["--checkpoint", stories, "--device", "cpu", "--tasks", questions, text, "--limit", 10, "--batch_size", 4]
+    args = [
+        "--checkpoint",
+        stories,
+        "--device",
+        "cpu",
+        "--tasks",
+        questions,
+        text,
+        "--limit",
+        10,
+        "--batch_size",
+        4,
+    ]
     code, out, err = run(capsys, *args)
     results = json.loads(out)["results"]
-    expected = multiple_choice(Scorer(stories_model), stories_tokenizer, read_questions(questions, 10))
+    expected = multiple_choice(
+        Scorer(stories_model), stories_tokenizer, read_questions(questions, 10)
+    )
     assert code == 0 and results[str(questions)]["accuracy"] == expected.accuracy
-    assert results[str(text)]["tokens"] == len(stories_tokenizer.encode("Once upon a time", add_bos=False))
+    assert results[str(text)]["tokens"] == len(
+        stories_tokenizer.encode("Once upon a time", add_bos=False)
+    )
     assert "accuracy" in err and "bits_per_byte" in err
     code, out, _ = run(capsys, *args, "--output", tmp_path / "results.json")
     assert code == 0 and out == ""
@@ -291,7 +341,11 @@ def test_the_table_is_complete_in_a_narrow_terminal(width, capsys, monkeypatch, 
     _report({"results": results}, tmp_path / "results.json")
     lines = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= width
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in lines
+        if line.startswith("│")
+    ]
     columns = ["".join(cells_of_column) for cells_of_column in zip(*cells, strict=True)]
     assert columns == [f"{task}gsm8k", f"questionsaccuracy{metric}", "3960.31250.2500"]
 
@@ -302,7 +356,14 @@ def test_results_are_written_before_the_table(stories, capsys, monkeypatch, tmp_
 
     (tmp_path / "text.txt").write_text("Once upon a time")
     monkeypatch.setattr("rich.table.Table.add_row", fail)
-    args = ["--device", "cpu", "--tasks", tmp_path / "text.txt", "--output", tmp_path / "results.json"]
+    args = [
+        "--device",
+        "cpu",
+        "--tasks",
+        tmp_path / "text.txt",
+        "--output",
+        tmp_path / "results.json",
+    ]
     with pytest.raises(RuntimeError):
         run(capsys, "--checkpoint", stories, *args)
     assert json.loads((tmp_path / "results.json").read_text())["results"]
@@ -314,13 +375,17 @@ def test_results_are_printed_if_the_disk_is_full(capsys, tmp_path):
     with file_size_limit(10), pytest.raises(UserError, match="File too large.*printed instead"):
         _report({"results": {"task": {"loss": 1.5}}}, tmp_path / "results.json")
     assert json.loads(capsys.readouterr().out) == {"results": {"task": {"loss": 1.5}}}
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "before")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("results.json", "before")
+    ]
 
 
 def test_nonfinite_numbers_are_null_in_json(capsys):
     _report({"results": {"task": {"perplexity": math.inf, "list": [math.nan], "loss": 1.5}}}, None)
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"results": {"task": {"perplexity": None, "list": [None], "loss": 1.5}}}
+    assert json.loads(captured.out) == {
+        "results": {"task": {"perplexity": None, "list": [None], "loss": 1.5}}
+    }
     assert "inf" in captured.err
 
 
@@ -329,10 +394,20 @@ def test_nonfinite_numbers_are_null_in_json(capsys):
     [
         (["--tasks", "missing.jsonl"], "file not found: missing.jsonl"),
         (["--tasks", "README.md", "--limit", "0"], "--limit is 0"),
-        (["--tasks", "README.md", "--output", "/nowhere/x"], "--output: the folder /nowhere does not exist"),
-        (["--tasks", "README.md", "--include_path", "/nowhere"], "/nowhere does not exist; name the folder"),
-        (["--tasks", "README.md", "--include_path", "README.md"], "README.md is not a folder; name the folder"),
-        pytest.param(["--tasks", "no_such_task"], "no_such_task", marks=pytest.mark.slow),  # imports lm-eval
+        (
+            ["--tasks", "README.md", "--output", "/nowhere/x"],
+            "--output: the folder /nowhere does not exist",
+        ),
+        (
+            ["--tasks", "README.md", "--include_path", "/nowhere"],
+            "/nowhere does not exist; name the folder",
+        ),
+        (
+            ["--tasks", "README.md", "--include_path", "README.md"],
+            "README.md is not a folder; name the folder",
+        ),
+        # imports lm-eval
+        pytest.param(["--tasks", "no_such_task"], "no_such_task", marks=pytest.mark.slow),
     ],
 )
 def test_user_errors(stories, capsys, monkeypatch, tmp_path, args, message):
@@ -344,6 +419,8 @@ def test_user_errors(stories, capsys, monkeypatch, tmp_path, args, message):
 
 def test_missing_lm_eval(stories, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name)
+    )
     code, _, err = run(capsys, "--checkpoint", stories, "--tasks", "hellaswag")
     assert code == 2 and "hellaswag" in err and "pip install 'torchtitan[eval]'" in err

@@ -69,11 +69,19 @@ STORY = "Once upon a time, there was a little girl named Lily. "
 
 def test_log_likelihoods_equal_transformers(ours, theirs):
     pairs = requests(
-        ("Once upon a", " time"), ("Once upon a ", "time"), ("", "Once upon"), ("The cat", " sat."), (STORY * 60, "She")
+        ("Once upon a", " time"),
+        ("Once upon a ", "time"),
+        ("", "Once upon"),
+        ("The cat", " sat."),
+        (STORY * 60, "She"),
     )
-    for result, expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+    for result, expected in zip(
+        ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True
+    ):
         # Float32 rounding.
-        assert result[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-4) and result[1] == expected[1]
+        assert (
+            result[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-4) and result[1] == expected[1]
+        )
 
 
 def test_rolling_log_likelihoods_equal_transformers(ours, theirs):
@@ -106,7 +114,9 @@ def test_a_local_task_equals_the_built_in_evaluation(stories, assets, tmp_path, 
     file.write_text("\n".join(lines))
     head = TASK.format(name="local_choice", file=file, kind="multiple_choice")
     (tmp_path / "choice.yaml").write_text(head + CHOICE)
-    (tmp_path / "generate.yaml").write_text(TASK.format(name="local_text", file=file, kind="generate_until") + GENERATE)
+    (tmp_path / "generate.yaml").write_text(
+        TASK.format(name="local_text", file=file, kind="generate_until") + GENERATE
+    )
     args = [
         "--checkpoint",
         stories,
@@ -122,5 +132,7 @@ def test_a_local_task_equals_the_built_in_evaluation(stories, assets, tmp_path, 
     results = json.loads(capsys.readouterr().out)["results"]
     assert results["local_choice"]["acc,none"] == results[str(file)]["accuracy"]
     assert results["local_choice"]["acc_norm,none"] == results[str(file)]["accuracy_norm"]
-    assert results["local_choice"]["acc_stderr,none"] == pytest.approx(results[str(file)]["accuracy_stderr"])
+    assert results["local_choice"]["acc_stderr,none"] == pytest.approx(
+        results[str(file)]["accuracy_stderr"]
+    )
     assert "exact_match,none" in results["local_text"]

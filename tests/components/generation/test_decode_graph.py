@@ -1,5 +1,6 @@
-"""CUDA graphs of decoding, without a GPU: a stand-in on the CPU records operations and repeats them on the same memory,
-and the meta device, which has no values, shows what a step exchanges with the host."""
+"""CUDA graphs of decoding, without a GPU: a stand-in on the CPU records operations and repeats them
+on the same memory, and the meta device, which has no values, shows what a step exchanges with the
+host."""
 
 import contextlib
 import inspect
@@ -15,8 +16,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from tests.components.generation.test_engine import SAMPLING, STOP_IDS, alone, check_equal, hybrid_model, texts_of
-from tests.components.generation.test_generation import TINY_PROMPTS, ids_of, mixed_model, reference_ids
+from tests.components.generation.test_engine import (
+    SAMPLING,
+    STOP_IDS,
+    alone,
+    check_equal,
+    hybrid_model,
+    texts_of,
+)
+from tests.components.generation.test_generation import (
+    TINY_PROMPTS,
+    ids_of,
+    mixed_model,
+    reference_ids,
+)
 from tests.components.peft.test_lora import adapted_model, initialized, plain_model, randomize
 from tests.models.family_cases import CASES, family_of, random_reference, to_ours
 from tests.models.test_llama3 import VARIANTS, reference_of, small_model, windowed_model
@@ -42,7 +55,8 @@ def key_of(x: Tensor) -> int:
 
 
 class Recording(TorchDispatchMode):
-    """Operations with their arguments and results. Like a CUDA graph, a recording has no effects by itself."""
+    """Operations with their arguments and results. Like a CUDA graph, a recording has no effects by
+    itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +92,8 @@ class Recording(TorchDispatchMode):
                     x.copy_(value)
 
     def signature(self) -> list:
-        """Return the operations with shapes, numbers and places in memory: of each tensor, its outer storage, or the
-        call that made it."""
+        """Return the operations with shapes, numbers and places in memory: of each tensor, its
+        outer storage, or the call that made it."""
         made: dict[int, int] = {}
 
         def describe(x: Tensor) -> tuple:
@@ -87,8 +101,14 @@ class Recording(TorchDispatchMode):
 
         lines = []
         for number, (operation, args, kwargs, result, new) in enumerate(self.calls):
-            made |= {key_of(x): number for x, is_new in zip(tensors_of(result), new, strict=True) if is_new}
-            lines.append((str(operation), str(tree_map_only(Tensor, describe, (args, kwargs, result)))))
+            made |= {
+                key_of(x): number
+                for x, is_new in zip(tensors_of(result), new, strict=True)
+                if is_new
+            }
+            lines.append(
+                (str(operation), str(tree_map_only(Tensor, describe, (args, kwargs, result))))
+            )
         return lines
 
 
@@ -129,7 +149,10 @@ def graphs(monkeypatch) -> Graphs:
 
 
 def with_and_without_cache(model, prompts) -> list[list[Generation]]:
-    return [generate(model, prompts, max_new_tokens=24, use_cache=use_cache) for use_cache in (True, False)]
+    return [
+        generate(model, prompts, max_new_tokens=24, use_cache=use_cache)
+        for use_cache in (True, False)
+    ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -138,8 +161,8 @@ def test_greedy_texts_equal_transformers(graphs, variant):
     reference, _ = reference_of(model)
     expected = reference_ids(reference, TINY_PROMPTS, 40)
     assert ids_of(generate(model, TINY_PROMPTS, max_new_tokens=40)) == expected
-    # The first token follows the prompts. The other steps end at 21 to 59 slots, in buckets of 32, 48 and 62 slots, of
-    # which each has a step that is not recorded, after the first two steps.
+    # The first token follows the prompts. The other steps end at 21 to 59 slots, in buckets of 32,
+    # 48 and 62 slots, of which each has a step that is not recorded, after the first two steps.
     assert (graphs.captures, graphs.replays) == (3, 39 - 2 - 3)
 
 
@@ -224,7 +247,9 @@ def test_every_family_generates_the_same(graphs, name):
     """With and without graphs; those that have one take nothing from the host in it."""
     model, _ = to_ours(family_of(name), random_reference(name, 0))
     check_equal(*with_and_without_cache(model, TINY_PROMPTS[1:]))
-    has_windows = any(map(getattr(model, "window_of_layer", lambda index: None), map(int, model.layers)))
+    has_windows = any(
+        map(getattr(model, "window_of_layer", lambda index: None), map(int, model.layers))
+    )
     is_recurrent = any("DeltaNet" in type(module).__name__ for module in model.modules())
     is_possible = decode_graph.graphs_for(model, partial(_logits_at, model, 0)) is not None
     has_graph = is_possible and not has_windows and not is_recurrent
@@ -254,7 +279,17 @@ def experts() -> Any:
 
 
 @pytest.mark.parametrize(
-    "make", [windowed_model, mixed_model, hybrid_model, long_rope, checkpointed, packed, experts, small_model]
+    "make",
+    [
+        windowed_model,
+        mixed_model,
+        hybrid_model,
+        long_rope,
+        checkpointed,
+        packed,
+        experts,
+        small_model,
+    ],
 )
 def test_models_without_graph(graphs, make, monkeypatch):
     if make is small_model:
@@ -266,7 +301,9 @@ def test_models_without_graph(graphs, make, monkeypatch):
 def test_weights_and_adapters_may_change_between_runs(graphs):
     model = adapted_model()
     randomize(model)
-    engine, expected = (Engine(model, sampling=SAMPLING, use_cache=use_cache) for use_cache in (True, False))
+    engine, expected = (
+        Engine(model, sampling=SAMPLING, use_cache=use_cache) for use_cache in (True, False)
+    )
     texts = []
     for change in (1.0, 2.0, 0.0):
         for layer in model.modules():
@@ -285,13 +322,18 @@ def test_weights_and_adapters_may_change_between_runs(graphs):
 def test_bfloat16(graphs, monkeypatch, in_context):
     """Weights, or their copies in mixed precision."""
     model = small_model()
-    with MixedPrecision(torch.bfloat16).of(model) if in_context else contextlib.nullcontext(model.bfloat16()):
+    with (
+        MixedPrecision(torch.bfloat16).of(model)
+        if in_context
+        else contextlib.nullcontext(model.bfloat16())
+    ):
         found = generate(model, TINY_PROMPTS, max_new_tokens=20)
         assert graphs.captures > 0
         monkeypatch.setenv(decode_graph.SWITCH, "0")
         expected = generate(model, TINY_PROMPTS, max_new_tokens=20)
     for one, other in zip(found, expected, strict=True):
-        # bfloat16 has 8 bits, and masked keys change the order of sums: logits of about 1 differ by about 2^-8.
+        # bfloat16 has 8 bits, and masked keys change the order of sums: logits of about 1 differ by
+        # about 2^-8.
         assert one.logprobs[:3] == pytest.approx(other.logprobs[:3], abs=0.05)
         assert one.ids[:3] == other.ids[:3]
 
@@ -313,7 +355,11 @@ def test_unused_slots_are_finite(graphs, monkeypatch, makes_zeros):
         monkeypatch.setattr(Tensor, "new_zeros", Tensor.new_empty)
     torch.use_deterministic_algorithms(True)
     try:
-        with contextlib.nullcontext() if makes_zeros else pytest.raises(UserError, match="not finite"):
+        with (
+            contextlib.nullcontext()
+            if makes_zeros
+            else pytest.raises(UserError, match="not finite")
+        ):
             generate(small_model(), TINY_PROMPTS, max_new_tokens=20)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -329,7 +375,8 @@ def test_a_failed_recording_names_the_remedy(monkeypatch):
     monkeypatch.setitem(decode_graph.CAPTURES, "cpu", capture)
     monkeypatch.setattr(decode_graph, "_failure", "")
     message = (
-        "operation not permitted.*memory of this process may be in an unknown.*again with TORCHTITAN_CUDA_GRAPHS=0"
+        "operation not permitted.*memory of this process may be in an unknown.*again with "
+        "TORCHTITAN_CUDA_GRAPHS=0"
     )
     with pytest.raises(UserError, match=message):
         generate(small_model(), [[1]], max_new_tokens=20)
@@ -341,7 +388,8 @@ def test_a_failed_recording_names_the_remedy(monkeypatch):
 
 
 class FromLists(TorchFunctionMode):
-    """Counts tensors made from numbers of the host on the device, here meta, which makes no copies."""
+    """Counts tensors made from numbers of the host on the device, here meta, which makes no
+    copies."""
 
     count = 0
 
@@ -359,14 +407,19 @@ class HostCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        devices = {x.device.type for x in tensors_of((args, kwargs, result)) if x.ndim or x.device.type == "meta"}
+        devices = {
+            x.device.type
+            for x in tensors_of((args, kwargs, result))
+            if x.ndim or x.device.type == "meta"
+        }
         self.count += len(devices) > 1
         return result
 
 
 @torch.no_grad()
 def host_copies(model: Any) -> int:
-    """Return the number of copies between host and device in a step. Reading values from the meta device raises."""
+    """Return the number of copies between host and device in a step. Reading values from the meta
+    device raises."""
     meta, copies, tensors = torch.device("meta"), HostCopies(), FromLists()
 
     def capture(step, device):
@@ -419,7 +472,9 @@ def test_calls_of_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     decode_graph._stream.cache_clear()
-    replay = decode_graph.CAPTURES["cuda"](lambda: calls.append("step") or torch.ones(1), torch.device("cuda", 1))
+    replay = decode_graph.CAPTURES["cuda"](
+        lambda: calls.append("step") or torch.ones(1), torch.device("cuda", 1)
+    )
     decode_graph._stream.cache_clear()
     assert replay() is replay()
     outer = "stream of cuda:1"

@@ -33,7 +33,9 @@ ALL = range(len(PROMPTS))
 
 
 def texts_of(engine: Engine, numbers=ALL):
-    return [engine.generate(PROMPTS[n], max_new_tokens=12 + n % 7, key=f"text {n}") for n in numbers]
+    return [
+        engine.generate(PROMPTS[n], max_new_tokens=12 + n % 7, key=f"text {n}") for n in numbers
+    ]
 
 
 def test_an_engine_without_rows_is_an_error():
@@ -68,11 +70,17 @@ def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
     assert [dtype for dtype in read if dtype.is_floating_point] == 6 * [torch.float32]
 
 
-@pytest.mark.parametrize(("prompts", "kernel"), [([[1, 2], [3, 4]], "causal"), ([[1, 2], [3]], "dense")])
+@pytest.mark.parametrize(
+    ("prompts", "kernel"), [([[1, 2], [3, 4]], "causal"), ([[1, 2], [3]], "dense")]
+)
 def test_prompts_of_one_length_need_no_mask(prompts, kernel, monkeypatch):
     """Other tests compare the texts."""
     kernels, logits_at = [], engine_module._logits_at
-    monkeypatch.setattr(engine_module, "_logits_at", lambda *args: kernels.append(args[-1].kernel) or logits_at(*args))
+    monkeypatch.setattr(
+        engine_module,
+        "_logits_at",
+        lambda *args: kernels.append(args[-1].kernel) or logits_at(*args),
+    )
     engine = Engine(mixed_model(), sampling=SAMPLING)
     engine.run([engine.generate(prompt, max_new_tokens=3, key="") for prompt in prompts])
     assert kernels == [kernel, "dense", "dense"]
@@ -99,7 +107,8 @@ def test_a_shared_prompt_is_computed_once_and_finished_rows_make_room():
     assert prompts == [(1, len(prompt)) for prompt in TINY_PROMPTS[1:]]
     n_tokens = sum(len(text.ids) for text in texts)
     n_passes = len(passes) - len(TINY_PROMPTS)
-    # The first token of each text needs no pass of its own. Without new rows, groups of three wait for the longest.
+    # The first token of each text needs no pass of its own. Without new rows, groups of three wait
+    # for the longest.
     assert (n_tokens - len(texts)) / 3 <= n_passes < 1.25 * n_tokens / 3
 
 
@@ -124,7 +133,9 @@ def test_an_asyncio_program_runs_the_engine_in_a_thread():
     expected = engine.run(texts_of(engine, [0, 5]))
 
     async def program() -> list[Generation]:
-        with pytest.raises(UserError, match=r"only in coroutines that the same engine runs.*asyncio\.to_thread"):
+        with pytest.raises(
+            UserError, match=r"only in coroutines that the same engine runs.*asyncio\.to_thread"
+        ):
             await asyncio.wait_for(texts_of(engine, [0])[0], timeout=60)
         return await asyncio.to_thread(engine.run, texts_of(engine, [0, 5]))
 
@@ -184,8 +195,14 @@ def test_a_boundary_of_the_distribution_decides():
 def sharded_texts(layout: str, expected: list[Generation]) -> None:
     rank, model = dist.get_rank(), sharded_model(layout)
     # Under FSDP, rank 1 has fewer texts; then none.
-    for mine in ([range(14), range(14, 20)], [range(20), range(0)]) if layout == "fsdp" else [[range(20)] * 2]:
-        engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3, group=dist.group.WORLD)
+    for mine in (
+        ([range(14), range(14, 20)], [range(20), range(0)])
+        if layout == "fsdp"
+        else [[range(20)] * 2]
+    ):
+        engine = Engine(
+            model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3, group=dist.group.WORLD
+        )
         check_equal(engine.run(texts_of(engine, mine[rank])), [expected[n] for n in mine[rank]])
     if layout == "fsdp":
 

@@ -11,8 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models.test_llama3 import VARIANTS, reference_of, small_config, small_model, windowed_model
-from torchtitan.components.generation import KVCache, Sampling, TextStream, generate, start_id, stop_ids
+from tests.models.test_llama3 import (
+    VARIANTS,
+    reference_of,
+    small_config,
+    small_model,
+    windowed_model,
+)
+from torchtitan.components.generation import (
+    KVCache,
+    Sampling,
+    TextStream,
+    generate,
+    start_id,
+    stop_ids,
+)
 from torchtitan.components.generation.kv_cache import CachedAttention
 from torchtitan.components.generation.sampling import draw, generator_of, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -49,7 +62,11 @@ def reference_ids(reference, prompts, new_tokens):
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
         )
         found.append(out[0, len(prompt) :].tolist())
     return found
@@ -59,7 +76,9 @@ def reference_ids(reference, prompts, new_tokens):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_stories_model_generates_the_published_text(stories_model, stories_tokenizer, assets, use_cache):
+def test_stories_model_generates_the_published_text(
+    stories_model, stories_tokenizer, assets, use_cache
+):
     """llama2.c counts forward passes, including the pass of BOS: 200 steps are 200 new tokens."""
     stream = TextStream(stories_tokenizer, [BOS])
     [generation] = generate(
@@ -76,7 +95,9 @@ def test_stories_model_generates_the_published_text(stories_model, stories_token
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_batch_of_ragged_prompts_equals_transformers(stories_model, stories, story_prompts, use_cache):
+def test_a_batch_of_ragged_prompts_equals_transformers(
+    stories_model, stories, story_prompts, use_cache
+):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
     generations = generate(stories_model, story_prompts, max_new_tokens=60, use_cache=use_cache)
@@ -91,7 +112,10 @@ def test_random_models_equal_transformers(variant):
     expected = reference_ids(reference, TINY_PROMPTS, 24)
     assert len({tuple(ids) for ids in expected}) == len(expected)
     for use_cache in (True, False):
-        assert ids_of(generate(model, TINY_PROMPTS, max_new_tokens=24, use_cache=use_cache)) == expected
+        assert (
+            ids_of(generate(model, TINY_PROMPTS, max_new_tokens=24, use_cache=use_cache))
+            == expected
+        )
 
 
 @pytest.mark.parametrize("make_model", [small_model, windowed_model])
@@ -101,12 +125,16 @@ def test_log_probabilities_equal_transformers(use_cache, make_model):
     model = make_model()
     reference, _ = reference_of(model)
     sampling = Sampling(temperature=0.7, top_k=20, seed=3)
-    generations = generate(model, TINY_PROMPTS, max_new_tokens=16, sampling=sampling, use_cache=use_cache)
+    generations = generate(
+        model, TINY_PROMPTS, max_new_tokens=16, sampling=sampling, use_cache=use_cache
+    )
     for prompt, generation in zip(TINY_PROMPTS, generations, strict=True):
         logits = reference(torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)[range(16), generation.ids]
         # Float32 sums in another order, for logits of about 1.
-        torch.testing.assert_close(torch.tensor(generation.logprobs), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(generation.logprobs), expected, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_padding_does_not_affect_rows(stories_model, story_prompts):
@@ -128,7 +156,9 @@ def test_rows_end_independently():
         pushed[row].append(token)
         return row == 2 and len(pushed[row]) == 5
 
-    generations = generate(model, TINY_PROMPTS, max_new_tokens=20, stop_ids={stop}, on_token=on_token)
+    generations = generate(
+        model, TINY_PROMPTS, max_new_tokens=20, stop_ids={stop}, on_token=on_token
+    )
     for row, (generation, whole) in enumerate(zip(generations, free, strict=True)):
         length = whole.ids.index(stop) + 1 if stop in whole.ids else 20
         by_stop_token = stop in whole.ids
@@ -163,7 +193,9 @@ def test_a_model_that_returns_nan_is_rejected():
 
     for sampling in (None, cold):
         done, other = generate(small_model(), [[1], [2]], max_new_tokens=3, sampling=sampling)
-        generations = generate(model, [[1], [2]], max_new_tokens=3, on_token=on_token, sampling=sampling)
+        generations = generate(
+            model, [[1], [2]], max_new_tokens=3, on_token=on_token, sampling=sampling
+        )
         assert ids_of(generations) == [done.ids[:1], other.ids]
         model = small_model()
 
@@ -254,16 +286,21 @@ def test_compiled_and_checkpointed_blocks_generate_the_same():
 
 @pytest.mark.parametrize(
     ("window", "first", "second"),
-    [(None, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 1, 1, 1]), (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [1, 1])],
+    [
+        (None, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 1, 1, 1]),
+        (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [1, 1]),
+    ],
 )
 def test_padding_mask(window, first, second):
-    """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it, or
-    in its window, outside of which a layer keeps no tokens."""
+    """A padding token sees itself, so that no softmax row is empty; a real token sees all real
+    tokens before it, or in its window, outside of which a layer keeps no tokens."""
     cache = KVCache(small_model(), 4)
 
     def mask(positions: list[int]) -> list[list[int]]:
         attention = cache.attention(torch.tensor([positions])).with_window(window)
-        kernel = with_kernel(attention, device=torch.device("cpu"), dtype=torch.float32, head_dim=16, static=False)
+        kernel = with_kernel(
+            attention, device=torch.device("cpu"), dtype=torch.float32, head_dim=16, static=False
+        )
         return kernel.mask[0, 0].int().tolist()
 
     assert mask([0, 0, 1]) == first
@@ -288,13 +325,14 @@ def widths_of(cache: KVCache, model: Llama3Model) -> list[set[int]]:
     """Return the number of stored slots in each layer."""
     stored = [cache._stored[block.attention.attend][1:] for block in model.layers.values()]
     return [
-        {x.shape[1] for x in pair} | {x.untyped_storage().nbytes() // x[:, 0].nbytes for x in pair} for pair in stored
+        {x.shape[1] for x in pair} | {x.untyped_storage().nbytes() // x[:, 0].nbytes for x in pair}
+        for pair in stored
     ]
 
 
 def test_a_layer_with_a_window_keeps_only_its_window():
-    """Any number of tokens may follow the cached ones; tokens that `advance` drops leave no trace. All logits equal a
-    pass over the whole rows; the first is padded on the left."""
+    """Any number of tokens may follow the cached ones; tokens that `advance` drops leave no trace.
+    All logits equal a pass over the whole rows; the first is padded on the left."""
     model = mixed_model()
     tokens_BL = torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(0))
     positions_BL = (torch.arange(30) - torch.tensor([[9], [0]])).clamp(min=0)
@@ -319,17 +357,29 @@ def test_a_cache_that_is_cut_too_short_is_caught(monkeypatch):
     def one_key_less(self: CachedAttention, window: int | None) -> AttentionMetadata:
         attention = original(self, window)
         n_extra = len(attention.key_places_S) - len(self.query_places_L)
-        return replace(attention, key_places_S=attention.key_places_S[1:]) if window and n_extra else attention
+        return (
+            replace(attention, key_places_S=attention.key_places_S[1:])
+            if window and n_extra
+            else attention
+        )
 
     monkeypatch.setattr(CachedAttention, "with_window", one_key_less)
     model = mixed_model()
-    wrong, right = (generate(model, TINY_PROMPTS, max_new_tokens=16, use_cache=cached) for cached in (True, False))
-    differences = (torch.tensor([a.logprobs, b.logprobs]).diff(dim=0) for a, b in zip(wrong, right, strict=True))
-    assert max(difference.abs().max().item() for difference in differences) > 1e-4  # ten times the tolerance above
+    wrong, right = (
+        generate(model, TINY_PROMPTS, max_new_tokens=16, use_cache=cached)
+        for cached in (True, False)
+    )
+    differences = (
+        torch.tensor([a.logprobs, b.logprobs]).diff(dim=0)
+        for a, b in zip(wrong, right, strict=True)
+    )
+    # ten times the tolerance above
+    assert max(difference.abs().max().item() for difference in differences) > 1e-4
 
 
 def largest_difference(reference, generations) -> float:
-    """Return the largest difference of log probabilities from transformers' for continuations of `TINY_PROMPTS`."""
+    """Return the largest difference of log probabilities from transformers' for continuations of
+    `TINY_PROMPTS`."""
     differences = []
     for prompt, generation in zip(TINY_PROMPTS, generations, strict=True):
         logits = reference(torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
@@ -348,7 +398,11 @@ def test_windows_in_some_layers_equal_transformers(use_cache):
             return None if index % 2 else 6
 
     llama, names = reference_of(small_model())
-    config = llama.config.to_dict() | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 6}
+    config = llama.config.to_dict() | {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    }
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     reference = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).eval()
     for parameter in reference.parameters():
@@ -357,21 +411,28 @@ def test_windows_in_some_layers_equal_transformers(use_cache):
     model = HalfWindowed(small_config())
     model.load_state_dict(small_model().state_dict())
     differences = [
-        largest_difference(reference, generate(each, TINY_PROMPTS, max_new_tokens=16, use_cache=use_cache))
+        largest_difference(
+            reference, generate(each, TINY_PROMPTS, max_new_tokens=16, use_cache=use_cache)
+        )
         for each in (model, windowed_model())
     ]
-    # Float32 sums in another order, for logits of about 1; another window differs a hundred times more.
+    # Float32 sums in another order, for logits of about 1; another window differs a hundred times
+    # more.
     assert differences[0] < 1e-5 and differences[1] > 1e-3
 
 
 def test_lengths_of_texts_in_a_cache():
     cache = KVCache(small_model(), 8)
-    assert cache.attention(torch.tensor([[0, 0, 1], [0, 1, 2]])).document_lengths_BL(torch.device("cpu")).tolist() == [
+    assert cache.attention(torch.tensor([[0, 0, 1], [0, 1, 2]])).document_lengths_BL(
+        torch.device("cpu")
+    ).tolist() == [
         [2],
         [3],
     ]
     cache.advance(3)
-    assert cache.attention(torch.tensor([[2], [3]])).document_lengths_BL(torch.device("cpu")).tolist() == [[3], [4]]
+    assert cache.attention(torch.tensor([[2], [3]])).document_lengths_BL(
+        torch.device("cpu")
+    ).tolist() == [[3], [4]]
 
 
 class RunningSum(torch.nn.Module):
@@ -421,11 +482,14 @@ def test_the_cache_has_the_type_of_mixed_precision():
     model = small_model()
     with MixedPrecision(torch.bfloat16).of(model):
         cached, recomputed = (
-            generate(model, TINY_PROMPTS, max_new_tokens=2, use_cache=use_cache) for use_cache in (True, False)
+            generate(model, TINY_PROMPTS, max_new_tokens=2, use_cache=use_cache)
+            for use_cache in (True, False)
         )
         with KVCache(model, 4) as cache:
             model(torch.tensor([[1, 2, 3]]), cache.attention(torch.arange(3)[None]))
-            assert {x.dtype for _, *pair in cache._stored.values() for x in pair} == {torch.bfloat16}
+            assert {x.dtype for _, *pair in cache._stored.values() for x in pair} == {
+                torch.bfloat16
+            }
     for one, other in zip(cached, recomputed, strict=True):
         # bfloat16 has 8 bits: logits of about 1 differ by about 2^-8.
         assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.05)
@@ -439,14 +503,18 @@ def test_sampled_frequencies_follow_the_softmax():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
     for temperature in (1.0, 0.5):
         sampling, generator, n = Sampling(temperature=temperature), generator_of("1"), 4000
-        counts = torch.bincount(torch.cat([draw(logits, sampling, [generator]) for _ in range(n)]), minlength=5)
+        counts = torch.bincount(
+            torch.cat([draw(logits, sampling, [generator]) for _ in range(n)]), minlength=5
+        )
         expected = n * (logits[0] / temperature).softmax(-1)
         # Pearson's statistic with 4 degrees of freedom exceeds 18.5 for one seed in a thousand.
         assert ((counts - expected) ** 2 / expected).sum() < 18.5
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (5, None), (None, 0.7), (8, 0.6), (1, None), (500, 1.0)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(None, None), (5, None), (None, 0.7), (8, 0.6), (1, None), (500, 1.0)]
+)
 def test_restrictions_equal_transformers(temperature, top_k, top_p):
     transformers = pytest.importorskip("transformers")
     logits = torch.randn(16, 50, generator=torch.Generator().manual_seed(0))
@@ -481,12 +549,14 @@ def test_samples_of_a_row_do_not_depend_on_the_batch():
     alone = generate(model, [[5]], max_new_tokens=20, sampling=sampling)
     assert together[0].ids == alone[0].ids
     assert together[1].ids != together[0].ids  # the same prompt in another row
-    assert ids_of(generate(model, [[5]], max_new_tokens=20, sampling=Sampling(temperature=1.5, seed=8))) != ids_of(
-        alone
-    )
+    assert ids_of(
+        generate(model, [[5]], max_new_tokens=20, sampling=Sampling(temperature=1.5, seed=8))
+    ) != ids_of(alone)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}]
+)
 def test_invalid_sampling_options_are_rejected(options):
     with pytest.raises(UserError, match=next(iter(options))):
         generate(small_model(), [[1]], max_new_tokens=1, sampling=Sampling(**options))
@@ -496,7 +566,8 @@ def test_invalid_sampling_options_are_rejected(options):
 
 
 @pytest.mark.parametrize(
-    "name", ["stories260K/hf-converted", "gpt2-tokenizer", "mistral-v0.3-tokenizer", "llama3-tokenizer"]
+    "name",
+    ["stories260K/hf-converted", "gpt2-tokenizer", "mistral-v0.3-tokenizer", "llama3-tokenizer"],
 )
 def test_streamed_pieces_equal_the_text(assets, name):
     """Characters of several tokens are held back until they are complete."""
@@ -526,25 +597,36 @@ CHARACTERS = "ab \n\té¿中東🙂🇨🇭\u200d▁\u0301'#"
     ],
 )
 def test_streaming_equals_decoding_at_once(assets, name, first_plain):
-    """For random texts and random ids, with special tokens and broken characters, but without byte fallback."""
+    """For random texts and random ids, with special tokens and broken characters, but without byte
+    fallback."""
     tokenizer, rng = PretrainedTokenizer.Config().build(path=assets / name), random.Random(0)
     special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
     for _ in range(60):
         ids = tokenizer.encode("".join(rng.choices(CHARACTERS, k=30)), add_bos=False)
         noise = [rng.randrange(first_plain, tokenizer.vocab_size) for _ in range(40)] + special * 3
         rng.shuffle(noise)
-        for prompt, row in (([], ids), (special + ids[:3], ids), (ids[:1], noise), (special, noise)):
+        for prompt, row in (
+            ([], ids),
+            (special + ids[:3], ids),
+            (ids[:1], noise),
+            (special, noise),
+        ):
             if "�" in tokenizer.decode(prompt):
                 prompt = special
             stream = TextStream(tokenizer, prompt)
             pieces = [stream.push(token) for token in row] + [stream.finish()]
-            before, whole = (tokenizer.decode(x, skip_special_tokens=True) for x in (prompt, prompt + row))
+            before, whole = (
+                tokenizer.decode(x, skip_special_tokens=True) for x in (prompt, prompt + row)
+            )
             assert before + "".join(pieces) == whole
 
 
 def test_invalid_bytes_do_not_change_returned_text(stories_tokenizer):
-    """Byte fallback would turn the whole run into U+FFFD, including a newline that was already returned."""
-    newline, broken = (stories_tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂"))
+    """Byte fallback would turn the whole run into U+FFFD, including a newline that was already
+    returned."""
+    newline, broken = (
+        stories_tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂")
+    )
     row = newline[-1:] + broken[-4:-2] + stories_tokenizer.encode("b", add_bos=False)
     stream = TextStream(stories_tokenizer)
     assert "".join(stream.push(token) for token in row) == "\n�� b"
@@ -632,7 +714,9 @@ def test_start_and_stop_ids(stories_tokenizer, tmp_path):
 
 def sharded_model(layout: str) -> Llama3Model:
     degrees = {"fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}[layout]
-    dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees})
+    dims = ParallelDims(
+        **{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees}
+    )
     model, training = mixed_model(), TrainingConfig(mixed_precision_param="float32")
     mesh = dims.build_mesh("cpu")
     parallelize_model(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=training)
@@ -653,7 +737,11 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
             use_cache=use_cache,
             group=dist.group.WORLD,
         )
-        assert ids_of(generations) == [expected[row][:length] for row in rows], (layout, rank, use_cache)
+        assert ids_of(generations) == [expected[row][:length] for row in rows], (
+            layout,
+            rank,
+            use_cache,
+        )
     if rank == 1:
         model.head.norm.register_forward_hook(lambda module, args, output: output * math.nan)
     with pytest.raises(UserError, match="not finite"):

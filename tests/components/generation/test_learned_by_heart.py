@@ -1,4 +1,5 @@
-"""Models that learn one conversation by heart repeat it after the template's own prompts, and stop."""
+"""Models that learn one conversation by heart repeat it after the template's own prompts, and
+stop."""
 
 from pathlib import Path
 
@@ -23,14 +24,31 @@ ENDS = {"Cohere2MoE": "<|START_TEXT|>{}<|END_TEXT|>"}
 
 
 REASONING = (
-    *("qwen3", "GLM-4.6", "Qwen3.5-4B", "openai-gpt-oss-120b", "MiniMax-M2", "NVIDIA-Nemotron-Nano-v2", "Cohere2MoE"),
-    *("google-gemma-4-31B-it", "deepseek-ai-DeepSeek-V3.1", "StepFun3.5-Flash", "Apriel-1.6-15b-Thinker-fixed"),
+    *(
+        "qwen3",
+        "GLM-4.6",
+        "Qwen3.5-4B",
+        "openai-gpt-oss-120b",
+        "MiniMax-M2",
+        "NVIDIA-Nemotron-Nano-v2",
+        "Cohere2MoE",
+    ),
+    *(
+        "google-gemma-4-31B-it",
+        "deepseek-ai-DeepSeek-V3.1",
+        "StepFun3.5-Flash",
+        "Apriel-1.6-15b-Thinker-fixed",
+    ),
     *("Kimi-K2-Thinking", "poolside-Laguna-S-2.1"),
 )
-"""Templates that write reasoning. GLM ends turns with the header of the next turn, gpt-oss with one of two tokens,
-others with one token; some open or close the reasoning in their prompt."""
+"""Templates that write reasoning. GLM ends turns with the header of the next turn, gpt-oss with one
+of two tokens, others with one token; some open or close the reasoning in their prompt."""
 
-PLAIN = ("mistralai-Mistral-Nemo-Instruct-2407", "meta-llama-Llama-3.2-3B-Instruct", "ibm-granite-granite-4.0")
+PLAIN = (
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "ibm-granite-granite-4.0",
+)
 
 
 def pair_of(option: str) -> tuple[str, str]:
@@ -54,19 +72,31 @@ def test_models_repeat_what_they_learned_and_stop(name: str, assets: Path) -> No
         ids, trained = torch.from_numpy(sample.ids), torch.from_numpy(sample.trained)
         rows.append((ids[None, :-1], torch.where(trained, ids, -100)[1:]))
     for _ in range(STEPS):
-        losses = [torch.nn.functional.cross_entropy(model(ids)[0], targets) for ids, targets in rows]
+        losses = [
+            torch.nn.functional.cross_entropy(model(ids)[0], targets) for ids, targets in rows
+        ]
         if max(losses) < LEARNED:
             break
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
     # Inference sets the options that the samples are rendered with.
-    options = {name: value == "True" for sample in samples for name, value in map(pair_of, sample.facts.options)}
+    options = {
+        name: value == "True"
+        for sample in samples
+        for name, value in map(pair_of, sample.facts.options)
+    }
     stop_ids = set(Stops(template, tokenizer).ids())
     for number, (prompt, completion) in zip(answers(messages), turns_in_ids(samples), strict=True):
-        assert encoder.encode_prompt(normalize(messages[:number], options=options)).tolist() == prompt
+        assert (
+            encoder.encode_prompt(normalize(messages[:number], options=options)).tolist() == prompt
+        )
         [generation] = generate(model.eval(), [prompt], max_new_tokens=80, stop_ids=stop_ids)
         assert generation.finish_reason == "stop" and generation.ids == completion
         text = tokenizer.decode(completion)
         stop = next(stop for stop in STOPS[name] if text.endswith(stop))
-        assert text.removesuffix(stop).rstrip("\n").endswith(ENDS.get(name, "{}").format(messages[number]["content"]))
+        assert (
+            text.removesuffix(stop)
+            .rstrip("\n")
+            .endswith(ENDS.get(name, "{}").format(messages[number]["content"]))
+        )

@@ -39,14 +39,18 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     return hidden, torch.randn(VOCABULARY, DIM, generator=generator), labels
 
 
-def value_and_gradients(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+def value_and_gradients(
+    loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
+) -> list[Tensor]:
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     value = loss(hidden, weight, labels)
     (value / TOKENS).backward()
     return [value.detach(), hidden.grad, weight.grad]
 
 
-def exact(transform: LogitTransform, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+def exact(
+    transform: LogitTransform, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> list[Tensor]:
     """The loss and its gradients by autograd in float64."""
 
     def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -68,22 +72,31 @@ def errors(results: list[Tensor], truth: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("chunk_tokens", [0, 7])
 def test_float32_equals_float64(tensors, name, chunk_tokens):
-    """Within 1e-6 relative to the norm, about ten float32 roundings; with autograd, the error is as large."""
+    """Within 1e-6 relative to the norm, about ten float32 roundings; with autograd, the error is as
+    large."""
     for kind in (CrossEntropyLoss, OwnLoss):
-        loss = functools.partial(kind.Config(chunk_tokens=chunk_tokens).build(), transform=TRANSFORMS[name])
-        assert max(errors(value_and_gradients(loss, *tensors), exact(TRANSFORMS[name], *tensors))) < 1e-6
+        loss = functools.partial(
+            kind.Config(chunk_tokens=chunk_tokens).build(), transform=TRANSFORMS[name]
+        )
+        assert (
+            max(errors(value_and_gradients(loss, *tensors), exact(TRANSFORMS[name], *tensors)))
+            < 1e-6
+        )
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_bfloat16_is_as_exact_as_autograd(tensors, name):
-    """Chunks of one token are the hardest sum of weight gradients. The factor 1.2 allows for chance."""
+    """Chunks of one token are the hardest sum of weight gradients. The factor 1.2 allows for
+    chance."""
     hidden, weight, labels = tensors
     inputs = hidden.bfloat16(), weight.bfloat16(), labels
     truth = exact(TRANSFORMS[name], *inputs)
     own = functools.partial(OwnLoss.Config(chunk_tokens=0).build(), transform=TRANSFORMS[name])
     allowed = errors(value_and_gradients(own, *inputs), truth)
     for chunk_tokens in (0, 7, 1):
-        loss = functools.partial(CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build(), transform=TRANSFORMS[name])
+        loss = functools.partial(
+            CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build(), transform=TRANSFORMS[name]
+        )
         found = errors(value_and_gradients(loss, *inputs), truth)
         assert all(error <= 1.2 * limit + 1e-6 for error, limit in zip(found, allowed, strict=True))
         assert max(found) < 2**-7  # bfloat16 has 8 bits
@@ -113,7 +126,9 @@ def test_blocks_do_not_change_any_bit(tensors, dtype, monkeypatch):
     inputs = hidden.to(dtype), weight.to(dtype), labels
     whole = value_and_gradients(CrossEntropyLoss.Config().build(), *inputs)
     monkeypatch.setitem(cross_entropy.BLOCK_ELEMENTS, "cpu", 3 * VOCABULARY)
-    assert all(map(torch.equal, value_and_gradients(CrossEntropyLoss.Config().build(), *inputs), whole))
+    assert all(
+        map(torch.equal, value_and_gradients(CrossEntropyLoss.Config().build(), *inputs), whole)
+    )
 
 
 @pytest.mark.parametrize("kind", [CrossEntropyLoss, OwnLoss])
@@ -131,7 +146,8 @@ def test_recorded_losses_equal_float64(tensors, kind):
 
 
 class Allocations(TorchDispatchMode):
-    """Record the operations, the largest float32 result, and the largest tensor filled with a value."""
+    """Record the operations, the largest float32 result, and the largest tensor filled with a
+    value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +171,9 @@ def test_bfloat16_logits_have_no_whole_copy_in_float32(tensors, monkeypatch):
     hidden, weight, labels = tensors
     monkeypatch.setitem(cross_entropy.BLOCK_ELEMENTS, "cpu", VOCABULARY)
     with Allocations() as seen:
-        value_and_gradients(CrossEntropyLoss.Config().build(), hidden.bfloat16(), weight.bfloat16(), labels)
+        value_and_gradients(
+            CrossEntropyLoss.Config().build(), hidden.bfloat16(), weight.bfloat16(), labels
+        )
     assert VOCABULARY <= seen.elements < (TOKENS - 4) * VOCABULARY
     assert not {name for name in seen.names if "softmax" in name or "nll_loss" in name}
     assert seen.filled == hidden.numel()  # the gradient of hidden states, 0 without a label
@@ -168,4 +186,7 @@ def test_compiled_equals_eager(tensors, name):
     loss = CrossEntropyLoss.Config(chunk_tokens=7).build()
     loss.compile("inductor")
     compiled = functools.partial(loss, transform=TRANSFORMS[name])
-    assert max(errors(value_and_gradients(compiled, *tensors), exact(TRANSFORMS[name], *tensors))) < 1e-6
+    assert (
+        max(errors(value_and_gradients(compiled, *tensors), exact(TRANSFORMS[name], *tensors)))
+        < 1e-6
+    )

@@ -1,4 +1,5 @@
-"""Custom losses: the documented example in every layout, and the error for an operation that DTensor lacks."""
+"""Custom losses: the documented example in every layout, and the error for an operation that
+DTensor lacks."""
 
 import os
 import sys
@@ -40,7 +41,9 @@ def train_documented_loss(folder: Path, options: dict[str, Any], penalty: float 
     config = tiny_config(folder, **{**PROBLEM, **options})
     config.dataloader = RaggedDataLoader.Config(**config.dataloader.to_dict())
     z_loss = documented_class(PROJECT / "docs" / "extending.md", "ZLoss")
-    config.model_spec.loss = z_loss.Config(chunk_tokens=config.model_spec.loss.chunk_tokens, weight=penalty)
+    config.model_spec.loss = z_loss.Config(
+        chunk_tokens=config.model_spec.loss.chunk_tokens, weight=penalty
+    )
     run(config)
 
 
@@ -88,7 +91,9 @@ class LostPeerLoss(CrossEntropyLoss):
         return super().from_logits(logits_NV, labels_N)
 
 
-def train_and_expect(folder: Path, loss: type[CrossEntropyLoss], error: type[Exception], words: str) -> None:
+def train_and_expect(
+    folder: Path, loss: type[CrossEntropyLoss], error: type[Exception], words: str
+) -> None:
     config = tiny_config(folder, **{**PROBLEM, **TP2})
     config.model_spec.loss = loss.Config()
     with pytest.raises(error, match=words):
@@ -106,7 +111,11 @@ def test_an_operation_that_dtensor_lacks_names_the_option_to_set(workers, tmp_pa
 def test_an_error_in_the_loss_is_raised_unchanged(workers, tmp_path):
     """No option fixes it, and it occurs with plain tensors too."""
     workers.run(
-        train_and_expect, tmp_path, MistakenLoss, RuntimeError, "^Index tensor must have the same number of dim"
+        train_and_expect,
+        tmp_path,
+        MistakenLoss,
+        RuntimeError,
+        "^Index tensor must have the same number of dim",
     )
 
 

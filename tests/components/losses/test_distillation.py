@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchtitan.components.losses.distillation import DistillationLoss, Outputs, TopTokens, divergence, top_logits
+from torchtitan.components.losses.distillation import (
+    DistillationLoss,
+    Outputs,
+    TopTokens,
+    divergence,
+    top_logits,
+)
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
 KINDS = "forward_kl", "reverse_kl", "jensen_shannon"
@@ -13,7 +19,9 @@ IGNORED = -100
 
 def outputs(seed: int, vocabulary: int = 13, dim: int = 8) -> Outputs:
     torch.manual_seed(seed)
-    return Outputs(torch.randn(2, 9, dim, requires_grad=True), torch.randn(vocabulary, dim, requires_grad=True))
+    return Outputs(
+        torch.randn(2, 9, dim, requires_grad=True), torch.randn(vocabulary, dim, requires_grad=True)
+    )
 
 
 def labels() -> torch.Tensor:
@@ -24,10 +32,15 @@ def labels() -> torch.Tensor:
 
 
 def exact(student: Outputs, teacher: Outputs, kind: str, temperature: float, share: float):
-    """Loss, cross entropy, divergence and both gradients in float64, by definition, from all logits."""
-    hidden, weight = (x.detach().double().requires_grad_() for x in (student.hidden, student.weight))
+    """Loss, cross entropy, divergence and both gradients in float64, by definition, from all
+    logits."""
+    hidden, weight = (
+        x.detach().double().requires_grad_() for x in (student.hidden, student.weight)
+    )
     logits = student.transform(hidden @ weight.T)
-    taught = teacher.transform(teacher.hidden.detach().double() @ teacher.weight.detach().double().T)
+    taught = teacher.transform(
+        teacher.hidden.detach().double() @ teacher.weight.detach().double().T
+    )
     n = min(len(student.weight), len(teacher.weight))
     q, p = ((x[..., :n] / temperature).softmax(-1) for x in (logits, taught))
 
@@ -48,8 +61,16 @@ def exact(student: Outputs, teacher: Outputs, kind: str, temperature: float, sha
     return loss, cross_entropy, divergence, hidden.grad, weight.grad
 
 
-def check(student: Outputs, teacher: Outputs, kind: str, temperature: float, share: float, chunk_tokens: int) -> None:
-    """Compare with float64. The float32 sums of about 20 tokens have values up to 100, rounded to 1e-7 of them."""
+def check(
+    student: Outputs,
+    teacher: Outputs,
+    kind: str,
+    temperature: float,
+    share: float,
+    chunk_tokens: int,
+) -> None:
+    """Compare with float64. The float32 sums of about 20 tokens have values up to 100, rounded to
+    1e-7 of them."""
     config = DistillationLoss.Config(
         kind=kind, temperature=temperature, cross_entropy_weight=share, chunk_tokens=chunk_tokens
     )
@@ -64,7 +85,9 @@ def check(student: Outputs, teacher: Outputs, kind: str, temperature: float, sha
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("temperature", "share", "chunk_tokens"), [(1.0, 0.0, 100), (2.0, 0.3, 4), (0.5, 1.0, 5)])
+@pytest.mark.parametrize(
+    ("temperature", "share", "chunk_tokens"), [(1.0, 0.0, 100), (2.0, 0.3, 4), (0.5, 1.0, 5)]
+)
 def test_values_and_gradients_equal_float64(kind, temperature, share, chunk_tokens):
     check(outputs(0), outputs(1, dim=6), kind, temperature, share, chunk_tokens)
 
@@ -78,7 +101,11 @@ def test_changed_logits_and_padded_vocabularies(kind, sizes):
 
 
 def test_models_that_give_logits_match_output_weights():
-    student, teacher, loss = outputs(0), outputs(1), DistillationLoss.Config(cross_entropy_weight=0.5).build()
+    student, teacher, loss = (
+        outputs(0),
+        outputs(1),
+        DistillationLoss.Config(cross_entropy_weight=0.5).build(),
+    )
     expected = loss(student, teacher, labels())
     logits = [Outputs(x.hidden @ x.weight.T, None) for x in (student, teacher)]
     sums = loss(*logits, labels())
@@ -116,8 +143,9 @@ def test_a_teacher_of_itself_gives_no_gradient():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 5, 12, 13])
 def test_top_tokens_equal_a_teacher_with_one_event_for_the_others(kind, k):
-    """Value and gradient of the divergence over k + 1 events, in float64 by definition and by autograd: 1e-12. It never
-    exceeds the divergence over all tokens, and equals it if the event is one token or none."""
+    """Value and gradient of the divergence over k + 1 events, in float64 by definition and by
+    autograd: 1e-12. It never exceeds the divergence over all tokens, and equals it if the event is
+    one token or none."""
     torch.manual_seed(0)
     temperature = 1.7
     student, teacher = (3 * torch.randn(6, 13, dtype=torch.float64) for _ in range(2))
@@ -149,9 +177,12 @@ def test_top_tokens_equal_a_teacher_with_one_event_for_the_others(kind, k):
 
 
 def test_top_tokens_of_a_teacher_replace_its_outputs():
-    """All 13 tokens give the same loss and gradients as the teacher itself, except for rounding in float32."""
+    """All 13 tokens give the same loss and gradients as the teacher itself, except for rounding in
+    float32."""
     loss = DistillationLoss.Config(kind="jensen_shannon", temperature=2.0, chunk_tokens=4).build()
-    teacher = Outputs(*(x.detach() for x in (outputs(1, 16).hidden, outputs(1, 16).weight)), LogitTransform(0.5))
+    teacher = Outputs(
+        *(x.detach() for x in (outputs(1, 16).hidden, outputs(1, 16).weight)), LogitTransform(0.5)
+    )
     results = []
     for known in (teacher, loss.top_tokens(teacher, 13, 13)):
         student = outputs(0)
@@ -159,7 +190,11 @@ def test_top_tokens_of_a_teacher_replace_its_outputs():
         sums[0].backward()
         results.append((*sums, student.hidden.grad, student.weight.grad))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-    assert isinstance(known, TopTokens) and known.ids.shape == (2, 9, 13) and known.ids.dtype == torch.int32
+    assert (
+        isinstance(known, TopTokens)
+        and known.ids.shape == (2, 9, 13)
+        and known.ids.dtype == torch.int32
+    )
     few = loss.top_tokens(teacher, 13, 4).log_probs
     torch.testing.assert_close(few.exp().sum(-1), torch.ones(2, 9))
     torch.testing.assert_close(few[..., :4], known.log_probs[..., :4])

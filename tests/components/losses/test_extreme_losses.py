@@ -1,4 +1,5 @@
-"""Losses of policies, preferences and distillation at extreme inputs: float32 against formulas in float64."""
+"""Losses of policies, preferences and distillation at extreme inputs: float32 against formulas in
+float64."""
 
 import math
 from pathlib import Path
@@ -19,7 +20,22 @@ from torchtitan.tools.errors import UserError
 REL = 1e-5
 """float32 rounds arguments of up to 20 to 1e-6, and their exponentials by as much."""
 
-LOG_RATIOS = [-1e4, -199.0, -20.5, -1.0, -1e-4, 0.0, 1e-4, 0.3, 19.5, 20.5, 88.0, 199.0, 1e4, math.inf]
+LOG_RATIOS = [
+    -1e4,
+    -199.0,
+    -20.5,
+    -1.0,
+    -1e-4,
+    0.0,
+    1e-4,
+    0.3,
+    19.5,
+    20.5,
+    88.0,
+    199.0,
+    1e4,
+    math.inf,
+]
 
 
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
@@ -27,10 +43,14 @@ LOG_RATIOS = [-1e4, -199.0, -20.5, -1.0, -1e-4, 0.0, 1e-4, 0.3, 19.5, 20.5, 88.0
 def test_policy_losses_are_bounded(advantage: float, bound: float) -> None:
     """As by the two-sided clipping of arXiv:1912.09729, with c = exp(bound)."""
     log_ratios = torch.tensor(LOG_RATIOS, requires_grad=True)
-    losses, _ = policy_loss.clipped_losses(log_ratios, torch.full_like(log_ratios, advantage), 0.2, 0.2, bound)
+    losses, _ = policy_loss.clipped_losses(
+        log_ratios, torch.full_like(log_ratios, advantage), 0.2, 0.2, bound
+    )
     losses.sum().backward()
     assert log_ratios.grad is not None and log_ratios.grad.isfinite().all()
-    for log_ratio, loss, gradient in zip(LOG_RATIOS, losses.tolist(), log_ratios.grad.tolist(), strict=True):
+    for log_ratio, loss, gradient in zip(
+        LOG_RATIOS, losses.tolist(), log_ratios.grad.tolist(), strict=True
+    ):
         ratio = math.exp(min(log_ratio, 700.0))
         objective = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
         if advantage < 0:
@@ -115,12 +135,16 @@ def whiten_on_rank(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
-    """Equal to float64 over the tokens of both ranks: a mean of the ranks' means would differ by 20 deviations."""
+    """Equal to float64 over the tokens of both ranks: a mean of the ranks' means would differ by 20
+    deviations."""
     run_processes(whiten_on_rank, 2, tmp_path)
     parts = [rewards_of_rank(rank) for rank in range(2)]
     rewards = torch.cat([rewards[labels != -100].double() for rewards, labels in parts])
     expected = (rewards - rewards.mean()) / rewards.std(correction=0)
-    found = [torch.load(tmp_path / f"{rank}.pt")[labels != -100] for rank, (_, labels) in enumerate(parts)]
+    found = [
+        torch.load(tmp_path / f"{rank}.pt")[labels != -100]
+        for rank, (_, labels) in enumerate(parts)
+    ]
     torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -137,7 +161,9 @@ def test_losses_of_pairs_equal_float64(smoothing: float) -> None:
         "cpo": lambda x: preference_losses.cpo_loss(x, x, 0.5),
         "kto": lambda x: preference_losses.kto_loss(x, 3.0, x > 0),
         "reward": lambda x: bradley_terry_loss(x, -x, 0.5),
-        "orpo": lambda x: preference_losses.orpo_loss(-x.abs() - 1e-3, -x.abs().flip(0) - 1e-3, 0.5),
+        "orpo": lambda x: preference_losses.orpo_loss(
+            -x.abs() - 1e-3, -x.abs().flip(0) - 1e-3, 0.5
+        ),
     }
     for name, function in functions.items():
         results = []
@@ -176,7 +202,8 @@ def expected_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: Kind
 def test_divergences_with_excluded_tokens_equal_float64(kind: Kind, excluded: str) -> None:
     student, teacher = logits()
     teacher[1:4, 2] = teacher[5, :7] = -math.inf
-    if excluded == "both" or kind == "reverse_kl":  # which is infinite if only the teacher excludes a token
+    # which is infinite if only the teacher excludes a token
+    if excluded == "both" or kind == "reverse_kl":
         student[1:4, 2] = student[5, :7] = -math.inf
     values, gradients = divergence(student, teacher, kind, 1.0)
     exact = student.double().requires_grad_()
@@ -196,7 +223,8 @@ def test_reverse_kl_of_a_token_that_only_the_teacher_excludes_is_infinite() -> N
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["forward_kl", "jensen_shannon"])
 def test_the_loss_of_distillation_is_finite_with_excluded_tokens(kind: Kind, share: float) -> None:
-    """Also at ignored positions, and with a label that the student excludes if labels have no weight."""
+    """Also at ignored positions, and with a label that the student excludes if labels have no
+    weight."""
     student, teacher = logits()
     teacher[:, 0] = student[:, 0] = -math.inf
     labels = torch.tensor([1, 2, -100, 4, -100, 5 if share else 0])
@@ -205,11 +233,17 @@ def test_the_loss_of_distillation_is_finite_with_excluded_tokens(kind: Kind, sha
     total, _, _ = loss(Outputs(student[None], None), Outputs(teacher[None], None), labels[None])
     total.backward()
     is_valid = labels != -100
-    expected = (1 - share) * expected_divergence(student.detach().double(), teacher.double(), kind)[is_valid].sum()
+    expected = (1 - share) * expected_divergence(student.detach().double(), teacher.double(), kind)[
+        is_valid
+    ].sum()
     if share:
         expected += share * F.cross_entropy(student.detach().double(), labels, reduction="sum")
     assert total.item() == pytest.approx(expected.item(), rel=REL)
-    assert student.grad is not None and student.grad.isfinite().all() and (student.grad[~is_valid] == 0).all()
+    assert (
+        student.grad is not None
+        and student.grad.isfinite().all()
+        and (student.grad[~is_valid] == 0).all()
+    )
 
 
 def test_cross_entropy_with_excluded_tokens() -> None:
@@ -217,5 +251,7 @@ def test_cross_entropy_with_excluded_tokens() -> None:
     student, _ = logits()
     student[:, 0] = -math.inf
     labels = torch.tensor([1, -100, 3, 4, -100, 5])
-    losses = cross_entropy_(student.clone(), labels, transform=UNCHANGED, shard=None, needs_grad=False)
+    losses = cross_entropy_(
+        student.clone(), labels, transform=UNCHANGED, shard=None, needs_grad=False
+    )
     torch.testing.assert_close(losses, F.cross_entropy(student, labels, reduction="none"))

@@ -23,12 +23,16 @@ def reference(hidden, weight, labels, upstream, transform):
     """Values and gradients in float64, through full logits."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = transform(hidden @ weight.T)
-    values = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    values = -F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
     (values * upstream.flatten().double()).sum().backward()
     return values.view(labels.shape), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("transform", [UNCHANGED, LogitTransform(0.5), LogitTransform(1.5, softcap=2.0)], ids=str)
+@pytest.mark.parametrize(
+    "transform", [UNCHANGED, LogitTransform(0.5), LogitTransform(1.5, softcap=2.0)], ids=str
+)
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
 def test_values_and_gradients_equal_float64(transform: LogitTransform, chunk_tokens: int) -> None:
     hidden, weight, labels, upstream = inputs()

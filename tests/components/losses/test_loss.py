@@ -32,7 +32,9 @@ def tensors():
 @pytest.mark.parametrize("chunk_tokens", [0, 1, 4, 7, 21, 1000])
 def test_value_and_gradients_match_the_plain_loss(tensors, chunk_tokens):
     ours = CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build()
-    results = zip(value_and_gradients(ours, *tensors), value_and_gradients(plain, *tensors), strict=True)
+    results = zip(
+        value_and_gradients(ours, *tensors), value_and_gradients(plain, *tensors), strict=True
+    )
     for result, expected in results:
         # Float32 sums over 21 tokens in a different order.
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
@@ -45,11 +47,14 @@ def test_bfloat16_error_is_not_larger_than_the_plain_loss(tensors):
         lambda h, w, y: F.cross_entropy((h @ w.T).flatten(0, 1), y.flatten(), reduction="sum"),
         hidden.double(), weight.double(), labels,
     )  # fmt: skip
-    ours = value_and_gradients(CrossEntropyLoss.Config(chunk_tokens=4).build(), hidden, weight, labels)
+    ours = value_and_gradients(
+        CrossEntropyLoss.Config(chunk_tokens=4).build(), hidden, weight, labels
+    )
     theirs = value_and_gradients(plain, hidden, weight, labels)
     for result, reference, truth in zip(ours, theirs, exact, strict=True):
         error, allowed = ((x.double() - truth).norm().item() for x in (result, reference))
-        # Both losses round gradients to bfloat16 at the same places; the factor 1.5 allows for chance.
+        # Both losses round gradients to bfloat16 at the same places; the factor 1.5 allows for
+        # chance.
         assert error <= 1.5 * allowed + 1e-6
         assert result.dtype == reference.dtype
 

@@ -19,7 +19,9 @@ def log_sigmoid(x: float) -> float:
     return -math.log(1 + math.exp(-x))
 
 
-def expected_loss(kind: str, chosen: tuple[float, float, int], rejected: tuple[float, float, int]) -> float:
+def expected_loss(
+    kind: str, chosen: tuple[float, float, int], rejected: tuple[float, float, int]
+) -> float:
     (c, c_ref, c_n), (r, r_ref, r_n) = chosen, rejected
     x = BETA * ((c - c_ref) - (r - r_ref))
     per_token = (c - c_ref) / c_n - (r - r_ref) / r_n
@@ -27,7 +29,8 @@ def expected_loss(kind: str, chosen: tuple[float, float, int], rejected: tuple[f
     losses = {
         "dpo": -log_sigmoid(x),
         "cdpo": -(1 - SMOOTHING) * log_sigmoid(x) - SMOOTHING * log_sigmoid(-x),
-        "robust": (-(1 - SMOOTHING) * log_sigmoid(x) + SMOOTHING * log_sigmoid(-x)) / (1 - 2 * SMOOTHING),
+        "robust": (-(1 - SMOOTHING) * log_sigmoid(x) + SMOOTHING * log_sigmoid(-x))
+        / (1 - 2 * SMOOTHING),
         "hinge": max(0.0, 1 - x),
         "ipo": (per_token - 1 / (2 * BETA)) ** 2,
         "dpo_normalized": -log_sigmoid(BETA * per_token),
@@ -40,21 +43,30 @@ def expected_loss(kind: str, chosen: tuple[float, float, int], rejected: tuple[f
 
 def answers(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-ratios and lengths, (pairs, 2)."""
-    log_probs, reference, lengths = torch.tensor([CHOSEN, REJECTED], dtype=torch.float64).permute(2, 1, 0)
+    log_probs, reference, lengths = torch.tensor([CHOSEN, REJECTED], dtype=torch.float64).permute(
+        2, 1, 0
+    )
     without = kind in ("simpo", "orpo", "cpo")
     return log_probs if without else log_probs - reference, lengths
 
 
-@pytest.mark.parametrize("kind", ["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"])
+@pytest.mark.parametrize(
+    "kind", ["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"]
+)
 def test_losses_and_gradients(kind):
-    """Gradients are compared with central differences of the Python formula, whose error is below 1e-8."""
+    """Gradients are compared with central differences of the Python formula, whose error is below
+    1e-8."""
     smoothing = SMOOTHING if kind in ("cdpo", "robust") else 0.0
-    loss = PreferenceLoss.Config(kind=kind, beta=BETA, label_smoothing=smoothing, gamma=GAMMA, weight=WEIGHT).build()
+    loss = PreferenceLoss.Config(
+        kind=kind, beta=BETA, label_smoothing=smoothing, gamma=GAMMA, weight=WEIGHT
+    ).build()
     log_ratios, lengths = answers(kind)
     log_ratios.requires_grad_()
     values, _ = loss(log_ratios, lengths)
     expected = [expected_loss(kind, *pair) for pair in zip(CHOSEN, REJECTED, strict=True)]
-    torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        values, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
     values.sum().backward()
     step = 1e-5
     for number, (c, r) in enumerate(zip(CHOSEN, REJECTED, strict=True)):
@@ -75,11 +87,13 @@ def test_missing_answers_have_finite_gradients():
 
 
 def test_orpo_of_almost_certain_answers():
-    """Log odds in float32 against float64, to the rounding of float32. At probability 1, loss and gradient are finite,
-    and the loss is the one of the largest probability below 1."""
+    """Log odds in float32 against float64, to the rounding of float32. At probability 1, loss and
+    gradient are finite, and the loss is the one of the largest probability below 1."""
     other = torch.tensor(-0.5)
     for mean in (-30.0, -0.69, -1e-3, -1e-7):
-        measured, expected = (orpo_loss(torch.tensor(mean, dtype=t), other.to(t), 1.0) for t in (F32, F64))
+        measured, expected = (
+            orpo_loss(torch.tensor(mean, dtype=t), other.to(t), 1.0) for t in (F32, F64)
+        )
         torch.testing.assert_close(measured.double(), expected, rtol=1e-6, atol=1e-7)
         odds = [math.log(math.exp(p) / -math.expm1(p)) for p in (mean, -0.5)]
         assert expected.item() == pytest.approx(-mean - log_sigmoid(odds[0] - odds[1]), rel=1e-12)

@@ -17,7 +17,13 @@ from torchtitan.tools.files import json_lines
 
 
 def start(time, step, begun, start_up):
-    return {"event": "start", "time": time, "step": step, "begun": begun, "seconds": {"start-up": start_up}}
+    return {
+        "event": "start",
+        "time": time,
+        "step": step,
+        "begun": begun,
+        "seconds": {"start-up": start_up},
+    }
 
 
 def progress(time, step, **seconds):
@@ -26,16 +32,33 @@ def progress(time, step, **seconds):
 
 KILLED_TWICE = [
     start(110, 0, 100, 10.0),
-    progress(130, 10, **{"start-up": 10.0, "data": 1.0, "forward": 6.0, "backward": 10.0, "save": 3.0}),
-    progress(150, 20, **{"start-up": 10.0, "data": 2.0, "forward": 15.0, "backward": 20.0, "save": 3.0}),
+    progress(
+        130, 10, **{"start-up": 10.0, "data": 1.0, "forward": 6.0, "backward": 10.0, "save": 3.0}
+    ),
+    progress(
+        150, 20, **{"start-up": 10.0, "data": 2.0, "forward": 15.0, "backward": 20.0, "save": 3.0}
+    ),
     # Killed after step 20 or later. Resumes from step 14, 30 seconds after the last sign of life.
     start(190, 14, 180, 10.0),
     progress(200, 20, **{"start-up": 11.0, "forward": 9.0}),
     # Killed. Resumes from step 10, before the first session's end.
     start(225, 10, 220, 5.0),
-    {"event": "straggler", "time": 230, "step": 15, "rank": 1, "seconds": {"start-up": 5.0, "forward": 8.0}},
-    progress(245, 20, **{"start-up": 5.0, "forward": 16.0, "between steps": 1.0, "validation": 3.0}),
-    {"event": "end", "time": 246, "step": 20, "seconds": {"start-up": 5.0, "forward": 16.0, "validation": 3.0}},
+    {
+        "event": "straggler",
+        "time": 230,
+        "step": 15,
+        "rank": 1,
+        "seconds": {"start-up": 5.0, "forward": 8.0},
+    },
+    progress(
+        245, 20, **{"start-up": 5.0, "forward": 16.0, "between steps": 1.0, "validation": 3.0}
+    ),
+    {
+        "event": "end",
+        "time": 246,
+        "step": 20,
+        "seconds": {"start-up": 5.0, "forward": 16.0, "validation": 3.0},
+    },
 ]
 
 
@@ -69,24 +92,34 @@ def returned(time, step, to, **seconds):
 
 
 def test_undone_steps_are_lost():
-    """A return at step 20 to the weights of step 5 undoes steps 6 to 20, also in other sessions; steps after it stay.
-    A session that resumes from a checkpoint before the return undoes the return too."""
+    """A return at step 20 to the weights of step 5 undoes steps 6 to 20, also in other sessions;
+    steps after it stay. A session that resumes from a checkpoint before the return undoes the
+    return too."""
     before = KILLED_TWICE[:3]  # trains 16 s up to step 10, and 35 s up to step 20
     resumed = [start(160, 20, 150, 10.0), progress(170, 25, **{"start-up": 10.0, "forward": 10.0})]
     at_once = [returned(152, 20, 5, **{**before[2]["seconds"], "return to a checkpoint": 2.0})]
     after = [progress(162, 30, **{**at_once[0]["seconds"], "forward": 25.0})]
     parts = goodput([*before, *at_once, *after])
-    assert parts["lost steps"] == pytest.approx(19 + 16 / 2) and parts["training"] == pytest.approx(16 / 2 + 10)
+    assert parts["lost steps"] == pytest.approx(19 + 16 / 2) and parts["training"] == pytest.approx(
+        16 / 2 + 10
+    )
     assert parts["restart"] == 2.0
-    between = [returned(158, 24, 18, **{**before[2]["seconds"], "forward": 18.0})]  # 3 s since the last event
+    # 3 s since the last event
+    between = [returned(158, 24, 18, **{**before[2]["seconds"], "forward": 18.0})]
     parts = goodput([*before, *between])
-    assert parts["lost steps"] == pytest.approx(3 + 19 * 0.2) and parts["training"] == pytest.approx(16 + 19 * 0.8)
+    assert parts["lost steps"] == pytest.approx(3 + 19 * 0.2) and parts[
+        "training"
+    ] == pytest.approx(16 + 19 * 0.8)
     between[0]["to"] = 22  # of steps 21 to 24, half are undone
     parts = goodput([*before, *between])
-    assert parts["lost steps"] == pytest.approx(1.5) and parts["training"] == pytest.approx(35 + 1.5)
+    assert parts["lost steps"] == pytest.approx(1.5) and parts["training"] == pytest.approx(
+        35 + 1.5
+    )
     later = [returned(171, 25, 5, **resumed[1]["seconds"])]
     parts = goodput([*before, *resumed, *later])
-    assert parts["lost steps"] == pytest.approx(19 + 16 / 2 + 10) and parts["training"] == pytest.approx(16 / 2)
+    assert parts["lost steps"] == pytest.approx(19 + 16 / 2 + 10) and parts[
+        "training"
+    ] == pytest.approx(16 / 2)
     parts = goodput([*before, *at_once, *after, start(180, 10, 170, 10.0)])
     assert parts["lost steps"] == pytest.approx(19 + 10) and parts["training"] == pytest.approx(16)
 
@@ -94,20 +127,48 @@ def test_undone_steps_are_lost():
 def test_mean_step_leaves_out_the_first_one():
     assert mean_phases(KILLED_TWICE[:3]) == {"data": 0.1, "forward": 0.9, "backward": 1.0}
     assert mean_phases(KILLED_TWICE[:5]) == mean_phases([]) == {}
-    assert shares({"data": 0.25, "forward": 1.75}) == {"data": "250.0 ms (12.5%)", "forward": "1,750.0 ms (87.5%)"}
+    assert shares({"data": 0.25, "forward": 1.75}) == {
+        "data": "250.0 ms (12.5%)",
+        "forward": "1,750.0 ms (87.5%)",
+    }
 
 
 def test_nothing_is_lost_without_a_restart():
-    assert goodput(KILLED_TWICE[:3]) == {"training": 35.0, "start-up": 10.0, "save": 3.0, "data": 2.0}
-    assert goodput([]) == {} and describe_goodput({"start-up": 2.0}) == "0.0% of 0:00:02; start-up 100.0%"
+    assert goodput(KILLED_TWICE[:3]) == {
+        "training": 35.0,
+        "start-up": 10.0,
+        "save": 3.0,
+        "data": 2.0,
+    }
+    assert (
+        goodput([]) == {}
+        and describe_goodput({"start-up": 2.0}) == "0.0% of 0:00:02; start-up 100.0%"
+    )
 
 
 def test_killed_run_continues_its_events(tmp_path):
     def session(step, *, ended=False, command="train"):
         log = open_events(tmp_path, step, command)
-        log.append({"event": "start", "time": 1.0, "step": step, "begun": 1.0, "seconds": {}, "command": command})
+        log.append(
+            {
+                "event": "start",
+                "time": 1.0,
+                "step": step,
+                "begun": 1.0,
+                "seconds": {},
+                "command": command,
+            }
+        )
         if ended:
-            log.append({"event": "end", "time": 1.0, "step": step + 1, "reason": "completed", "seconds": {}})
+            log.append(
+                {
+                    "event": "end",
+                    "time": 1.0,
+                    "step": step + 1,
+                    "reason": "completed",
+                    "seconds": {},
+                }
+            )
         log.close()
         return len(read_events(tmp_path))
 
@@ -126,8 +187,19 @@ def test_killed_run_continues_its_events(tmp_path):
 
 def test_lines_that_are_no_events_are_left_out(tmp_path):
     good = start(2.0, 0, 1.0, 1.0)
-    bad = [{"event": "progress", "time": 3.0, "step": 1, "seconds": {"data": "1"}}, {"event": 1}, [], {}, {"time": 1}]
-    bad += [{**good, "event": "returned"}, {**good, "seconds": 3}, {**good, "begun": None}, {**good, "step": True}]
+    bad = [
+        {"event": "progress", "time": 3.0, "step": 1, "seconds": {"data": "1"}},
+        {"event": 1},
+        [],
+        {},
+        {"time": 1},
+    ]
+    bad += [
+        {**good, "event": "returned"},
+        {**good, "seconds": 3},
+        {**good, "begun": None},
+        {**good, "step": True},
+    ]
     (tmp_path / EVENTS).write_text(
         "\n".join(map(json.dumps, [progress(1.0, 1), *bad, good, *bad])) + '\n{"a": [[\n\xff'
     )

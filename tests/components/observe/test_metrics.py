@@ -56,10 +56,14 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.components.observe.metrics.peak_flops", lambda *_: PeakFlops(PEAK, "for tests"))
+    monkeypatch.setattr(
+        "torchtitan.components.observe.metrics.peak_flops", lambda *_: PeakFlops(PEAK, "for tests")
+    )
 
 
-def build_metrics(folder: Path, config: MetricsProcessor.Config | None = None, **runtime: Any) -> MetricsProcessor:
+def build_metrics(
+    folder: Path, config: MetricsProcessor.Config | None = None, **runtime: Any
+) -> MetricsProcessor:
     defaults: dict[str, Any] = {
         "dump_folder": str(folder),
         "device": CPU,
@@ -77,7 +81,9 @@ def train(metrics: MetricsProcessor, first: int, last: int, clock: Clock | None 
         if clock:
             clock.sleep(1.0)
         metrics.count_tokens(100)
-        metrics.log_step(step, loss=1 / step, grad_norm=0.1 * step, lr=1e-3 / 3, n_tokens_seen=100 * step)
+        metrics.log_step(
+            step, loss=1 / step, grad_norm=0.1 * step, lr=1e-3 / 3, n_tokens_seen=100 * step
+        )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -91,7 +97,9 @@ def read_steps(path: Path) -> list[int]:
 class TestNumbers:
     def test_a_line_contains_every_number_in_full_precision(self, tmp_path: Path) -> None:
         clock = Clock()
-        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=4), world_size=2, clock=clock)
+        metrics = build_metrics(
+            tmp_path, MetricsProcessor.Config(log_freq=4), world_size=2, clock=clock
+        )
         metrics.start(0)
         for step in range(1, 5):
             with metrics.timing_data():
@@ -99,7 +107,9 @@ class TestNumbers:
             clock.sleep(1.5)
             metrics.count_tokens(70)
             metrics.count_tokens(30)
-            metrics.log_step(step, loss=2 / 3, grad_norm=0.1 + 0.2, lr=1e-5 / 3, n_tokens_seen=2**40 + step)
+            metrics.log_step(
+                step, loss=2 / 3, grad_norm=0.1 + 0.2, lr=1e-5 / 3, n_tokens_seen=2**40 + step
+            )
         metrics.close()
 
         first, fourth = read_lines(tmp_path / "metrics.jsonl")
@@ -107,7 +117,8 @@ class TestNumbers:
         assert (first["step"], fourth["step"]) == (1, 4)
         assert (fourth["loss"], fourth["grad_norm"], fourth["lr"]) == (2 / 3, 0.1 + 0.2, 1e-5 / 3)
         assert fourth["n_tokens_seen"] == 2**40 + 4
-        # Three steps of 2 s and 100 tokens each; 2 devices share 6e9 FLOP per token. Times are exact in float64.
+        # Three steps of 2 s and 100 tokens each; 2 devices share 6e9 FLOP per token. Times are
+        # exact in float64.
         assert fourth["step_time"] == 2.0
         assert fourth["tokens_per_second"] == 50.0
         assert fourth["data_loading_fraction"] == 0.25
@@ -138,7 +149,11 @@ class TestNumbers:
         training = [line for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line]
         assert [line["step"] for line in training] == [1, 2, 4]
         for line in training[1:]:
-            assert (line["tokens_per_second"], line["step_time"], line["data_loading_fraction"]) == (100.0, 1.0, 0.25)
+            assert (
+                line["tokens_per_second"],
+                line["step_time"],
+                line["data_loading_fraction"],
+            ) == (100.0, 1.0, 0.25)
 
     def test_an_exception_in_exclude_restores_the_timers(self, tmp_path: Path) -> None:
         clock = Clock()
@@ -180,7 +195,12 @@ class TestNumbers:
         metrics.close()
         last = read_lines(tmp_path / "metrics.jsonl")[-1]
         assert set(last) == KEYS
-        assert (last["step"], last["loss"], last["step_time"], last["tokens_per_second"]) == (13, 1 / 13, 1.0, 100.0)
+        assert (last["step"], last["loss"], last["step_time"], last["tokens_per_second"]) == (
+            13,
+            1 / 13,
+            1.0,
+            100.0,
+        )
         assert read_steps(tmp_path / "metrics.jsonl") == [1, 10, 13]
 
     def test_the_last_step_is_logged_once(self, tmp_path: Path) -> None:
@@ -204,10 +224,19 @@ class TestNumbers:
     def test_nonfinite_numbers_are_null(self, tmp_path: Path) -> None:
         metrics = build_metrics(tmp_path)
         metrics.start(0)
-        metrics.log_step(1, loss=math.nan, grad_norm=math.inf, lr=1.0, n_tokens_seen=5, reward=-math.inf)
+        metrics.log_step(
+            1, loss=math.nan, grad_norm=math.inf, lr=1.0, n_tokens_seen=5, reward=-math.inf
+        )
         text = (tmp_path / "metrics.jsonl").read_text()
-        line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
-        assert (line["loss"], line["grad_norm"], line["reward"], line["lr"]) == (None, None, None, 1.0)
+        line = json.loads(
+            text, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON")
+        )
+        assert (line["loss"], line["grad_norm"], line["reward"], line["lr"]) == (
+            None,
+            None,
+            None,
+            1.0,
+        )
 
     def test_a_missing_call_of_start_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"start\(step\)"):
@@ -244,7 +273,9 @@ class TestResume:
         train(metrics, 3, 3)
         assert read_steps(path) == [1, 2, 3]
 
-    def test_a_resumed_run_logs_the_same_steps_as_an_uninterrupted_run(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_logs_the_same_steps_as_an_uninterrupted_run(
+        self, tmp_path: Path
+    ) -> None:
         for start in (0, 7):
             metrics = build_metrics(tmp_path)
             metrics.start(start)
@@ -269,7 +300,9 @@ class TestResume:
         train(metrics, 10, 10)
         assert read_steps(tmp_path / "new" / "folder" / "metrics.jsonl") == [10]
 
-    def test_a_new_run_renames_the_old_file(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_a_new_run_renames_the_old_file(
+        self, tmp_path: Path, log: pytest.LogCaptureFixture
+    ) -> None:
         for last in (10, 20, 1):
             metrics = build_metrics(tmp_path)
             metrics.start(0)
@@ -289,11 +322,18 @@ class TestTensorBoard:
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         events = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0})
         events.Reload()
-        return {(e.step, tag): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
+        return {
+            (e.step, tag): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)
+        }
 
     @staticmethod
     def logged(path: Path) -> dict[tuple[int, str], float]:
-        return {(line["step"], k): v for line in read_lines(path) for k, v in line.items() if k != "step"}
+        return {
+            (line["step"], k): v
+            for line in read_lines(path)
+            for k, v in line.items()
+            if k != "step"
+        }
 
     def test_scalars_match_the_metrics_file(self, tmp_path: Path) -> None:
         metrics = build_metrics(tmp_path, self.CONFIG)
@@ -330,7 +370,9 @@ class TestWandB:
     CONFIG = MetricsProcessor.Config(log_freq=1, enable_wandb=True)
 
     @pytest.mark.slow
-    def test_values_are_logged_and_the_run_is_resumed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_values_are_logged_and_the_run_is_resumed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         pytest.importorskip("wandb", reason="requires wandb")
         calls: list[dict[str, Any]] = []
 
@@ -351,7 +393,9 @@ class TestWandB:
         assert FakeRun.finished == 3
 
     @pytest.mark.slow
-    def test_offline_mode_needs_no_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_offline_mode_needs_no_network(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         pytest.importorskip("wandb", reason="requires wandb")
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
             monkeypatch.setenv(name, value)
@@ -380,12 +424,16 @@ class TestWandB:
         assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tb", "wandb"}
         assert read_steps(tmp_path / "metrics.jsonl") == [1]
 
-    def test_a_missing_package_names_the_install_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_package_names_the_install_command(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(UserError, match="pip install wandb$"):
             build_metrics(tmp_path, self.CONFIG)
 
-    def test_a_folder_named_wandb_is_not_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_folder_named_wandb_is_not_the_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "wandb").mkdir()
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -450,7 +498,9 @@ class TestSinks:
         assert [step for step, _ in received] == [1, 10, -1]
         assert {"step": 10, **received[1][1]} == read_lines(tmp_path / "metrics.jsonl")[1]
 
-    def test_a_failing_sink_warns_once_and_others_continue(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_a_failing_sink_warns_once_and_others_continue(
+        self, tmp_path: Path, log: pytest.LogCaptureFixture
+    ) -> None:
         class Full(Sink):
             def write(self, step: int, values: Mapping[str, float]) -> None:
                 raise OSError("No space left on device")
@@ -468,7 +518,9 @@ class TestSinks:
         metrics.close()
         assert read_steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
         warnings = [record.message for record in log.records if record.levelno == logging.WARNING]
-        assert warnings == ["Full cannot write metrics: No space left on device; training continues"]
+        assert warnings == [
+            "Full cannot write metrics: No space left on device; training continues"
+        ]
 
     def test_a_failed_write_leaves_no_partial_line(self, tmp_path: Path) -> None:
         """The write fails because the file size limit of the process is 30 bytes."""
@@ -485,9 +537,14 @@ class TestSinks:
             "sink.write(3, {'loss': 0.25})\n"
         )
         environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-        result = run_command([sys.executable, "-c", script], env=environment, timeout=60, check=True)
+        result = run_command(
+            [sys.executable, "-c", script], env=environment, timeout=60, check=True
+        )
         assert result.stdout == "OSError\n"
-        assert read_lines(tmp_path / "m.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 0.25}]
+        assert read_lines(tmp_path / "m.jsonl") == [
+            {"step": 1, "loss": 1.0},
+            {"step": 3, "loss": 0.25},
+        ]
 
     def test_lines_are_flushed_immediately(self, tmp_path: Path) -> None:
         sink = JsonLines(tmp_path / "m.jsonl", 0)
@@ -512,14 +569,19 @@ class TestConsole:
         assert "MFU is relative to 1.00 TFLOP/s (for tests)" in lines[0]
         assert lines[1].endswith("ETA -")
         assert lines[2].startswith(
-            "step  10/100  loss  0.1000  grad norm  1.0000  lr 3.33e-04      100 tokens/s    0.60 TFLOP/s  60.0% MFU  "
+            "step  10/100  loss  0.1000  grad norm  1.0000  lr 3.33e-04      100 tokens/s    0.60 "
+            "TFLOP/s  60.0% MFU  "
         )
         assert lines[2].endswith("GiB  ETA 0:01:30")
         assert lines[3] == "step  10/100  validation loss 1.2500  accuracy 0.5"
 
-    def test_the_eta_includes_excluded_time(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_the_eta_includes_excluded_time(
+        self, tmp_path: Path, log: pytest.LogCaptureFixture
+    ) -> None:
         clock = Clock()
-        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=2), total_steps=4, clock=clock)
+        metrics = build_metrics(
+            tmp_path, MetricsProcessor.Config(log_freq=2), total_steps=4, clock=clock
+        )
         metrics.start(0)
         train(metrics, 1, 1, clock)
         with metrics.exclude():
@@ -527,9 +589,13 @@ class TestConsole:
         train(metrics, 2, 2, clock)
         assert log.messages[-1].endswith("ETA 0:00:20")
 
-    def test_the_eta_uses_the_mean_step_time(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_the_eta_uses_the_mean_step_time(
+        self, tmp_path: Path, log: pytest.LogCaptureFixture
+    ) -> None:
         clock = Clock()
-        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1), total_steps=5, clock=clock)
+        metrics = build_metrics(
+            tmp_path, MetricsProcessor.Config(log_freq=1), total_steps=5, clock=clock
+        )
         metrics.start(0)
         for step, seconds in ((1, 60), (2, 1), (3, 3)):
             clock.sleep(seconds)
@@ -538,7 +604,11 @@ class TestConsole:
 
     @pytest.mark.parametrize("terminal", [True, False])
     def test_only_a_terminal_gets_color(
-        self, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, terminal: bool
+        self,
+        tmp_path: Path,
+        log: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+        terminal: bool,
     ) -> None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
         metrics = build_metrics(tmp_path)
@@ -563,12 +633,18 @@ class TestConfig:
     @pytest.mark.slow
     def test_importing_metrics_does_not_import_trackers(self) -> None:
         script = (
-            "import sys, torchtitan.components.observe.metrics, torchtitan.components.observe.profiling\n"
+            "import sys, torchtitan.components.observe.metrics, "
+            "torchtitan.components.observe.profiling\n"
             "print([name for name in ('tensorboard', 'wandb') if name in sys.modules])"
         )
         environment = os.environ | {"PYTHONPATH": str(PROJECT)}
         result = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         )
         assert result.stdout == "[]\n"
 
@@ -599,9 +675,13 @@ class TestDevice:
     def test_published_peaks_by_device_name(self, name: str, peak: float | None) -> None:
         assert published_peak(name) == peak
 
-    def test_a_gpu_uses_the_published_peak_in_bfloat16_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gpu_uses_the_published_peak_in_bfloat16_only(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-        monkeypatch.setattr(device_facts, "_measured_peak", lambda device, dtype: PeakFlops(1.0, "measured"))
+        monkeypatch.setattr(
+            device_facts, "_measured_peak", lambda device, dtype: PeakFlops(1.0, "measured")
+        )
         cuda = torch.device("cuda")
         assert peak_flops(cuda, torch.bfloat16) == (989e12, "published for NVIDIA H200")
         assert peak_flops(cuda, torch.float32) == (1.0, "measured")
@@ -617,9 +697,14 @@ class TestDevice:
     @pytest.mark.usefixtures("measuring")
     def test_the_fastest_product_is_the_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = {512: 0.001, 1024: 0.002, 2048: 1.0}
-        monkeypatch.setattr(device_facts, "_product_seconds", lambda factors: seconds[factors.shape[1]])
+        monkeypatch.setattr(
+            device_facts, "_product_seconds", lambda factors: seconds[factors.shape[1]]
+        )
         # A product of n x n matrices takes n^2 dot products of n multiplications and n additions.
-        expected = (1024**2 * (1024 + 1024) / 0.002, "measured: 1024x1024 matrix product in bfloat16")
+        expected = (
+            1024**2 * (1024 + 1024) / 0.002,
+            "measured: 1024x1024 matrix product in bfloat16",
+        )
         assert peak_flops(CPU, torch.bfloat16) == expected
 
     @pytest.mark.slow
@@ -629,7 +714,9 @@ class TestDevice:
         start = time.perf_counter()
         peak = peak_flops(CPU, torch.float32)
         took = time.perf_counter() - start
-        assert torch.equal(torch.get_rng_state(), random_state), "the measurement changed the random state"
+        assert torch.equal(torch.get_rng_state(), random_state), (
+            "the measurement changed the random state"
+        )
         # About 0.5 s on idle cores; it must stay bounded on busy ones.
         assert took < 5.0
 
@@ -640,7 +727,8 @@ class TestDevice:
             a @ a
             times.append(time.perf_counter() - start)
         reference = 2 * 1024**3 / min(times)
-        # Within a factor of 8, since other processes may use the cores; a wrong unit is off by more.
+        # Within a factor of 8, since other processes may use the cores; a wrong unit is off by
+        # more.
         assert reference / 8 < peak.value < reference * 8
 
     @pytest.mark.slow
@@ -653,19 +741,34 @@ class TestDevice:
         assert before <= peak == pytest.approx(memory_gib(CPU), abs=1e-3)
         assert peak > 1.0
 
-        code = "from torchtitan.tools.device import memory_gib; import torch; print(memory_gib(torch.device('cpu')))"
+        code = (
+            "from torchtitan.tools.device import memory_gib; import torch; "
+            "print(memory_gib(torch.device('cpu')))"
+        )
         environment = os.environ | {"PYTHONPATH": str(PROJECT)}
         child = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         )
         if sys.platform == "linux":  # ru_maxrss would report this test's 1 GiB
             assert 0.05 < float(child.stdout) < 1.0
 
 
-def test_the_console_shows_the_rewards_of_preferences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_console_shows_the_rewards_of_preferences(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     metrics = build_metrics(tmp_path)
     metrics.start(0)
-    rewards = {"rewards/chosen": 0.1, "rewards/margins": 0.25, "rewards/accuracies": 0.75, "expert_load/layers.0": 2.0}
+    rewards = {
+        "rewards/chosen": 0.1,
+        "rewards/margins": 0.25,
+        "rewards/accuracies": 0.75,
+        "expert_load/layers.0": 2.0,
+    }
     metrics.log_step(1, loss=1.0, grad_norm=0.1, lr=1e-3, n_tokens_seen=100, **rewards)
     metrics.close()
     line = next(record.getMessage() for record in caplog.records if "step " in record.getMessage())

@@ -35,13 +35,18 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.mark.parametrize("active", [1, 2, 3])  # 3: no step between a trace and the warmup of the next one
+# 3: no step between a trace and the warmup of the next one
+@pytest.mark.parametrize("active", [1, 2, 3])
 def test_traces_contain_the_operators_of_their_steps(tmp_path: Path, active: int) -> None:
     config = Profiler.Config(enable_profiling=True, profile_freq=4, profiler_active=active)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(config.build(dump_folder=str(tmp_path), device=CPU, rank=3), first=11, last=19)  # a resumed run
-    assert list_files(tmp_path) == ["profile_traces/step-14/rank3.json", "profile_traces/step-18/rank3.json"]
+        # a resumed run
+        train(config.build(dump_folder=str(tmp_path), device=CPU, rank=3), first=11, last=19)
+    assert list_files(tmp_path) == [
+        "profile_traces/step-14/rank3.json",
+        "profile_traces/step-18/rank3.json",
+    ]
     for name in list_files(tmp_path):
         events = read_events(tmp_path / name)
         forward = [event for event in events if event.get("name") == "aten::addmm"]
@@ -52,16 +57,23 @@ def test_traces_contain_the_operators_of_their_steps(tmp_path: Path, active: int
 
 
 def test_a_disabled_profiler_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.profiler, "profile", lambda *_, **__: pytest.fail("the profiler was started"))
+    monkeypatch.setattr(
+        torch.profiler, "profile", lambda *_, **__: pytest.fail("the profiler was started")
+    )
     train(Profiler.Config().build(dump_folder=str(tmp_path), device=CPU), first=1, last=25)
     assert list_files(tmp_path) == []
 
 
-def test_a_run_too_short_for_a_trace_logs_why(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_run_too_short_for_a_trace_logs_why(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     config = Profiler.Config(enable_profiling=True, profile_freq=4)
     train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=3)
     assert list_files(tmp_path) == []
-    assert "no trace was written, since --profiling.profile_freq is 4 and the run had only 3 steps" in log.text
+    assert (
+        "no trace was written, since --profiling.profile_freq is 4 and the run had only 3 steps"
+        in log.text
+    )
 
 
 def test_an_error_in_the_loop_stops_the_profiler_and_propagates(tmp_path: Path) -> None:
@@ -84,10 +96,15 @@ def test_an_error_in_the_loop_stops_the_profiler_and_propagates(tmp_path: Path) 
             Profiler.Config(profile_freq=3, profiler_warmup=2, profiler_active=2),
             r"profile_freq must .* = 2 \+ 2, not 3",
         ),
-        (Profiler.Config(enable_memory_snapshot=True), r"requires CUDA.*device is cpu.*enable_profiling"),
+        (
+            Profiler.Config(enable_memory_snapshot=True),
+            r"requires CUDA.*device is cpu.*enable_profiling",
+        ),
     ],
 )
-def test_invalid_settings_are_rejected(tmp_path: Path, config: Profiler.Config, message: str) -> None:
+def test_invalid_settings_are_rejected(
+    tmp_path: Path, config: Profiler.Config, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         config.build(dump_folder=str(tmp_path), device=CPU)
 
@@ -97,14 +114,16 @@ def test_an_incomplete_trace_is_removed_with_a_warning(
     tmp_path: Path, log: pytest.LogCaptureFixture, size: int
 ) -> None:
     """PyTorch raises no error. The next trace is written normally."""
-    profiler = Profiler.Config(enable_profiling=True, profile_freq=2).build(dump_folder=str(tmp_path), device=CPU)
+    profiler = Profiler.Config(enable_profiling=True, profile_freq=2).build(
+        dump_folder=str(tmp_path), device=CPU
+    )
     with file_size_limit(size):
         train(profiler, first=1, last=3)
     (record,) = log.records
     path = tmp_path / "profile_traces/step-2/rank0.json"
     assert record.levelname == "WARNING" and record.getMessage() == (
-        f"could not write the trace {path}: the profiler wrote an incomplete file (is the disk full?); "
-        "training continues"
+        f"could not write the trace {path}: the profiler wrote an incomplete file (is the disk "
+        "full?); training continues"
     )
     assert list_files(tmp_path) == []
     train(profiler, first=4, last=5)
@@ -112,19 +131,23 @@ def test_an_incomplete_trace_is_removed_with_a_warning(
     assert f"wrote the trace {tmp_path}/profile_traces/step-5/rank0.json" in log.text
 
 
-def test_an_unwritable_folder_gives_one_warning_per_trace(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_folder_gives_one_warning_per_trace(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     """Training continues."""
     (tmp_path / "profile_traces").touch()
     config = Profiler.Config(enable_profiling=True, profile_freq=2)
     train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=5)
     traces = [f"{tmp_path}/profile_traces/step-{step}/rank0.json" for step in (2, 4)]
     assert [record.getMessage() for record in log.records] == [
-        f"could not write the trace {trace}: Not a directory; training continues" for trace in traces
+        f"could not write the trace {trace}: Not a directory; training continues"
+        for trace in traces
     ]
 
 
 class TestMemorySnapshot:
-    """Memory snapshots with a fake allocator history, so that the order of calls is tested without a GPU."""
+    """Memory snapshots with a fake allocator history, so that the order of calls is tested without
+    a GPU."""
 
     CONFIG = Profiler.Config(enable_memory_snapshot=True, profile_freq=2)
 
@@ -133,27 +156,49 @@ class TestMemorySnapshot:
         history: list[bool] = []
         monkeypatch.setattr("torchtitan.components.observe.profiling.device_type", lambda: "cuda")
         monkeypatch.setattr(
-            torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: history.append(enabled is not None)
+            torch.cuda.memory,
+            "_record_memory_history",
+            lambda enabled="all", **_: history.append(enabled is not None),
         )
-        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+        monkeypatch.setattr(
+            torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot")
+        )
         return history
 
-    def test_a_snapshot_is_written_every_profile_freq_steps(self, tmp_path: Path, history: list[bool]) -> None:
-        train(self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"), rank=1), first=1, last=5)
-        assert list_files(tmp_path) == ["memory_snapshot/step-2/rank1.pickle", "memory_snapshot/step-4/rank1.pickle"]
+    def test_a_snapshot_is_written_every_profile_freq_steps(
+        self, tmp_path: Path, history: list[bool]
+    ) -> None:
+        train(
+            self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"), rank=1),
+            first=1,
+            last=5,
+        )
+        assert list_files(tmp_path) == [
+            "memory_snapshot/step-2/rank1.pickle",
+            "memory_snapshot/step-4/rank1.pickle",
+        ]
         assert history == [True, False]
 
     def test_an_incomplete_snapshot_is_removed_with_a_warning(
         self, tmp_path: Path, log: pytest.LogCaptureFixture
     ) -> None:
         with file_size_limit(3):
-            train(self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda")), first=1, last=2)
+            train(
+                self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda")),
+                first=1,
+                last=2,
+            )
         assert list_files(tmp_path) == []
         (record,) = log.records
         path = tmp_path / "memory_snapshot/step-2/rank0.pickle"
-        assert record.getMessage() == f"could not write the memory snapshot {path}: File too large; training continues"
+        assert (
+            record.getMessage()
+            == f"could not write the memory snapshot {path}: File too large; training continues"
+        )
 
-    def test_a_snapshot_is_written_when_memory_runs_out(self, tmp_path: Path, history: list[bool]) -> None:
+    def test_a_snapshot_is_written_when_memory_runs_out(
+        self, tmp_path: Path, history: list[bool]
+    ) -> None:
         profiler = self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"))
         with pytest.raises(torch.OutOfMemoryError), profiler:
             profiler.step(1)

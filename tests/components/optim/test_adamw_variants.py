@@ -1,4 +1,5 @@
-"""AdamW with moments in 8 bits, or in CPU memory: reference numbers, exact resumption, and other layouts."""
+"""AdamW with moments in 8 bits, or in CPU memory: reference numbers, exact resumption, and other
+layouts."""
 
 from pathlib import Path
 from unittest import mock
@@ -51,7 +52,10 @@ def test_saved_moments_quantize_to_the_same_codes():
     optimizer = Optimizer.Config(name="AdamW8bit", param_groups={}).build(model_parts=[model])
     steps(optimizer, model.weight)
     state = optimizer.optimizers[0].state[model.weight]
-    before = {name: (state[name].codes.clone(), state[name].scale.clone()) for name in ("exp_avg", "exp_avg_sq")}
+    before = {
+        name: (state[name].codes.clone(), state[name].scale.clone())
+        for name in ("exp_avg", "exp_avg_sq")
+    }
     saved = optimizer.state_dict()
     assert {value.dtype for value in saved.values()} == {torch.float32}
     assert saved["state.weight.exp_avg"].abs().sum() > 0
@@ -68,7 +72,9 @@ def test_resuming_is_exact(tmp_path: Path, name: str):
     train(tmp_path / "whole", optimizer__name=name, **OPTIONS)
     for count in (2, 4):
         train(tmp_path / "stopped", optimizer__name=name, **OPTIONS, training__steps=count)
-    whole, stopped = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("whole", "stopped"))
+    whole, stopped = (
+        read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("whole", "stopped")
+    )
     assert stopped == whole
 
 
@@ -88,13 +94,19 @@ def test_a_sharded_run_resumes_in_one_process(tmp_path: Path, name: str):
 
 
 def test_offloaded_updates_equal_torch_and_resume_as_adamw(tmp_path: Path):
-    """The loaded weights are new to the copies in CPU memory; clipping counts; both have the same state."""
+    """The loaded weights are new to the copies in CPU memory; clipping counts; both have the same
+    state."""
     train(tmp_path / "base", training__steps=1, checkpoint__enable=True)
-    base = {"checkpoint__initial_load_path": tmp_path / "base" / "checkpoint" / "step-1", "training__max_norm": 0.1}
+    base = {
+        "checkpoint__initial_load_path": tmp_path / "base" / "checkpoint" / "step-1",
+        "training__max_norm": 0.1,
+    }
     for name in ("AdamW", "AdamWOffload"):
         train(tmp_path / name, optimizer__name=name, **OPTIONS, **base, training__steps=2)
         train(tmp_path / name, optimizer__name="AdamW", **OPTIONS, **base, training__steps=4)
-    expected, offloaded = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("AdamW", "AdamWOffload"))
+    expected, offloaded = (
+        read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("AdamW", "AdamWOffload")
+    )
     assert offloaded == expected and len(expected) == 4
 
 
@@ -103,13 +115,19 @@ def test_loaded_moments_go_to_cpu_memory_only():
     source, target = wide(), wide()
     saved = torch.optim.AdamW(source.parameters(), lr=1e-2)
     steps(saved, source.weight)
-    optimizer = Optimizer.Config(name="AdamWOffload", param_groups={}).build(model_parts=[target]).optimizers[0]
+    optimizer = (
+        Optimizer.Config(name="AdamWOffload", param_groups={})
+        .build(model_parts=[target])
+        .optimizers[0]
+    )
     memory = {name: value.data_ptr() for name, value in optimizer.state[target.weight].items()}
     move = "_process_value_according_to_param_policy"
     with mock.patch.object(torch.optim.Optimizer, move, side_effect=AssertionError):
         optimizer.load_state_dict(saved.state_dict())
     loaded, expected = optimizer.state[target.weight], saved.state[source.weight]
-    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert loaded.keys() == expected.keys() and all(
+        torch.equal(loaded[name], expected[name]) for name in expected
+    )
     assert {name: value.data_ptr() for name, value in loaded.items()} == memory
 
 

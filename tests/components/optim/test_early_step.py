@@ -1,4 +1,5 @@
-"""`optimizer.early_step_in_backward` against the same optimizer that steps after the backward pass; CPU offload."""
+"""`optimizer.early_step_in_backward` against the same optimizer that steps after the backward pass;
+CPU offload."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,12 @@ from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optim.optimizer import Optimizer, ParamGroup, check_early_step
-from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.models.llama3.model import Llama3Model
@@ -44,7 +50,12 @@ def make_model(*, tie_embeddings: bool = False, **layout: Any) -> Llama3Model:
 
 
 def divide(
-    model: nn.Module, *, mode: Any = "none", compile: bool = False, offload: bool = False, **degrees: int
+    model: nn.Module,
+    *,
+    mode: Any = "none",
+    compile: bool = False,
+    offload: bool = False,
+    **degrees: int,
 ) -> None:
     lay_out(
         model,
@@ -60,7 +71,9 @@ class Run:
 
     def __init__(self, model: nn.Module, *, early: bool, **settings: Any):
         self.model, self.early = model, early
-        self.optimizer = Optimizer.Config(early_step_in_backward=early, **settings).build(model_parts=[model])
+        self.optimizer = Optimizer.Config(early_step_in_backward=early, **settings).build(
+            model_parts=[model]
+        )
         schedule = LRScheduler.Config(warmup_steps=2, decay_type="cosine")
         self.schedule = schedule.build(optimizer=self.optimizer, training_steps=STEPS + 1)
         self.numbers: list[tuple[float, float]] = []
@@ -70,7 +83,12 @@ class Run:
             self.optimizer.zero_grad()
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(0, VOCABULARY, (2, 24), generator=generator)
-            loss = self.model(tokens, head=CrossEntropyLoss.Config(chunk_tokens=24).build(), labels_BL=tokens) / 48
+            loss = (
+                self.model(
+                    tokens, head=CrossEntropyLoss.Config(chunk_tokens=24).build(), labels_BL=tokens
+                )
+                / 48
+            )
             loss.backward()
             norm = clip_grad_norm(self.model.parameters(), float("inf"))
             if self.early:
@@ -83,8 +101,11 @@ class Run:
 
 
 def assert_same_run(early: Run, normal: Run) -> None:
-    """Check that weights and moments are bitwise equal. The norm sums parameters in a different order."""
-    for (name, weight), expected in zip(early.model.named_parameters(), normal.model.parameters(), strict=True):
+    """Check that weights and moments are bitwise equal. The norm sums parameters in a different
+    order."""
+    for (name, weight), expected in zip(
+        early.model.named_parameters(), normal.model.parameters(), strict=True
+    ):
         assert torch.equal(full(weight), full(expected)), name
     state, expected_state = early.optimizer.state_dict(), normal.optimizer.state_dict()
     assert state.keys() == expected_state.keys()
@@ -101,20 +122,28 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+# --- one process
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_updates_are_bitwise_equal(settings):
-    groups = {"head": ParamGroup(pattern="output", lr=0.01, weight_decay=0.5), "norms": ParamGroup(pattern="norm")}
+    groups = {
+        "head": ParamGroup(pattern="output", lr=0.01, weight_decay=0.5),
+        "norms": ParamGroup(pattern="norm"),
+    }
     early, normal = (
-        Run(make_model(), early=early, param_groups=groups, **settings).train(*range(STEPS)) for early in (True, False)
+        Run(make_model(), early=early, param_groups=groups, **settings).train(*range(STEPS))
+        for early in (True, False)
     )
     assert_same_run(early, normal)
 
 
 def test_tied_embeddings_are_updated_after_both_gradients():
-    early, normal = (Run(make_model(tie_embeddings=True), early=early).train(*range(STEPS)) for early in (True, False))
+    early, normal = (
+        Run(make_model(tie_embeddings=True), early=early).train(*range(STEPS))
+        for early in (True, False)
+    )
     assert_same_run(early, normal)
 
 
@@ -142,10 +171,13 @@ def test_only_one_gradient_exists_at_a_time():
 
 
 def test_the_norm_keeps_no_gradient_alive():
-    """Only the norm of each row is kept, not a view, whose storage would hold whole communicated gradients."""
+    """Only the norm of each row is kept, not a view, whose storage would hold whole communicated
+    gradients."""
     run = Run(make_model(), early=True).train(0)
     n_bytes = sum(norms.untyped_storage().nbytes() for norms in run.optimizer._row_norms)
-    assert n_bytes <= 4 * sum(parameter.numel() // parameter.shape[-1] for parameter in run.model.parameters())
+    assert n_bytes <= 4 * sum(
+        parameter.numel() // parameter.shape[-1] for parameter in run.model.parameters()
+    )
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -155,7 +187,9 @@ def test_checkpoints_are_interchangeable(settings, early_first):
     first = Run(make_model(), early=early_first, **settings).train(*range(2))
     second = Run(make_model(), early=not early_first, **settings)
     ModelState([second.model]).load_state_dict(ModelState([first.model]).state_dict())
-    second.optimizer.load_state_dict({key: value.clone() for key, value in first.optimizer.state_dict().items()})
+    second.optimizer.load_state_dict(
+        {key: value.clone() for key, value in first.optimizer.state_dict().items()}
+    )
     second.schedule.load_state_dict(first.schedule.state_dict())
     second.numbers = list(first.numbers)
     assert_same_run(second.train(*range(2, STEPS)), straight)
@@ -174,26 +208,38 @@ def test_the_trainer_gives_equal_updates(tmp_path):
     for early in (True, False):
         folder = tmp_path / str(early)
         trainer = train(folder, training__max_norm="inf", optimizer__early_step_in_backward=early)
-        runs[early] = read_metrics(folder, "loss", "grad_norm"), list(trainer.model_parts[0].parameters())
+        runs[early] = (
+            read_metrics(folder, "loss", "grad_norm"),
+            list(trainer.model_parts[0].parameters()),
+        )
     (early_numbers, early_weights), (numbers, weights) = runs[True], runs[False]
     assert [line[:2] for line in early_numbers] == [line[:2] for line in numbers]
-    assert [line[2] for line in early_numbers] == pytest.approx([line[2] for line in numbers], rel=1e-6)
+    assert [line[2] for line in early_numbers] == pytest.approx(
+        [line[2] for line in numbers], rel=1e-6
+    )
     for weight, expected in zip(early_weights, weights, strict=True):
         assert torch.equal(weight, expected)
 
 
 def test_the_trainer_configuration_is_checked(tmp_path):
-    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward cannot be combined with clipping"):
+    with pytest.raises(
+        UserError, match=r"--optimizer\.early_step_in_backward cannot be combined with clipping"
+    ):
         tiny_config(tmp_path, optimizer__early_step_in_backward=True).check(world_size=1)
 
 
-# --- several processes ------------------------------------------------------------------------------------------------
+# --- several processes
+# ------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "FSDP": {"data_parallel_shard_degree": 2},
     "FSDP, compiled": {"data_parallel_shard_degree": 2, "mode": "full", "compile": True},
     "FSDP, offloaded": {"data_parallel_shard_degree": 2, "offload": True},
-    "DDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1, "mode": "selective"},
+    "DDP": {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 1,
+        "mode": "selective",
+    },
     "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1, "mode": "selective"},
 }
 
@@ -226,19 +272,26 @@ def test_updates_of_two_processes_are_bitwise_equal(tmp_path, layouts, optimizer
 
 
 def compare_offloaded(folder: Path) -> None:
-    """Compare training, saving, resuming and clipping with offloaded FSDP weights against one process."""
+    """Compare training, saving, resuming and clipping with offloaded FSDP weights against one
+    process."""
     import torch.distributed as dist
 
     for settings in ({"implementation": "for-loop"}, OPTIMIZERS["Muon"]):
         whole = Run(make_model(), early=False, **settings).train(*range(2))
-        run = Run(make_model(data_parallel_shard_degree=2, offload=True), early=False, **settings).train(*range(2))
+        run = Run(
+            make_model(data_parallel_shard_degree=2, offload=True), early=False, **settings
+        ).train(*range(2))
         # Averaging two equal gradients is exact; the norm sums in a different order.
         tolerance = 1e-6 if settings.get("name") != "Muon" else 1e-2  # Muon iterates in bfloat16
         assert torch.tensor(run.numbers).allclose(torch.tensor(whole.numbers), rtol=tolerance)
         saved = {key: value.clone() for key, value in run.optimizer.state_dict().items()}
-        weights = {key: value.clone() for key, value in ModelState([run.model]).state_dict().items()}
+        weights = {
+            key: value.clone() for key, value in ModelState([run.model]).state_dict().items()
+        }
         assert {value.device.type for value in (*saved.values(), *weights.values())} == {"cpu"}
-        resumed = Run(make_model(data_parallel_shard_degree=2, offload=True), early=False, **settings)
+        resumed = Run(
+            make_model(data_parallel_shard_degree=2, offload=True), early=False, **settings
+        )
         ModelState([resumed.model]).load_state_dict(weights)
         resumed.optimizer.load_state_dict(saved)
         resumed.schedule.load_state_dict(run.schedule.state_dict())
@@ -249,7 +302,8 @@ def compare_offloaded(folder: Path) -> None:
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
         clip_grad_norm(parameters, 0.5)
-        assert clip_grad_norm(parameters, 1.0).item() == pytest.approx(0.5, rel=1e-4)  # torch divides by norm + 1e-6
+        # torch divides by norm + 1e-6
+        assert clip_grad_norm(parameters, 1.0).item() == pytest.approx(0.5, rel=1e-4)
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
@@ -259,7 +313,8 @@ def test_offloaded_weights_train_and_resume(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-# --- configuration ----------------------------------------------------------------------------------------------------
+# --- configuration
+# --------------------------------------------------------------------------------------------------
 
 
 def valid_sections() -> dict[str, Any]:
@@ -286,7 +341,9 @@ def test_options_that_need_all_gradients_are_rejected(section, field, value, mes
     sections = valid_sections()
     setattr(sections[section], field, value)
     early = Optimizer.Config(early_step_in_backward=True)
-    with pytest.raises(UserError, match=rf"--optimizer\.early_step_in_backward cannot be combined with {message}"):
+    with pytest.raises(
+        UserError, match=rf"--optimizer\.early_step_in_backward cannot be combined with {message}"
+    ):
         check_early_step(early, **sections, data_parallel_degree=4)
     check_early_step(Optimizer.Config(), **sections, data_parallel_degree=4)
     check_early_step(early, **valid_sections(), data_parallel_degree=4)

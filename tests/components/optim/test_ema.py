@@ -15,7 +15,12 @@ from torchtitan.dry_run import dry_run
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
-OPTIONS = {"training__steps": 6, "ema__decay": 0.3, "training__mixed_precision_param": "float32", "optimizer__lr": 1e-2}
+OPTIONS = {
+    "training__steps": 6,
+    "ema__decay": 0.3,
+    "training__mixed_precision_param": "float32",
+    "optimizer__lr": 1e-2,
+}
 SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2}
 
 
@@ -32,7 +37,11 @@ class Recorder(Trainer):
 
     def trained(self):
         state = ModelState(self.model_parts)
-        return {name: full(value) for name, value in state.state_dict().items() if name not in state.frozen}
+        return {
+            name: full(value)
+            for name, value in state.state_dict().items()
+            if name not in state.frozen
+        }
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
@@ -43,12 +52,16 @@ def reference(history: list[dict[str, torch.Tensor]], decay: float) -> dict[str,
     averages = dict(history[0])
     for n, weights in enumerate(history[1:], start=1):
         d = min(decay, n / (9 + n))
-        averages = {name: d * average + (1 - d) * weights[name] for name, average in averages.items()}
+        averages = {
+            name: d * average + (1 - d) * weights[name] for name, average in averages.items()
+        }
     return averages
 
 
 def check(trainer: Recorder, decay: float = 0.3) -> None:
-    averages = {name: full(value) for name, value in trainer.ema.state_dict().items() if name != "n_updates"}
+    averages = {
+        name: full(value) for name, value in trainer.ema.state_dict().items() if name != "n_updates"
+    }
     expected = reference(trainer.history, decay)
     assert averages.keys() == expected.keys() and averages
     for name, average in averages.items():
@@ -82,7 +95,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_float64_when_sharded(tmp_path, layout):
     """FSDP, tensor parallelism, a pipeline with a tied embedding, and replicas."""
-    tied = {"model__tie_embeddings": True} if "parallelism__pipeline_parallel_degree" in layout else {}
+    tied = (
+        {"model__tie_embeddings": True} if "parallelism__pipeline_parallel_degree" in layout else {}
+    )
     run_processes(train_and_check, 2, tmp_path, layout | tied)
 
 
@@ -143,14 +158,26 @@ class Validating(Recorder):
 @pytest.mark.parametrize("wanted", [False, True])
 def test_is_validated_and_exported_by_choice(tmp_path, wanted):
     """Training continues with the same weights; the Hugging Face folder has the averages."""
-    options = {**OPTIONS, **SAVING, "validator__enable": True, "validator__freq": 3, "validator__steps": 2}
-    options |= {"checkpoint__last_save_in_hf": True, "ema__for_validation": wanted, "ema__for_export": wanted}
+    options = {
+        **OPTIONS,
+        **SAVING,
+        "validator__enable": True,
+        "validator__freq": 3,
+        "validator__steps": 2,
+    }
+    options |= {
+        "checkpoint__last_save_in_hf": True,
+        "ema__for_validation": wanted,
+        "ema__for_export": wanted,
+    }
     trainer = train(tmp_path / "run", trainer_class=Validating, **options)
     plain = train(tmp_path / "plain", trainer_class=Recorder, **{**OPTIONS, "ema__decay": None})
     for first, second in zip(trainer.history, plain.history, strict=True):
         assert all(torch.equal(first[name], second[name]) for name in second)
     assert abs(trainer.of_averages - trainer.of_weights) > 1e-4
-    assert read_validation(tmp_path / "run")[-1][1] == (trainer.of_averages if wanted else trainer.of_weights)
+    assert read_validation(tmp_path / "run")[-1][1] == (
+        trainer.of_averages if wanted else trainer.of_weights
+    )
     exported = load_file(tmp_path / "run/checkpoint/step-6/model.safetensors")
     weights = {**trainer.history[-1], **trainer.ema.state_dict()} if wanted else trainer.history[-1]
     embedding = exported["model.embed_tokens.weight"]
@@ -160,12 +187,15 @@ def test_is_validated_and_exported_by_choice(tmp_path, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamWOffload"])
 def test_is_part_of_the_dry_run(tmp_path, optimizer):
-    """An average is as large as the float32 weights, and stays on the device whatever the optimizer does."""
+    """An average is as large as the float32 weights, and stays on the device whatever the optimizer
+    does."""
     (without,), (with_averages,) = (
-        dry_run(tiny_config(tmp_path, ema__decay=decay, optimizer__name=optimizer), 1) for decay in (None, 0.9)
+        dry_run(tiny_config(tmp_path, ema__decay=decay, optimizer__name=optimizer), 1)
+        for decay in (None, 0.9)
     )
     added = with_averages.peak_bytes - without.peak_bytes
-    assert added == pytest.approx(without.parameter_bytes, rel=0.01)  # small tensors occupy whole blocks
+    # small tensors occupy whole blocks
+    assert added == pytest.approx(without.parameter_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +203,10 @@ def test_is_part_of_the_dry_run(tmp_path, optimizer):
     [
         ({"ema__decay": 1.0}, r"--ema\.decay"),
         ({"ema__for_validation": True}, "--ema.for_validation needs --ema.decay"),
-        ({"ema__decay": 0.9, "ema__for_export": True}, "--ema.for_export needs --checkpoint.last_save_in_hf"),
+        (
+            {"ema__decay": 0.9, "ema__for_export": True},
+            "--ema.for_export needs --checkpoint.last_save_in_hf",
+        ),
     ],
 )
 def test_mistakes(tmp_path, options, message):

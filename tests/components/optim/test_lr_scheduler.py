@@ -19,15 +19,20 @@ PEAK = 0.5
 
 
 def make_optimizer(**groups: ParamGroup) -> Optimizer:
-    return Optimizer.Config(name="SGD", lr=PEAK, param_groups=groups).build(model_parts=[nn.Linear(2, 3)])
+    return Optimizer.Config(name="SGD", lr=PEAK, param_groups=groups).build(
+        model_parts=[nn.Linear(2, 3)]
+    )
 
 
 def make_scheduler(training_steps: int, **settings) -> LRScheduler:
-    return LRScheduler.Config(**settings).build(optimizer=make_optimizer(), training_steps=training_steps)
+    return LRScheduler.Config(**settings).build(
+        optimizer=make_optimizer(), training_steps=training_steps
+    )
 
 
 def curve(scheduler: LRScheduler, n_steps: int) -> list[float]:
-    """Return the learning rate of the optimizer in each of the first `n_steps` steps, relative to the peak."""
+    """Return the learning rate of the optimizer in each of the first `n_steps` steps, relative to
+    the peak."""
     rates = []
     for _ in range(n_steps):
         (group,) = scheduler.optimizer.param_groups
@@ -38,7 +43,8 @@ def curve(scheduler: LRScheduler, n_steps: int) -> list[float]:
 
 
 def torch_curve(build_scheduler, n_steps: int) -> list[float]:
-    """Return the learning rate of a PyTorch scheduler in each of the first `n_steps` steps, relative to the peak."""
+    """Return the learning rate of a PyTorch scheduler in each of the first `n_steps` steps,
+    relative to the peak."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
     scheduler = build_scheduler(optimizer)
     rates = []
@@ -58,13 +64,20 @@ def interpolate(knots: list[tuple[float, float]], x: float) -> float:
 
 
 def expected_curve(n_steps, warmup, total, decay, shape, floor):
-    """Return the expected rates of steps n = 1, 2, ...: linear from 0 at n = 0 to the peak at n = warmup; the progress
-    of the decay is 0 at its first step and 1 at the step after the last one."""
+    """Return the expected rates of steps n = 1, 2, ...: linear from 0 at n = 0 to the peak at n =
+    warmup; the progress of the decay is 0 at its first step and 1 at the step after the last
+    one."""
     rates = []
     for n in range(1, n_steps + 1):
         progress = interpolate([(total - decay + 1, 0.0), (total + 1, 1.0)], n)
-        shapes = {"linear": 1 - progress, "sqrt": 1 - progress**0.5, "cosine": math.cos(progress * math.pi / 2) ** 2}
-        rates.append(interpolate([(0, 0.0), (warmup, 1.0)], n) * (floor + (1 - floor) * shapes[shape]))
+        shapes = {
+            "linear": 1 - progress,
+            "sqrt": 1 - progress**0.5,
+            "cosine": math.cos(progress * math.pi / 2) ** 2,
+        }
+        rates.append(
+            interpolate([(0, 0.0), (warmup, 1.0)], n) * (floor + (1 - floor) * shapes[shape])
+        )
     return rates
 
 
@@ -72,8 +85,14 @@ def expected_curve(n_steps, warmup, total, decay, shape, floor):
 @pytest.mark.parametrize("min_lr_factor", [0.0, 0.1])
 @pytest.mark.parametrize(("decay_ratio", "decay"), [(None, 15), (0.25, 5), (1.0, 15), (0.0, 0)])
 def test_warmup_stable_decay(decay_type, min_lr_factor, decay_ratio, decay):
-    """Without a ratio, the decay begins after the warmup. It never begins before the warmup ends."""
-    settings = {"warmup_steps": 5, "decay_ratio": decay_ratio, "decay_type": decay_type, "min_lr_factor": min_lr_factor}
+    """Without a ratio, the decay begins after the warmup. It never begins before the warmup
+    ends."""
+    settings = {
+        "warmup_steps": 5,
+        "decay_ratio": decay_ratio,
+        "decay_type": decay_type,
+        "min_lr_factor": min_lr_factor,
+    }
     rates = curve(make_scheduler(20, **settings), 24)
     if decay == 0:
         expected = expected_curve(24, 5, 24, 0, decay_type, 1.0)
@@ -109,7 +128,8 @@ def test_decay_matches_torch_schedulers(decay_type):
     ],
 )
 def test_matches_transformers_schedules(settings, name, theirs):
-    """In transformers, the warmup begins at 0 and the peak is in the step after it; we skip the step at 0."""
+    """In transformers, the warmup begins at 0 and the peak is in the step after it; we skip the
+    step at 0."""
     get_schedule = getattr(pytest.importorskip("transformers"), name)
     lengths = {"num_warmup_steps": 5, "num_training_steps": 20}
     expected = torch_curve(lambda optimizer: get_schedule(optimizer, **lengths, **theirs), 20)
@@ -120,14 +140,18 @@ def test_matches_transformers_schedules(settings, name, theirs):
 def test_warmup_matches_torch():
     """The rate rises linearly to the peak."""
     theirs = torch.optim.lr_scheduler.LinearLR
-    expected = torch_curve(lambda optimizer: theirs(optimizer, start_factor=1 / 7, total_iters=6), 9)
+    expected = torch_curve(
+        lambda optimizer: theirs(optimizer, start_factor=1 / 7, total_iters=6), 9
+    )
     ours = curve(make_scheduler(9, warmup_steps=7, decay_ratio=0.0), 9)
     assert ours == pytest.approx(expected, rel=1e-12)  # PyTorch multiplies from step to step
 
 
 def test_the_documented_inverse_square_root_matches_transformers():
     documented = documented_class(PROJECT / "docs" / "extending.md", "InverseSquareRoot")
-    ours = documented.Config(warmup_steps=5, timescale=8).build(optimizer=make_optimizer(), training_steps=20)
+    ours = documented.Config(warmup_steps=5, timescale=8).build(
+        optimizer=make_optimizer(), training_steps=20
+    )
     transformers = pytest.importorskip("transformers")
     get_schedule = partial(transformers.get_inverse_sqrt_schedule, num_warmup_steps=5, timescale=8)
     expected = torch_curve(get_schedule, 20)
@@ -158,7 +182,9 @@ def test_a_warmup_as_long_as_the_schedule_ends_at_the_peak(log):
 
 def test_the_schedule_scales_the_learning_rate_of_each_group():
     optimizer = make_optimizer(bias=ParamGroup(pattern="bias", lr=PEAK / 8))
-    scheduler = LRScheduler.Config(warmup_steps=3, min_lr_factor=0.1).build(optimizer=optimizer, training_steps=10)
+    scheduler = LRScheduler.Config(warmup_steps=3, min_lr_factor=0.1).build(
+        optimizer=optimizer, training_steps=10
+    )
     factors = []
     for _ in range(10):
         rates = {len(group["params"][0].shape): group["lr"] for group in optimizer.param_groups}
@@ -166,7 +192,8 @@ def test_the_schedule_scales_the_learning_rate_of_each_group():
         assert rates[2] == scheduler.lr
         factors.append(scheduler.factor(scheduler.steps_taken))
         scheduler.step()
-    assert len(set(factors)) == 9  # the last warmup step and the first decay step both have the peak rate
+    # the last warmup step and the first decay step both have the peak rate
+    assert len(set(factors)) == 9
 
 
 def test_the_schedule_applies_to_both_optimizers_of_muon():
@@ -214,8 +241,14 @@ def test_set_length_applies_unless_total_steps_is_set():
         ({"warmup_steps": -1}, r"--lr_scheduler\.warmup_steps is -1"),
         ({"total_steps": 0}, r"--lr_scheduler\.total_steps is 0"),
         ({"decay_ratio": 1.5}, r"--lr_scheduler\.decay_ratio is 1\.5, but must be in \[0, 1\]"),
-        ({"min_lr_factor": -0.1}, r"--lr_scheduler\.min_lr_factor is -0\.1, but must be in \[0, 1\]"),
-        ({"min_lr_factor": float("nan")}, r"--lr_scheduler\.min_lr_factor is nan, but must be in \[0, 1\]"),
+        (
+            {"min_lr_factor": -0.1},
+            r"--lr_scheduler\.min_lr_factor is -0\.1, but must be in \[0, 1\]",
+        ),
+        (
+            {"min_lr_factor": float("nan")},
+            r"--lr_scheduler\.min_lr_factor is nan, but must be in \[0, 1\]",
+        ),
     ],
 )
 def test_invalid_values_are_rejected(settings, message):
@@ -236,12 +269,15 @@ def test_tokens_give_the_same_curve_as_steps_of_equal_size():
 
 
 def test_curve_in_tokens_does_not_depend_on_the_sizes_of_steps():
-    """Interpolated between the ends of the phases; a step in the warm-up has the rate of its last token."""
+    """Interpolated between the ends of the phases; a step in the warm-up has the rate of its last
+    token."""
     scheduler = make_scheduler(1000, unit="tokens", warmup_steps=100)
     sizes, position = [10, 30, 20, 40, 100, 300, 250, 250], 0
     for size in sizes:
         scheduler.step(0, step_size=size)
-        expected = min(1.0, (position + size) / 100) if position < 100 else 1 - (position - 100) / 900
+        expected = (
+            min(1.0, (position + size) / 100) if position < 100 else 1 - (position - 100) / 900
+        )
         assert scheduler.lr / PEAK == pytest.approx(expected, rel=1e-12)  # float64
         position += size
         scheduler.step(size)
@@ -249,5 +285,8 @@ def test_curve_in_tokens_does_not_depend_on_the_sizes_of_steps():
 
 def test_another_unit_is_not_resumed():
     saved = make_scheduler(10, unit="tokens").state_dict()
-    with pytest.raises(UserError, match="--lr_scheduler.unit steps: the run to resume has --lr_scheduler.unit tokens"):
+    with pytest.raises(
+        UserError,
+        match="--lr_scheduler.unit steps: the run to resume has --lr_scheduler.unit tokens",
+    ):
         make_scheduler(10).load_state_dict(saved)

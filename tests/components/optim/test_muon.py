@@ -1,4 +1,5 @@
-"""Muon on several processes: the updates of torch.optim.Muon in one process, each matrix orthogonalized once."""
+"""Muon on several processes: the updates of torch.optim.Muon in one process, each matrix
+orthogonalized once."""
 
 from collections import Counter
 from pathlib import Path
@@ -45,12 +46,17 @@ def compare_layout(sizes: dict[str, int], placements: list[list]) -> None:
     layouts = [placements[index % len(placements)] for index in range(len(SHAPES))]
 
     def sharded(step: int) -> list:
-        return [distribute_tensor(x, mesh, layout) for x, layout in zip(matrices(step), layouts, strict=True)]
+        return [
+            distribute_tensor(x, mesh, layout)
+            for x, layout in zip(matrices(step), layouts, strict=True)
+        ]
 
     whole, parts = map(nn.ParameterList, (matrices(0), sharded(0)))
     reference, optimizer = torch.optim.Muon(whole, **SETTINGS), Muon(parts, **SETTINGS)
     for step in (1, 2):
-        for parameter, gradient in zip([*whole, *parts], [*matrices(step), *sharded(step)], strict=True):
+        for parameter, gradient in zip(
+            [*whole, *parts], [*matrices(step), *sharded(step)], strict=True
+        ):
             parameter.grad = gradient
         reference.step()
         with Products() as products:
@@ -69,7 +75,11 @@ def compare_layouts(folder: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    tensor_parallel = [[_StridedShard(0, split_factor=2), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Replicate()]]
+    tensor_parallel = [
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Shard(0), Replicate()],
+    ]
     compare_layout({"fsdp": 4}, [[Shard(0)]])  # 16 rows, and 12
     compare_layout({"dp_replicate": 4}, [[Replicate()]])
     compare_layout({"dp_replicate": 2, "fsdp": 2}, [[Replicate(), Shard(0)]])

@@ -1,4 +1,5 @@
-"""The optimizer against torch.optim, and gradient clipping against float64, on whole and on sharded parameters."""
+"""The optimizer against torch.optim, and gradient clipping against float64, on whole and on sharded
+parameters."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,7 +22,11 @@ STEPS = 5
 NO_DECAY = {
     "tok_embeddings.weight",
     "head.norm.weight",
-    *(f"layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")),
+    *(
+        f"layers.{layer}.{norm}.weight"
+        for layer in (0, 1)
+        for norm in ("attention_norm", "ffn_norm")
+    ),
 }
 """Parameters without weight decay in the default group."""
 
@@ -34,7 +39,8 @@ def make_model(*, tie_embeddings: bool = False) -> Llama3Model:
 
 
 def gradient(step: int, index: int, shape: torch.Size) -> Tensor:
-    """Return a gradient of realistic size: about 1e-3, with a factor that depends on the parameter."""
+    """Return a gradient of realistic size: about 1e-3, with a factor that depends on the
+    parameter."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randn(shape, generator=generator) * 1e-3 * (1 + index % 3)
 
@@ -45,7 +51,9 @@ def set_gradients(model: nn.Module, step: int) -> None:
             parameter.grad = gradient(step, index, parameter.shape)
 
 
-def train(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer | Optimizer], steps: Iterable[int]) -> None:
+def train(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer | Optimizer], steps: Iterable[int]
+) -> None:
     for step in steps:
         set_gradients(model, step)
         for optimizer in optimizers:
@@ -65,20 +73,27 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def assert_equal_weights(model: nn.Module, expected: nn.Module) -> None:
-    for (name, weight), reference in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, weight), reference in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
         assert torch.equal(weight, reference), name
 
 
-# --- updates ----------------------------------------------------------------------------------------------------------
+# --- updates
+# --------------------------------------------------------------------------------------------------
 
 
 def torch_adam(kind, implementation):
     switches = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-    return lambda model: [kind(decay_groups(model, 0.2), lr=0.01, betas=(0.8, 0.9), eps=1e-6, **switches)]
+    return lambda model: [
+        kind(decay_groups(model, 0.2), lr=0.01, betas=(0.8, 0.9), eps=1e-6, **switches)
+    ]
 
 
 def torch_sgd(momentum, foreach):
-    return lambda model: [torch.optim.SGD(decay_groups(model, 0.2), lr=0.5, momentum=momentum, foreach=foreach)]
+    return lambda model: [
+        torch.optim.SGD(decay_groups(model, 0.2), lr=0.5, momentum=momentum, foreach=foreach)
+    ]
 
 
 def torch_muon(model):
@@ -86,7 +101,11 @@ def torch_muon(model):
         return name.startswith("layers.") and "norm" not in name
 
     muon = torch.optim.Muon(
-        select(model, is_matrix), lr=0.01, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        select(model, is_matrix),
+        lr=0.01,
+        weight_decay=0.2,
+        momentum=0.95,
+        adjust_lr_fn="match_rms_adamw",
     )
     rest = [
         {"params": select(model, lambda name: name in NO_DECAY), "weight_decay": 0.0},
@@ -112,7 +131,16 @@ MUON = {"name": "Muon", "lr": 0.01, "weight_decay": 0.2}
         ({**SGD, "momentum": 0.9, "implementation": "for-loop"}, torch_sgd(0.9, foreach=False)),
         ({**MUON}, torch_muon),
     ],
-    ids=["AdamW", "AdamW foreach", "AdamW for-loop", "Adam", "SGD", "SGD momentum", "SGD for-loop", "Muon"],
+    ids=[
+        "AdamW",
+        "AdamW foreach",
+        "AdamW for-loop",
+        "Adam",
+        "SGD",
+        "SGD momentum",
+        "SGD for-loop",
+        "Muon",
+    ],
 )
 def test_updates_match_torch_optim(settings, reference):
     ours, theirs = make_model(), make_model()
@@ -128,19 +156,31 @@ def test_several_model_parts_act_as_one_model():
     train(whole, [Optimizer.Config().build(model_parts=[whole])], range(STEPS))
     first, last = (nn.Module(), nn.Module())
     first.tok_embeddings, last.head = split.tok_embeddings, split.head
-    first.layers, last.layers = nn.ModuleDict({"0": split.layers["0"]}), nn.ModuleDict({"1": split.layers["1"]})
+    first.layers, last.layers = (
+        nn.ModuleDict({"0": split.layers["0"]}),
+        nn.ModuleDict({"1": split.layers["1"]}),
+    )
     optimizer = Optimizer.Config().build(model_parts=[first, last])
     train(split, [optimizer], range(STEPS))
     assert_equal_weights(split, whole)
-    assert optimizer.state_dict().keys() == Optimizer.Config().build(model_parts=[whole]).state_dict().keys()
+    assert (
+        optimizer.state_dict().keys()
+        == Optimizer.Config().build(model_parts=[whole]).state_dict().keys()
+    )
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
+# --- groups
+# --------------------------------------------------------------------------------------------------
 
 
 def settings_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[float, float]:
-    """Return the learning rate and weight decay of a parameter, which must be in exactly one group."""
-    groups = [group for group in optimizer.param_groups if any(parameter is member for member in group["params"])]
+    """Return the learning rate and weight decay of a parameter, which must be in exactly one
+    group."""
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if any(parameter is member for member in group["params"])
+    ]
     (group,) = groups
     assert group["initial_lr"] == group["lr"]
     return group["lr"], group["weight_decay"]
@@ -157,7 +197,9 @@ class WithBiases(nn.Module):
 def test_norms_biases_and_embeddings_have_no_weight_decay_by_default(log):
     model = WithBiases()
     optimizer = Optimizer.Config(lr=0.5, weight_decay=0.25).build(model_parts=[model])
-    decays = {name: settings_of(optimizer, parameter) for name, parameter in model.named_parameters()}
+    decays = {
+        name: settings_of(optimizer, parameter) for name, parameter in model.named_parameters()
+    }
     exempt = {"tok_embeddings.weight", "hidden.bias", "norm.weight", "norm.bias"}
     assert decays == {name: (0.5, 0.0) for name in exempt} | {"hidden.weight": (0.5, 0.25)}
     assert log.messages == []
@@ -170,7 +212,9 @@ def test_the_first_matching_group_sets_learning_rate_and_weight_decay():
         "first_layer": ParamGroup(pattern=r"^layers\.0\.", weight_decay=0.5),
         "norms": ParamGroup(pattern="norm", lr=0.125, weight_decay=0.0),
     }
-    optimizer = Optimizer.Config(lr=1.0, weight_decay=0.75, param_groups=groups).build(model_parts=[model])
+    optimizer = Optimizer.Config(lr=1.0, weight_decay=0.75, param_groups=groups).build(
+        model_parts=[model]
+    )
     parameters = dict(model.named_parameters())
     expected = {
         "head.output.weight": (0.25, 0.75),
@@ -186,7 +230,9 @@ def test_the_first_matching_group_sets_learning_rate_and_weight_decay():
 def test_groups_apply_to_both_optimizers_of_muon():
     model = make_model()
     groups = {"first_layer": ParamGroup(pattern=r"^layers\.0\.", lr=0.25, weight_decay=0.5)}
-    config = Optimizer.Config(name="Muon", lr=1.0, weight_decay=0.0, momentum=0.5, param_groups=groups)
+    config = Optimizer.Config(
+        name="Muon", lr=1.0, weight_decay=0.0, momentum=0.5, param_groups=groups
+    )
     optimizer = config.build(model_parts=[model])
     block, other = model.layers["0"], model.layers["1"]
     for parameter in (block.attention.wq.weight, block.ffn_norm.weight):
@@ -196,14 +242,22 @@ def test_groups_apply_to_both_optimizers_of_muon():
     muon, adam = optimizer.optimizers
     assert {group["momentum"] for group in muon.param_groups} == {0.5}
     in_muon = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
-    matrices = {id(p) for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2}
+    matrices = {
+        id(p) for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2
+    }
     assert in_muon == matrices
 
 
 def test_muon_leaves_routers_to_adamw():
     """Their rows are experts, which a step should not make equally large."""
-    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(4, 8, bias=False), "wo": torch.nn.Linear(4, 8, bias=False)})
-    muon, adam = Optimizer.Config(name="Muon").build(model_parts=[torch.nn.ModuleDict({"layers": layer})]).optimizers
+    layer = torch.nn.ModuleDict(
+        {"router": torch.nn.Linear(4, 8, bias=False), "wo": torch.nn.Linear(4, 8, bias=False)}
+    )
+    muon, adam = (
+        Optimizer.Config(name="Muon")
+        .build(model_parts=[torch.nn.ModuleDict({"layers": layer})])
+        .optimizers
+    )
     for optimizer, name in ((muon, "wo"), (adam, "router")):
         (parameter,) = (p for group in optimizer.param_groups for p in group["params"])
         assert parameter is layer[name].weight
@@ -243,7 +297,9 @@ def test_frozen_parameters_are_unchanged_and_have_no_moments(name, log):
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(key.startswith("layers.1."))
     before = {key: parameter.clone() for key, parameter in model.named_parameters()}
-    optimizer = Optimizer.Config(name=name, momentum=None if name == "AdamW" else 0.9).build(model_parts=[model])
+    optimizer = Optimizer.Config(name=name, momentum=None if name == "AdamW" else 0.9).build(
+        model_parts=[model]
+    )
     train(model, [optimizer], range(2))
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter, before[key]) != parameter.requires_grad, key
@@ -256,9 +312,16 @@ def test_a_completely_frozen_model_is_rejected():
         Optimizer.Config().build(model_parts=[make_model().requires_grad_(False)])
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state
+# --------------------------------------------------------------------------------------------------
 
-ALL = [{"name": "AdamW"}, {"name": "Adam"}, {"name": "SGD"}, {"name": "SGD", "momentum": 0.9}, {"name": "Muon"}]
+ALL = [
+    {"name": "AdamW"},
+    {"name": "Adam"},
+    {"name": "SGD"},
+    {"name": "SGD", "momentum": 0.9},
+    {"name": "Muon"},
+]
 MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
 
 
@@ -274,10 +337,14 @@ def test_state_dict_contains_only_moments_under_canonical_names():
     torch.testing.assert_close(state["state.head.norm.weight.exp_avg"], 0.1 * first_gradient)
 
 
-@pytest.mark.parametrize("settings", ALL, ids=lambda settings: " ".join(map(str, settings.values())))
+@pytest.mark.parametrize(
+    "settings", ALL, ids=lambda settings: " ".join(map(str, settings.values()))
+)
 def test_state_dict_before_the_first_step_is_complete_and_has_no_effect(settings):
     ours, theirs = make_model(), make_model()
-    queried, unqueried = (Optimizer.Config(**settings).build(model_parts=[model]) for model in (ours, theirs))
+    queried, unqueried = (
+        Optimizer.Config(**settings).build(model_parts=[model]) for model in (ours, theirs)
+    )
     at_start = {key: value.clone() for key, value in queried.state_dict().items()}
     assert all(not value.any() for value in at_start.values())
     train(ours, [queried], range(STEPS))
@@ -308,7 +375,9 @@ def test_a_parameter_without_a_gradient_can_be_saved_and_loaded():
     assert torch.equal(model.unused, torch.ones(2))
 
 
-@pytest.mark.parametrize("settings", ALL, ids=lambda settings: " ".join(map(str, settings.values())))
+@pytest.mark.parametrize(
+    "settings", ALL, ids=lambda settings: " ".join(map(str, settings.values()))
+)
 def test_loading_restores_the_moments(settings):
     config = Optimizer.Config(**settings)
     straight, resumed = make_model(), make_model()
@@ -330,19 +399,34 @@ def test_loading_keeps_the_configured_hyperparameters_and_groups():
     train(model, [before], range(2))
     groups = {"head": ParamGroup(pattern="output", lr=0.25, weight_decay=0.0)}
     config = Optimizer.Config(
-        lr=0.5, beta1=0.5, beta2=0.75, eps=1e-4, weight_decay=0.125, implementation="foreach", param_groups=groups
+        lr=0.5,
+        beta1=0.5,
+        beta2=0.75,
+        eps=1e-4,
+        weight_decay=0.125,
+        implementation="foreach",
+        param_groups=groups,
     )
     after = config.build(model_parts=[model])
-    configured = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+    configured = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in after.param_groups
+    ]
     after.load_state_dict(before.state_dict())
-    loaded = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+    loaded = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in after.param_groups
+    ]
     assert loaded == configured
     assert settings_of(after, model.head.output.weight) == (0.25, 0.0)
     assert settings_of(after, model.head.norm.weight) == (0.5, 0.125)
-    assert all(torch.equal(value, before.state_dict()[key]) for key, value in after.state_dict().items())
+    assert all(
+        torch.equal(value, before.state_dict()[key]) for key, value in after.state_dict().items()
+    )
 
 
-# --- validation -------------------------------------------------------------------------------------------------------
+# --- validation
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -355,8 +439,14 @@ def test_loading_keeps_the_configured_hyperparameters_and_groups():
         ({"beta1": 1.0}, r"--optimizer\.beta1 is 1\.0, but must be in \[0, 1\)"),
         ({"beta2": -0.5}, r"--optimizer\.beta2 is -0\.5, but must be .*"),
         ({"name": "SGD", "momentum": 1.5}, r"--optimizer\.momentum is 1\.5, but must be .*"),
-        ({"momentum": 0.9}, r"--optimizer\.momentum 0\.9 is for SGD and Muon; for AdamW set --optimizer\.beta1"),
-        ({"param_groups": {"a": ParamGroup(pattern="x(")}}, r"--optimizer\.param_groups\.a\.pattern 'x\('"),
+        (
+            {"momentum": 0.9},
+            r"--optimizer\.momentum 0\.9 is for SGD and Muon; for AdamW set --optimizer\.beta1",
+        ),
+        (
+            {"param_groups": {"a": ParamGroup(pattern="x(")}},
+            r"--optimizer\.param_groups\.a\.pattern 'x\('",
+        ),
         (
             {"param_groups": {"a": ParamGroup(pattern="x", lr=-1.0)}},
             r"param_groups\.a\.lr is -1\.0, but must be .*",
@@ -372,7 +462,8 @@ def test_invalid_values_are_rejected(settings, message):
         Optimizer.Config(**settings).validate()
 
 
-# --- two processes ----------------------------------------------------------------------------------------------------
+# --- two processes
+# --------------------------------------------------------------------------------------------------
 
 
 def sharded_model() -> Llama3Model:
@@ -382,7 +473,9 @@ def sharded_model() -> Llama3Model:
 
     model, dims = make_model(), ParallelDims(world_size=2, dp_shard=2)
     training = TrainingConfig(mixed_precision_param="float32")
-    parallelize_model(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
+    parallelize_model(
+        model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training
+    )
     return model
 
 
@@ -445,11 +538,12 @@ def test_two_processes_match_one(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-# --- clipping ---------------------------------------------------------------------------------------------------------
+# --- clipping
+# --------------------------------------------------------------------------------------------------
 
 SHAPES = [(99, 32), (1, 7), (33,), (1,), (1024, 2048)]
-"""On two ranks: an uneven matrix, a matrix with an empty shard, an uneven vector, a vector with an empty shard, and a
-matrix of two million values."""
+"""On two ranks: an uneven matrix, a matrix with an empty shard, an uneven vector, a vector with an
+empty shard, and a matrix of two million values."""
 
 
 def gradients_for_clipping(scale: float = 1.0) -> list[Tensor]:
@@ -470,7 +564,8 @@ def with_gradients(gradients: Iterable[Tensor]) -> list[nn.Parameter]:
 
 
 def check_clipped(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Compare with float64. Each float32 sum of squares has at most 2048 values and uses pairwise summation."""
+    """Compare with float64. Each float32 sum of squares has at most 2048 values and uses pairwise
+    summation."""
     originals = gradients_for_clipping()
     exact = float64_norm(originals)
     assert norm.shape == () and type(norm) is Tensor
@@ -481,7 +576,9 @@ def check_clipped(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> N
             assert torch.equal(result, original)
         else:
             # PyTorch divides by norm + 1e-6; the rest is float32 rounding.
-            torch.testing.assert_close(result, (original.double() * factor).float(), rtol=2e-6, atol=0)
+            torch.testing.assert_close(
+                result, (original.double() * factor).float(), rtol=2e-6, atol=0
+            )
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, float("inf")], ids=["active", "inactive", "inf"])
@@ -512,7 +609,9 @@ def test_other_devices_use_the_torch_kernel_over_all_tensors(monkeypatch):
     calls = []
     get_total_norm = torch.nn.utils.get_total_norm
     monkeypatch.setattr(
-        torch.nn.utils, "get_total_norm", lambda grads: calls.append(len(grads)) or get_total_norm(grads)
+        torch.nn.utils,
+        "get_total_norm",
+        lambda grads: calls.append(len(grads)) or get_total_norm(grads),
     )
     gradients = [gradient.to("meta") for gradient in gradients_for_clipping()]
     assert clip_grad_norm(with_gradients(gradients), 0.5).shape == ()
@@ -551,7 +650,8 @@ def test_parameters_without_gradients_do_not_count():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_a_flag_leaves_out_an_update(name):
-    """Weights, moments and the count of updates stay; without the flag, or with 0, the update is the same."""
+    """Weights, moments and the count of updates stay; without the flag, or with 0, the update is
+    the same."""
     config = Optimizer.Config(**{**ADAM, "name": name})
     models = [make_model() for _ in range(2)]
     optimizers = [config.build(model_parts=[model]) for model in models]
@@ -563,11 +663,15 @@ def test_a_flag_leaves_out_an_update(name):
         kept = {key: value.clone() for key, value in optimizers[0].state_dict().items()}
         set_gradients(models[0], 7)
         optimizers[0].step(torch.tensor(1.0))
-        assert all(torch.equal(kept[key], value) for key, value in optimizers[0].state_dict().items())
+        assert all(
+            torch.equal(kept[key], value) for key, value in optimizers[0].state_dict().items()
+        )
         assert_equal_weights(*models)
     assert config.build(model_parts=[make_model()]).can_skip
 
 
-@pytest.mark.parametrize("settings", [SGD, MUON, {"implementation": "foreach"}, {"name": "AdamWOffload"}])
+@pytest.mark.parametrize(
+    "settings", [SGD, MUON, {"implementation": "foreach"}, {"name": "AdamWOffload"}]
+)
 def test_other_optimizers_cannot_leave_out_an_update(settings):
     assert not Optimizer.Config(**settings).build(model_parts=[make_model()]).can_skip

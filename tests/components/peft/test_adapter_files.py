@@ -74,8 +74,11 @@ def meta_model(spec: ModelSpec, config: LoRA.Config) -> nn.Module:
     return converted_model(spec.model, [config.build()])
 
 
-def adapted(spec: ModelSpec, config: LoRA.Config, plain: dict[str, Tensor], seed: int | None = None) -> nn.Module:
-    """Return the model with the weights `plain`, and an initial adapter or, with `seed`, a random one."""
+def adapted(
+    spec: ModelSpec, config: LoRA.Config, plain: dict[str, Tensor], seed: int | None = None
+) -> nn.Module:
+    """Return the model with the weights `plain`, and an initial adapter or, with `seed`, a random
+    one."""
     model = meta_model(spec, config).to_empty(device="cpu").eval()
     initialize_weights(model, seed=0)
     with torch.no_grad():
@@ -84,7 +87,9 @@ def adapted(spec: ModelSpec, config: LoRA.Config, plain: dict[str, Tensor], seed
                 tensor.copy_(plain[name])
         for name, module in converted_modules(model):
             for own, derived in module.derived.items():
-                getattr(module, own).copy_(derived.from_rows(plain[f"{name}.{derived.plain}"].float()))
+                getattr(module, own).copy_(
+                    derived.from_rows(plain[f"{name}.{derived.plain}"].float())
+                )
         if seed is not None:
             randomize(model, seed)
     return model
@@ -127,7 +132,11 @@ def adapter_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapters_in(folder: Path) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in load_file(folder / WEIGHTS).items() if "base_layer" not in key}
+    return {
+        key: tensor
+        for key, tensor in load_file(folder / WEIGHTS).items()
+        if "base_layer" not in key
+    }
 
 
 @torch.no_grad()
@@ -137,10 +146,18 @@ def assert_equal_logits(ours: nn.Module, theirs: nn.Module) -> None:
 
 def converter(kind: str, target: str, **settings) -> LoRA.Config:
     """Return a configuration with rank 4 and alpha 6, so that a wrong scale changes the logits."""
-    include = {"layers": [LAYERS], "head": [LAYERS, r"^head\.output$"], "embedding": ["wq", "w2", "tok_embeddings"]}[
-        target
-    ]
-    kinds = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "qlora": {}, "qdora": {"dora": True}}
+    include = {
+        "layers": [LAYERS],
+        "head": [LAYERS, r"^head\.output$"],
+        "embedding": ["wq", "w2", "tok_embeddings"],
+    }[target]
+    kinds = {
+        "lora": {},
+        "rslora": {"rslora": True},
+        "dora": {"dora": True},
+        "qlora": {},
+        "qdora": {"dora": True},
+    }
     config_class = QLoRA.Config if kind.startswith("q") else LoRA.Config
     return config_class(rank=4, alpha=6.0, include=include, **kinds[kind], **settings)
 
@@ -186,14 +203,27 @@ def to_external(spec: ModelSpec, internal: dict[str, Tensor]) -> dict[str, Tenso
     external: dict[str, Tensor] = {}
     for step in spec.formats["hf"].adapter(spec.model).steps:
         external |= dict(
-            zip(step.external, step.transform.to_external([internal[n] for n in step.internal]), strict=True)
+            zip(
+                step.external,
+                step.transform.to_external([internal[n] for n in step.internal]),
+                strict=True,
+            )
         )
     return external
 
 
 PEFT_NAMES = {
     "layers": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "head": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
+    "head": [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    ],
     "embedding": ["q_proj", "down_proj", "embed_tokens"],
 }
 
@@ -217,14 +247,19 @@ def save_peft_adapter(folder: Path, below: nn.Module, kind: str, target: str) ->
 
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
 def test_sizes_of_single_layers(base, tmp_path, kind):
-    """With peft's kinds of patterns: last parts, regular expressions, full names, and several that match, in the order
-    of the alphabet, since peft sorts them in its file."""
+    """With peft's kinds of patterns: last parts, regular expressions, full names, and several that
+    match, in the order of the alphabet, since peft sorts them in its file."""
     peft = pytest.importorskip("peft")
     options = peft.LoraConfig(
         r=4,
         lora_alpha=6,
         target_modules=PEFT_NAMES["head"],
-        rank_pattern={"^model.layers.1.self_attn.q_proj": 2, "k_proj|q_proj": 3, "lm_head": 5, "mlp.*": 7},
+        rank_pattern={
+            "^model.layers.1.self_attn.q_proj": 2,
+            "k_proj|q_proj": 3,
+            "lm_head": 5,
+            "mlp.*": 7,
+        },
         alpha_pattern={"down_proj": 1.5, r"layers\.0\..*": 9, "lm_head": 2},
         use_rslora=kind == "rslora",
         use_dora=kind == "dora",
@@ -247,7 +282,9 @@ def test_sizes_of_single_layers(base, tmp_path, kind):
     assert_equal(adapter_of(again), adapter_of(model))
 
 
-@pytest.mark.parametrize(("kind", "target"), [case for case in CASES if not case[0].startswith("q")])
+@pytest.mark.parametrize(
+    ("kind", "target"), [case for case in CASES if not case[0].startswith("q")]
+)
 def test_round_trip_of_a_peft_adapter(base, tmp_path, kind, target):
     theirs = save_peft_adapter(tmp_path / "theirs", open_base(base), kind, target)
     config = converter(kind, target)
@@ -287,26 +324,38 @@ def test_pretrained_model(assets, tmp_path):
     "include", [r"layers\.1\.", r"layers\.11\.attention\.wq", r"layers\.\d\.feed_forward", "wq|w2"]
 )
 def test_only_selected_layers_are_adapted(tmp_path, include):
-    """Of twelve layers: the name of layer 1 is a prefix of layer 11, and `q_proj` is a common suffix."""
+    """Of twelve layers: the name of layer 1 is a prefix of layer 11, and `q_proj` is a common
+    suffix."""
     make_pretrained(tmp_path, **SIZES, num_hidden_layers=12)
     config = LoRA.Config(rank=4, alpha=8.0, include=[include])
     spec, plain = plain_weights(tmp_path)
     model = adapted(spec, config, plain, seed=1)
     write(tmp_path / "adapter", config, model, spec)
     theirs = open_adapter(open_base(tmp_path), tmp_path / "adapter")
-    chosen = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
+    chosen = [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptedLayer)
+    ]
     steps = spec.formats["hf"].adapter(spec.model).steps
-    expected = {step.external[0].removesuffix(".weight") for step in steps if step.internal[0] in chosen}
+    expected = {
+        step.external[0].removesuffix(".weight") for step in steps if step.internal[0] in chosen
+    }
     assert set(theirs.targeted_module_names) == expected
     assert_equal_logits(model, theirs)
 
 
-# --- a family whose files have query and key rows in another order ---------------------------------------------------
+# --- a family whose files have query and key rows in another order
+# ---------------------------------------------------
 
 
 def permuted_table(config) -> StateDictAdapter:
     """Llama names with rows in the order of the RoPE paper, like Ernie 4.5 in transformers."""
-    rows = {"tok_embeddings": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
+    rows = {
+        "tok_embeddings": "model.embed_tokens",
+        "head.norm": "model.norm",
+        "head.output": "lm_head",
+    }
     within = {
         **{f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"},
         **{f"feed_forward.w{i}": f"mlp.{x}_proj" for i, x in ((1, "gate"), (3, "up"), (2, "down"))},
@@ -316,7 +365,11 @@ def permuted_table(config) -> StateDictAdapter:
     permutation = RopePermutation(config.resolved_head_dim)
     return StateDictAdapter(
         [
-            KeyMapping(f"{ours}.weight", f"{theirs}.weight", *([permutation] if ours.endswith(("wq", "wk")) else []))
+            KeyMapping(
+                f"{ours}.weight",
+                f"{theirs}.weight",
+                *([permutation] if ours.endswith(("wq", "wk")) else []),
+            )
             for ours, theirs in rows.items()
         ],
         n_layers=config.n_layers,
@@ -325,7 +378,9 @@ def permuted_table(config) -> StateDictAdapter:
 
 def with_table(spec: ModelSpec, table) -> ModelSpec:
     llama = spec.formats["hf"]
-    format = ExternalFormat(adapter=table, to_external=llama.to_external, from_external=llama.from_external)
+    format = ExternalFormat(
+        adapter=table, to_external=llama.to_external, from_external=llama.from_external
+    )
     return dataclasses.replace(spec, formats={"hf": format})
 
 
@@ -337,7 +392,13 @@ def permuted_family(below: nn.Module, base: Path) -> tuple[ModelSpec, dict[str, 
     plain: dict[str, Tensor] = {}
     for step in permuted_table(spec.model).steps:
         tensors = [state[name] for name in step.external]
-        plain |= dict(zip(step.internal, step.transform.to_internal(tensors, [t.shape for t in tensors]), strict=True))
+        plain |= dict(
+            zip(
+                step.internal,
+                step.transform.to_internal(tensors, [t.shape for t in tensors]),
+                strict=True,
+            )
+        )
     return spec, plain
 
 
@@ -398,7 +459,8 @@ def test_reading_permuted_rows(base, tmp_path, ernie, kind):
     assert_equal(adapters_in(tmp_path / "ours"), adapters_in(tmp_path / "theirs"))
 
 
-# --- a family whose files fuse layers --------------------------------------------------------------------------------
+# --- a family whose files fuse layers
+# --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +477,9 @@ def glm(tmp_path_factory) -> Path:
 def make_fused(model_type: str, folder: Path, **fields: Any) -> Path:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **SIZES, num_hidden_layers=2, pad_token_id=None, **fields)
+    config = transformers.AutoConfig.for_model(
+        model_type, **SIZES, num_hidden_layers=2, pad_token_id=None, **fields
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -427,7 +491,8 @@ FUSED_NAMES = {
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [*(("phi", kind) for kind in ("lora", "rslora", "dora", "qlora", "qdora")), ("glm", "dora")]
+    ("family", "kind"),
+    [*(("phi", kind) for kind in ("lora", "rslora", "dora", "qlora", "qdora")), ("glm", "dora")],
 )
 def test_writing_adapters_of_fused_layers(family, kind, tmp_path, request):
     base = request.getfixturevalue(family)
@@ -439,7 +504,9 @@ def test_writing_adapters_of_fused_layers(family, kind, tmp_path, request):
     if kind.startswith("q"):
         below.load_state_dict(to_external(spec, merged(adapted(spec, config, plain))))
     theirs = open_adapter(below, tmp_path)
-    assert {name.rpartition(".")[2] for name in theirs.targeted_module_names} == set(FUSED_NAMES[family])
+    assert {name.rpartition(".")[2] for name in theirs.targeted_module_names} == set(
+        FUSED_NAMES[family]
+    )
     assert_equal_logits(model, theirs)
     again = adapted(spec, config, plain, seed=2)
     read(tmp_path, config, spec, again)
@@ -447,7 +514,8 @@ def test_writing_adapters_of_fused_layers(family, kind, tmp_path, request):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("phi", "lora"), ("phi", "rslora"), ("phi", "dora"), ("glm", "lora"), ("glm", "dora")]
+    ("family", "kind"),
+    [("phi", "lora"), ("phi", "rslora"), ("phi", "dora"), ("glm", "lora"), ("glm", "dora")],
 )
 def test_reading_adapters_of_fused_layers(family, kind, tmp_path, request, monkeypatch):
     """And our file of them, for peft."""
@@ -474,7 +542,8 @@ def test_scale_and_order_of_fused_layers_matter(phi, tmp_path):
     edit(tmp_path, alpha_pattern={})
     assert_other_logits(model, open_adapter(open_base(phi), tmp_path))
     with pytest.raises(
-        UserError, match=r"gives other ranks or alpha to .*; set --model_converters\.lora\.rank_pattern"
+        UserError,
+        match=r"gives other ranks or alpha to .*; set --model_converters\.lora\.rank_pattern",
     ):
         read(tmp_path, config, spec, model)
     edit(tmp_path, alpha_pattern=document["alpha_pattern"])
@@ -506,9 +575,14 @@ def test_inseparable_adapters_of_fused_layers_are_rejected(phi, tmp_path):
     key = "base_model.model.model.layers.1.mlp.gate_up_proj.lora_B.weight"
     tensors[key] += 0.1
     save_file(tensors, tmp_path / WEIGHTS)
-    with pytest.raises(UserError, match=r"layers\.1\.mlp\.gate_up_proj is 2 layers here, .* is not block-diagonal"):
+    with pytest.raises(
+        UserError, match=r"layers\.1\.mlp\.gate_up_proj is 2 layers here, .* is not block-diagonal"
+    ):
         read(tmp_path, config, spec, model)
-    sizes = {"rank_pattern": ["attention.w[qkv]=12", "w[13]=8"], "alpha_pattern": ["attention.w[qkv]=18", "w[13]=12"]}
+    sizes = {
+        "rank_pattern": ["attention.w[qkv]=12", "w[13]=8"],
+        "alpha_pattern": ["attention.w[qkv]=18", "w[13]=12"],
+    }
     config = dataclasses.replace(config, **sizes)
     model = adapted(spec, config, plain)
     read(tmp_path, config, spec, model)
@@ -518,11 +592,16 @@ def test_inseparable_adapters_of_fused_layers_are_rejected(phi, tmp_path):
 def test_some_of_fused_layers_are_rejected(phi, tmp_path):
     spec, _ = plain_weights(phi)
     config = LoRA.Config(rank=4, alpha=6.0, include=["wq", "wv", "wo"])
-    pattern = r"layers\.0\.attention\.wq\.weight, .*wv\.weight \(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"
+    pattern = (
+        r"layers\.0\.attention\.wq\.weight, .*wv\.weight "
+        r"\(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"
+    )
     with pytest.raises(UserError, match=pattern):
         write_adapter(tmp_path, config, meta_model(spec, config), spec, lambda name: torch.empty(0))
     sizes = LoRA.Config(rank=4, alpha=6.0, rank_pattern=["wq=2"])
-    with pytest.raises(UserError, match=r"the same rank and alpha for .*: layers\.0\.attention\.wq\.weight, .*wk"):
+    with pytest.raises(
+        UserError, match=r"the same rank and alpha for .*: layers\.0\.attention\.wq\.weight, .*wk"
+    ):
         write_adapter(tmp_path, sizes, meta_model(spec, sizes), spec, lambda name: torch.empty(0))
     others = LoRA.Config(rank=4, alpha=6.0, include=["wo"])
     model = adapted(spec, others, {}, seed=1)
@@ -531,7 +610,8 @@ def test_some_of_fused_layers_are_rejected(phi, tmp_path):
     assert document["target_modules"] == ["o_proj"] and "rank_pattern" not in document
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
+# --- layouts
+# --------------------------------------------------------------------------------------------------
 
 
 def check_layouts(base: Path, folder: Path) -> None:
@@ -555,7 +635,11 @@ def check_layouts(base: Path, folder: Path) -> None:
         initialize_weights(model, seed=0)
         load_base_head(model, expected)
         read_adapter(folder, config, meta_model(spec, config), spec, [model])
-        loaded = {name: parameter for name, parameter in model.named_parameters() if name in expected.specs}
+        loaded = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name in expected.specs
+        }
         assert len(loaded) == (len(expected.specs) if layout != "pp" else 21 + 4 * rank)
         for name, parameter in loaded.items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -568,7 +652,9 @@ def load_base_head(model: nn.Module, source: AdapterSource) -> None:
     if model.head.output is not None:
         weight, whole = model.head.output.weight, source.read("head.output.weight")
         is_sharded = isinstance(weight, DTensor)
-        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if is_sharded else whole)
+        weight.copy_(
+            distribute_tensor(whole, weight.device_mesh, weight.placements) if is_sharded else whole
+        )
 
 
 @pytest.mark.slow
@@ -577,18 +663,31 @@ def test_each_process_reads_its_shard(base, tmp_path, ernie):
     run_processes(check_layouts, 2, base, tmp_path)
 
 
-# --- in runs ---------------------------------------------------------------------------------------------------------
+# --- in runs
+# --------------------------------------------------------------------------------------------------
 
 
 KEY_OF_B = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 
 
 def run_config(
-    folder: Path, name: str, *converters: ModelConverter.Config, base: Path | None = None, **options: object
+    folder: Path,
+    name: str,
+    *converters: ModelConverter.Config,
+    base: Path | None = None,
+    **options: object,
 ) -> Any:
     """Return a run of two steps from the weights in `base`, with a checkpoint after each step."""
-    settings = {"training__steps": 2, "checkpoint__enable": True, "checkpoint__interval": 1, **options}
-    settings |= {"checkpoint__initial_load_path": (base or folder) / "base", "checkpoint__initial_load_in_hf": True}
+    settings = {
+        "training__steps": 2,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 1,
+        **options,
+    }
+    settings |= {
+        "checkpoint__initial_load_path": (base or folder) / "base",
+        "checkpoint__initial_load_in_hf": True,
+    }
     config = tiny_config(folder / name, **settings)
     config.model_converters = list(converters)
     config.check(world_size=1)
@@ -597,7 +696,8 @@ def run_config(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Two runs from the weights in `base`: `full` ends with an export, `trained` saves only trained weights."""
+    """Two runs from the weights in `base`: `full` ends with an export, `trained` saves only trained
+    weights."""
     folder = tmp_path_factory.mktemp("runs")
     make_pretrained(folder / "base", initializer_range=0.02)
     dora = converter("dora", "layers")
@@ -615,7 +715,9 @@ def test_a_run_exports_its_adapter_and_the_merged_model(runs):
     exported = checkpoint(runs, "full", 2)
     theirs = open_adapter(open_base(runs / "base"), exported / "adapter")
     with torch.no_grad():
-        torch.testing.assert_close(theirs(TOKENS).logits, open_base(exported)(TOKENS).logits, **EQUAL)
+        torch.testing.assert_close(
+            theirs(TOKENS).logits, open_base(exported)(TOKENS).logits, **EQUAL
+        )
     assert all(adapters_in(exported / "adapter")[KEY_OF_B].abs().amax(dim=0) > 0)
     assert catalog.verify(exported) == []
 
@@ -633,9 +735,13 @@ def test_a_run_starts_from_an_adapter(runs, tmp_path):
 
 def test_an_adapter_with_other_settings_is_rejected_before_the_run(runs):
     exported = checkpoint(runs, "full", 2) / "adapter"
-    with pytest.raises(UserError, match=r"use_dora is True, but --model_converters\.lora\.dora is False"):
+    with pytest.raises(
+        UserError, match=r"use_dora is True, but --model_converters\.lora\.dora is False"
+    ):
         run_config(runs, "next", converter("lora", "layers", adapter_path=str(exported)))
-    with pytest.raises(UserError, match=r"lora\.adapter_path: the folder .* has no adapter_config\.json"):
+    with pytest.raises(
+        UserError, match=r"lora\.adapter_path: the folder .* has no adapter_config\.json"
+    ):
         run_config(runs, "next", converter("lora", "layers", adapter_path=str(runs)))
 
 
@@ -643,34 +749,54 @@ def test_an_adapter_with_other_settings_is_rejected_before_the_run(runs):
 def test_converting_a_checkpoint_to_peft(runs, tmp_path, capsys):
     """Checkpoints with all weights and with only trained ones give the same adapter."""
     for name in ("full", "trained"):
-        assert main(["convert", "--to", "peft", str(checkpoint(runs, name, 1)), str(tmp_path / name)]) == 0
+        assert (
+            main(["convert", "--to", "peft", str(checkpoint(runs, name, 1)), str(tmp_path / name)])
+            == 0
+        )
         assert "(peft): llama3 debugmodel, 42 tensors" in capsys.readouterr().out
     assert_equal(adapters_in(tmp_path / "full"), adapters_in(tmp_path / "trained"))
     assert sorted(file.name for file in (tmp_path / "full").iterdir()) == [CONFIG, WEIGHTS]
-    words = ["--to", "peft", "--export_dtype", "bfloat16", str(checkpoint(runs, "full", 1)), str(tmp_path / "half")]
+    words = [
+        "--to",
+        "peft",
+        "--export_dtype",
+        "bfloat16",
+        str(checkpoint(runs, "full", 1)),
+        str(tmp_path / "half"),
+    ]
     assert main(["convert", *words]) == 0
     whole = adapters_in(tmp_path / "full")
-    assert_equal(adapters_in(tmp_path / "half"), {key: tensor.bfloat16() for key, tensor in whole.items()})
+    assert_equal(
+        adapters_in(tmp_path / "half"), {key: tensor.bfloat16() for key, tensor in whole.items()}
+    )
     # With the base, it equals the merged export.
-    assert main(["convert", "--to", "hf", str(checkpoint(runs, "full", 1)), str(tmp_path / "merged")]) == 0
+    assert (
+        main(["convert", "--to", "hf", str(checkpoint(runs, "full", 1)), str(tmp_path / "merged")])
+        == 0
+    )
     assert_equal(adapters_in(tmp_path / "merged/adapter"), whole)
     theirs = open_adapter(open_base(runs / "base"), tmp_path / "trained")
     with torch.no_grad():
-        torch.testing.assert_close(theirs(TOKENS).logits, open_base(tmp_path / "merged")(TOKENS).logits, **EQUAL)
+        torch.testing.assert_close(
+            theirs(TOKENS).logits, open_base(tmp_path / "merged")(TOKENS).logits, **EQUAL
+        )
 
 
 @pytest.mark.slow
 def test_a_float32_export_does_not_round_the_update(runs, tmp_path):
-    """The base is rounded to bfloat16, as in training, but not the update. The float32 sum may lose 1e-4 of the small
-    update."""
+    """The base is rounded to bfloat16, as in training, but not the update. The float32 sum may lose
+    1e-4 of the small update."""
     lora = LoRA.Config(rank=4, alpha=6.0, include=["w2"])
     options = {"training__mixed_precision_param": "bfloat16", "checkpoint__export_dtype": "float32"}
     run(run_config(runs, "precise", lora, **options, checkpoint__last_save_in_hf=True))
     exported, name = checkpoint(runs, "precise", 2), "model.layers.1.mlp.down_proj"
     weights = {
-        folder: load_file(folder / "model.safetensors")[f"{name}.weight"] for folder in (exported, runs / "base")
+        folder: load_file(folder / "model.safetensors")[f"{name}.weight"]
+        for folder in (exported, runs / "base")
     }
-    a, b = (adapters_in(exported / "adapter")[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    a, b = (
+        adapters_in(exported / "adapter")[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB"
+    )
     expected = 6 / 4 * b @ a
     change = weights[exported] - weights[runs / "base"].bfloat16().float()
     assert expected.norm() > 0 and (change - expected).norm() < 1e-4 * expected.norm()
@@ -686,15 +812,26 @@ class TrainNorms(ModelConverter):
 
 
 OTHERS = {
-    "two adapters": (QLoRA.Config(rank=4, include=["w1"]), "layers.0.feed_forward.w1.lora_A", " has 2"),
-    "norms": (TrainNorms.Config(), "head.norm.weight, layers.0.attention_norm", "layers.0.attention_norm.weight"),
+    "two adapters": (
+        QLoRA.Config(rank=4, include=["w1"]),
+        "layers.0.feed_forward.w1.lora_A",
+        " has 2",
+    ),
+    "norms": (
+        TrainNorms.Config(),
+        "head.norm.weight, layers.0.attention_norm",
+        "layers.0.attention_norm.weight",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
-def test_an_adapter_that_is_not_all_trained_weights_is_not_written(runs, tmp_path, capsys, caplog, case):
-    """Exports have no separate adapter, and `--to peft` is rejected; both messages give the reason."""
+def test_an_adapter_that_is_not_all_trained_weights_is_not_written(
+    runs, tmp_path, capsys, caplog, case
+):
+    """Exports have no separate adapter, and `--to peft` is rejected; both messages give the
+    reason."""
     other, names, message_alone = OTHERS[case]
     converters = [LoRA.Config(rank=4, include=["attention"]), other]
     with caplog.at_level("WARNING", "torchtitan"):
@@ -716,11 +853,15 @@ def test_a_checkpoint_without_adapter_is_rejected(runs, tmp_path, capsys):
     for source in (plain, runs / "base"):
         assert main(["convert", "--to", "peft", str(source), str(tmp_path / "out")]) == 2
         message = capsys.readouterr().err
-        assert f"--to peft writes a single adapter, but {source} has none; use the step-N folder" in message
+        assert (
+            f"--to peft writes a single adapter, but {source} has none; use the step-N folder"
+            in message
+        )
     assert list(tmp_path.iterdir()) == [plain]
 
 
-# --- mismatches -------------------------------------------------------------------------------------------------------
+# --- mismatches
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -740,12 +881,19 @@ def edit_config(folder: Path, **options) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 8}, r"r is 4, but --model_converters.lora.rank is 8; set --model_converters.lora.rank 4$"),
+        (
+            {"rank": 8},
+            r"r is 4, but --model_converters.lora.rank is 8; set --model_converters.lora.rank 4$",
+        ),
         (
             {"alpha": 4.0},
-            r"lora_alpha is 6, but --model_converters.lora.alpha is 4.0; set --model_converters.lora.alpha 6$",
+            r"lora_alpha is 6, but --model_converters.lora.alpha is 4.0; set "
+            r"--model_converters.lora.alpha 6$",
         ),
-        ({"rslora": True}, r"use_rslora is False, .*lora.rslora is True; set --model_converters.lora.no_rslora$"),
+        (
+            {"rslora": True},
+            r"use_rslora is False, .*lora.rslora is True; set --model_converters.lora.no_rslora$",
+        ),
         ({"dora": True}, r"use_dora is False, but --model_converters.lora.dora is True"),
     ],
 )
@@ -761,7 +909,10 @@ def test_other_settings_are_rejected(saved, change, message):
         ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
         ({"bias": "all"}, "bias 'all'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
-        ({"modules_to_save": ["lm_head"]}, r"unsupported options: modules_to_save \(\['lm_head'\]\)"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"unsupported options: modules_to_save \(\['lm_head'\]\)",
+        ),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"option_of_tomorrow": 1}, "option_of_tomorrow"),
@@ -780,16 +931,24 @@ def test_unsupported_options_are_rejected(saved, options, message):
     [
         (
             {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {".*proj": 4, "q_proj": 9}},
-            r"alpha to layers\.0\.attention\.wk, .*14 in all\); set --model_converters\.lora\.rank_pattern wq=2 "
+            r"alpha to layers\.0\.attention\.wk, .*14 in all\); set "
+            r"--model_converters\.lora\.rank_pattern wq=2 "
             r"and set --model_converters\.lora\.alpha_pattern wq=4 wk=4 wv=4 wo=4 w1=4 w2=4 w3=4$",
         ),
         (
             {"rank_pattern": {r"model\.layers\.1\.mlp\.(up|down)_proj": 2}},
-            r"to layers\.1\.feed_forward\.w2, layers\.1\.feed_forward\.w3; set --model_converters\.lora\.rank_pattern "
+            r"to layers\.1\.feed_forward\.w2, layers\.1\.feed_forward\.w3; set "
+            r"--model_converters\.lora\.rank_pattern "
             r"1\\\.feed_forward\\\.w2=2 1\\\.feed_forward\\\.w3=2$",
         ),
-        ({"rank_pattern": {"q_proj": 2.5}}, r"rank_pattern of 'q_proj' is 2\.5, not a number above 0"),
-        ({"alpha_pattern": {"q_proj": True}}, "alpha_pattern of 'q_proj' is True, not a number above 0"),
+        (
+            {"rank_pattern": {"q_proj": 2.5}},
+            r"rank_pattern of 'q_proj' is 2\.5, not a number above 0",
+        ),
+        (
+            {"alpha_pattern": {"q_proj": True}},
+            "alpha_pattern of 'q_proj' is True, not a number above 0",
+        ),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression"),
         ({"rank_pattern": ["q_proj"]}, r"rank_pattern \['q_proj'\] is not an object"),
         ({"target_parameters": 3}, "target_parameters 3 is not a list"),
@@ -817,11 +976,15 @@ def test_defaults_of_peft_are_supported(saved):
 def test_other_layers_are_rejected(saved):
     folder, config, spec, plain = saved
     other = dataclasses.replace(config, include=[LAYERS], exclude=[r"layers\.1\.attention\.wq"])
-    with pytest.raises(UserError, match=r"only in the file: head\.output, layers\.1\.attention\.wq$"):
+    with pytest.raises(
+        UserError, match=r"only in the file: head\.output, layers\.1\.attention\.wq$"
+    ):
         read(folder, other, spec, adapted(spec, other, plain))
     fewer = dataclasses.replace(config, include=["wq"])
     write(folder / "fewer", fewer, adapted(spec, fewer, plain), spec)
-    with pytest.raises(UserError, match=r"only in the run: head\.output, layers\.0\.attention\.wk, .*13 in all"):
+    with pytest.raises(
+        UserError, match=r"only in the run: head\.output, layers\.0\.attention\.wk, .*13 in all"
+    ):
         read(folder / "fewer", config, spec, adapted(spec, config, plain))
 
 
@@ -832,20 +995,30 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     ("change", "message"),
     [
         ({KEY: None}, "q_proj.lora_B.weight is missing"),
-        ({KEY: torch.zeros(32, 4)}, r"q_proj.lora_B.weight has shape \[32, 4\] instead of \[64, 4\]"),
+        (
+            {KEY: torch.zeros(32, 4)},
+            r"q_proj.lora_B.weight has shape \[32, 4\] instead of \[64, 4\]",
+        ),
         ({KEY: torch.zeros(64, 4, dtype=torch.int8)}, "q_proj.lora_B.weight has type int8"),
         (
             {KEY.replace("lora_B.weight", "lora_magnitude_vector"): torch.zeros(64)},
             "lora_magnitude_vector is unknown",
         ),
-        ({KEY.replace("lora_B", "base_layer"): torch.zeros(64, 64)}, "its layers.0.attention.wq.weight differs"),
+        (
+            {KEY.replace("lora_B", "base_layer"): torch.zeros(64, 64)},
+            "its layers.0.attention.wq.weight differs",
+        ),
         ({"surprise": torch.zeros(1)}, "only in the file: surprise"),
     ],
     ids=["missing", "misshapen", "quantized", "unknown", "another base", "another layer"],
 )
 def test_mismatched_tensors_are_named(saved, change, message):
     folder, config, spec, plain = saved
-    tensors = {name: tensor for name, tensor in (load_file(folder / WEIGHTS) | change).items() if tensor is not None}
+    tensors = {
+        name: tensor
+        for name, tensor in (load_file(folder / WEIGHTS) | change).items()
+        if tensor is not None
+    }
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(UserError, match=message):
         read(folder, config, spec, adapted(spec, config, plain))
@@ -864,5 +1037,7 @@ def test_missing_and_damaged_files_are_named(saved):
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=f"adapter_path: the folder .* has no {re.escape(WEIGHTS)}"):
         check_adapter_config(folder, config)
-    with pytest.raises(UserError, match=f"the folder '{folder}/nowhere' has no {re.escape(CONFIG)}"):
+    with pytest.raises(
+        UserError, match=f"the folder '{folder}/nowhere' has no {re.escape(CONFIG)}"
+    ):
         check_adapter_config(folder / "nowhere", config)

@@ -1,5 +1,5 @@
-"""LoRA on every class of transformers: it trains a step, and peft opens the adapter with the same logits, or a line
-says why not."""
+"""LoRA on every class of transformers: it trains a step, and peft opens the adapter with the same
+logits, or a line says why not."""
 
 import json
 import warnings
@@ -77,8 +77,8 @@ def train_step(model: nn.Module, tokens_BL: Tensor) -> None:
 def difference_in_peft(
     model: nn.Module, spec: ModelSpec, plain: dict[str, Tensor], tokens: Tensor, folder: Path
 ) -> Any:
-    """Return the largest difference of peft's logits from ours, and from those without the adapter, relative to the
-    largest, and peft's warnings."""
+    """Return the largest difference of peft's logits from ours, and from those without the adapter,
+    relative to the largest, and peft's warnings."""
     assert isinstance(spec.model, TransformersModel.Config)
     reference = build_class(spec.model.transformers_config())
     with torch.device("meta"):
@@ -86,7 +86,9 @@ def difference_in_peft(
     reference.load_state_dict({names[name]: tensor for name, tensor in plain.items()}, strict=False)
     reference.save_pretrained(folder / "base")
     config = transformers.AutoConfig.from_pretrained(folder / "base")
-    base = type(reference).from_pretrained(folder / "base", config=config, dtype=torch.float32).eval()
+    base = (
+        type(reference).from_pretrained(folder / "base", config=config, dtype=torch.float32).eval()
+    )
     inputs = text_inputs(base, tokens)
     before = base(**inputs).logits
     with warnings.catch_warnings(record=True) as caught:
@@ -97,8 +99,14 @@ def difference_in_peft(
     is_possible = expected > torch.finfo(torch.float32).min
     others = [logits[is_possible] for logits in (model.eval()(tokens), before)]
     expected = expected[is_possible]
-    difference, effect = (((other - expected).abs().max() / expected.abs().max()).item() for other in others)
-    return difference, effect, [str(w.message) for w in caught if "is_gradient_checkpointing" not in str(w.message)]
+    difference, effect = (
+        ((other - expected).abs().max() / expected.abs().max()).item() for other in others
+    )
+    return (
+        difference,
+        effect,
+        [str(w.message) for w in caught if "is_gradient_checkpointing" not in str(w.message)],
+    )
 
 
 def try_class(model_type: str, folder: Path, **options: Any) -> str:
@@ -130,7 +138,10 @@ def test_kinds_of_classes(model_type: str, kind: str, tmp_path: Path) -> None:
     with quiet():
         refusal = try_class(model_type, tmp_path, exclude=exclude, **KINDS[kind])
     if kind == "DoRA" and model_type == "glm4_moe_lite":
-        assert "no DoRA of layers that it adapts as parameters: model.layers.0.mlp.down_proj" in refusal
+        assert (
+            "no DoRA of layers that it adapts as parameters: model.layers.0.mlp.down_proj"
+            in refusal
+        )
     else:
         assert refusal == ""
 
@@ -139,8 +150,15 @@ def test_kinds_of_classes(model_type: str, kind: str, tmp_path: Path) -> None:
     ("model_type", "message"),
     [
         ("nemotron_h", r"PEFT does not open adapters of model\.layers\.\d\.mixer\.out_proj"),
-        ("deepseek_ocr2", r"PEFT does not open adapters of model\.language_model\.layers\.0\.mlp\.down_proj"),
-        ("falcon", "query_key_value cannot be converted: it is a FalconLinear, which computes otherwise than Linear"),
+        (
+            "deepseek_ocr2",
+            r"PEFT does not open adapters of model\.language_model\.layers\.0\.mlp\.down_proj",
+        ),
+        (
+            "falcon",
+            "query_key_value cannot be converted: it is a FalconLinear, which computes otherwise "
+            "than Linear",
+        ),
     ],
 )
 def test_refusals_name_layers(model_type: str, message: str, tmp_path: Path) -> None:
@@ -149,21 +167,28 @@ def test_refusals_name_layers(model_type: str, message: str, tmp_path: Path) -> 
 
 
 def test_weights_that_parents_initialize_are_quantized(tmp_path: Path) -> None:
-    """QLoRA's frozen weights, and DoRA's magnitudes, are those of the plain model's initial values."""
+    """QLoRA's frozen weights, and DoRA's magnitudes, are those of the plain model's initial
+    values."""
     with quiet():
         spec = spec_of("nemotron_h", tmp_path)
         plain = spec.model.build()
         initialize_weights(plain, seed=7)
         include = [r"mixer\.in_proj$", r"mixer\.q_proj$"]
-        model = converted_model(spec.model, [QLoRA.Config(rank=2, dora=True, include=include).build()])
+        model = converted_model(
+            spec.model, [QLoRA.Config(rank=2, dora=True, include=include).build()]
+        )
         initialize_weights(model.to_empty(device="cpu"), seed=7)
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "packed")}
     assert any("in_proj" in name for name in layers)
     for name, layer in layers.items():
         weight = plain.get_parameter(f"{name}.weight")
         # A value of NF4 is at most 15 % of its block's largest from the weight.
-        torch.testing.assert_close(layer.base_weight(), weight, rtol=0, atol=0.16 * weight.abs().max().item())
-        torch.testing.assert_close(layer.magnitude, layer.base_weight().norm(dim=1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            layer.base_weight(), weight, rtol=0, atol=0.16 * weight.abs().max().item()
+        )
+        torch.testing.assert_close(
+            layer.magnitude, layer.base_weight().norm(dim=1), rtol=1e-5, atol=0
+        )
 
 
 @pytest.mark.long
@@ -179,6 +204,8 @@ def test_all_classes(model_type: str, kind: str, tmp_path: Path) -> None:
         refusal = try_class(model_type, tmp_path, **KINDS[kind])
         assert "\n" not in refusal
         if "exclude" in refusal:
-            refusal = try_class(model_type, tmp_path, include=[f"^(?!.*({'|'.join(EXCLUDED)})).*layers?\\.\\d+\\."])
+            refusal = try_class(
+                model_type, tmp_path, include=[f"^(?!.*({'|'.join(EXCLUDED)})).*layers?\\.\\d+\\."]
+            )
     if refusal:
         pytest.skip(refusal)

@@ -1,4 +1,5 @@
-"""Adapters of routed experts: values and gradients, files of peft, layouts, and options that are refused."""
+"""Adapters of routed experts: values and gradients, files of peft, layouts, and options that are
+refused."""
 
 import os
 from pathlib import Path
@@ -32,27 +33,46 @@ from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.models.common.moe.experts import ClampedExperts, InputScaledExperts, RoutedExperts
 from torchtitan.tools.errors import UserError
 
-SIZES: dict[str, Any] = {"n_experts": 4, "top_k": 2, "dim": 16, "hidden_dim": 8, "init_std": 1.0, "out_init_std": 1.0}
+SIZES: dict[str, Any] = {
+    "n_experts": 4,
+    "top_k": 2,
+    "dim": 16,
+    "hidden_dim": 8,
+    "init_std": 1.0,
+    "out_init_std": 1.0,
+}
 SCALING = 1.5
 
 
 def adapted_matrix(own: dict[str, Tensor], name: str) -> Tensor:
-    """Return the matrices of all experts, with DoRA's norms as constants (arXiv:2402.09353, 4.3)."""
-    matrix = own[name] + SCALING * torch.einsum("e...or,eri->e...oi", own[f"{name}_B"], own[f"{name}_A"])
+    """Return the matrices of all experts, with DoRA's norms as constants (arXiv:2402.09353,
+    4.3)."""
+    matrix = own[name] + SCALING * torch.einsum(
+        "e...or,eri->e...oi", own[f"{name}_B"], own[f"{name}_A"]
+    )
     if f"{name}_magnitude" not in own:
         return matrix
     return own[f"{name}_magnitude"][..., None] * matrix / matrix.detach().norm(dim=-1, keepdim=True)
 
 
-def reference(experts: RoutedExperts, own: dict[str, Tensor], x_ND: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def reference(
+    experts: RoutedExperts, own: dict[str, Tensor], x_ND: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:
     """Compute token by token, one expert after the other."""
     w13, w2, results = adapted_matrix(own, "w13"), adapted_matrix(own, "w2"), []
     for x, token_weights, token_experts in zip(x_ND, weights, chosen, strict=True):
         total = torch.zeros_like(x)
         for weight, e in zip(token_weights, token_experts, strict=True):
-            inputs, factor = (x * weight, 1.0) if isinstance(experts, InputScaledExperts) else (x, weight)
-            gate, up = (F.linear(inputs, w13[e, i], own["bias13"][e, i] if "bias13" in own else None) for i in (0, 1))
-            out = F.linear(experts.activation(gate, up), w2[e], own["bias2"][e] if "bias2" in own else None)
+            inputs, factor = (
+                (x * weight, 1.0) if isinstance(experts, InputScaledExperts) else (x, weight)
+            )
+            gate, up = (
+                F.linear(inputs, w13[e, i], own["bias13"][e, i] if "bias13" in own else None)
+                for i in (0, 1)
+            )
+            out = F.linear(
+                experts.activation(gate, up), w2[e], own["bias2"][e] if "bias2" in own else None
+            )
             total = total + factor * out
         results.append(total)
     return torch.stack(results)
@@ -61,10 +81,14 @@ def reference(experts: RoutedExperts, own: dict[str, Tensor], x_ND: Tensor, weig
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("kind", [ClampedExperts, InputScaledExperts])
 def test_values_and_gradients_equal_float64(kind: type[RoutedExperts], dora: bool) -> None:
-    """Of each expert alone. Expert 3 has no tokens; rank 3 is no multiple of the rows that grouped products need."""
+    """Of each expert alone. Expert 3 has no tokens; rank 3 is no multiple of the rows that grouped
+    products need."""
     torch.manual_seed(0)
     experts = kind(**SIZES)
-    sizes = {"ranks": dict.fromkeys(experts.matrices, 3), "scalings": dict.fromkeys(experts.matrices, SCALING)}
+    sizes = {
+        "ranks": dict.fromkeys(experts.matrices, 3),
+        "scalings": dict.fromkeys(experts.matrices, SCALING),
+    }
     adapt_experts(experts, **sizes, dora=dora)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -72,7 +96,10 @@ def test_values_and_gradients_equal_float64(kind: type[RoutedExperts], dora: boo
     chosen = torch.tensor([[0, 1], [1, 2], [2, 0]] * 3)[:7]
     result, upstream = experts(x, weights, chosen), torch.randn(7, 16)
     (result * upstream).sum().backward()
-    own = {name: p.detach().double().requires_grad_(p.requires_grad) for name, p in experts.named_parameters()}
+    own = {
+        name: p.detach().double().requires_grad_(p.requires_grad)
+        for name, p in experts.named_parameters()
+    }
     inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weights)]
     expected = reference(experts, own, *inputs, chosen)
     (expected * upstream).sum().backward()
@@ -81,11 +108,14 @@ def test_values_and_gradients_equal_float64(kind: type[RoutedExperts], dora: boo
     assert len(pairs) == 3 + (6 if dora else 4)
     for found, exact in pairs:
         # Float32 sums of about 20 products, relative to the largest.
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * exact.abs().max().item())
+        torch.testing.assert_close(
+            found.double(), exact, rtol=0, atol=1e-5 * exact.abs().max().item()
+        )
     assert all(p.grad is None for p in experts.parameters() if not p.requires_grad)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
@@ -97,7 +127,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_base(folder: Path, model_type: str) -> Path:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 48, "tie_word_embeddings": False, "vocab_size": 96}
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 48,
+        "tie_word_embeddings": False,
+        "vocab_size": 96,
+    }
     random_reference(model_type, 0, **sizes, **FAMILIES[model_type]).save_pretrained(folder)
     return folder
 
@@ -110,7 +145,10 @@ CONFIG = {"rank": 4, "alpha": 6.0}
     [
         "qwen3_moe",
         "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "deepseek_v3", "llama4_text")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("mixtral", "deepseek_v3", "llama4_text")
+        ),
     ],
 )
 def test_round_trip_through_peft(tmp_path: Path, model_type: str) -> None:
@@ -134,13 +172,19 @@ def test_round_trip_through_peft(tmp_path: Path, model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4_text"))]
+    "model_type",
+    [
+        "qwen3_moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4_text")),
+    ],
 )
 def test_round_trip_of_a_peft_adapter(tmp_path: Path, model_type: str) -> None:
     peft = pytest.importorskip("peft")
     base = save_base(tmp_path / "base", model_type)
     targets = ["experts.gate_up_proj", "experts.down_proj"]
-    options = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["o_proj"], target_parameters=targets)
+    options = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["o_proj"], target_parameters=targets
+    )
     theirs = peft.get_peft_model(open_base(base), options).eval()
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -174,12 +218,17 @@ def test_adapters_of_each_experts_layers_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "ours", config, model, spec)
     layer = "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
     shapes = {f"{layer}.lora_A.weight": (4, 48), f"{layer}.lora_B.weight": (24, 4)}
-    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "ours" / WEIGHTS)
-    with pytest.raises(UserError, match=r"only in the file: model\.layers\.0\.mlp\.experts\.0\.gate_proj; only in"):
+    save_file(
+        {name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "ours" / WEIGHTS
+    )
+    with pytest.raises(
+        UserError, match=r"only in the file: model\.layers\.0\.mlp\.experts\.0\.gate_proj; only in"
+    ):
         read(tmp_path / "ours", config, spec, model)
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs
+# --------------------------------------------------------------------------------------------------
 
 RUN: dict[str, Any] = {
     "module": "qwen3_moe",
@@ -199,10 +248,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def adapter_config(folder: Path, kind: type[LoRA] = LoRA, **options: Any) -> Any:
-    """Return a tiny run with adapters on attention and experts; `adapter__` begins the adapter's options."""
-    adapter = {name.removeprefix("adapter__"): options.pop(name) for name in list(options) if "adapter__" in name}
+    """Return a tiny run with adapters on attention and experts; `adapter__` begins the adapter's
+    options."""
+    adapter = {
+        name.removeprefix("adapter__"): options.pop(name)
+        for name in list(options)
+        if "adapter__" in name
+    }
     config = tiny_config(folder, **{**RUN, **options})
-    config.model_converters = [kind.Config(**{"rank": 4, "include": ["attention", "experts"], **adapter})]
+    config.model_converters = [
+        kind.Config(**{"rank": 4, "include": ["attention", "experts"], **adapter})
+    ]
     config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
     return config
 
@@ -240,25 +296,44 @@ def train_to_the_end(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("EP", "FSDP"), ("FSDP", "EP"), ("TP x ETP", "EP")])
-def test_adapters_resume_at_another_expert_degree(workers, tmp_path: Path, first: str, then: str) -> None:
-    """As one process that never stopped, within 1e-5: steps 3 and 4, whose moments came from the checkpoint."""
+def test_adapters_resume_at_another_expert_degree(
+    workers, tmp_path: Path, first: str, then: str
+) -> None:
+    """As one process that never stopped, within 1e-5: steps 3 and 4, whose moments came from the
+    checkpoint."""
     workers.run(train_two_steps, tmp_path / "parts", first)
     workers.run(train_to_the_end, tmp_path / "parts", then)
     run(adapter_config(tmp_path / "whole", adapter__dora=True, **RESUMED))
-    whole, parts = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts"))
+    whole, parts = (
+        read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts")
+    )
     assert len(whole) == 4 and parts == [pytest.approx(line, rel=1e-5) for line in whole]
 
 
 def test_resuming_is_exact_and_the_export_is_merged(tmp_path: Path) -> None:
-    """The whole run starts like the plain one, and its merged model has the loss of its last step."""
+    """The whole run starts like the plain one, and its merged model has the loss of its last
+    step."""
     trainer = run(adapter_config(tmp_path / "whole", **RESUMED))
     run(adapter_config(tmp_path / "parts", **RESUMED, training__steps=2))
     run(adapter_config(tmp_path / "parts", **RESUMED))
-    whole, parts = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts"))
+    whole, parts = (
+        read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts")
+    )
     assert parts == whole
     run(tiny_config(tmp_path / "plain", **RUN, training__steps=1))
     assert read_metrics(tmp_path / "plain", "loss")[0] == pytest.approx(whole[0][:2], rel=1e-6)
-    assert main(["convert", "--to", "hf", str(tmp_path / "whole/checkpoint/step-4"), str(tmp_path / "merged")]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "--to",
+                "hf",
+                str(tmp_path / "whole/checkpoint/step-4"),
+                str(tmp_path / "merged"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "merged/adapter/adapter_model.safetensors").is_file()
     spec, plain = plain_weights(tmp_path / "merged")
     model = spec.model.build()
@@ -266,31 +341,54 @@ def test_resuming_is_exact_and_the_export_is_merged(tmp_path: Path) -> None:
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
         # Merging rounds each weight once.
-        torch.testing.assert_close(model(tokens), trainer.model_parts[0](tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(tokens), trainer.model_parts[0](tokens), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_new_adapters_do_not_change_the_loss_in_bfloat16(tmp_path: Path) -> None:
-    """Exactly: frozen experts are in bfloat16, and DoRA's magnitudes are the norms of their rounded rows."""
+    """Exactly: frozen experts are in bfloat16, and DoRA's magnitudes are the norms of their rounded
+    rows."""
     losses = set()
     for dora in (False, True):
-        options = {"adapter__dora": dora, "training__mixed_precision_param": "bfloat16", "training__steps": 1}
+        options = {
+            "adapter__dora": dora,
+            "training__mixed_precision_param": "bfloat16",
+            "training__steps": 1,
+        }
         trainer = run(adapter_config(tmp_path / str(dora), **options, lr_scheduler__total_steps=4))
         losses.add(read_metrics(tmp_path / str(dora), "loss")[0])
         experts = trainer.model_parts[0].get_submodule("layers.0.moe.experts")
-        assert experts.w13.dtype == experts.w2.dtype == torch.bfloat16 and experts.w2_A.dtype == torch.float32
+        assert (
+            experts.w13.dtype == experts.w2.dtype == torch.bfloat16
+            and experts.w2_A.dtype == torch.float32
+        )
     assert len(losses) == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (LoRA, {"dropout": 0.1}, r"lora: layers\.0\.moe\.experts cannot have an adapter: dropout 0\.1 .*exclude it"),
+        (
+            LoRA,
+            {"dropout": 0.1},
+            r"lora: layers\.0\.moe\.experts cannot have an adapter: dropout 0\.1 .*exclude it",
+        ),
         (LoRA, {"rank": 97}, r"layers\.0\.moe\.experts .*rank 97"),
-        (QLoRA, {}, r"qlora: layers\.0\.moe\.experts cannot have an adapter: 4-bit weights of routed experts"),
+        (
+            QLoRA,
+            {},
+            r"qlora: layers\.0\.moe\.experts cannot have an adapter: 4-bit weights of routed "
+            r"experts",
+        ),
     ],
 )
-def test_refused_options(tmp_path: Path, kind: type[LoRA], options: dict[str, Any], message: str) -> None:
-    options = {f"adapter__{name}": value for name, value in {"include": ["experts"], **options}.items()}
+def test_refused_options(
+    tmp_path: Path, kind: type[LoRA], options: dict[str, Any], message: str
+) -> None:
+    options = {
+        f"adapter__{name}": value for name, value in {"include": ["experts"], **options}.items()
+    }
     with pytest.raises(UserError, match=message):
         adapter_config(tmp_path, kind, **options)
 
@@ -299,7 +397,11 @@ def test_experts_are_adapted_only_if_a_pattern_names_them(tmp_path: Path) -> Non
     for include, expected in ({}, False), ({"adapter__include": [r"\.\d+\."]}, True):
         options = {"adapter__include": LoRA.Config().include, **include}
         trainer = adapter_config(tmp_path / str(expected), **options).build()
-        names = {name for name, parameter in trainer.model_parts[0].named_parameters() if parameter.requires_grad}
+        names = {
+            name
+            for name, parameter in trainer.model_parts[0].named_parameters()
+            if parameter.requires_grad
+        }
         trainer.close()
         assert any("attention.wq.lora_A" in name for name in names)
         assert any("experts" in name for name in names) == expected

@@ -36,7 +36,8 @@ from torchtitan.tools.errors import UserError
 peft = pytest.importorskip("peft")
 
 TOLERANCE = 1e-5
-"""Relative to the largest logit: float32 sums in another order change the seventh digit, and layers add to that."""
+"""Relative to the largest logit: float32 sums in another order change the seventh digit, and layers
+add to that."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -62,21 +63,29 @@ def base_folder(name: str, folder: Path) -> Path:
     sizes = {"num_hidden_layers": 6 if name.startswith("gemma4") else 3, "hidden_size": 32}
     if name.startswith("qwen3_5"):
         # Delta nets with 4 heads, which the rank does not exceed, and attention in layer 1.
-        sizes |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
+        sizes |= {
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        }
     random_reference(name, 0, **sizes).save_pretrained(folder)
     return folder
 
 
 def lora_config(kind: str, spec: ModelSpec) -> LoRA.Config:
-    """Return a configuration of a kind with rank 4 and alpha 6, so that a wrong scale changes the logits."""
+    """Return a configuration of a kind with rank 4 and alpha 6, so that a wrong scale changes the
+    logits."""
     options = dict(KINDS[kind])
     with torch.device("meta"):
         model = spec.model.build()
     if kind == "all linear" and model.head.output is None:
         options["include"] = options["include"][:1]
-    if kind == "routers" and not any(isinstance(module, LoadBalanced) for module in model.modules()):
+    if kind == "routers" and not any(
+        isinstance(module, LoadBalanced) for module in model.modules()
+    ):
         pytest.skip("it has no routers")
-    if kind == "experts only" and not any(isinstance(module, StackedExperts) for module in model.modules()):
+    if kind == "experts only" and not any(
+        isinstance(module, StackedExperts) for module in model.modules()
+    ):
         pytest.skip("it has no experts")
     return LoRA.Config(rank=4, alpha=6.0, **options)
 
@@ -88,11 +97,14 @@ def relative_difference(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def all_cases() -> Iterator[Any]:
-    """Yield names of cases with kinds; default tests are of families with experts, and of one without."""
+    """Yield names of cases with kinds; default tests are of families with experts, and of one
+    without."""
     fast = {("llama", "default"), ("llama", "DoRA"), *((name, "default") for name in REWRITTEN)}
     for name in CASES:
         for kind in KINDS:
-            is_fast = (name, kind) in fast or (name == "glm4_moe" and kind in ("all linear", "patterns", "routers"))
+            is_fast = (name, kind) in fast or (
+                name == "glm4_moe" and kind in ("all linear", "patterns", "routers")
+            )
             yield pytest.param(name, kind, marks=[] if is_fast else [pytest.mark.slow])
 
 
@@ -100,8 +112,11 @@ def open_without_warnings(below: nn.Module, folder: Path) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-        # peft applies patterns to target_parameters, but looks for their names among those of modules only.
-        message = r"The following (rank|alpha)_pattern keys did not match any .*(experts|gate_up_proj)"
+        # peft applies patterns to target_parameters, but looks for their names among those of
+        # modules only.
+        message = (
+            r"The following (rank|alpha)_pattern keys did not match any .*(experts|gate_up_proj)"
+        )
         warnings.filterwarnings("ignore", message)
         return open_adapter(below, folder)
 
@@ -114,7 +129,8 @@ def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -
     model = adapted(spec, config, plain, seed=1)
     if kind == "DoRA" and name in REWRITTEN:
         with pytest.raises(
-            UserError, match="PEFT supports no DoRA of layers that it adapts as parameters: model.layers"
+            UserError,
+            match="PEFT supports no DoRA of layers that it adapts as parameters: model.layers",
         ):
             write(tmp_path / "adapter", config, model, spec)
         return
@@ -134,7 +150,8 @@ def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("name", "kind"), all_cases())
 def test_a_family_opens_what_peft_writes(name: str, kind: str, tmp_path: Path) -> None:
-    """peft trains the layers of an adapter that we wrote. Parts of layers that are fused there share A."""
+    """peft trains the layers of an adapter that we wrote. Parts of layers that are fused there
+    share A."""
     base = base_folder(name, tmp_path / "base")
     spec, plain = plain_weights(base)
     config = lora_config(kind, spec)
@@ -157,19 +174,28 @@ def test_rewritten_names_are_those_of_peft() -> None:
     """Of types; other keys are names of classes."""
     conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
     types = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
-    patterns = {name: kind for name, kind in conversion._MODEL_TO_CONVERSION_PATTERN.items() if name in types}
+    patterns = {
+        name: kind
+        for name, kind in conversion._MODEL_TO_CONVERSION_PATTERN.items()
+        if name in types
+    }
     names = conversion._MOE_TARGET_MODULE_MAPPING
     expected = {name: set(names[kind]) for name, kind in patterns.items() if kind in names}
     assert expected == REWRITTEN_NAMES
 
 
-def test_dropout_that_peft_does_not_support_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropout_that_peft_does_not_support_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     base = base_folder("glm4_moe", tmp_path / "base")
     spec, plain = plain_weights(base)
     config = LoRA.Config(rank=4, alpha=6.0, dropout=0.1)
     model = adapted(spec, config, plain, seed=1)
     write(tmp_path / "adapter", config, model, spec)
-    assert relative_difference(model, open_without_warnings(open_base(base), tmp_path / "adapter")) < TOLERANCE
+    assert (
+        relative_difference(model, open_without_warnings(open_base(base), tmp_path / "adapter"))
+        < TOLERANCE
+    )
     assert "has lora_dropout 0 in place of 0.1" in caplog.text
 
 
@@ -199,18 +225,28 @@ def names_of_targets(theirs: Any, spec: ModelSpec) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "name",
-    ["glm4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(REWRITTEN - {"glm4_moe"}))],
+    [
+        "glm4_moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(REWRITTEN - {"glm4_moe"})),
+    ],
 )
-def test_a_family_with_experts_opens_targets_of_peft(name: str, target: str, tmp_path: Path) -> None:
+def test_a_family_with_experts_opens_targets_of_peft(
+    name: str, target: str, tmp_path: Path
+) -> None:
     """peft doubles the rank and alpha of fused gates and ups. It has routers in "all-linear"."""
     base = base_folder(name, tmp_path / "base")
     spec, plain = plain_weights(base)
     defaults = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    if target == "default" and json.loads((base / "config.json").read_text())["model_type"] not in defaults:
+    if (
+        target == "default"
+        and json.loads((base / "config.json").read_text())["model_type"] not in defaults
+    ):
         pytest.skip("peft has no default for it")
     rslora = "rsLoRA" in target
     targets = TARGETS[target]
-    options = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=rslora, task_type="CAUSAL_LM")
+    options = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=targets, use_rslora=rslora, task_type="CAUSAL_LM"
+    )
     theirs = peft.get_peft_model(open_base(base), options).eval()
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -219,7 +255,8 @@ def test_a_family_with_experts_opens_targets_of_peft(name: str, target: str, tmp
     config = LoRA.Config(rank=4, alpha=6.0, rslora=rslora, include=include)
     if any("experts" in layer for layer in layers):
         with pytest.raises(
-            UserError, match=r"rank_pattern w13=8 and set --model_converters\.lora\.alpha_pattern w13=12$"
+            UserError,
+            match=r"rank_pattern w13=8 and set --model_converters\.lora\.alpha_pattern w13=12$",
         ):
             read(tmp_path / "theirs", config, spec, adapted(spec, config, plain))
         config = doubled(config)
@@ -237,19 +274,28 @@ def test_routers_of_all_linear_layers_are_read(dora: bool, tmp_path: Path) -> No
     """In Gemma 4, they are linear layers, which peft adapts with the others, also by DoRA."""
     base = base_folder("gemma4_text, experts", tmp_path / "base")
     spec, plain = plain_weights(base)
-    options = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM")
+    options = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM"
+    )
     theirs = peft.get_peft_model(open_base(base), options).eval()
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
     layers = names_of_targets(theirs, spec)
     assert "layers.0.moe.router" in layers
-    config = LoRA.Config(rank=4, alpha=6.0, dora=dora, include=[f"^{re.escape(layer)}$" for layer in layers])
+    config = LoRA.Config(
+        rank=4, alpha=6.0, dora=dora, include=[f"^{re.escape(layer)}$" for layer in layers]
+    )
     model = adapted(spec, config, plain)
     read(tmp_path / "theirs", config, spec, model)
     assert relative_difference(model, theirs) < TOLERANCE
     if dora:
-        with pytest.raises(UserError, match="no DoRA of layers that it adapts as parameters: model.layers"):
+        with pytest.raises(
+            UserError, match="no DoRA of layers that it adapts as parameters: model.layers"
+        ):
             write(tmp_path / "ours", config, model, spec)
         return
     write(tmp_path / "ours", config, model, spec)
-    assert relative_difference(model, open_without_warnings(open_base(base), tmp_path / "ours")) < TOLERANCE
+    assert (
+        relative_difference(model, open_without_warnings(open_base(base), tmp_path / "ours"))
+        < TOLERANCE
+    )

@@ -26,7 +26,12 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import convert_model
-from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
+from torchtitan.protocols.initializer import (
+    Constant,
+    TruncatedNormal,
+    initializers_of,
+    with_initializers,
+)
 from torchtitan.protocols.model import converted_modules
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -66,7 +71,9 @@ def adapted_model(**options: Any) -> Any:
 
 
 def tokens(rows: int = 2, length: int = 9) -> Tensor:
-    return torch.randint(0, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        0, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(3)
+    )
 
 
 @torch.no_grad()
@@ -80,7 +87,8 @@ def randomize(model: nn.Module) -> None:
             parameter.copy_(parameter * (1 + 0.2 * noise) if name == "magnitude" else 0.2 * noise)
 
 
-# --- against peft -----------------------------------------------------------------------------------------------------
+# --- against peft
+# --------------------------------------------------------------------------------------------------
 
 MODULES = {
     "tok_embeddings": "embed_tokens",
@@ -131,17 +139,24 @@ def peft_model(options: dict[str, Any]) -> Any:
         tie_word_embeddings=False,
     )
     lora = LoRA.Config(**options)
-    targets = [name_in_peft(name).removeprefix("base_model.model.") for name in lora.build().select(plain_model())]
+    targets = [
+        name_in_peft(name).removeprefix("base_model.model.")
+        for name in lora.build().select(plain_model())
+    ]
     settings = {"use_rslora": lora.rslora, "use_dora": lora.dora}
     plain = transformers.LlamaForCausalLM(config)
-    return peft.get_peft_model(plain, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings))
+    return peft.get_peft_model(
+        plain, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings)
+    )
 
 
 @torch.no_grad()
 def copy_to_peft(model: nn.Module, theirs: nn.Module) -> None:
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            parameter_in_peft(theirs.get_submodule(name_in_peft(module_name)), name).copy_(parameter)
+            parameter_in_peft(theirs.get_submodule(name_in_peft(module_name)), name).copy_(
+                parameter
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,7 +184,9 @@ def linear_layer(bias: bool = True, **options: Any) -> LoRALinear:
     """Return a layer with 24 inputs and 16 outputs."""
     with torch.device("meta"):
         plain = nn.Linear(24, 16, bias=bias)
-    with_initializers(plain, weight=TruncatedNormal(0.2), **({"bias": TruncatedNormal(0.2)} if bias else {}))
+    with_initializers(
+        plain, weight=TruncatedNormal(0.2), **({"bias": TruncatedNormal(0.2)} if bias else {})
+    )
     settings: dict[str, Any] = {"rank": 4, "scaling": 2.0, "dropout": 0.0, "dora": False, **options}
     return initialized(LoRALinear(plain, **settings))
 
@@ -181,7 +198,9 @@ def test_a_layer_with_bias_and_dropout_equals_peft(dora, dropout):
     peft = pytest.importorskip("peft")
     layer = linear_layer(dropout=dropout, dora=dora)
     randomize(layer)
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, use_dora=dora, target_modules=["0"])
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=dropout, use_dora=dora, target_modules=["0"]
+    )
     whole = peft.get_peft_model(nn.Sequential(nn.Linear(24, 16)), config)
     theirs = whole.base_model.model[0]
     with torch.no_grad():
@@ -197,8 +216,9 @@ def test_a_layer_with_bias_and_dropout_equals_peft(dora, dropout):
 
 
 def test_adapters_are_initialized_as_in_peft():
-    """A is uniform within 1 / √in: check the bound and the variance (1 / 3 of the squared bound; 5 % is four standard
-    errors for these 2048 numbers). B is 0. In embeddings, A is 0 and B is normal."""
+    """A is uniform within 1 / √in: check the bound and the variance (1 / 3 of the squared bound; 5
+    % is four standard errors for these 2048 numbers). B is 0. In embeddings, A is 0 and B is
+    normal."""
     model = plain_model(dim=128)
     convert_model(model, [LoRA.Config(rank=16, include=EVERYWHERE).build()])
     initialized(model)
@@ -210,7 +230,8 @@ def test_adapters_are_initialized_as_in_peft():
     assert model.tok_embeddings.lora_B.var().item() == pytest.approx(1, rel=0.15)
 
 
-# --- compared with the plain model ------------------------------------------------------------------------------------
+# --- compared with the plain model
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,7 +257,11 @@ def test_merged_weights_give_the_same_output(kind):
     """In a plain model, up to float32 rounding. Shapes are also known on the meta device."""
     adapted, merged = adapted_model(**KINDS[kind]), plain_model()
     randomize(adapted)
-    state = {name: parameter for name, parameter in adapted.named_parameters() if name.endswith(".weight")}
+    state = {
+        name: parameter
+        for name, parameter in adapted.named_parameters()
+        if name.endswith(".weight")
+    }
     for name, module in converted_modules(adapted):
         own = dict(module.named_parameters(recurse=False))
         plain = module.plain_state(own)
@@ -253,7 +278,11 @@ def test_merged_weights_give_the_same_output(kind):
 def test_merging_is_computed_in_float32():
     """A float32 export keeps an update that is too small for bfloat16."""
     layer = linear_layer(bias=False)
-    own = {"weight": torch.ones(16, 24), "lora_A": torch.full((4, 24), 2**-6), "lora_B": torch.full((16, 4), 2**-6)}
+    own = {
+        "weight": torch.ones(16, 24),
+        "lora_A": torch.full((4, 24), 2**-6),
+        "lora_B": torch.full((16, 4), 2**-6),
+    }
     in_bfloat16 = {name: value.bfloat16() for name, value in own.items()}
     in_bfloat16["weight"] = torch.full((16, 24), 1 + 2**-7).bfloat16()
     merged = layer.plain_state(in_bfloat16)["weight"]
@@ -266,11 +295,14 @@ def test_effective_weight_equals_the_forward_pass(dora):
     layer = linear_layer(bias=False, dora=dora)
     randomize(layer)
     x = torch.randn(5, 24)
-    torch.testing.assert_close(F.linear(x, layer.effective_weight()), layer(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        F.linear(x, layer.effective_weight()), layer(x), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_dora_with_a_row_of_zeros():
-    """A row of zeros, such as vocabulary padding, outputs 0 with DoRA and does not affect other rows."""
+    """A row of zeros, such as vocabulary padding, outputs 0 with DoRA and does not affect other
+    rows."""
     layer = linear_layer(bias=False, dora=True)
     with torch.no_grad():
         layer.weight[3] = 0
@@ -278,13 +310,20 @@ def test_dora_with_a_row_of_zeros():
     x = torch.randn(5, 24)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight), rtol=1e-5, atol=1e-6)
     layer(x).sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters() if parameter.requires_grad)
-    merged = layer.plain_state({name: parameter.detach() for name, parameter in layer.named_parameters()})["weight"]
+    assert all(
+        parameter.grad.isfinite().all()
+        for parameter in layer.parameters()
+        if parameter.requires_grad
+    )
+    merged = layer.plain_state(
+        {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    )["weight"]
     torch.testing.assert_close(merged, layer.weight.detach(), rtol=1e-6, atol=0)
 
 
 def test_dropout_keeps_the_mean():
-    """Over many draws, the mean of each output is within four standard errors; without dropout in evaluation mode."""
+    """Over many draws, the mean of each output is within four standard errors; without dropout in
+    evaluation mode."""
     layer = linear_layer(dropout=0.5)
     randomize(layer)
     x = torch.randn(1, 24).expand(20_000, -1)
@@ -295,7 +334,8 @@ def test_dropout_keeps_the_mean():
     assert ((drawn.mean(0) - whole[0]).abs() <= 4 * standard_error).all()
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs
+# --------------------------------------------------------------------------------------------------
 
 RUN: dict[str, Any] = {
     "optimizer__lr": 1e-2,
@@ -325,11 +365,17 @@ def test_only_adapters_are_trained(tmp_path, caplog, name):
     (model,) = trainer.model_parts
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in optimized}
-    adapters = {name for name, _ in model.named_parameters() if name.endswith(("lora_A", "lora_B", "magnitude"))}
+    adapters = {
+        name
+        for name, _ in model.named_parameters()
+        if name.endswith(("lora_A", "lora_B", "magnitude"))
+    }
     assert names == adapters and len(adapters) == 2 * 7 * 3
     assert trainer.num_trained == sum(model.get_parameter(name).numel() for name in names)
     for name, parameter in model.named_parameters():
-        is_product = not parameter.requires_grad and "norm" not in name and "tok_embeddings" not in name
+        is_product = (
+            not parameter.requires_grad and "norm" not in name and "tok_embeddings" not in name
+        )
         assert parameter.dtype == (torch.bfloat16 if is_product else torch.float32), name
     untrained = lora_config(tmp_path / "untrained", {"dora": True}, **options).build()
     untrained.close()
@@ -345,11 +391,17 @@ def test_only_adapters_are_trained(tmp_path, caplog, name):
     ],
 )
 def test_resuming_is_exact(tmp_path, adapter):
-    options = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4}
+    options = {
+        "checkpoint__enable": True,
+        "checkpoint__interval": 2,
+        "lr_scheduler__total_steps": 4,
+    }
     run(lora_config(tmp_path / "whole", adapter, **options))
     run(lora_config(tmp_path / "parts", adapter, **options, training__steps=2))
     run(lora_config(tmp_path / "parts", adapter, **options))
-    whole, parts = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts"))
+    whole, parts = (
+        read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts")
+    )
     assert parts == whole
 
 
@@ -367,16 +419,25 @@ def test_recomputed_dropout_is_the_same(tmp_path, mode):
 def test_compiled_adapters_give_the_same_loss(tmp_path):
     """Up to float32 rounding of fused operations."""
     run(lora_config(tmp_path / "eager", KINDS["dora and head"]))
-    run(lora_config(tmp_path / "compiled", KINDS["dora and head"], compile__enable=True, compile__backend="aot_eager"))
-    eager, compiled = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("eager", "compiled"))
+    run(
+        lora_config(
+            tmp_path / "compiled",
+            KINDS["dora and head"],
+            compile__enable=True,
+            compile__backend="aot_eager",
+        )
+    )
+    eager, compiled = (
+        read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("eager", "compiled")
+    )
     for step, reference in zip(compiled, eager, strict=True):
         assert step == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_fine_tuning_with_few_parameters(tmp_path, assets):
-    """A pre-trained model is fine-tuned on the built-in stories: the validation loss falls by at least a tenth
-    (measured: a sixth), with less than 5 % of the parameters trained."""
+    """A pre-trained model is fine-tuned on the built-in stories: the validation loss falls by at
+    least a tenth (measured: a sixth), with less than 5 % of the parameters trained."""
     losses = []
     for name, lr in (("before", 0.0), ("after", 1e-2)):
         options = {
@@ -410,25 +471,66 @@ INVALID = {
     "rank 0": ({"rank": 0}, {}, r"lora\.rank is 0, but must be .*"),
     "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha is 0\.0, but must be .*"),
     "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout is 1\.0, but must be .*"),
-    "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or exclude"),
-    "rank of a layer": ({"rank_pattern": ["w2=4", "wq=0"]}, {}, r"lora\.rank_pattern wq is 0, but must be from 1"),
-    "large rank of a layer": ({"rank_pattern": ["wk=99"]}, {}, r"attention\.wk .*rank 99 is larger .*exclude"),
-    "alpha of a layer": ({"alpha_pattern": ["wq=-1"]}, {}, r"lora\.alpha_pattern wq is -1\.0, but must be"),
-    "no number": ({"rank_pattern": ["wq=8.5"]}, {}, r"lora\.rank_pattern: '8\.5' in 'wq=8\.5' is not a number"),
-    "no name": ({"alpha_pattern": ["8"]}, {}, r"lora\.alpha_pattern: '8' must be NAME=NUMBER, such as attention.wq=8"),
-    "twice": ({"rank_pattern": ["wq=8", "wq=4"]}, {}, r"'wq=4' must be NAME=NUMBER, .*, with a new NAME"),
+    "rank": (
+        {"rank": 65},
+        {},
+        r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or exclude",
+    ),
+    "rank of a layer": (
+        {"rank_pattern": ["w2=4", "wq=0"]},
+        {},
+        r"lora\.rank_pattern wq is 0, but must be from 1",
+    ),
+    "large rank of a layer": (
+        {"rank_pattern": ["wk=99"]},
+        {},
+        r"attention\.wk .*rank 99 is larger .*exclude",
+    ),
+    "alpha of a layer": (
+        {"alpha_pattern": ["wq=-1"]},
+        {},
+        r"lora\.alpha_pattern wq is -1\.0, but must be",
+    ),
+    "no number": (
+        {"rank_pattern": ["wq=8.5"]},
+        {},
+        r"lora\.rank_pattern: '8\.5' in 'wq=8\.5' is not a number",
+    ),
+    "no name": (
+        {"alpha_pattern": ["8"]},
+        {},
+        r"lora\.alpha_pattern: '8' must be NAME=NUMBER, such as attention.wq=8",
+    ),
+    "twice": (
+        {"rank_pattern": ["wq=8", "wq=4"]},
+        {},
+        r"'wq=4' must be NAME=NUMBER, .*, with a new NAME",
+    ),
     "expression": ({"rank_pattern": ["(=8"]}, {}, r"'\(' is not a regular expression"),
-    "other names": ({"rank_pattern": ["q_proj=8"]}, {}, r"'q_proj' matches the end of no adapted layer's name: layers"),
+    "other names": (
+        {"rank_pattern": ["q_proj=8"]},
+        {},
+        r"'q_proj' matches the end of no adapted layer's name: layers",
+    ),
     "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
-    "embedding and dropout": ({"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1}, {}, r"tok_emb.*dropout"),
+    "embedding and dropout": (
+        {"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1},
+        {},
+        r"tok_emb.*dropout",
+    ),
     "embedding and DoRA": ({"include": EVERYWHERE, "dora": True}, {}, r"tok_embeddings .*DoRA"),
     "tied head": (
         {"include": [r"^head\.output$"]},
         {"model__tie_embeddings": True},
-        r"output\$' matches none of the layers \(the head is tied .*, so there is no 'head.output'\): tok_emb",
+        r"output\$' matches none of the layers \(the head is tied .*, so there is no "
+        r"'head.output'\): tok_emb",
     ),
-    "tied": ({"include": EVERYWHERE}, {"model__tie_embeddings": True}, r"tok_embeddings .*tie_embeddings"),
+    "tied": (
+        {"include": EVERYWHERE},
+        {"model__tie_embeddings": True},
+        r"tok_embeddings .*tie_embeddings",
+    ),
 }
 
 
@@ -460,13 +562,18 @@ def test_two_kinds_of_adapters_in_one_model():
 
     model = plain_model()
     convert_model(
-        model, [LoRA.Config(rank=4, include=["attention"]).build(), Other.Config(rank=2, include=["w1"]).build()]
+        model,
+        [
+            LoRA.Config(rank=4, include=["attention"]).build(),
+            Other.Config(rank=2, include=["w1"]).build(),
+        ],
     )
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2 * (4 + 1) and all("lora" in name for name in trained)
 
 
-# --- two processes ----------------------------------------------------------------------------------------------------
+# --- two processes
+# --------------------------------------------------------------------------------------------------
 
 PROCESSES = 2
 TP = {"parallelism__tensor_parallel_degree": 2}
@@ -480,12 +587,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "TP, DoRA": (KINDS["dora and head"], TP),
     "PP, LoRA in the last stage": ({"include": [r"layers\.1\."]}, PP),
 }
-"""Options of the adapter and of the layout; layers are sharded by rows or columns, the vocabulary unevenly."""
+"""Options of the adapter and of the layout; layers are sharded by rows or columns, the vocabulary
+unevenly."""
 
 
 def run_and_keep_warnings(config: Any) -> None:
-    """Train, and write warnings to a file next to the metrics, because workers disable logging. A busy machine may make
-    a rank slow."""
+    """Train, and write warnings to a file next to the metrics, because workers disable logging. A
+    busy machine may make a rank slow."""
 
     def keep(message: str, *args: Any) -> None:
         if "slower than the other ranks" not in message:
@@ -495,7 +603,11 @@ def run_and_keep_warnings(config: Any) -> None:
     run(config)
 
 
-FIRST = {"training__mixed_precision_param": "bfloat16", "training__steps": 1, "training__local_batch_size": 2}
+FIRST = {
+    "training__mixed_precision_param": "bfloat16",
+    "training__steps": 1,
+    "training__local_batch_size": 2,
+}
 ADAPTERS: dict[str, list[LoRA.Config]] = {
     "plain": [],
     "lora": [LoRA.Config(rank=4, include=EVERYWHERE)],
@@ -504,7 +616,8 @@ ADAPTERS: dict[str, list[LoRA.Config]] = {
 
 
 def start_in_bfloat16(folder: Path) -> None:
-    """Train a step without and with adapters; the blocks affect the loss from the first step (`UnitVariance`)."""
+    """Train a step without and with adapters; the blocks affect the loss from the first step
+    (`UnitVariance`)."""
     for name, adapters in ADAPTERS.items():
         config = lora_config(folder / name, {}, **FIRST)
         config.model_converters = [UnitVariance.Config(), *adapters]
@@ -514,7 +627,8 @@ def start_in_bfloat16(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, PROCESSES])
 def test_the_first_loss_in_bfloat16_equals_the_plain_run(workers, tmp_path, processes):
-    """Exactly, in one process and with FSDP: freezing does not change the type of any computation."""
+    """Exactly, in one process and with FSDP: freezing does not change the type of any
+    computation."""
     if processes == 1:
         start_in_bfloat16(tmp_path)
     else:
@@ -530,29 +644,43 @@ def train_layout(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "everywhere" in name else []) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "everywhere" in name else [])
+        for name in LAYOUTS
+    ],
 )
 def test_two_processes_equal_one(workers, tmp_path, name):
-    """Loss and gradient norm of each step, within 1e-5, because float32 sums differ in order; without warnings."""
+    """Loss and gradient norm of each step, within 1e-5, because float32 sums differ in order;
+    without warnings."""
     workers.run(train_layout, tmp_path / "two", name)
     adapter, options = LAYOUTS[name]
-    run(lora_config(tmp_path / "one", adapter, **{key: value for key, value in options.items() if "model__" in key}))
+    run(
+        lora_config(
+            tmp_path / "one",
+            adapter,
+            **{key: value for key, value in options.items() if "model__" in key},
+        )
+    )
     one, two = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("one", "two"))
     assert two == [pytest.approx(line, rel=1e-5) for line in one]
     assert not (tmp_path / "two/warnings").exists()
 
 
 def check_dropout_on_sharded_layers() -> None:
-    """A layer is linear in its inputs, and the adapter's output is linear in A and in B. For any dropout mask, each of
-    them times its gradient equals its contribution to a weighted sum of the outputs. Ranks with different masks for
-    replicated inputs would have other gradients."""
+    """A layer is linear in its inputs, and the adapter's output is linear in A and in B. For any
+    dropout mask, each of them times its gradient equals its contribution to a weighted sum of the
+    outputs. Ranks with different masks for replicated inputs would have other gradients."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
     generator = torch.Generator().manual_seed(2)
     splits: tuple[tuple[Any, Placement], ...] = (("out", Replicate()), ("in", Shard(2)))
     for features, placement in splits:
         layer = linear_layer(bias=False, dropout=0.5)
         randomize(layer)
-        x, weights = torch.randn(2, 8, 24, generator=generator), torch.randn(2, 8, 16, generator=generator)
+        x, weights = (
+            torch.randn(2, 8, 24, generator=generator),
+            torch.randn(2, 8, 16, generator=generator),
+        )
         base = (F.linear(x, layer.weight) * weights).sum()
         shard_parameters(layer, mesh, features)
         inputs = distribute_tensor(x, mesh, [placement]).requires_grad_()
@@ -606,7 +734,9 @@ class WideOperations(TorchDispatchMode):
         super().__init__()
         self.width, self.names = width, list[str]()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         is_view = function.is_view or function == torch.ops.aten._unsafe_view.default
         if isinstance(result, Tensor) and result.shape[-1] == self.width and not is_view:

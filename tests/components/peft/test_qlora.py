@@ -48,7 +48,9 @@ def make_pair(dora: bool, dtype: torch.dtype = torch.float32) -> tuple[QLoRALine
             layer.get_parameter(name).data.copy_(values)
     for layer in (in_4_bits, reference):
         for parameter in layer.parameters():
-            parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else parameter.dtype)
+            parameter.data = parameter.data.to(
+                dtype if parameter.is_floating_point() else parameter.dtype
+            )
     return in_4_bits, reference
 
 
@@ -59,7 +61,8 @@ def output_and_gradients(layer: LoRALinear, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(layer.get_parameter(name).grad for name in layer.adapter)]
 
 
-# --- a layer ----------------------------------------------------------------------------------------------------------
+# --- a layer
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,14 +71,16 @@ def test_output_and_gradients_equal_lora_on_the_unpacked_weight(dora, dtype):
     """Exactly: the 4-bit weight has the same values in both types."""
     x = torch.randn(3, 5, IN, generator=torch.Generator().manual_seed(1)).to(dtype)
     in_4_bits, reference = make_pair(dora, dtype)
-    results = zip(output_and_gradients(in_4_bits, x), output_and_gradients(reference, x), strict=True)
+    results = zip(
+        output_and_gradients(in_4_bits, x), output_and_gradients(reference, x), strict=True
+    )
     assert all(torch.equal(result, expected) for result, expected in results)
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_merged_weights_equal_the_weights_in_the_forward_pass(dora):
-    """The effective weight, with gradients, and the exported weight, which is bfloat16 by default; also on the meta
-    device."""
+    """The effective weight, with gradients, and the exported weight, which is bfloat16 by default;
+    also on the meta device."""
     in_4_bits, reference = make_pair(dora)
     x = torch.randn(7, IN, generator=torch.Generator().manual_seed(1))
     weight = in_4_bits.effective_weight()
@@ -88,7 +93,9 @@ def test_merged_weights_equal_the_weights_in_the_forward_pass(dora):
     (plain,) = in_4_bits.plain_state(own).values()
     assert torch.equal(plain, weight.detach())
     assert in_4_bits.plain_types(own) == {"weight": torch.bfloat16}
-    (meta,) = in_4_bits.plain_state({name: tensor.to("meta") for name, tensor in own.items()}).values()
+    (meta,) = in_4_bits.plain_state(
+        {name: tensor.to("meta") for name, tensor in own.items()}
+    ).values()
     assert (meta.shape, meta.dtype) == (plain.shape, plain.dtype)
 
 
@@ -97,16 +104,28 @@ def test_weights_take_half_a_byte_and_are_frozen():
     parts = [in_4_bits.get_parameter(name) for name in PARTS]
     assert sum(tensor.nbytes for tensor in parts) == OUT * IN * (1 / 2 + 1 / 64 + 8 / IN)
     names = {name for name, parameter in in_4_bits.named_parameters() if parameter.requires_grad}
-    assert names == {"lora_A", "lora_B", "magnitude"} == set(dict(in_4_bits.named_parameters())) - set(PARTS)
+    assert (
+        names
+        == {"lora_A", "lora_B", "magnitude"}
+        == set(dict(in_4_bits.named_parameters())) - set(PARTS)
+    )
 
 
-# --- a model ----------------------------------------------------------------------------------------------------------
+# --- a model
+# --------------------------------------------------------------------------------------------------
 
 
 def make_config(folder: Path, converter: LoRA.Config | None, **options: Any) -> Any:
     """Return a tiny run whose blocks affect the loss from the first step (`UnitVariance`)."""
-    settings = {"optimizer__name": "SGD", "optimizer__lr": 0.1, "model__dim": 128, "model__ffn_dim": 256}
-    config = tiny_config(folder, **{**settings, "training__mixed_precision_param": "float32", **options})
+    settings = {
+        "optimizer__name": "SGD",
+        "optimizer__lr": 0.1,
+        "model__dim": 128,
+        "model__ffn_dim": 256,
+    }
+    config = tiny_config(
+        folder, **{**settings, "training__mixed_precision_param": "float32", **options}
+    )
     config.model_converters = [UnitVariance.Config(), *([converter] if converter else [])]
     return config
 
@@ -124,12 +143,14 @@ def test_initial_values_are_the_packed_plain_weights(tmp_path):
         parts = pack(weights[f"{name}.weight"])
         assert all(torch.equal(layer.get_parameter(part), getattr(parts, part)) for part in PARTS)
         norms = unpack(*parts, torch.float32).norm(dim=1)
-        torch.testing.assert_close(layer.magnitude.detach(), norms, rtol=1e-6, atol=0)  # float32 sums
+        # float32 sums
+        torch.testing.assert_close(layer.magnitude.detach(), norms, rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
 def test_learns_like_lora(tmp_path):
-    """The loss falls by more than the difference: 4 bits change these random weights by 9 %, and the loss by 1 %."""
+    """The loss falls by more than the difference: 4 bits change these random weights by 9 %, and
+    the loss by 1 %."""
     losses = []
     for converter in (LoRA.Config(), QLoRA.Config()):
         folder = tmp_path / type(converter).__qualname__
@@ -148,7 +169,9 @@ def test_a_step_needs_less_memory(tmp_path):
     options = {"model__dim": 256, "model__ffn_dim": 1024, "model__n_layers": 4}
     reports = []
     for converter in (LoRA.Config(), QLoRA.Config()):
-        config = make_config(tmp_path, converter, **options, training__mixed_precision_param="bfloat16")
+        config = make_config(
+            tmp_path, converter, **options, training__mixed_precision_param="bfloat16"
+        )
         reports += dry_run(config, 1)
     lora, qlora = reports
     rows = 4 * (256 + 2 * 128 + 256 + 2 * 1024 + 256)
@@ -160,38 +183,54 @@ def test_a_step_needs_less_memory(tmp_path):
     assert lora.executed_flops == qlora.executed_flops
 
 
-# --- invalid options --------------------------------------------------------------------------------------------------
+# --- invalid options
+# --------------------------------------------------------------------------------------------------
 
 
 def test_inputs_that_are_not_whole_blocks_are_rejected(tmp_path):
     config = make_config(tmp_path, QLoRA.Config(), model__ffn_dim=100)
-    with pytest.raises(UserError, match=r"layers\.0\.feed_forward\.w2 .*64 inputs, not 100.*qlora\.exclude"):
+    with pytest.raises(
+        UserError, match=r"layers\.0\.feed_forward\.w2 .*64 inputs, not 100.*qlora\.exclude"
+    ):
         config.check(world_size=1)
     config.model_converters = [QLoRA.Config(exclude=[r"\.w2$"])]
     config.check(world_size=1)
 
 
 def test_blocks_that_cannot_be_sharded_are_rejected(tmp_path):
-    options = {"parallelism__tensor_parallel_degree": 4, "model__ffn_dim": 512, "model__n_kv_heads": 4}
+    options = {
+        "parallelism__tensor_parallel_degree": 4,
+        "model__ffn_dim": 512,
+        "model__n_kv_heads": 4,
+    }
     config = make_config(tmp_path, QLoRA.Config(), **options)
-    message = r"tensor_parallel_degree 4 .*does not divide the size 2 of .*layers\.0\.attention\.wo.*qlora\.exclude"
+    message = (
+        r"tensor_parallel_degree 4 .*does not divide the size 2 of "
+        r".*layers\.0\.attention\.wo.*qlora\.exclude"
+    )
     with pytest.raises(UserError, match=message):
         config.check(world_size=4)
     config.model_converters = [QLoRA.Config(exclude=[r"\.wo$"])]
     config.check(world_size=4)
 
 
-# --- on two processes -------------------------------------------------------------------------------------------------
+# --- on two processes
+# -------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "FSDP": ({"model__vocab_size": 2051}, {"include": [r"layers", r"^head\.output$"]}),
     "TP": ({"parallelism__tensor_parallel_degree": 2}, {"dora": True}),
 }
-"""Options of the run and of the converter: rows that two ranks cannot divide evenly; sharded columns and rows."""
+"""Options of the run and of the converter: rows that two ranks cannot divide evenly; sharded
+columns and rows."""
 SLOW_LAYOUTS = {
     "PP": ({"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 4}, {}),
     "FSDP, AC, compile": (
-        {"compile__enable": True, "compile__backend": "aot_eager", "activation_checkpoint__mode": "full"},
+        {
+            "compile__enable": True,
+            "compile__backend": "aot_eager",
+            "activation_checkpoint__mode": "full",
+        },
         {},
     ),
     "FSDP, CPU offload": ({"training__enable_cpu_offload": True}, {}),
@@ -199,8 +238,8 @@ SLOW_LAYOUTS = {
 
 
 def check_dropout_on_sharded_layers() -> None:
-    """A layer is linear in its inputs for any dropout mask: the inputs times their gradient equal the outputs. With
-    replicated inputs, each rank uses the mask of its part."""
+    """A layer is linear in its inputs for any dropout mask: the inputs times their gradient equal
+    the outputs. With replicated inputs, each rank uses the mask of its part."""
     mesh = init_device_mesh("cpu", (2,))
     splits: tuple[tuple[Any, Placement], ...] = (("out", Replicate()), ("in", Shard(2)))
     for features, placement in splits:
@@ -213,7 +252,9 @@ def check_dropout_on_sharded_layers() -> None:
         total = layer(inputs).full_tensor().sum()
         total.backward()
         # Float32 sums of 1536 numbers of about 10.
-        torch.testing.assert_close((x * inputs.grad.full_tensor()).sum(), total, rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(
+            (x * inputs.grad.full_tensor()).sum(), total, rtol=1e-4, atol=1e-2
+        )
 
 
 @pytest.mark.slow
@@ -224,20 +265,28 @@ def test_dora_and_dropout_under_tensor_parallelism(workers):
 def record(folder: Path, options: dict[str, Any], converter_options: dict[str, Any]) -> None:
     """Train, and save the unsharded weights on each rank."""
     config = make_config(
-        folder, QLoRA.Config(**converter_options), training__global_batch_size=8, training__steps=3, **options
+        folder,
+        QLoRA.Config(**converter_options),
+        training__global_batch_size=8,
+        training__steps=3,
+        **options,
     )
     config.dataloader = RaggedDataLoader.Config(**config.dataloader.to_dict())
     trainer = run(config)
     named = [named for part in trainer.model_parts for named in part.named_parameters()]
     weights = {canonical_name(name): parameter.detach() for name, parameter in named}
     unsharded = {
-        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in weights.items()
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in weights.items()
     }
     torch.save(unsharded, folder / f"weights-{trainer.rank}.pt")
 
 
-def compare_with_one_process(workers: Workers, folder: Path, options: dict[str, Any], converter_options: Any) -> None:
-    """Frozen tensors exactly; the others differ by float32 sums in another order (measured: 1e-6)."""
+def compare_with_one_process(
+    workers: Workers, folder: Path, options: dict[str, Any], converter_options: Any
+) -> None:
+    """Frozen tensors exactly; the others differ by float32 sums in another order (measured:
+    1e-6)."""
     layout = ("parallelism", "compile", "activation_checkpoint", "training__enable_cpu_offload")
     own = {name: value for name, value in options.items() if not name.startswith(layout)}
     record(folder / "one", {**own, "training__local_batch_size": 8}, converter_options)

@@ -1,4 +1,5 @@
-"""Float8 linear layers: products against a float64 reference; runs against bfloat16, across layouts and checkpoints."""
+"""Float8 linear layers: products against a float64 reference; runs against bfloat16, across layouts
+and checkpoints."""
 
 import dataclasses
 import sys
@@ -38,15 +39,19 @@ def float8(**options: Any) -> Float8LinearConverter.Config:
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in trainer.states()["model"].state_dict().items()}
+    return {
+        name: value.detach().clone()
+        for name, value in trainer.states()["model"].state_dict().items()
+    }
 
 
-# --- one layer --------------------------------------------------------------------------------------------------------
+# --- one layer
+# --------------------------------------------------------------------------------------------------
 
 
 def rounded(tensor: Tensor, over: int | None, largest: float, power_of_2: bool) -> Tensor:
-    """Round `tensor` to float8 and return it in float64. The scale maps the largest element of the tensor (or of each
-    slice along the dimension `over`) to the largest value of the type."""
+    """Round `tensor` to float8 and return it in float64. The scale maps the largest element of the
+    tensor (or of each slice along the dimension `over`) to the largest value of the type."""
     kind = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}[largest]
     peak = tensor.abs().max() if over is None else tensor.abs().amax(dim=over, keepdim=True)
     scale = (largest / peak.double()).float()
@@ -55,9 +60,11 @@ def rounded(tensor: Tensor, over: int | None, largest: float, power_of_2: bool) 
     return (tensor * scale).to(kind).double() / scale.double()
 
 
-def products_by_hand(recipe: str, x_NI: Tensor, weight_OI: Tensor, gradient_NO: Tensor) -> tuple[Tensor, ...]:
-    """Return the output (N, O) and the gradients of the input (N, I) and the weight (O, I). Each operand is rounded
-    separately."""
+def products_by_hand(
+    recipe: str, x_NI: Tensor, weight_OI: Tensor, gradient_NO: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the output (N, O) and the gradients of the input (N, I) and the weight (O, I). Each
+    operand is rounded separately."""
     if recipe == "tensorwise":
         x, weight = (rounded(tensor, None, 448.0, False) for tensor in (x_NI, weight_OI))
         gradient = rounded(gradient_NO, None, 57344.0, False)
@@ -68,18 +75,28 @@ def products_by_hand(recipe: str, x_NI: Tensor, weight_OI: Tensor, gradient_NO: 
 
     output = rowwise(1, x_NI) @ rowwise(1, weight_OI).T
     if recipe == "rowwise":  # one scale along the dimension that the product sums over
-        return output, rowwise(1, gradient_NO) @ rowwise(0, weight_OI), rowwise(0, gradient_NO).T @ rowwise(0, x_NI)
-    return output, rowwise(1, gradient_NO) @ rowwise(None, weight_OI), gradient_NO.double().T @ x_NI.double()
+        return (
+            output,
+            rowwise(1, gradient_NO) @ rowwise(0, weight_OI),
+            rowwise(0, gradient_NO).T @ rowwise(0, x_NI),
+        )
+    return (
+        output,
+        rowwise(1, gradient_NO) @ rowwise(None, weight_OI),
+        gradient_NO.double().T @ x_NI.double(),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_match_the_rounded_operands(recipe):
-    """The tolerance of 1e-6, relative to the largest element, covers float32 sums of at most 48 terms."""
+    """The tolerance of 1e-6, relative to the largest element, covers float32 sums of at most 48
+    terms."""
     torch.manual_seed(0)
     layer = nn.Linear(32, 48)
     converted = float8(recipe=recipe).build().convert_layer("layer", layer)
-    # Rows and columns differ widely in magnitude, so that a scale along the wrong dimension is detected.
+    # Rows and columns differ widely in magnitude, so that a scale along the wrong dimension is
+    # detected.
     x = torch.randn(16, 32) * torch.logspace(0, 2, 16)[:, None] * torch.logspace(0, 1, 32)
     gradient = torch.randn(16, 48) * torch.logspace(0, -2, 48)
     x.requires_grad_()
@@ -89,7 +106,8 @@ def test_products_match_the_rounded_operands(recipe):
     results = (output.detach() - layer.bias.detach(), x.grad, converted.weight.grad)
     for result, reference in zip(results, expected, strict=True):
         assert (result - reference).abs().max() <= 1e-6 * reference.abs().max()
-    assert (results[0] - nn.functional.linear(x, layer.weight)).abs().max() > 1e-3  # rounding has an effect
+    # rounding has an effect
+    assert (results[0] - nn.functional.linear(x, layer.weight)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("all_gather", [False, True])
@@ -100,7 +118,12 @@ def test_conversion_keeps_parameters_and_initializers(all_gather):
     converted = float8(fsdp_float8_all_gather=all_gather).build().convert_layer("layer", layer)
     assert initializers_of(converted) == {"weight": TruncatedNormal(0.5)}
     ((name, weight),) = converted.named_parameters()
-    assert (name, weight.shape, weight.is_meta, weight.requires_grad) == ("weight", (32, 16), True, False)
+    assert (name, weight.shape, weight.is_meta, weight.requires_grad) == (
+        "weight",
+        (32, 16),
+        True,
+        False,
+    )
     assert type(converted.state_dict()["weight"]) is Tensor
 
 
@@ -118,7 +141,8 @@ def test_frozen_weights_stay_in_bfloat16_with_float8_all_gather():
         assert converted.layers["0"].attention.wq.weight._tensor.dtype == torch.bfloat16
 
 
-# --- layer selection --------------------------------------------------------------------------------------------------
+# --- layer selection
+# --------------------------------------------------------------------------------------------------
 
 
 def model(**options: Any) -> nn.Module:
@@ -129,21 +153,31 @@ def model(**options: Any) -> nn.Module:
 def test_small_and_unaligned_layers_and_the_head_are_skipped_and_logged(log):
     converted = model(model__vocab_size=2048, model__ffn_dim=200)
     float8(min_features=64, exclude=["wo"]).build().convert(converted)
-    names = {name for name, module in converted.named_modules() if type(module).__name__ == "Float8Linear"}
-    # All layers have 64 inputs and outputs, except wk and wv (32 outputs) and feed-forward layers (200 = 12.5 x 16).
+    names = {
+        name
+        for name, module in converted.named_modules()
+        if type(module).__name__ == "Float8Linear"
+    }
+    # All layers have 64 inputs and outputs, except wk and wv (32 outputs) and feed-forward layers
+    # (200 = 12.5 x 16).
     assert names == {f"layers.{layer}.attention.wq" for layer in range(2)}
-    skipped_message, converted_message = (record.message for record in log.records if record.name == "torchtitan")
+    skipped_message, converted_message = (
+        record.message for record in log.records if record.name == "torchtitan"
+    )
     assert "2 layers converted: layers.*.attention.wq; unchanged:" in converted_message
     assert skipped_message == (
-        f"float8linearconverter: skipped layers with fewer than 64 inputs or outputs ({OPTION}.min_features): "
-        "layers.*.attention.wk, layers.*.attention.wv; inputs or outputs not a multiple of 16: "
-        "layers.*.feed_forward.w1, layers.*.feed_forward.w2, layers.*.feed_forward.w3"
+        "float8linearconverter: skipped layers with fewer than 64 inputs or outputs "
+        f"({OPTION}.min_features): layers.*.attention.wk, layers.*.attention.wv; inputs or outputs "
+        "not a multiple of 16: layers.*.feed_forward.w1, layers.*.feed_forward.w2, "
+        "layers.*.feed_forward.w3"
     )
 
 
 def test_converting_no_layer_is_rejected():
     with pytest.raises(
-        UserError, match=r"no layer is left.* fewer than 2048 inputs or outputs \(--model_.*\.min_features\): .*wq"
+        UserError,
+        match=r"no layer is left.* fewer than 2048 inputs or outputs \(--model_.*\.min_features\): "
+        r".*wq",
     ):
         float8(min_features=2048).build().check_model(model(model__vocab_size=2048))
     with pytest.raises(UserError, match=f"{OPTION}.include 'wx' matches none of the layers"):
@@ -152,7 +186,9 @@ def test_converting_no_layer_is_rejected():
 
 def test_routed_experts_are_skipped_and_rejected_if_named(log):
     experts = model(module="qwen3_moe", model__vocab_size=2048)
-    with pytest.raises(UserError, match=rf"routed experts \(.*\): layers\.\*\.moe\.experts; .*{OPTION}\.include"):
+    with pytest.raises(
+        UserError, match=rf"routed experts \(.*\): layers\.\*\.moe\.experts; .*{OPTION}\.include"
+    ):
         float8(include=["experts"]).build().check_model(experts)
     float8().build().convert(experts)
     (skipped,) = [record.message for record in log.records if "skipped" in record.message]
@@ -169,17 +205,22 @@ class Other(LayerConverter):
 def test_a_layer_of_another_converter_is_rejected():
     converted = model(model__vocab_size=2048)
     Other.Config(include=["wq"]).build().check_model(converted)
-    with pytest.raises(UserError, match=r"wq is already converted by other, and float8linearconverter cannot"):
+    with pytest.raises(
+        UserError, match=r"wq is already converted by other, and float8linearconverter cannot"
+    ):
         float8().build().check_model(converted)
 
 
-# --- validation -------------------------------------------------------------------------------------------------------
+# --- validation
+# --------------------------------------------------------------------------------------------------
 
 
 def check_run(config: Float8LinearConverter.Config, **training: Any) -> None:
     config.validate()
     config.check_run(
-        training=TrainingConfig(**training), parallelism=ParallelismConfig(), compile=CompileConfig(enable=False)
+        training=TrainingConfig(**training),
+        parallelism=ParallelismConfig(),
+        compile=CompileConfig(enable=False),
     )
     config.check_device()
 
@@ -192,7 +233,9 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
 
 def test_float8_without_kernels_requires_emulation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=f"8.9 or above, and this machine has none; {OPTION}.emulate"):
+    with pytest.raises(
+        UserError, match=f"8.9 or above, and this machine has none; {OPTION}.emulate"
+    ):
         check_run(Float8LinearConverter.Config())
     check_run(Float8LinearConverter.Config(emulate=True), seq_len=33)
     pretend_gpu(monkeypatch, (8, 0))
@@ -203,16 +246,23 @@ def test_float8_without_kernels_requires_emulation(monkeypatch):
 def test_kernels_require_a_multiple_of_16_tokens(monkeypatch):
     pretend_gpu(monkeypatch, (8, 9))
     check_run(Float8LinearConverter.Config(), seq_len=40, local_batch_size=2)
-    with pytest.raises(UserError, match="multiples of 16 tokens, and a rank has 40 at a time; change .*seq_len 40"):
+    with pytest.raises(
+        UserError, match="multiples of 16 tokens, and a rank has 40 at a time; change .*seq_len 40"
+    ):
         check_run(Float8LinearConverter.Config(), seq_len=40, local_batch_size=1)
-    check_run(Float8LinearConverter.Config(recipe="rowwise_with_gw_hp"), seq_len=40, local_batch_size=1)
+    check_run(
+        Float8LinearConverter.Config(recipe="rowwise_with_gw_hp"), seq_len=40, local_batch_size=1
+    )
 
 
 @pytest.mark.slow
 def test_a_dry_run_needs_no_kernels(tmp_path, monkeypatch):
-    """Fake tensors need no kernel, so a dry run counts the operations of a GPU instead of the emulation."""
+    """Fake tensors need no kernel, so a dry run counts the operations of a GPU instead of the
+    emulation."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = tiny_config(tmp_path, training__mixed_precision_param="bfloat16", activation_checkpoint__mode="none")
+    config = tiny_config(
+        tmp_path, training__mixed_precision_param="bfloat16", activation_checkpoint__mode="none"
+    )
     (plain,) = dry_run(config, 1)
     for recipe in RECIPES:
         config.model_converters = [Float8LinearConverter.Config(min_features=0, recipe=recipe)]
@@ -229,11 +279,14 @@ def test_tensor_parallel_shards_must_be_aligned(tmp_path):
     config = tiny_config(tmp_path, model__ffn_dim=2064, parallelism__tensor_parallel_degree=2)
     config.model_converters = [Float8LinearConverter.Config(min_features=0)]
     with pytest.raises(
-        UserError, match=rf"2064 outputs of layers\.0\.feed_forward\.w1 into multiples .*\({OPTION}.excl"
+        UserError,
+        match=rf"2064 outputs of layers\.0\.feed_forward\.w1 into multiples .*\({OPTION}.excl",
     ):
         config.check(2, dry_run=True)
     config.model_converters[0].exclude = ["w1", "w3"]
-    with pytest.raises(UserError, match=r"2064 inputs of layers\.0\.feed_forward\.w2 into multiples of 16"):
+    with pytest.raises(
+        UserError, match=r"2064 inputs of layers\.0\.feed_forward\.w2 into multiples of 16"
+    ):
         config.check(2, dry_run=True)
     config.model_converters[0].exclude = ["feed_forward"]
     config.check(2, dry_run=True)
@@ -244,7 +297,10 @@ def test_tensor_parallel_shards_must_be_aligned(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": "rowwise", "fsdp_float8_all_gather": True}, "all_gather cannot be combined with .*recipe rowwise"),
+        (
+            {"recipe": "rowwise", "fsdp_float8_all_gather": True},
+            "all_gather cannot be combined with .*recipe rowwise",
+        ),
         ({"min_features": -1}, "min_features is -1"),
     ],
 )
@@ -255,11 +311,14 @@ def test_invalid_values_are_rejected(options, message):
 
 def test_missing_torchao_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UserError, match=rf"{OPTION} requires torchao: .*torchtitan\[quantization\]"):
+    with pytest.raises(
+        UserError, match=rf"{OPTION} requires torchao: .*torchtitan\[quantization\]"
+    ):
         check_run(float8())
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- whole runs
+# --------------------------------------------------------------------------------------------------
 
 
 def mean_losses(folder: Path) -> list[float]:
@@ -268,7 +327,11 @@ def mean_losses(folder: Path) -> list[float]:
     return [sum(losses[i : i + 20]) / 20 for i in range(0, len(losses), 20)]
 
 
-BFLOAT16_RUN = {"training__steps": 100, "optimizer__lr": 2e-3, "training__mixed_precision_param": "bfloat16"}
+BFLOAT16_RUN = {
+    "training__steps": 100,
+    "optimizer__lr": 2e-3,
+    "training__mixed_precision_param": "bfloat16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +358,12 @@ def test_activation_checkpointing_is_bitwise_exact(tmp_path, recipe):
     """Selective checkpointing identifies float8 products by their operator."""
     modes = ("none", "selective", "full")
     for mode in modes:
-        train(tmp_path / mode, float8(recipe=recipe), activation_checkpoint__mode=mode, training__steps=2)
+        train(
+            tmp_path / mode,
+            float8(recipe=recipe),
+            activation_checkpoint__mode=mode,
+            training__steps=2,
+        )
     first, *others = [read_metrics(tmp_path / mode, "loss", "grad_norm") for mode in modes]
     assert others == [first, first]
 
@@ -350,7 +418,9 @@ class SentDtypes:
     def __enter__(self) -> "SentDtypes":
         self.original = original = fsdp_collectives.DefaultAllGather.__call__
 
-        def counting(gather: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counting(
+            gather: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             self.sent.append((input_tensor.dtype, input_tensor.numel()))
             return original(gather, output_tensor, input_tensor, *args, **kwargs)
 
@@ -368,21 +438,33 @@ def gather_float8(folder: Path) -> None:
         False: (torch.bfloat16, (BLOCK_MATRIX_ELEMENTS + norms) // 2),
         True: (torch.uint8, (BLOCK_MATRIX_ELEMENTS + 2 * norms) // 2),
     }
-    options = {**LAYOUTS["fsdp"], "training__steps": 1, "training__mixed_precision_param": "bfloat16"}
+    options = {
+        **LAYOUTS["fsdp"],
+        "training__steps": 1,
+        "training__mixed_precision_param": "bfloat16",
+    }
     for all_gather, expected in sent_per_block.items():
         converter = float8(fsdp_float8_all_gather=all_gather)
         with SentDtypes() as gathers:
             trainer = train(folder / str(all_gather), converter, **options)
-        # The last block keeps its weights for the backward pass; the embedding and the head are separate FSDP units.
+        # The last block keeps its weights for the backward pass; the embedding and the head are
+        # separate FSDP units.
         assert Counter(gathers.sent)[expected] == 3, gathers.sent
         with CommDebugMode() as counted:
             converter.build().post_optimizer_hook(trainer.model_parts)
-        assert dict(counted.get_comm_counts()) == ({torch.ops.c10d_functional.all_reduce: 1} if all_gather else {})
+        assert dict(counted.get_comm_counts()) == (
+            {torch.ops.c10d_functional.all_reduce: 1} if all_gather else {}
+        )
 
 
 def resume(folder: Path) -> None:
     """Stop after 1 of 2 steps and resume."""
-    options = {**COMMON, **LAYOUTS["fsdp"], "lr_scheduler__total_steps": 2, "checkpoint__enable": True}
+    options = {
+        **COMMON,
+        **LAYOUTS["fsdp"],
+        "lr_scheduler__total_steps": 2,
+        "checkpoint__enable": True,
+    }
     for steps in (1, 2):
         train(folder, float8(fsdp_float8_all_gather=True), **{**options, "training__steps": steps})
 
@@ -397,9 +479,25 @@ class Returning(Trainer):
 
 def replace_weights(folder: Path) -> None:
     """Validate averages of weights, and return to a checkpoint."""
-    options = {**COMMON, **LAYOUTS["fsdp"], "training__steps": 5, "checkpoint__enable": True, "checkpoint__interval": 2}
-    options |= {"ema__decay": 0.9, "ema__for_validation": True, "validator__enable": True, "validator__freq": 1}
-    options |= {"validator__steps": 1, "spikes__action": "leave_out", "spikes__max_in_a_row": 1, "optimizer__lr": 1e-2}
+    options = {
+        **COMMON,
+        **LAYOUTS["fsdp"],
+        "training__steps": 5,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 2,
+    }
+    options |= {
+        "ema__decay": 0.9,
+        "ema__for_validation": True,
+        "validator__enable": True,
+        "validator__freq": 1,
+    }
+    options |= {
+        "validator__steps": 1,
+        "spikes__action": "leave_out",
+        "spikes__max_in_a_row": 1,
+        "optimizer__lr": 1e-2,
+    }
     for all_gather in (False, True):
         converter = float8(fsdp_float8_all_gather=all_gather)
         trainer = train(folder / str(all_gather), converter, trainer_class=Returning, **options)
@@ -434,15 +532,19 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compare_with_one_process(folder: Path, references: Path, runs: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    """Compare runs in `folder` with a single process. The tolerance of 5e-3 allows for scales that are shared by other
-    samples or other elements."""
+def compare_with_one_process(
+    folder: Path, references: Path, runs: dict[str, tuple[str, dict[str, Any]]]
+) -> None:
+    """Compare runs in `folder` with a single process. The tolerance of 5e-3 allows for scales that
+    are shared by other samples or other elements."""
     recipes = {name: options.get("recipe", "tensorwise") for name, (_, options) in runs.items()}
     for recipe in set(recipes.values()):
         train(references / recipe, float8(recipe=recipe), **COMMON)
     for name, recipe in recipes.items():
         reference = read_metrics(references / recipe, "loss", "grad_norm")
-        for numbers, expected in zip(read_metrics(folder / name, "loss", "grad_norm"), reference, strict=True):
+        for numbers, expected in zip(
+            read_metrics(folder / name, "loss", "grad_norm"), reference, strict=True
+        ):
             assert numbers == pytest.approx(expected, rel=5e-3), name
 
 
@@ -459,15 +561,20 @@ def test_two_processes_match_one_in_more_layouts(tmp_path):
 
 @pytest.mark.slow
 def test_float8_all_gather_is_bitwise_exact_in_float32(compared):
-    before, after = (read_metrics(compared / f"fsdp{name}", "loss") for name in (", gathered in float8", ""))
+    before, after = (
+        read_metrics(compared / f"fsdp{name}", "loss") for name in (", gathered in float8", "")
+    )
     assert before == after
 
 
 @pytest.mark.slow
 def test_float8_all_gather_in_bfloat16_differs_only_by_rounding(compared):
-    """Weights are rounded once instead of twice, so that some get the other of two neighboring float8 values. The
-    measured difference is 4e-6 to 2e-5."""
-    before, after = (read_metrics(compared / f"in bfloat16{name}", "loss") for name in (", gathered in float8", ""))
+    """Weights are rounded once instead of twice, so that some get the other of two neighboring
+    float8 values. The measured difference is 4e-6 to 2e-5."""
+    before, after = (
+        read_metrics(compared / f"in bfloat16{name}", "loss")
+        for name in (", gathered in float8", "")
+    )
     assert before != after
     for (step, loss), (_, expected) in zip(before, after, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4), step
@@ -487,8 +594,8 @@ def test_scales_follow_averages_and_a_return(two_processes):
 
 @pytest.mark.slow
 def test_checkpoints_are_interchangeable_with_the_plain_model(two_processes, tmp_path):
-    """Load the checkpoint of two processes with float8 all-gather into a plain run, and its checkpoint into a float8
-    run. The learning rate is 0."""
+    """Load the checkpoint of two processes with float8 all-gather into a plain run, and its
+    checkpoint into a float8 run. The learning rate is 0."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     source = two_processes / "resumed" / "checkpoint" / "step-2"
@@ -496,7 +603,11 @@ def test_checkpoints_are_interchangeable_with_the_plain_model(two_processes, tmp
     dcp_to_torch_save(source, tmp_path / "whole.pt")
     saved = torch.load(tmp_path / "whole.pt")["model"]
     for name, converter in (("plain", None), ("float8", float8(fsdp_float8_all_gather=True))):
-        options = {"checkpoint__initial_load_path": source, "checkpoint__enable": True, "optimizer__lr": 0.0}
+        options = {
+            "checkpoint__initial_load_path": source,
+            "checkpoint__enable": True,
+            "optimizer__lr": 0.0,
+        }
         weights = weights_of(train(tmp_path / name, converter, training__steps=1, **options))
         assert len(weights) == 21 and weights.keys() <= saved.keys()
         for key, weight in weights.items():
@@ -515,5 +626,7 @@ def test_uneven_shards_are_rejected():
             if ranks == 2:
                 converter.post_init_hook([layer])
                 continue
-            with pytest.raises(UserError, match="all_gather: the 64 outputs of wq cannot .* over 3 ranks; remove"):
+            with pytest.raises(
+                UserError, match="all_gather: the 64 outputs of wq cannot .* over 3 ranks; remove"
+            ):
                 converter.post_init_hook([layer])

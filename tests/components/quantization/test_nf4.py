@@ -1,4 +1,5 @@
-"""The 4-bit NF4 format against torchao and an exhaustive search in float64; its product against PyTorch."""
+"""The 4-bit NF4 format against torchao and an exhaustive search in float64; its product against
+PyTorch."""
 
 import numpy
 import pytest
@@ -10,28 +11,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.components.quantization import nf4
 from torchtitan.components.quantization.nf4 import LEVELS, pack, quantized_linear, unpack
 
-torchao_quantization = pytest.importorskip("torchao.quantization", reason="torchao is the reference")
+torchao_quantization = pytest.importorskip(
+    "torchao.quantization", reason="torchao is the reference"
+)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def decode(packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Decode the tensors in float64 as the format is documented; return the values and the scale of each value."""
+def decode(
+    packed: Tensor, scales: Tensor, scale_ranges: Tensor
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Decode the tensors in float64 as the format is documented; return the values and the scale of
+    each value."""
     ranges = scale_ranges.numpy().view(numpy.float32).astype(numpy.float64)
     scale = ranges[:, :1] + ranges[:, 1:] * scales.numpy()
-    indices = numpy.stack([packed.numpy() >> 4, packed.numpy() & 15], axis=-1).reshape(len(packed), -1)
+    indices = numpy.stack([packed.numpy() >> 4, packed.numpy() & 15], axis=-1).reshape(
+        len(packed), -1
+    )
     scale_of_value = scale.repeat(64, axis=1)
     return numpy.array(LEVELS)[indices] * scale_of_value, scale_of_value
 
 
-# --- the format -------------------------------------------------------------------------------------------------------
+# --- the format
+# --------------------------------------------------------------------------------------------------
 
 
 def test_levels_and_indices_match_torchao():
-    """The largest value of each block is 1, so that scales have no effect. The levels of torchao have four digits, so
-    values very close to the midpoint of two levels are replaced: they may round either way."""
+    """The largest value of each block is 1, so that scales have no effect. The levels of torchao
+    have four digits, so values very close to the midpoint of two levels are replaced: they may
+    round either way."""
     weight = normal(64, 256).clamp(-1, 1)
     weight[:, ::64] = -1.0
     levels = torch.tensor(LEVELS)
@@ -43,18 +53,21 @@ def test_levels_and_indices_match_torchao():
 
 
 def test_error_is_not_larger_than_torchao():
-    """The relative error of normal values is about 9 %. The factor 1.001 allows for the four digits of torchao."""
+    """The relative error of normal values is about 9 %. The factor 1.001 allows for the four digits
+    of torchao."""
     weight = normal(256, 512) * normal(256, 1, seed=1).exp()
     error = (unpack(*pack(weight), torch.float32) - weight).norm() / weight.norm()
-    reference_error = (torchao_quantization.to_nf4(weight).get_original_weight() - weight).norm() / weight.norm()
+    reference_error = (
+        torchao_quantization.to_nf4(weight).get_original_weight() - weight
+    ).norm() / weight.norm()
     assert error < 1.001 * reference_error
     assert 0.08 < error < 0.1
 
 
 @pytest.mark.parametrize("case", ["normal", "outlier", "tiny", "zero block", "bfloat16"])
 def test_each_value_has_the_nearest_level(case):
-    """Compare with all 16 levels in float64, at the stored scale. The tolerances cover rounding to float32, and to
-    bfloat16 (8 bits) when values are unpacked."""
+    """Compare with all 16 levels in float64, at the stored scale. The tolerances cover rounding to
+    float32, and to bfloat16 (8 bits) when values are unpacked."""
     weight = normal(16, 320) * 0.02
     if case == "outlier":
         weight[:, 7] = 3.0
@@ -82,7 +95,8 @@ def test_scales_are_within_half_a_step_of_the_block_maximum():
 
 
 def test_exact_levels_are_preserved():
-    """Rows of zeros, of one number, of the levels themselves, and with a block of zeros, rounded to bfloat16."""
+    """Rows of zeros, of one number, of the levels themselves, and with a block of zeros, rounded to
+    bfloat16."""
     weight = torch.zeros(4, 128)
     weight[1] = -0.3
     weight[2] = 0.7 * torch.tensor(LEVELS).repeat(8)
@@ -97,7 +111,8 @@ def test_unpacked_values_are_equal_in_every_dtype():
 
 @pytest.mark.parametrize("chunk_values", [1, 700, 2**22])
 def test_rows_are_independent(monkeypatch, chunk_values):
-    """Values are bitwise equal, regardless of the number of rows that are packed or unpacked at once."""
+    """Values are bitwise equal, regardless of the number of rows that are packed or unpacked at
+    once."""
     weight = normal(37, 192)
     form = pack(weight)
     values = unpack(*form, torch.bfloat16)
@@ -145,7 +160,8 @@ def test_meta_tensors_have_the_right_shapes():
     assert unpack(*form, torch.bfloat16).shape == (10, 128)
 
 
-# --- the product ------------------------------------------------------------------------------------------------------
+# --- the product
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,7 +170,10 @@ def test_product_and_gradient_match_the_unpacked_weight(dtype):
     form = pack(normal(96, 128))
     x, direction = normal(2, 5, 128, seed=1).to(dtype), normal(2, 5, 96, seed=2).to(dtype)
     results = []
-    for product in (lambda x: quantized_linear(x, *form), lambda x: F.linear(x, unpack(*form, dtype))):
+    for product in (
+        lambda x: quantized_linear(x, *form),
+        lambda x: F.linear(x, unpack(*form, dtype)),
+    ):
         input = x.clone().requires_grad_()
         y = product(input)
         y.backward(direction)
@@ -164,7 +183,8 @@ def test_product_and_gradient_match_the_unpacked_weight(dtype):
 
 
 def saved_bytes(function, *args) -> int:
-    """Return the bytes that the autograd graph of `function(*args)` saves; each tensor counts once."""
+    """Return the bytes that the autograd graph of `function(*args)` saves; each tensor counts
+    once."""
     kept = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -187,19 +207,25 @@ def test_backward_saves_only_the_packed_weight():
 
 @pytest.mark.slow
 def test_compiled_backward_saves_only_the_packed_weight():
-    """The compiler sees the weight unpacked in both passes, and must not save the unpacked weight."""
+    """The compiler sees the weight unpacked in both passes, and must not save the unpacked
+    weight."""
     form = pack(normal(512, 256))
     x, direction = normal(4, 256).requires_grad_(), normal(4, 512, seed=1)
-    compiled = torch.compile(lambda: quantized_linear(x, *form), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda: quantized_linear(x, *form), backend="aot_eager", fullgraph=True
+    )
     assert saved_bytes(compiled) <= sum(tensor.nbytes for tensor in form)
     y, expected = compiled(), quantized_linear(x, *form)
-    (gradient,), (expected_gradient,) = (torch.autograd.grad(result, x, direction) for result in (y, expected))
+    (gradient,), (expected_gradient,) = (
+        torch.autograd.grad(result, x, direction) for result in (y, expected)
+    )
     assert torch.equal(y, expected)
     torch.testing.assert_close(gradient, expected_gradient)
 
 
 class CompiledCalls(TorchDispatchMode):
-    """Count the calls of compiled code that a checkpointing policy sees, and would keep the results of."""
+    """Count the calls of compiled code that a checkpointing policy sees, and would keep the results
+    of."""
 
     supports_higher_order_operators = True
 
@@ -221,11 +247,15 @@ def test_the_compiled_kernel_unpacks_any_size_and_is_not_kept():
     nf4.compiled_unpack.cache_clear()
     statistics = torch._dynamo.utils.counters["stats"]
     before = statistics["unique_graphs"]
-    with torch._inductor.config.patch(wrap_inductor_compiled_regions=True), CompiledCalls() as calls:
+    with (
+        torch._inductor.config.patch(wrap_inductor_compiled_regions=True),
+        CompiledCalls() as calls,
+    ):
         for shape in ((40, 384), (56, 640), (24, 512)):
             form = pack(normal(*shape))
             rows = nf4.compiled_unpack()(*form, nf4._PAIRS)
-            # The compiler may multiply and add in one rounding, which changes the last place after the last rounding.
+            # The compiler may multiply and add in one rounding, which changes the last place after
+            # the last rounding.
             torch.testing.assert_close(rows, unpack(*form, torch.bfloat16), rtol=2**-7, atol=0)
         assert (statistics["unique_graphs"] - before, calls.n_seen) == (1, 0)
         torch.compile(nf4._unpack)(*form, nf4._PAIRS)

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.tokenizer.probes import probe_texts
@@ -24,7 +33,10 @@ _O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_CORPUS = [*probe_texts([], []), *("It was a cold day in 1984, and the clocks were striking thirteen; don't ask. " * 9)]
+_CORPUS = [
+    *probe_texts([], []),
+    *("It was a cold day in 1984, and the clocks were striking thirteen; don't ask. " * 9),
+]
 
 FILES = {
     "embedded": "",
@@ -73,16 +85,46 @@ def load(name: str, folder: Path, assets: Path) -> PretrainedTokenizer:
 
 
 def texts_for(tokenizer: PretrainedTokenizer, n: int = 150) -> list[str]:
-    """Return texts of several scripts, code, special tokens and parts of them, blanks, and long ones."""
+    """Return texts of several scripts, code, special tokens and parts of them, blanks, and long
+    ones."""
     chance = random.Random(0)
     added = [*tokenizer.backend.added_tokens()][:40] if tokenizer.backend else []
     probes = probe_texts(added, [])
-    words = [*added, *(token[:4] for token in added), "<think>", "foo", "foobar", "<s>", "<unk>", "[INST]", "</s"]
-    words += ["é", "e\u0301", "ﬁ", "\u2028", "\u3000", "'s", "123456", " ", "  ", "\n", "\r\n", "\t", "▁", "中文", "🙂"]
+    words = [
+        *added,
+        *(token[:4] for token in added),
+        "<think>",
+        "foo",
+        "foobar",
+        "<s>",
+        "<unk>",
+        "[INST]",
+        "</s",
+    ]
+    words += [
+        "é",
+        "e\u0301",
+        "ﬁ",
+        "\u2028",
+        "\u3000",
+        "'s",
+        "123456",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "▁",
+        "中文",
+        "🙂",
+    ]
     words += Path(__file__).read_text().split(" ")
 
     def mixture() -> str:
-        return "".join(chance.choice(words) + chance.choice(["", " ", "\n"]) for _ in range(chance.randint(1, 40)))
+        return "".join(
+            chance.choice(words) + chance.choice(["", " ", "\n"])
+            for _ in range(chance.randint(1, 40))
+        )
 
     edges = [
         "",
@@ -95,7 +137,13 @@ def texts_for(tokenizer: PretrainedTokenizer, n: int = 150) -> list[str]:
         "\u0301" * 50,
     ]
     source = Path(__file__).read_text()
-    return [*probes, *edges, source, "Words in a long text. " * 20_000, *(mixture() for _ in range(n))]
+    return [
+        *probes,
+        *edges,
+        source,
+        "Words in a long text. " * 20_000,
+        *(mixture() for _ in range(n)),
+    ]
 
 
 def split_ids(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
@@ -105,7 +153,13 @@ def split_ids(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 def _write(name: str, path: Path) -> None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=name == "prefix")
-    by_pattern = {"qwen": _QWEN, "llama3-json": _LLAMA3, "o200k": _O200K, "flags": _LLAMA3, "dropout": _LLAMA3}
+    by_pattern = {
+        "qwen": _QWEN,
+        "llama3-json": _LLAMA3,
+        "o200k": _O200K,
+        "flags": _LLAMA3,
+        "dropout": _LLAMA3,
+    }
     pre: Any = _split(by_pattern[name]) if name in by_pattern else byte_level
     if name == "digits":
         pre = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
@@ -117,11 +171,18 @@ def _write(name: str, path: Path) -> None:
         return
     tokenizer = Tokenizer(models.BPE(dropout=0.5 if name == "dropout" else None))
     tokenizer.pre_tokenizer = pre
-    normalizer = {"qwen": normalizers.NFC, "neox": normalizers.NFC, "nfkc": normalizers.NFKC}.get(name)
+    normalizer = {"qwen": normalizers.NFC, "neox": normalizers.NFC, "nfkc": normalizers.NFKC}.get(
+        name
+    )
     if normalizer:
         tokenizer.normalizer = normalizer()
     special = ["<|endoftext|>", "<|im_start|>"]
-    _train(tokenizer, trainers.BpeTrainer, special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    _train(
+        tokenizer,
+        trainers.BpeTrainer,
+        special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(_added(name))
     tokenizer.save(str(path))
@@ -143,10 +204,14 @@ def _added(name: str) -> Sequence[AddedToken]:
 
 def _split(pattern: str) -> Any:
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
-def _train(tokenizer: Any, trainer: Callable[..., Any], special: Sequence[str], **options: Any) -> None:
+def _train(
+    tokenizer: Any, trainer: Callable[..., Any], special: Sequence[str], **options: Any
+) -> None:
     options = {"vocab_size": 900, "show_progress": False, "special_tokens": [*special]} | options
     tokenizer.train_from_iterator(_CORPUS, trainer(**options))
 
@@ -158,7 +223,9 @@ def _gemma() -> str:
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     _train(tokenizer, trainers.BpeTrainer, ["<unk>", "<bos>", *fallback], max_token_length=16)
     document = json.loads(tokenizer.to_str())
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] not in fallback]
+    document["added_tokens"] = [
+        token for token in document["added_tokens"] if token["content"] not in fallback
+    ]
     return json.dumps(document)
 
 
@@ -166,7 +233,9 @@ def _of_other_model(name: str) -> str:
     if name == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        _train(tokenizer, trainers.UnigramTrainer, ["<unk>", "</s>"], unk_token="<unk>", vocab_size=300)
+        _train(
+            tokenizer, trainers.UnigramTrainer, ["<unk>", "</s>"], unk_token="<unk>", vocab_size=300
+        )
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

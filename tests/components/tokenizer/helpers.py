@@ -8,7 +8,9 @@ from typing import Any
 
 from torchtitan.components.tokenizer import PretrainedTokenizer
 
-TEKKEN_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def load_tokenizer(path: str | Path = "", **options: Any) -> PretrainedTokenizer:

@@ -10,15 +10,24 @@ import numpy as np
 import pytest
 
 from tests.components.tokenizer.array_encoder import FAST, SLOW, load, split_ids, texts_for
-from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds, PretrainedTokenizer, array_encoder
+from torchtitan.components.tokenizer import (
+    ArrayEncoder,
+    DifferentIds,
+    PretrainedTokenizer,
+    array_encoder,
+)
 
-pytest.importorskip("gigatoken", reason="gigatoken is not installed; there are no wheels for this platform")
+pytest.importorskip(
+    "gigatoken", reason="gigatoken is not installed; there are no wheels for this platform"
+)
 
 
 @pytest.fixture
 def worth(monkeypatch):
     """gigatoken is opened for any text."""
-    monkeypatch.setattr(array_encoder, "WORTH_OPENING", dict.fromkeys(array_encoder.WORTH_OPENING, 0))
+    monkeypatch.setattr(
+        array_encoder, "WORTH_OPENING", dict.fromkeys(array_encoder.WORTH_OPENING, 0)
+    )
 
 
 class Changed:
@@ -74,7 +83,11 @@ def test_other_tokenizers_are_used_as_they_are(name, worth, tmp_path, assets, ca
     texts = texts_for(tokenizer)
     with caplog.at_level(logging.INFO, "torchtitan"):
         encoded = [encoder.encode(texts) for _ in range(2)]
-    assert not encoder.is_fast and caplog.text.count("since gigatoken has") == 1 and SLOW[name] in caplog.text
+    assert (
+        not encoder.is_fast
+        and caplog.text.count("since gigatoken has") == 1
+        and SLOW[name] in caplog.text
+    )
     if name != "dropout":
         assert split_ids(*encoded[1]) == tokenizer.tokenize(texts, allow_special=False)
 
@@ -132,8 +145,14 @@ def test_other_ids_in_a_sample(tokenizer, changed):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda content, ids: ids + np.uint32(10**6) if b"Rare" in content else ids, "in a vocabulary of"),
-        (lambda content, ids: ids.astype(np.int32) if b"Rare" in content else ids, "lists of int64"),
+        (
+            lambda content, ids: ids + np.uint32(10**6) if b"Rare" in content else ids,
+            "in a vocabulary of",
+        ),
+        (
+            lambda content, ids: ids.astype(np.int32) if b"Rare" in content else ids,
+            "lists of int64",
+        ),
     ],
 )
 def test_impossible_results(change, message, tokenizer, changed):
@@ -170,7 +189,8 @@ def _encode_in_child(encoder: ArrayEncoder, texts: list[str], queue) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes(method, tokenizer, worth, monkeypatch):
-    """A forked process must not wait for the threads of its parent; a new one opens gigatoken again."""
+    """A forked process must not wait for the threads of its parent; a new one opens gigatoken
+    again."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     encoder, texts = ArrayEncoder(tokenizer), ["Some words.", "And <|end_of_text|>."] * 500
     check(encoder, ["A text."])
@@ -184,7 +204,8 @@ def test_other_processes(method, tokenizer, worth, monkeypatch):
     was_fast, ids, is_fast = queue.get()
     child.join(60)
     assert ids == tokenizer.tokenize(texts, allow_special=False)
-    assert (was_fast, is_fast) == ((True, True) if method == "fork" else (False, False))  # too little text there
+    # too little text there
+    assert (was_fast, is_fast) == ((True, True) if method == "fork" else (False, False))
 
 
 def test_a_copy_opens_it_again(tokenizer, worth):

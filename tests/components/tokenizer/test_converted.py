@@ -1,4 +1,5 @@
-"""SentencePiece models, tekken.json and files of ranks against the libraries that define their ids."""
+"""SentencePiece models, tekken.json and files of ranks against the libraries that define their
+ids."""
 
 import base64
 import json
@@ -44,14 +45,28 @@ def sentences() -> list[str]:
     return [*source.splitlines(), *SCRIPTS] * 3
 
 
-def pieces_folder(folder: Path, **options: Any) -> tuple[Path, sentencepiece.SentencePieceProcessor]:
+def pieces_folder(
+    folder: Path, **options: Any
+) -> tuple[Path, sentencepiece.SentencePieceProcessor]:
     folder.mkdir(exist_ok=True)
     write_sentencepiece(folder / "tokenizer.model", sentences(), **options)
     return folder, sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
 def ranks() -> list[bytes]:
-    merged = [b"th", b"he", b"the", b" the", b"  ", b"    ", b"in", b"ing", b"12", b"123", "你好".encode()]
+    merged = [
+        b"th",
+        b"he",
+        b"the",
+        b" the",
+        b"  ",
+        b"    ",
+        b"in",
+        b"ing",
+        b"12",
+        b"123",
+        "你好".encode(),
+    ]
     return [*(bytes([byte]) for byte in range(256)), *merged]
 
 
@@ -63,12 +78,19 @@ def write_ranks(path: Path) -> None:
 # SentencePiece.
 
 
-@pytest.mark.parametrize("version", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
+@pytest.mark.parametrize(
+    "version", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"]
+)
 def test_published_sentencepiece_model(version: str, tmp_path: Path) -> None:
     shutil.copy(PUBLISHED / version, tmp_path / "tokenizer.model")
     reference = sentencepiece.SentencePieceProcessor(model_file=str(PUBLISHED / version))
     ours = load_tokenizer(tmp_path)
-    assert (ours.vocab_size, ours.bos_id, ours.eos_id, ours.adds_bos) == (len(reference), 1, 2, True)
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id, ours.adds_bos) == (
+        len(reference),
+        1,
+        2,
+        True,
+    )
     assert ours.encode_batch(TEXTS, add_bos=False) == reference.encode(TEXTS)
     for ids in reference.encode(TEXTS):
         assert ours.decode(ids) == reference.decode(ids)
@@ -106,18 +128,27 @@ def test_sentencepiece_model_equals_the_library(options: dict[str, Any], tmp_pat
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
     ],
 )
-def test_sentencepiece_model_of_another_kind_is_refused(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_sentencepiece_model_of_another_kind_is_refused(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     pieces_folder(tmp_path, **{"byte_fallback": False, **options})
-    with pytest.raises(UserError, match=f"SentencePiece model with {reason}.*use the model's tokenizer.json"):
+    with pytest.raises(
+        UserError, match=f"SentencePiece model with {reason}.*use the model's tokenizer.json"
+    ):
         load_tokenizer(tmp_path)
 
 
-def test_conversions_are_kept_and_checked(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start reads the cache; a damaged file, and another model or setting, are converted again."""
+def test_conversions_are_kept_and_checked(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start reads the cache; a damaged file, and another model or setting, are converted
+    again."""
     folder, reference = pieces_folder(tmp_path)
     converted = []
     original = sentencepiece_model._converted
-    monkeypatch.setattr(sentencepiece_model, "_converted", lambda *args: converted.append(1) or original(*args))
+    monkeypatch.setattr(
+        sentencepiece_model, "_converted", lambda *args: converted.append(1) or original(*args)
+    )
     text = "hi  there, 12345 größer"
 
     def n_conversions() -> int:
@@ -136,7 +167,9 @@ def test_conversions_are_kept_and_checked(tmp_path: Path, cache: Path, monkeypat
     assert n_conversions() == n_before + 1 and len([*file.parent.iterdir()]) == 2
 
 
-def test_conversions_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_conversions_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     """A cache folder that cannot be written costs time only."""
     folder, reference = pieces_folder(tmp_path)
     (tmp_path / "file").write_text("")
@@ -157,7 +190,9 @@ def test_text_after_a_special_token(tmp_path: Path) -> None:
     folder, reference = pieces_folder(tmp_path)
     eos = reference.eos_id()
     separate = [*reference.encode("hi"), eos, *reference.encode("there")]
-    assert load_tokenizer(folder).encode("hi</s>there", add_bos=False, allow_special=True) == separate
+    assert (
+        load_tokenizer(folder).encode("hi</s>there", add_bos=False, allow_special=True) == separate
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
     ids = load_tokenizer(folder).encode("hi</s>there", add_bos=False, allow_special=True)
     assert ids[ids.index(eos) + 1 :] != reference.encode("there")
@@ -183,10 +218,15 @@ def test_declared_tokens_are_added(tmp_path: Path) -> None:
         load_tokenizer(folder)
 
 
-def test_without_the_library_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = pieces_folder(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"needs the package sentencepiece \(pip install 'torchtitan\[sentencepiece\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"needs the package sentencepiece \(pip install 'torchtitan\[sentencepiece\]'",
+    ):
         load_tokenizer(folder)
 
 
@@ -195,8 +235,15 @@ def test_without_the_library_the_package_is_named(tmp_path: Path, monkeypatch: p
 
 def test_published_tekken_equals_mistral_common(tmp_path: Path) -> None:
     shutil.copy(PUBLISHED / "tekken_240718.json", tmp_path / "tekken.json")
-    reference, ours = Tekkenizer.from_file(PUBLISHED / "tekken_240718.json"), load_tokenizer(tmp_path)
-    assert ours.vocab_size == reference.n_words and ours.bos_id == reference.bos_id and ours.eos_id == reference.eos_id
+    reference, ours = (
+        Tekkenizer.from_file(PUBLISHED / "tekken_240718.json"),
+        load_tokenizer(tmp_path),
+    )
+    assert (
+        ours.vocab_size == reference.n_words
+        and ours.bos_id == reference.bos_id
+        and ours.eos_id == reference.eos_id
+    )
     for text in TEXTS:
         assert ours.encode(text) == reference.encode(text, bos=True, eos=False)
     for token_id in range(1000):
@@ -207,7 +254,12 @@ def test_published_tekken_equals_mistral_common(tmp_path: Path) -> None:
 def test_small_tekken_lists_its_special_tokens(tmp_path: Path) -> None:
     write_tekken(tmp_path / "tekken.json", ranks())
     ours = load_tokenizer(tmp_path)
-    assert ours.encode("[INST] the[/INST]", allow_special=True) == [1, 3, 10 + ranks().index(b" the"), 4]
+    assert ours.encode("[INST] the[/INST]", allow_special=True) == [
+        1,
+        3,
+        10 + ranks().index(b" the"),
+        4,
+    ]
     assert ours.id_of("<SPECIAL_9>") == 9
 
 
@@ -233,12 +285,18 @@ def test_damaged_tekken(changes: dict[str, Any], message: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "qwen.tiktoken"])
 def test_ranks_of_another_model_need_the_pattern(name: str, tmp_path: Path) -> None:
     write_ranks(tmp_path / name)
-    with pytest.raises(UserError, match=r"267 ranks .* which are not Llama 3's.*--tokenizer.split_pattern"):
+    with pytest.raises(
+        UserError, match=r"267 ranks .* which are not Llama 3's.*--tokenizer.split_pattern"
+    ):
         load_tokenizer(tmp_path)
     n = len(ranks())
     special = {"<|end|>": n + 5, "[BOS]": n}
-    decoder = {str(token_id): {"content": text, "special": True} for text, token_id in special.items()}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder, "bos_token": "[BOS]"}))
+    decoder = {
+        str(token_id): {"content": text, "special": True} for text, token_id in special.items()
+    }
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": decoder, "bos_token": "[BOS]"})
+    )
     ours = load_tokenizer(tmp_path, split_pattern=KIMI_LIKE)
     reference = tiktoken.Encoding(
         "reference",
@@ -246,20 +304,28 @@ def test_ranks_of_another_model_need_the_pattern(name: str, tmp_path: Path) -> N
         mergeable_ranks={token: rank for rank, token in enumerate(ranks())},
         special_tokens=special,
     )
-    assert ours.encode_batch(TEXTS, add_bos=False) == [reference.encode_ordinary(text) for text in TEXTS]
+    assert ours.encode_batch(TEXTS, add_bos=False) == [
+        reference.encode_ordinary(text) for text in TEXTS
+    ]
     text = "the<|end|>你好 the"
-    assert ours.encode(text, add_bos=False, allow_special=True) == reference.encode(text, allowed_special="all")
+    assert ours.encode(text, add_bos=False, allow_special=True) == reference.encode(
+        text, allowed_special="all"
+    )
     assert (ours.bos_id, ours.vocab_size) == (n, n + 6)
     # Checkpoints contain a tokenizer.json, which needs no pattern.
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved/tokenizer.json").write_bytes(ours.changed_files["tokenizer.json"])
-    assert load_tokenizer(tmp_path / "saved").encode_batch(TEXTS) == ours.encode_batch(TEXTS, add_bos=False)
+    assert load_tokenizer(tmp_path / "saved").encode_batch(TEXTS) == ours.encode_batch(
+        TEXTS, add_bos=False
+    )
 
 
 def test_a_part_of_llama3s_ranks_is_not_llama3(tmp_path: Path, assets: Path) -> None:
     lines = (assets / "llama3-tokenizer/tokenizer.model").read_bytes().splitlines(keepends=True)
     (tmp_path / "tokenizer.model").write_bytes(b"".join(lines[:100_000]))
-    with pytest.raises(UserError, match="has 100,000 ranks in tiktoken's format, which are not Llama 3's"):
+    with pytest.raises(
+        UserError, match="has 100,000 ranks in tiktoken's format, which are not Llama 3's"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -272,7 +338,9 @@ def test_wrong_pattern(pattern: str, tmp_path: Path) -> None:
 
 def test_pattern_for_another_format(tmp_path: Path) -> None:
     write_tekken(tmp_path / "tekken.json", ranks())
-    with pytest.raises(UserError, match="--tokenizer.split_pattern applies to files in tiktoken's format"):
+    with pytest.raises(
+        UserError, match="--tokenizer.split_pattern applies to files in tiktoken's format"
+    ):
         load_tokenizer(tmp_path, split_pattern=r"\S+|\s+")
 
 

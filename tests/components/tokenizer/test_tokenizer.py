@@ -1,4 +1,5 @@
-"""`PretrainedTokenizer` against transformers on real text; BOS and EOS; invalid files; subclasses."""
+"""`PretrainedTokenizer` against transformers on real text; BOS and EOS; invalid files;
+subclasses."""
 
 import importlib.util
 import json
@@ -68,14 +69,18 @@ def test_tokenizer_json_equals_transformers(name: str, assets: Path) -> None:
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     texts = SCRIPTS + EXTREMES + real_texts(assets)
     assert ours.encode_batch(texts) == reference(texts)["input_ids"]
-    plain = reference(texts + LOOKS_SPECIAL, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    plain = reference(texts + LOOKS_SPECIAL, add_special_tokens=False, split_special_tokens=True)[
+        "input_ids"
+    ]
     assert ours.encode_batch(texts + LOOKS_SPECIAL, add_bos=False) == plain
     special = reference(LOOKS_SPECIAL, add_special_tokens=False)["input_ids"]
     assert ours.encode_batch(LOOKS_SPECIAL, add_bos=False, allow_special=True) == special
     assert plain[-len(special) :] != special  # the flag matters for these texts
     for ids in ours.encode_batch(texts) + special:
         for skip in (False, True):
-            assert ours.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == reference.decode(
+                ids, skip_special_tokens=skip
+            )
 
 
 @pytest.mark.parametrize(
@@ -98,14 +103,16 @@ def test_decode_inverts_encode(name: str, assets: Path) -> None:
     ours = load_tokenizer(folder_of(name, assets))
     texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)
     if name == "mistral-v0.3-tokenizer":
-        # The file adds a blank to texts without a leading one and strips the first one: one blank is lost.
+        # The file adds a blank to texts without a leading one and strips the first one: one blank
+        # is lost.
         texts = [text.lstrip(" ") for text in texts]
     for text in texts:
         assert ours.decode(ours.encode(text), skip_special_tokens=True) == text
         assert ours.decode(ours.encode(text, add_bos=False)) == text
 
 
-# tokenizer.model in tiktoken format, against transformers' conversion, which has its own BPE and regex engine.
+# tokenizer.model in tiktoken format, against transformers' conversion, which has its own BPE and
+# regex engine.
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +127,11 @@ def converted_llama3(llama3: PretrainedTokenizer, assets: Path) -> tokenizers.To
     special = [llama3.decode([i]) for i in range(128_000, 128_256)]
     path = str(assets / "llama3-tokenizer" / "tokenizer.model")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # transformers reads the file, not a cached copy
-        converted: tokenizers.Tokenizer = convert.TikTokenConverter(path, extra_special_tokens=special).converted()
+        # transformers reads the file, not a cached copy
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+        converted: tokenizers.Tokenizer = convert.TikTokenConverter(
+            path, extra_special_tokens=special
+        ).converted()
     return converted
 
 
@@ -148,7 +158,9 @@ def test_tiktoken_format_equals_transformers_conversion(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*HUGGING_FACE, "llama3-tokenizer"])
 @pytest.mark.parametrize("special", [True, False])
-def test_offsets_equal_transformers(name: str, special: bool, assets: Path, request: pytest.FixtureRequest) -> None:
+def test_offsets_equal_transformers(
+    name: str, special: bool, assets: Path, request: pytest.FixtureRequest
+) -> None:
     transformers = pytest.importorskip("transformers")
     folder = folder_of(name, assets)
     ours = load_tokenizer(folder)
@@ -156,9 +168,16 @@ def test_offsets_equal_transformers(name: str, special: bool, assets: Path, requ
         converted = request.getfixturevalue("converted_llama3")
         reference = transformers.PreTrainedTokenizerFast(tokenizer_object=converted)
     else:
-        reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        reference = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json")
+        )
     texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)[:10]
-    expected = reference(texts, add_special_tokens=False, split_special_tokens=not special, return_offsets_mapping=True)
+    expected = reference(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=not special,
+        return_offsets_mapping=True,
+    )
     found = ours.tokenize_with_offsets(texts, allow_special=special)
     assert [ids for ids, _ in found] == expected["input_ids"]
     assert [offsets for _, offsets in found] == expected["offset_mapping"]
@@ -167,8 +186,16 @@ def test_offsets_equal_transformers(name: str, special: bool, assets: Path, requ
 
 def test_offsets_include_white_space_if_the_file_trims_it(tmp_path: Path) -> None:
     content = json.loads((EMBEDDED_TOKENIZER / "tokenizer.json").read_text())
-    trims = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    content["post_processor"] = {"type": "Sequence", "processors": [trims, content["post_processor"]]}
+    trims = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    content["post_processor"] = {
+        "type": "Sequence",
+        "processors": [trims, content["post_processor"]],
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     text = "a cat\n\n and a  dog "
     trimmed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -176,7 +203,9 @@ def test_offsets_include_white_space_if_the_file_trims_it(tmp_path: Path) -> Non
     [(ids, offsets)] = ours.tokenize_with_offsets([text], allow_special=True)
     assert ids == trimmed.encode(text, add_special_tokens=False).ids
     assert offsets != trimmed.encode(text, add_special_tokens=False).offsets
-    assert [text[start:end] for start, end in offsets] == [ours.decode([token_id]) for token_id in ids]
+    assert [text[start:end] for start, end in offsets] == [
+        ours.decode([token_id]) for token_id in ids
+    ]
     assert ours.encode(text)[0] == ours.bos_id  # BOS of the file is still found
 
 
@@ -188,7 +217,9 @@ def test_offsets_include_white_space_if_the_file_trims_it(tmp_path: Path) -> Non
         ("llama3-tokenizer", set(range(128_000, 128_256)), None),
     ],
 )
-def test_special_tokens_and_ids(name: str, special: set[int], ordinary: str | None, assets: Path) -> None:
+def test_special_tokens_and_ids(
+    name: str, special: set[int], ordinary: str | None, assets: Path
+) -> None:
     ours = load_tokenizer(assets / name)
     assert ours.special_ids == special
     assert all(ours.id_of(ours.decode([token_id])) == token_id for token_id in special)
@@ -273,7 +304,8 @@ def test_gpt2_has_no_bos(assets: Path) -> None:
 
 
 def copy_embedded(folder: Path, *, post_processor: bool = True, **settings: Any) -> Path:
-    """Copy the embedded tokenizer.json to a folder, and write a tokenizer_config.json of the settings, if any."""
+    """Copy the embedded tokenizer.json to a folder, and write a tokenizer_config.json of the
+    settings, if any."""
     content = json.loads((EMBEDDED_TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
     if not post_processor:
         content["post_processor"] = None
@@ -290,14 +322,19 @@ ADDED_EOS = {"__type": "AddedToken", "content": "<|end_of_text|>", "lstrip": Fal
     ("settings", "expected"),
     [
         ({}, (0, 1, True, False)),
-        ({"bos_token": "<|pad|>", "eos_token": ADDED_EOS, "add_bos_token": True}, (2, 1, True, False)),
+        (
+            {"bos_token": "<|pad|>", "eos_token": ADDED_EOS, "add_bos_token": True},
+            (2, 1, True, False),
+        ),
         ({"bos_token": None, "eos_token": "<|end_of_text|>"}, (None, 1, False, False)),
         ({"bos_token": None, "add_bos_token": True}, (None, 1, False, False)),
         ({"add_bos_token": False, "add_eos_token": True}, (0, 1, False, True)),
         ({"add_bos_token": None, "add_eos_token": None}, (0, 1, True, False)),
     ],
 )
-def test_tokenizer_config_sets_bos_and_eos(tmp_path: Path, settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_tokenizer_config_sets_bos_and_eos(
+    tmp_path: Path, settings: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
     ours = load_tokenizer(copy_embedded(tmp_path, **settings))
     assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.adds_eos) == expected
 
@@ -310,7 +347,8 @@ def test_post_processor_sets_bos_by_default(tmp_path: Path) -> None:
     ("file", "content", "expected"),
     [
         ("special_tokens_map.json", {"bos_token": {"content": "<|pad|>"}}, (2, 1)),
-        ("config.json", {"bos_token_id": 2, "eos_token_id": [0, 1]}, (2, 1)),  # 1 is <|end_of_text|>
+        # 1 is <|end_of_text|>
+        ("config.json", {"bos_token_id": 2, "eos_token_id": [0, 1]}, (2, 1)),
         ("generation_config.json", {"bos_token_id": None, "eos_token_id": 0}, (0, 0)),
     ],
 )
@@ -344,11 +382,27 @@ def test_tokenizer_json_has_priority(tmp_path: Path, assets: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "no tokenizer in '.*': found neither tokenizer.json .*, tekken.json .*, nor tokenizer.model"),
-        ({"tokenizer.json": b"not json"}, "tokenizer.json' is not a valid tokenizer of the library `tokenizers`"),
-        ({"tokenizer.json": b""}, "tokenizer.json' is not a valid tokenizer of the library `tokenizers`"),
-        ({"tokenizer.json": b"\xff\xfe{}"}, "tokenizer.json' is not a valid tokenizer of the library `tokenizers`"),
-        ({"tokenizer.json": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'}, "empty vocabulary"),
+        (
+            {},
+            "no tokenizer in '.*': found neither tokenizer.json .*, tekken.json .*, nor "
+            "tokenizer.model",
+        ),
+        (
+            {"tokenizer.json": b"not json"},
+            "tokenizer.json' is not a valid tokenizer of the library `tokenizers`",
+        ),
+        (
+            {"tokenizer.json": b""},
+            "tokenizer.json' is not a valid tokenizer of the library `tokenizers`",
+        ),
+        (
+            {"tokenizer.json": b"\xff\xfe{}"},
+            "tokenizer.json' is not a valid tokenizer of the library `tokenizers`",
+        ),
+        (
+            {"tokenizer.json": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'},
+            "empty vocabulary",
+        ),
         ({"tokenizer.model": b""}, "tokenizer.model' is incomplete: its 0 ranks"),
         ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "tokenizer.model' is incomplete: its 2 ranks"),
         (
@@ -360,10 +414,19 @@ def test_tokenizer_json_has_priority(tmp_path: Path, assets: Path) -> None:
             "line 1 is not in tiktoken's format, `<base64> <rank>`",
         ),
         ({"tokenizer_config.json": b"{"}, "tokenizer_config.json' is not valid JSON"),
-        ({"tokenizer_config.json": b"[]"}, "tokenizer_config.json' must contain a JSON object, not list"),
-        ({"tokenizer_config.json": b'{"bos_token": "<nope>"}'}, "has bos_token '<nope>', which is not a token"),
+        (
+            {"tokenizer_config.json": b"[]"},
+            "tokenizer_config.json' must contain a JSON object, not list",
+        ),
+        (
+            {"tokenizer_config.json": b'{"bos_token": "<nope>"}'},
+            "has bos_token '<nope>', which is not a token",
+        ),
         ({"tokenizer_config.json": b'{"eos_token": 7}'}, "has eos_token 7, which is not a token"),
-        ({"config.json": b'{"eos_token_id": 9999}'}, "has eos_token_id 9999, not an id of the tokenizer"),
+        (
+            {"config.json": b'{"eos_token_id": 9999}'},
+            "has eos_token_id 9999, not an id of the tokenizer",
+        ),
     ],
 )
 def test_unusable_files(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
@@ -402,7 +465,9 @@ def test_pickled_copy_encodes_equally(name: str, assets: Path) -> None:
     ours = load_tokenizer(folder_of(name, assets))
     copy = pickle.loads(pickle.dumps(ours))
     assert copy.encode_documents(LOOKS_SPECIAL) == ours.encode_documents(LOOKS_SPECIAL)
-    assert copy.encode(LOOKS_SPECIAL[3], allow_special=True) == ours.encode(LOOKS_SPECIAL[3], allow_special=True)
+    assert copy.encode(LOOKS_SPECIAL[3], allow_special=True) == ours.encode(
+        LOOKS_SPECIAL[3], allow_special=True
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -419,7 +484,9 @@ if pid == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
+    )
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 
@@ -458,18 +525,27 @@ def test_custom_tokenizers() -> None:
     assert tokenizer.encode("Hi") == [0, 75, 108]
     assert tokenizer.encode_documents(["Hi"]) == [[0, 75, 108, 1]]
     assert tokenizer.decode(tokenizer.encode("größer")) == "größer"
-    assert (tokenizer.special_ids, tokenizer.id_of("x"), tokenizer.id_of("ö")) == ({0, 1}, 123, None)
-    for custom in (lowercase, tokenizer):  # neither defines offsets, and the parent's would not match its ids
+    assert (tokenizer.special_ids, tokenizer.id_of("x"), tokenizer.id_of("ö")) == (
+        {0, 1},
+        123,
+        None,
+    )
+    # neither defines offsets, and the parent's would not match its ids
+    for custom in (lowercase, tokenizer):
         with pytest.raises(UserError, match=f"{type(custom).__name__}.*tokenize_with_offsets"):
             custom.tokenize_with_offsets(["Hi"], allow_special=True)
 
 
 @pytest.mark.slow
 def test_embedded_files_equal_the_output_of_the_script(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("train_tokenizer", PROJECT / "scripts/train_tokenizer.py")
+    spec = importlib.util.spec_from_file_location(
+        "train_tokenizer", PROJECT / "scripts/train_tokenizer.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (EMBEDDED_TOKENIZER / name).read_bytes(), f"run {spec.origin} again"
+        assert (tmp_path / name).read_bytes() == (EMBEDDED_TOKENIZER / name).read_bytes(), (
+            f"run {spec.origin} again"
+        )

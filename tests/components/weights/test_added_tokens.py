@@ -14,7 +14,11 @@ from tests.pretrained import FLOAT32, LAST_IN_HF, from_folder, make_pretrained, 
 from tests.processes import run_processes
 from tests.training import tiny_config, train
 from torchtitan.cli.convert import convert
-from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
+from torchtitan.components.chat_template import (
+    ChatTemplate,
+    load_chat_template,
+    resolve_chat_template,
+)
 from torchtitan.components.generation import stop_ids
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.weights import ResizedEmbedding, TensorSource
@@ -39,7 +43,9 @@ def make_tokenizer(folder: Path | str = "", *tokens: str) -> PretrainedTokenizer
 
 class TestTokenizer:
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["gpt2-tokenizer", "mistral-v0.3-tokenizer", "stories260K/hf-converted", ""])
+    @pytest.mark.parametrize(
+        "name", ["gpt2-tokenizer", "mistral-v0.3-tokenizer", "stories260K/hf-converted", ""]
+    )
     def test_equals_transformers(self, assets, name):
         from transformers import PreTrainedTokenizerFast
 
@@ -53,7 +59,9 @@ class TestTokenizer:
         ids = tokenizer.encode(TURN, add_bos=False, allow_special=True)
         assert ids == reference(TURN, add_special_tokens=False).input_ids
         assert ids[0] == n_before and n_before + 1 in ids
-        assert tokenizer.decode(ids, skip_special_tokens=True) == reference.decode(ids, skip_special_tokens=True)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == reference.decode(
+            ids, skip_special_tokens=True
+        )
         assert {n_before, n_before + 1} <= tokenizer.special_ids
 
     def test_ordinary_text_does_not_become_special(self):
@@ -64,7 +72,10 @@ class TestTokenizer:
     def test_an_existing_token_keeps_its_id(self):
         tokenizer = make_tokenizer("", "<|pad|>", "<|im_end|>", "<|im_end|>")
         assert tokenizer.n_added == 1
-        assert tokenizer.encode("<|pad|><|im_end|>", add_bos=False, allow_special=True) == [2, N_EMBEDDED]
+        assert tokenizer.encode("<|pad|><|im_end|>", add_bos=False, allow_special=True) == [
+            2,
+            N_EMBEDDED,
+        ]
 
     def test_a_word_of_the_vocabulary_becomes_special(self):
         plain, tokenizer = PretrainedTokenizer.Config().build(), make_tokenizer("", "er")
@@ -80,7 +91,10 @@ class TestTokenizer:
 
     def test_fingerprint_and_pickling(self):
         plain, tokenizer = PretrainedTokenizer.Config().build(), make_tokenizer()
-        assert tokenizer.fingerprint not in (plain.fingerprint, make_tokenizer("", "<|im_end|>").fingerprint)
+        assert tokenizer.fingerprint not in (
+            plain.fingerprint,
+            make_tokenizer("", "<|im_end|>").fingerprint,
+        )
         copied = pickle.loads(pickle.dumps(tokenizer))
         assert copied.encode(TURN, allow_special=True) == tokenizer.encode(TURN, allow_special=True)
         assert copied.changed_files == tokenizer.changed_files
@@ -100,7 +114,9 @@ class TestTokenizer:
             make_tokenizer(tmp_path)
 
     def test_a_blank_token_is_rejected(self):
-        with pytest.raises(UserError, match=r"--tokenizer.added_tokens contains ' '; tokens must not be blank"):
+        with pytest.raises(
+            UserError, match=r"--tokenizer.added_tokens contains ' '; tokens must not be blank"
+        ):
             make_tokenizer("", "<|im_start|>", " ")
 
     def test_tiktoken_cannot_be_extended(self, assets):
@@ -186,14 +202,19 @@ class TestModel:
         for name, tensor in before.items():
             is_grown = name in ("model.embed_tokens.weight", "lm_head.weight")
             assert torch.equal(after[name], with_mean_rows(tensor, 2) if is_grown else tensor), name
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(exported),
+            AutoTokenizer.from_pretrained(exported),
+        )
         assert model.config.vocab_size == len(tokenizer) == N_EMBEDDED + 2
         ids = tokenizer(TURN, add_special_tokens=False).input_ids
         assert ids == make_tokenizer().encode(TURN, add_bos=False, allow_special=True)
         # Logits of known tokens are unchanged.
         known = torch.tensor([[token for token in ids if token < N_EMBEDDED]])
         with torch.no_grad():
-            logits, former = (m(known).logits for m in (model, AutoModelForCausalLM.from_pretrained(source)))
+            logits, former = (
+                m(known).logits for m in (model, AutoModelForCausalLM.from_pretrained(source))
+            )
         # A matrix product of another width may sum in another order.
         torch.testing.assert_close(logits[..., :N_EMBEDDED], former, rtol=1e-5, atol=1e-5)
 
@@ -216,7 +237,9 @@ class TestModel:
             assert torch.equal(after[name], with_mean_rows(tensor, 2) if is_grown else tensor), name
 
     def test_a_native_checkpoint_with_the_tokens_is_loaded_unchanged(self, tmp_path):
-        first = train(tmp_path / "first", **FLOAT32, **ADDED, training__steps=1, checkpoint__enable=True)
+        first = train(
+            tmp_path / "first", **FLOAT32, **ADDED, training__steps=1, checkpoint__enable=True
+        )
         start = {"checkpoint__initial_load_path": tmp_path / "first" / "checkpoint" / "step-1"}
         trainer = train(tmp_path / "run", **FLOAT32, **ADDED, **self.FROZEN, **start)
         before, after = (run.model_parts[0].state_dict() for run in (first, trainer))
@@ -226,7 +249,9 @@ class TestModel:
         source = make_pretrained(tmp_path / "source")
         assert convert([str(source), str(tmp_path / "meta"), "--to", "meta"]) == 0
         spec = tiny_config(tmp_path, model__vocab_size=N_EMBEDDED + 2).model_spec
-        one, other = (internal_source(path, spec, added=NEW) for path in (source, tmp_path / "meta"))
+        one, other = (
+            internal_source(path, spec, added=NEW) for path in (source, tmp_path / "meta")
+        )
         assert one.specs == other.specs
         assert all(torch.equal(one.read(name), other.read(name)) for name in one.specs)
 
@@ -249,12 +274,16 @@ class TestModel:
         ):
             spec = tiny_config(tmp_path, model__vocab_size=rows).model_spec
             with pytest.raises(
-                UserError, match=rf"model.embed_tokens.weight has shape \[2048, 64\] instead of \[{rows}, 64\]"
+                UserError,
+                match=rf"model.embed_tokens.weight has shape \[2048, 64\] instead of \[{rows}, "
+                r"64\]",
             ):
                 internal_source(source, spec, added=range(n_known, n_known + n_added))
 
     def test_a_vocabulary_smaller_than_the_tokenizer_is_rejected(self, tmp_path):
-        with pytest.raises(UserError, match="has 2050 tokens, and the model's vocabulary only 2000"):
+        with pytest.raises(
+            UserError, match="has 2050 tokens, and the model's vocabulary only 2000"
+        ):
             train(tmp_path, **FLOAT32, **ADDED, model__vocab_size=2000)
 
     def test_spare_rows_are_used(self, tmp_path):
@@ -266,22 +295,32 @@ class TestModel:
         """Published vocabularies have unused rows, which were not trained."""
         source = make_pretrained(tmp_path / "source", vocab_size=n_saved)
         spec = tiny_config(tmp_path, model__vocab_size=max(n_saved, NEW.stop)).model_spec
-        saved, grown = read_weights(source)["lm_head.weight"], internal_source(source, spec, added=NEW)
+        saved, grown = (
+            read_weights(source)["lm_head.weight"],
+            internal_source(source, spec, added=NEW),
+        )
         for name in ("tok_embeddings.weight", "head.output.weight"):
             assert grown.specs[name].shape == (max(n_saved, NEW.stop), 64)
         expected = torch.cat([with_mean_rows(saved[:N_EMBEDDED], 2), saved[NEW.stop :]])
         assert torch.equal(grown.read("head.output.weight"), expected)
 
     def test_rows_of_tokens_in_the_checkpoint_are_kept(self, tmp_path):
-        """The checkpoint of an earlier run with the same tokens, with a tokenizer folder that lacks them."""
+        """The checkpoint of an earlier run with the same tokens, with a tokenizer folder that lacks
+        them."""
         source = make_pretrained(tmp_path / "source", vocab_size=2056)
-        (source / "tokenizer.json").write_bytes(make_tokenizer("", TURN_TOKENS[0]).changed_files["tokenizer.json"])
+        (source / "tokenizer.json").write_bytes(
+            make_tokenizer("", TURN_TOKENS[0]).changed_files["tokenizer.json"]
+        )
         spec = tiny_config(tmp_path, model__vocab_size=2056).model_spec
         saved = read_weights(source)["lm_head.weight"]
         expected = torch.cat([with_mean_rows(saved[: NEW.start + 1], 1), saved[NEW.stop :]])
-        assert torch.equal(internal_source(source, spec, added=NEW).read("head.output.weight"), expected)
+        assert torch.equal(
+            internal_source(source, spec, added=NEW).read("head.output.weight"), expected
+        )
         (source / "tokenizer.json").write_bytes(make_tokenizer().changed_files["tokenizer.json"])
-        assert torch.equal(internal_source(source, spec, added=NEW).read("head.output.weight"), saved)
+        assert torch.equal(
+            internal_source(source, spec, added=NEW).read("head.output.weight"), saved
+        )
 
     @pytest.mark.slow
     def test_layouts(self, tmp_path):
@@ -312,14 +351,17 @@ class ChatTrainer(Trainer):
 
     def build_dataloader(self, config, *, epochs):
         loader = super().build_dataloader(config, epochs=epochs)
-        loader.assets = lambda: chat_assets(self.tokenizer, resolve_chat_template("chatml", [], self.tokenizer))
+        loader.assets = lambda: chat_assets(
+            self.tokenizer, resolve_chat_template("chatml", [], self.tokenizer)
+        )
         return loader
 
 
 class TestAssets:
     def test_checkpoints_have_template_and_tokens(self, tmp_path):
         """Native, exported, and converted checkpoints."""
-        train(tmp_path, trainer_class=ChatTrainer, **FLOAT32, **ADDED, **LAST_IN_HF)  # step 3 is full, step 4 exported
+        # step 3 is full, step 4 exported
+        train(tmp_path, trainer_class=ChatTrainer, **FLOAT32, **ADDED, **LAST_IN_HF)
         native, exported, converted = (
             tmp_path / "checkpoint" / "step-3",
             tmp_path / "checkpoint" / "step-4",
@@ -333,7 +375,10 @@ class TestAssets:
         from transformers import AutoTokenizer, GenerationConfig
 
         files = asset_folder(folder)
-        tokenizer, template = PretrainedTokenizer.Config().build(path=files), load_chat_template(files)
+        tokenizer, template = (
+            PretrainedTokenizer.Config().build(path=files),
+            load_chat_template(files),
+        )
         text = template.render(MESSAGES, add_generation_prompt=False)
         ids = tokenizer.encode(text, add_bos=False, allow_special=True)
         end = tokenizer.id_of("<|im_end|>")
@@ -345,7 +390,9 @@ class TestAssets:
         assert GenerationConfig.from_pretrained(files).eos_token_id == [tokenizer.eos_id, end]
 
     def test_complete_files_are_kept(self, tmp_path):
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
+        (tmp_path / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": [1, 2], "temperature": 0.6})
+        )
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(EMBEDDED_TOKENIZER / name, tmp_path)
         template = "{{ bos_token }}{% for turn in messages %}{{ turn.content }}END{% endfor %}"
@@ -356,19 +403,28 @@ class TestAssets:
         (tmp_path / "chat.jinja").write_text(template.replace("END", "<|im_end|>"))
         end_template = resolve_chat_template(str(tmp_path / "chat.jinja"), [tmp_path], tokenizer)
         changed = json.loads(chat_assets(tokenizer, end_template)["generation_config.json"])
-        assert changed == {"bos_token_id": 0, "eos_token_id": [1, 2, N_EMBEDDED + 1], "temperature": 0.6}
+        assert changed == {
+            "bos_token_id": 0,
+            "eos_token_id": [1, 2, N_EMBEDDED + 1],
+            "temperature": 0.6,
+        }
 
     def test_a_turn_that_ends_with_text_adds_no_stop_token(self):
         template = ChatTemplate("{% for turn in messages %}{{ turn.content }}###{% endfor %}")
         assert chat_assets(make_tokenizer(), template).keys() == {"chat_template.jinja"}
 
     def test_special_tokens_from_config_json(self, tmp_path):
-        """A custom template writes them, and transformers looks for them in tokenizer_config.json."""
+        """A custom template writes them, and transformers looks for them in
+        tokenizer_config.json."""
         from transformers import AutoTokenizer
 
         shutil.copy(EMBEDDED_TOKENIZER / "tokenizer.json", tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 2, "eos_token_id": 1, "model_type": "llama"}))
-        source = "{{ bos_token }}{% for turn in messages %}{{ turn.content + eos_token }}{% endfor %}"
+        (tmp_path / "config.json").write_text(
+            json.dumps({"bos_token_id": 2, "eos_token_id": 1, "model_type": "llama"})
+        )
+        source = (
+            "{{ bos_token }}{% for turn in messages %}{{ turn.content + eos_token }}{% endfor %}"
+        )
         (tmp_path / "chat.jinja").write_text(source)
         tokenizer = make_tokenizer(tmp_path)
         template = resolve_chat_template(str(tmp_path / "chat.jinja"), [tmp_path], tokenizer)
@@ -376,4 +432,7 @@ class TestAssets:
             (tmp_path / name).write_text(text)
         text = template.render(MESSAGES, add_generation_prompt=False)
         assert text == "<|pad|>Who ran?<|end_of_text|>Tim ran.<|end_of_text|>"
-        assert AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(MESSAGES, tokenize=False) == text
+        assert (
+            AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(MESSAGES, tokenize=False)
+            == text
+        )

@@ -22,7 +22,12 @@ from tests.pretrained import FLOAT32, assert_equal, from_folder, make_pretrained
 from tests.processes import run_processes
 from tests.training import read_metrics, tiny_config, train
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import CheckpointManager, CheckpointSaveError, ModelState, catalog
+from torchtitan.components.checkpoint import (
+    CheckpointManager,
+    CheckpointSaveError,
+    ModelState,
+    catalog,
+)
 from torchtitan.components.checkpoint.dcp import DcpSource
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
@@ -32,7 +37,12 @@ from torchtitan.models.pretrained import internal_source, load_model
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converted_model, converter_records, differences
 from torchtitan.protocols.converter import LayerConverter
-from torchtitan.protocols.initializer import Constant, DerivedRows, initializer_of, with_initializers
+from torchtitan.protocols.initializer import (
+    Constant,
+    DerivedRows,
+    initializer_of,
+    with_initializers,
+)
 from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
 from torchtitan.protocols.tensor_source import TensorSpec, slice_shape
@@ -42,7 +52,8 @@ SAVING = {**FLOAT32, "checkpoint__enable": True, "checkpoint__interval": 2}
 HEAD_TOO = [r"\blayers\.", r"^head\.output$"]
 
 
-# --- a custom converter -----------------------------------------------------------------------------------------------
+# --- a custom converter
+# -----------------------------------------------------------------------------------------------
 
 
 def lengths(rows):
@@ -59,7 +70,11 @@ class WeightNorm(ConvertedModule, nn.Linear):
     def __init__(self, linear: nn.Linear):
         nn.Module.__init__(self)
         plain, start = linear.weight, initializer_of(linear, "weight")
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, None
+        self.in_features, self.out_features, self.bias = (
+            linear.in_features,
+            linear.out_features,
+            None,
+        )
         self.direction = nn.Parameter(torch.empty_like(plain), requires_grad=False)
         self.length = nn.Parameter(plain.new_empty(plain.shape[0]))
         self.more = nn.Parameter(plain.new_empty(plain.shape[0]))
@@ -101,13 +116,17 @@ class Normed(LayerConverter):
 
     def load_initial_weights(self, model_parts, spec):
         if self.config.more is not None:
-            for name, parameter in [pair for part in model_parts for pair in part.named_parameters()]:
+            for name, parameter in [
+                pair for part in model_parts for pair in part.named_parameters()
+            ]:
                 if name.endswith(".more"):
                     parameter.data.fill_(self.config.more)
 
     def write_export_files(self, folder, spec, model, read):
         (folder / "extra").mkdir()
-        (folder / "extra" / "lengths.json").write_text(json.dumps(read("layers.0.attention.wq.length").tolist()))
+        (folder / "extra" / "lengths.json").write_text(
+            json.dumps(read("layers.0.attention.wq.length").tolist())
+        )
 
 
 NORMED = Normed.Config(include=[r"\.w[qko123]$"])
@@ -125,7 +144,8 @@ class TrainOutput(ModelConverter):
             parameter.requires_grad_(name.startswith("head.output"))
 
 
-# --- helpers ----------------------------------------------------------------------------------------------------------
+# --- helpers
+# --------------------------------------------------------------------------------------------------
 
 
 def initial_weights(folder: Path, converters: list[Any], **options: Any) -> dict[str, torch.Tensor]:
@@ -188,17 +208,28 @@ class RecordingSource(TensorSource):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA run from pre-trained weights; step 2 is a full checkpoint, step 4 a Hugging Face folder."""
+    """A LoRA run from pre-trained weights; step 2 is a full checkpoint, step 4 a Hugging Face
+    folder."""
     folder = tmp_path_factory.mktemp("adapted")
     source = make_pretrained(folder / "source")
-    train(folder, LORA, **SAVING, **from_folder(source), checkpoint__last_save_in_hf=True, optimizer__lr=0.02)
+    train(
+        folder,
+        LORA,
+        **SAVING,
+        **from_folder(source),
+        checkpoint__last_save_in_hf=True,
+        optimizer__lr=0.02,
+    )
     return folder
 
 
-# --- views ------------------------------------------------------------------------------------------------------------
+# --- views
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("converter", [NORMED, LORA, DORA, QLORA], ids=["custom", "lora", "dora", "qlora"])
+@pytest.mark.parametrize(
+    "converter", [NORMED, LORA, DORA, QLORA], ids=["custom", "lora", "dora", "qlora"]
+)
 def test_slices_equal_slices_of_the_whole(tmp_path, converter):
     """Only the requested rows are read from the file."""
     spec = tiny_config(tmp_path, model__vocab_size=256).model_spec
@@ -224,8 +255,8 @@ def test_slices_equal_slices_of_the_whole(tmp_path, converter):
     back = PlainView(RecordingSource(own), model, [])
     assert list(back.specs) == list(plain.state_dict())
     for name in back.specs:
-        # In 4 bits, the error is at most half the largest distance of two levels, 0.152 of the largest value of the
-        # block; otherwise it is float32 rounding.
+        # In 4 bits, the error is at most half the largest distance of two levels, 0.152 of the
+        # largest value of the block; otherwise it is float32 rounding.
         rounding = 0.16 * 5 if isinstance(converter, QLoRA.Config) else 1e-5
         assert torch.allclose(back.read(name).float(), source.tensors[name], atol=rounding), name
 
@@ -236,11 +267,14 @@ def test_mismatched_weights_are_named(tmp_path):
     tensors = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
     del tensors["layers.1.attention.wq.lora_A"]
     tensors["layers.0.attention.wq.lora_B"] = torch.zeros(64, 3)
-    with pytest.raises(UserError, match=r"layers.1.attention.wq.lora_A missing.*wq.lora_B \[64, 3\] \(the model"):
+    with pytest.raises(
+        UserError, match=r"layers.1.attention.wq.lora_A missing.*wq.lora_B \[64, 3\] \(the model"
+    ):
         PlainView(RecordingSource(tensors), model, [])
 
 
-# --- starting from pre-trained weights --------------------------------------------------------------------------------
+# --- starting from pre-trained weights
+# --------------------------------------------------------------------------------
 
 
 def _start_in_two_layouts(folder: Path, source: Path, name: str) -> None:
@@ -261,7 +295,8 @@ def test_initial_weights_are_the_same_in_every_layout(tmp_path, name):
 
 
 def test_initial_weights(tmp_path):
-    """Plain weights come from the file, added ones from the seed, and derived ones follow from plain ones."""
+    """Plain weights come from the file, added ones from the seed, and derived ones follow from
+    plain ones."""
     source = make_pretrained(tmp_path / "source")
     plain = read_weights(source)
     weights = initial_weights(tmp_path / "run", [NORMED], **FLOAT32, **from_folder(source))
@@ -279,7 +314,9 @@ def test_initial_weights(tmp_path):
     assert weight.dtype == torch.bfloat16
     magnitude = lower["layers.0.attention.wq.magnitude"]
     assert torch.allclose(magnitude, lengths(weight.float()), rtol=1e-6, atol=0)
-    assert not torch.allclose(magnitude, lengths(plain["model.layers.0.self_attn.q_proj.weight"]), rtol=1e-6, atol=0)
+    assert not torch.allclose(
+        magnitude, lengths(plain["model.layers.0.self_attn.q_proj.weight"]), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.slow
@@ -293,7 +330,8 @@ def test_a_converter_may_set_initial_weights(tmp_path):
     resumed = initial_weights(tmp_path / "run", [converter], **SAVING)
     assert (resumed["layers.0.attention.wq.more"] != 3.0).any()
     assert torch.equal(
-        resumed["layers.0.attention.wq.more"], DcpSource(step(tmp_path / "run", 2)).read("layers.0.attention.wq.more")
+        resumed["layers.0.attention.wq.more"],
+        DcpSource(step(tmp_path / "run", 2)).read("layers.0.attention.wq.more"),
     )
 
 
@@ -322,7 +360,8 @@ def test_quantized_weights_are_rejected(tmp_path):
         initial_weights(tmp_path / "run", [QLORA], **FLOAT32, **from_folder(source))
 
 
-# --- opening and exporting checkpoints of converted models ------------------------------------------------------------
+# --- opening and exporting checkpoints of converted models
+# ------------------------------------------------------------
 
 
 def test_merged_export_is_base_plus_adapter(adapted):
@@ -335,31 +374,43 @@ def test_merged_export_is_base_plus_adapter(adapted):
         assert lora_B.abs().max() > 1e-3
         merged = internal_source(step(adapted, 2))[1].read(f"{internal}.weight")
         # One rounding of float32 at values up to 1.
-        assert torch.allclose(merged, before[f"{external}.weight"] + 2 * (lora_B @ lora_A), rtol=0, atol=1e-6)
+        assert torch.allclose(
+            merged, before[f"{external}.weight"] + 2 * (lora_B @ lora_A), rtol=0, atol=1e-6
+        )
         assert not torch.equal(after[f"{external}.weight"], before[f"{external}.weight"])
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
 
 
 @pytest.mark.slow
 def test_logits_equal_the_logits_in_training(tmp_path):
-    """Of the converted model in training, of the plain model from its checkpoint, and of transformers from the export.
-    The order of float32 products differs."""
+    """Of the converted model in training, of the plain model from its checkpoint, and of
+    transformers from the export. The order of float32 products differs."""
     from transformers import AutoModelForCausalLM
 
     for name, converters in CONVERTERS.items():
         folder = tmp_path / name
-        options = {"checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "float32", "optimizer__lr": 0.01}
+        options = {
+            "checkpoint__last_save_in_hf": True,
+            "checkpoint__export_dtype": "float32",
+            "optimizer__lr": 0.01,
+        }
         trainer = train(folder, *converters, **SAVING, **options, training__steps=3)
         expected = logits_in_training(trainer)
         with torch.no_grad():
-            theirs = AutoModelForCausalLM.from_pretrained(step(folder, 3))(torch.arange(24).view(2, 12)).logits
+            theirs = AutoModelForCausalLM.from_pretrained(step(folder, 3))(
+                torch.arange(24).view(2, 12)
+            ).logits
         # Merged 4-bit weights are rounded to bfloat16 (8 bits); the run multiplies without merging.
         rounding = 2e-2 if name == "qlora" else 1e-5
-        assert torch.allclose(theirs, expected, rtol=rounding, atol=rounding * expected.abs().max()), name
+        assert torch.allclose(
+            theirs, expected, rtol=rounding, atol=rounding * expected.abs().max()
+        ), name
         trainer = train(tmp_path / f"{name}-full", *converters, **SAVING, training__steps=2)
         expected = logits_in_training(trainer)
         found = logits_of(step(tmp_path / f"{name}-full", 2))
-        assert torch.allclose(found, expected, rtol=rounding, atol=rounding * expected.abs().max()), name
+        assert torch.allclose(
+            found, expected, rtol=rounding, atol=rounding * expected.abs().max()
+        ), name
 
 
 def test_generate_opens_an_adapter_checkpoint(adapted, tmp_path, capsys):
@@ -368,7 +419,15 @@ def test_generate_opens_an_adapter_checkpoint(adapted, tmp_path, capsys):
     capsys.readouterr()
     texts = []
     for path in (step(adapted, 2), tmp_path / "merged"):
-        words = ["generate", "--checkpoint", str(path), "--prompt", "Once", "--max_new_tokens", "12"]
+        words = [
+            "generate",
+            "--checkpoint",
+            str(path),
+            "--prompt",
+            "Once",
+            "--max_new_tokens",
+            "12",
+        ]
         assert main([*words, "--temperature", "0"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and len(texts[0]) > len("Once\n")
@@ -377,7 +436,10 @@ def test_generate_opens_an_adapter_checkpoint(adapted, tmp_path, capsys):
 def test_inspect_shows_adapters_and_converters(adapted, capsys):
     assert main(["inspect", str(step(adapted, 2)), "--tensors"]) == 0
     printed = capsys.readouterr().out
-    assert "layers.0.attention.wq.lora_A" in printed and "converters       torchtitan.components.peft" in printed
+    assert (
+        "layers.0.attention.wq.lora_A" in printed
+        and "converters       torchtitan.components.peft" in printed
+    )
 
 
 @pytest.mark.slow
@@ -404,7 +466,11 @@ def test_export_dtype_does_not_change_quantized_weights(tmp_path):
     options = {**SAVING, "checkpoint__last_save_model_only": True, "training__steps": 3}
     train(tmp_path / "bf16", QLORA, **options, checkpoint__export_dtype="bfloat16")
     forms = DcpSource(step(tmp_path / "bf16", 3)).specs
-    types = {name.rpartition(".")[2]: form.dtype for name, form in forms.items() if "layers.0.attention.wq" in name}
+    types = {
+        name.rpartition(".")[2]: form.dtype
+        for name, form in forms.items()
+        if "layers.0.attention.wq" in name
+    }
     quantized = dict.fromkeys(("packed", "scales", "scale_ranges"), torch.uint8)
     assert types == {**quantized, "lora_A": torch.bfloat16, "lora_B": torch.bfloat16}
     assert forms["tok_embeddings.weight"].dtype == torch.bfloat16
@@ -434,12 +500,14 @@ def test_a_missing_converter_is_named(adapted, tmp_path):
     assert "this" not in sys.modules
 
 
-# --- starting from a checkpoint of another run ------------------------------------------------------------------------
+# --- starting from a checkpoint of another run
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_starting_from_an_adapter_checkpoint(adapted, tmp_path):
-    """Weights are loaded unchanged for the same converters, merged for none, and merged and converted for others."""
+    """Weights are loaded unchanged for the same converters, merged for none, and merged and
+    converted for others."""
     path = step(adapted, 2)
     saved, merged = DcpSource(path), internal_source(path)[1]
     from_it = {**FLOAT32, "checkpoint__initial_load_path": path}
@@ -452,19 +520,27 @@ def test_starting_from_an_adapter_checkpoint(adapted, tmp_path):
     assert torch.equal(other["head.output.weight"], plain["head.output.weight"])
     assert not other["layers.0.attention.wq.lora_B"].any()
     with pytest.raises(UserError, match="other model_converters"):
-        initial_weights(tmp_path / "all", [DORA], **from_it, checkpoint__no_initial_load_model_only=True)
+        initial_weights(
+            tmp_path / "all", [DORA], **from_it, checkpoint__no_initial_load_model_only=True
+        )
 
 
 @pytest.mark.slow
 def test_other_training_options_keep_the_adapters(adapted, tmp_path, caplog):
-    """If only options differ that do not affect the meaning of the weights, these are loaded unchanged."""
+    """If only options differ that do not affect the meaning of the weights, these are loaded
+    unchanged."""
     train(tmp_path / "qlora", QLORA, **SAVING, training__steps=2, optimizer__lr=0.01)
     for folder, config, change in (
         (tmp_path / "qlora", QLORA, {"dropout": 0.1, "exclude": [r"attention\.wo$"]}),
         (adapted, LORA, {"include": ["."], "exclude": ["tok_embeddings"]}),
     ):
-        saved, from_it = DcpSource(step(folder, 2)), {**FLOAT32, "checkpoint__initial_load_path": step(folder, 2)}
-        weights = initial_weights(tmp_path / "next", [dataclasses.replace(config, **change)], **from_it)
+        saved, from_it = (
+            DcpSource(step(folder, 2)),
+            {**FLOAT32, "checkpoint__initial_load_path": step(folder, 2)},
+        )
+        weights = initial_weights(
+            tmp_path / "next", [dataclasses.replace(config, **change)], **from_it
+        )
         assert_equal({name: saved.read(name) for name in saved.specs}, weights)
     assert "merged" not in caplog.text
     # An option that is missing in an older checkpoint counts as its default.
@@ -485,10 +561,13 @@ def test_merging_other_adapters_is_logged(adapted, tmp_path, caplog):
     from_it = {**FLOAT32, "checkpoint__initial_load_path": step(adapted, 2)}
     initial_weights(tmp_path / "alpha", [dataclasses.replace(LORA, alpha=1.0)], **from_it)
     assert (
-        "step-2 was saved with other model_converters (--model_converters.lora.alpha was 8.0 and is 1.0)" in caplog.text
+        "step-2 was saved with other model_converters (--model_converters.lora.alpha was 8.0 and "
+        "is 1.0)" in caplog.text
     )
     caplog.clear()
-    initial_weights(tmp_path / "layers", [dataclasses.replace(LORA, include=["attention"])], **from_it)
+    initial_weights(
+        tmp_path / "layers", [dataclasses.replace(LORA, include=["attention"])], **from_it
+    )
     assert "for other layers or sizes): its adapters are merged into the weights" in caplog.text
     caplog.clear()
     initial_weights(tmp_path / "plain", [], **from_it)
@@ -501,13 +580,20 @@ def test_adapter_path_is_checked_for_new_runs(adapted, tmp_path):
     begin_from = {"checkpoint__initial_load_path": step(adapted, 2)}
     check(tmp_path, [dataclasses.replace(LORA, adapter_path=exported)], **FLOAT32)
     with pytest.raises(
-        UserError, match=r"the adapter has other layers .*only in the file: .*layers\.0\.feed_forward\.w1"
+        UserError,
+        match=r"the adapter has other layers .*only in the file: .*layers\.0\.feed_forward\.w1",
     ):
-        check(tmp_path, [dataclasses.replace(LORA, include=["attention"], adapter_path=exported)], **FLOAT32)
+        check(
+            tmp_path,
+            [dataclasses.replace(LORA, include=["attention"], adapter_path=exported)],
+            **FLOAT32,
+        )
     gone = dataclasses.replace(LORA, adapter_path=str(tmp_path / "gone"))
     with pytest.raises(UserError, match="the folder '.*gone' has no adapter_config.json"):
         check(tmp_path, [gone], **FLOAT32)
-    with pytest.raises(UserError, match="adapter_path .*gone: --checkpoint.initial_load_path already has adapters"):
+    with pytest.raises(
+        UserError, match="adapter_path .*gone: --checkpoint.initial_load_path already has adapters"
+    ):
         check(tmp_path, [gone], **FLOAT32, **begin_from)
     check(adapted, [gone], **SAVING, **from_folder(adapted / "source"), training__steps=6)
 
@@ -526,7 +612,9 @@ def test_an_initial_checkpoint_is_digested_once(adapted, tmp_path, monkeypatch):
     path = step(adapted, 2)
     everything = {"checkpoint__no_initial_load_model_only": True}
     for converters, options in (([LORA], {}), ([DORA], {}), ([], {}), ([LORA], everything)):
-        initial_weights(tmp_path / "run", converters, **FLOAT32, checkpoint__initial_load_path=path, **options)
+        initial_weights(
+            tmp_path / "run", converters, **FLOAT32, checkpoint__initial_load_path=path, **options
+        )
         assert digested == [str(path)]
         digested.clear()
 
@@ -534,12 +622,16 @@ def test_an_initial_checkpoint_is_digested_once(adapted, tmp_path, monkeypatch):
 def test_starting_from_a_plain_checkpoint(tmp_path):
     """Adapters are initialized, and plain weights loaded."""
     trainer = train(tmp_path / "plain", **SAVING, training__steps=2)
-    plain, from_it = whole_weights(trainer), {"checkpoint__initial_load_path": step(tmp_path / "plain", 2)}
+    plain, from_it = (
+        whole_weights(trainer),
+        {"checkpoint__initial_load_path": step(tmp_path / "plain", 2)},
+    )
     weights = initial_weights(tmp_path / "adapted", [LORA], **FLOAT32, **from_it)
     assert_equal(plain, {name: tensor for name, tensor in weights.items() if "lora" not in name})
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
+# --- resuming
+# --------------------------------------------------------------------------------------------------
 
 
 def resumed_and_straight(folder: Path, converters: list[Any], **options: Any) -> None:
@@ -568,14 +660,22 @@ SLOW = {"marks": pytest.mark.slow}
 )
 def test_resuming_is_exact(tmp_path, converter, is_pretrained, save_trainable_only):
     source = from_folder(make_pretrained(tmp_path / "source")) if is_pretrained else {}
-    resumed_and_straight(tmp_path, [converter], **source, checkpoint__save_trainable_only=save_trainable_only)
+    resumed_and_straight(
+        tmp_path, [converter], **source, checkpoint__save_trainable_only=save_trainable_only
+    )
 
 
 def test_resuming_with_other_converters_is_rejected(adapted):
     """The message names the option and both values."""
     for converters, words in (
-        ([dataclasses.replace(LORA, alpha=1.0)], r"model_converters\.lora\.alpha was 8\.0 and is 1\.0"),
-        ([dataclasses.replace(LORA, rslora=True)], r"model_converters\.lora\.rslora was False and is True"),
+        (
+            [dataclasses.replace(LORA, alpha=1.0)],
+            r"model_converters\.lora\.alpha was 8\.0 and is 1\.0",
+        ),
+        (
+            [dataclasses.replace(LORA, rslora=True)],
+            r"model_converters\.lora\.rslora was False and is True",
+        ),
         ([], "model_converters was lora and is none"),
         (
             [NORMED, dataclasses.replace(LORA, include=[r"^head\.output$"])],
@@ -583,7 +683,9 @@ def test_resuming_with_other_converters_is_rejected(adapted):
         ),
     ):
         with pytest.raises(UserError, match=f"belongs to another run, .*{words}"):
-            check(adapted, converters, **SAVING, **from_folder(adapted / "source"), training__steps=6)
+            check(
+                adapted, converters, **SAVING, **from_folder(adapted / "source"), training__steps=6
+            )
 
 
 def test_frozen_weights_do_not_depend_on_the_spelling_of_the_path(tmp_path, monkeypatch):
@@ -592,7 +694,12 @@ def test_frozen_weights_do_not_depend_on_the_spelling_of_the_path(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     paths = [str(tmp_path / "base"), "base", "base/../base", "link"]
     assert (
-        len({frozen_weights(CheckpointManager.Config(initial_load_path=path), seed=0).description for path in paths})
+        len(
+            {
+                frozen_weights(CheckpointManager.Config(initial_load_path=path), seed=0).description
+                for path in paths
+            }
+        )
         == 1
     )
 
@@ -622,15 +729,31 @@ def bytes_of(path: Path) -> int:
 
 @pytest.mark.slow
 def test_save_trainable_only(adapted, tmp_path, capsys):
-    """Checkpoints have the size of the adapters; a run resumes only with its original base weights."""
-    sources = [make_pretrained(tmp_path / "source"), make_pretrained(tmp_path / "other", vocab_size=2064)]
+    """Checkpoints have the size of the adapters; a run resumes only with its original base
+    weights."""
+    sources = [
+        make_pretrained(tmp_path / "source"),
+        make_pretrained(tmp_path / "other", vocab_size=2064),
+    ]
     options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}
-    train(tmp_path, LORA, **options, **from_folder(sources[0]), training__steps=4, checkpoint__last_save_in_hf=True)
+    train(
+        tmp_path,
+        LORA,
+        **options,
+        **from_folder(sources[0]),
+        training__steps=4,
+        checkpoint__last_save_in_hf=True,
+    )
     path = step(tmp_path, 2)
     saved = DcpSource(path)
     assert {name.rpartition(".")[2] for name in saved.specs} == {"lora_A", "lora_B"}
-    frozen = [form for name, form in DcpSource(step(adapted, 2)).specs.items() if name not in saved.specs]
-    smaller, n_bytes = bytes_of(step(adapted, 2)) - bytes_of(path), sum(form.n_bytes for form in frozen)
+    frozen = [
+        form for name, form in DcpSource(step(adapted, 2)).specs.items() if name not in saved.specs
+    ]
+    smaller, n_bytes = (
+        bytes_of(step(adapted, 2)) - bytes_of(path),
+        sum(form.n_bytes for form in frozen),
+    )
     assert n_bytes < smaller < n_bytes + 4096 * len(frozen)  # metadata of each tensor
     assert read_weights(step(tmp_path, 4))  # the final export has all weights
     for source, name in (([*from_folder(sources[1]).items()], str(sources[1])), ([], "none")):
@@ -641,22 +764,32 @@ def test_save_trainable_only(adapted, tmp_path, capsys):
         with pytest.raises(UserError, match=f"base weights was {sources[0]} and is {name}"):
             config.build().load_checkpoint()
     with pytest.raises(
-        UserError, match="holds trained weights only; the frozen ones come from .* use a checkpoint of the run"
+        UserError,
+        match="holds trained weights only; the frozen ones come from .* use a checkpoint of the "
+        "run",
     ):
         initial_weights(tmp_path / "next", [LORA], **FLOAT32, checkpoint__initial_load_path=path)
     assert main(["inspect", str(path)]) == 0
     assert f"initial_load_path {sources[0]}" in capsys.readouterr().out
     # Without the option, the run resumes too, and then saves all weights.
-    whole = {**options, "checkpoint__save_trainable_only": False, "checkpoint__load_step": 2, "training__steps": 6}
+    whole = {
+        **options,
+        "checkpoint__save_trainable_only": False,
+        "checkpoint__load_step": 2,
+        "training__steps": 6,
+    }
     train(tmp_path, LORA, **whole, **from_folder(sources[0]))
     assert "head.output.weight" in DcpSource(step(tmp_path, 6)).specs
-    with pytest.raises(UserError, match="--checkpoint.save_trainable_only: .*step-6 holds all weights"):
+    with pytest.raises(
+        UserError, match="--checkpoint.save_trainable_only: .*step-6 holds all weights"
+    ):
         initial_weights(tmp_path, [LORA], **options, **from_folder(sources[0]))
 
 
 @pytest.fixture(scope="module")
 def trainable_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA run from the weights in `base`: step 2 has only the adapters, step 3 is the merged model."""
+    """A LoRA run from the weights in `base`: step 2 has only the adapters, step 3 is the merged
+    model."""
     folder = tmp_path_factory.mktemp("trainable_only")
     options = {**SAVING, **from_folder(make_pretrained(folder / "base")), "optimizer__lr": 0.02}
     last = {"checkpoint__last_save_in_hf": True, "training__steps": 3, "checkpoint__interval": 1}
@@ -672,11 +805,18 @@ def read_all(path: Path, **options: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("custom", "hf"), ("dora", "hf"), ("qlora", "hf"), ("dora", "added tokens"), ("dora", "plain"), ("qlora", "same")],
+    [
+        ("custom", "hf"),
+        ("dora", "hf"),
+        ("qlora", "hf"),
+        ("dora", "added tokens"),
+        ("dora", "plain"),
+        ("qlora", "same"),
+    ],
 )
 def test_a_trainable_only_checkpoint_equals_a_full_one(tmp_path, name, kind):
-    """With frozen weights from pre-trained files (also with a smaller vocabulary), from a plain native checkpoint, or
-    from a checkpoint with the same converters."""
+    """With frozen weights from pre-trained files (also with a smaller vocabulary), from a plain
+    native checkpoint, or from a checkpoint with the same converters."""
     converters = CONVERTERS[name]
     if kind in ("hf", "added tokens"):
         source = from_folder(make_pretrained(tmp_path / "base"))
@@ -685,7 +825,11 @@ def test_a_trainable_only_checkpoint_equals_a_full_one(tmp_path, name, kind):
         source["tokenizer__added_tokens"] = ["<|one|>"]
     if kind in ("plain", "same"):
         train(
-            tmp_path / "begun", *converters if kind == "same" else [], **SAVING, training__steps=2, optimizer__lr=0.01
+            tmp_path / "begun",
+            *converters if kind == "same" else [],
+            **SAVING,
+            training__steps=2,
+            optimizer__lr=0.01,
         )
         source = {"checkpoint__initial_load_path": step(tmp_path / "begun", 2)}
     options = {**SAVING, **source, "training__steps": 2, "optimizer__lr": 0.01, "debug__seed": 3}
@@ -703,7 +847,8 @@ def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_
     path, base = step(trainable_only, 2), trainable_only / "base"
     expected = read_all(path)
     assert not torch.equal(
-        expected["layers.0.attention.wq.weight"], read_weights(base)["model.layers.0.self_attn.q_proj.weight"]
+        expected["layers.0.attention.wq.weight"],
+        read_weights(base)["model.layers.0.self_attn.q_proj.weight"],
     )
     words = ["--prompt", "Once", "--max_new_tokens", "8", "--json"]
     assert main(["convert", str(path), str(tmp_path / "merged"), "--to", "hf"]) == 0
@@ -717,8 +862,14 @@ def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_
     base.rename(tmp_path / "moved")
     try:
         assert main(["generate", "--checkpoint", str(path), *words]) == 2
-        assert f"{base} is not a local folder; set the folder of these weights with --base" in capsys.readouterr().err
-        assert main(["generate", "--checkpoint", str(path), "--base", str(tmp_path / "moved"), *words]) == 0
+        assert (
+            f"{base} is not a local folder; set the folder of these weights with --base"
+            in capsys.readouterr().err
+        )
+        assert (
+            main(["generate", "--checkpoint", str(path), "--base", str(tmp_path / "moved"), *words])
+            == 0
+        )
         assert_equal(read_all(path, base=tmp_path / "moved"), expected)
         # The run can also resume.
         moved = {**SAVING, **from_folder(tmp_path / "moved"), "checkpoint__load_step": 2}
@@ -726,14 +877,19 @@ def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_
     finally:
         (tmp_path / "moved").rename(base)
     for whole in (step(trainable_only, 3), base):
-        with pytest.raises(UserError, match=f"holds all weights of its model; remove --base {base}"):
+        with pytest.raises(
+            UserError, match=f"holds all weights of its model; remove --base {base}"
+        ):
             internal_source(whole, base=base)
-    assert main(["convert", str(path), str(tmp_path / "a"), "--to", "peft", "--base", str(base)]) == 2
+    assert (
+        main(["convert", str(path), str(tmp_path / "a"), "--to", "peft", "--base", str(base)]) == 2
+    )
 
 
 @pytest.mark.slow
 def test_changed_base_weights_are_rejected(trainable_only, tmp_path):
-    """Changes in all weights, in a small tensor, or slight ones in one tensor, on opening and on resuming."""
+    """Changes in all weights, in a small tensor, or slight ones in one tensor, on opening and on
+    resuming."""
     from safetensors.torch import load_file, save_file
 
     path = step(trainable_only, 2)
@@ -751,7 +907,9 @@ def test_changed_base_weights_are_rejected(trainable_only, tmp_path):
             internal_source(path, base=base)
         config = tiny_config(trainable_only, **SAVING, **from_folder(base), checkpoint__load_step=2)
         config.model_converters = [LORA]
-        with pytest.raises(UserError, match=f"base weights was {trainable_only / 'base'} and is {base}"):
+        with pytest.raises(
+            UserError, match=f"base weights was {trainable_only / 'base'} and is {base}"
+        ):
             config.check(world_size=1)
     other = from_folder(trainable_only / "base")
     (trainable_only / "base").rename(tmp_path / "kept")
@@ -765,13 +923,21 @@ def test_changed_base_weights_are_rejected(trainable_only, tmp_path):
 
 
 def test_an_adapter_cannot_be_opened_as_a_model(trainable_only, tmp_path, capsys):
-    """The message names the folder of the merged model; for `--to peft`, the folder of the adapter."""
+    """The message names the folder of the merged model; for `--to peft`, the folder of the
+    adapter."""
     merged = step(trainable_only, 3)
-    with pytest.raises(UserError, match=f"adapter holds only an adapter, .* the merged model \\({merged}\\)"):
+    with pytest.raises(
+        UserError, match=f"adapter holds only an adapter, .* the merged model \\({merged}\\)"
+    ):
         internal_source(merged / "adapter")
     assert main(["convert", str(merged), str(tmp_path / "out"), "--to", "peft"]) == 2
-    assert f"is a merged model, which already contains its adapter: {merged / 'adapter'}" in capsys.readouterr().err
-    assert main(["convert", str(step(trainable_only, 2)), str(tmp_path / "out"), "--to", "peft"]) == 0
+    assert (
+        f"is a merged model, which already contains its adapter: {merged / 'adapter'}"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(["convert", str(step(trainable_only, 2)), str(tmp_path / "out"), "--to", "peft"]) == 0
+    )
     with pytest.raises(UserError, match="the step-N folder of its run"):
         internal_source(tmp_path / "out")
     for folder in (merged / "adapter", tmp_path / "out"):
@@ -790,8 +956,12 @@ def test_save_trainable_only_without_converted_weights(tmp_path):
     with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
         internal_source(path)
     with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
-        initial_weights(tmp_path / "next", [TrainOutput.Config()], checkpoint__initial_load_path=path)
-    with pytest.raises(UserError, match="--checkpoint.save_trainable_only: all weights are trained"):
+        initial_weights(
+            tmp_path / "next", [TrainOutput.Config()], checkpoint__initial_load_path=path
+        )
+    with pytest.raises(
+        UserError, match="--checkpoint.save_trainable_only: all weights are trained"
+    ):
         train(tmp_path / "all", **SAVING, checkpoint__save_trainable_only=True)
 
 
@@ -823,18 +993,24 @@ def test_a_failed_export_keeps_the_checkpoint(tmp_path, monkeypatch):
         raise OSError("No space left")
 
     monkeypatch.setattr(resumed.checkpointer._saver, "export", fail)
-    with pytest.raises(CheckpointSaveError, match="step-2 could not be saved: OSError: No space left"):
+    with pytest.raises(
+        CheckpointSaveError, match="step-2 could not be saved: OSError: No space left"
+    ):
         resumed.checkpointer.save(2, last=True)
     resumed.close()
-    assert [(info.path.name, info.kind) for info in catalog.list_checkpoints(tmp_path / "checkpoint")] == [
-        ("step-2", "full")
-    ]
+    assert [
+        (info.path.name, info.kind) for info in catalog.list_checkpoints(tmp_path / "checkpoint")
+    ] == [("step-2", "full")]
     assert catalog.verify(step(tmp_path, 2)) == []
 
 
 def test_a_store_that_cannot_rename_keeps_the_checkpoint(tmp_path, caplog):
     """Replacing it would mean removing it first."""
-    options = {**SAVING, "checkpoint__save_trainable_only": True, "checkpoint__folder": f"memory://{tmp_path.name}"}
+    options = {
+        **SAVING,
+        "checkpoint__save_trainable_only": True,
+        "checkpoint__folder": f"memory://{tmp_path.name}",
+    }
     train(tmp_path, LORA, **options, training__steps=2)
     config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
     config.model_converters = [LORA]
@@ -861,7 +1037,9 @@ def test_killed_and_resumed(tmp_path):
     """After SIGKILL at an arbitrary step, the resumed run equals an uninterrupted one."""
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
-    process = RunningCommand([*command, "400"], env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    process = RunningCommand(
+        [*command, "400"], env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + 120
         while not step(tmp_path / "killed", 5).exists():
@@ -879,7 +1057,8 @@ def test_killed_and_resumed(tmp_path):
         "lr_scheduler__total_steps": 400,
     }
     runs = {
-        name: train(tmp_path / name, LORA, **options, training__steps=newest + 2) for name in ("killed", "straight")
+        name: train(tmp_path / name, LORA, **options, training__steps=newest + 2)
+        for name in ("killed", "straight")
     }
     assert_equal(whole_weights(runs["killed"]), whole_weights(runs["straight"]))
     losses = [dict(read_metrics(tmp_path / name, "loss")) for name in ("killed", "straight")]

@@ -27,18 +27,23 @@ POWER = torch.float8_e8m0fnu
 def save(folder: Path, tensors: dict[str, Tensor], quantization: Any = FP8) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": quantization}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "quantization_config": quantization})
+    )
     return folder
 
 
 def assert_reads(folder: Path, name: str, expected: Tensor) -> None:
-    """Check that one tensor is left, whole and in part, also in chunks that are not aligned with blocks."""
+    """Check that one tensor is left, whole and in part, also in chunks that are not aligned with
+    blocks."""
     source = open_source(folder)
     assert list(source.specs) == [name]
     assert source.specs[name].shape == expected.shape
     assert source.specs[name].dtype == expected.dtype == torch.bfloat16
     assert torch.equal(source.read(name), expected)
-    ranges = [[(0, size), (size // 3, size - 1), (size // 2, size // 2 + 1)] for size in expected.shape]
+    ranges = [
+        [(0, size), (size // 3, size - 1), (size // 2, size // 2 + 1)] for size in expected.shape
+    ]
     for part in itertools.product(*ranges):
         slices = tuple(slice(*bounds) for bounds in part)
         assert torch.equal(source.read(name, slices), expected[slices])
@@ -78,7 +83,8 @@ def test_fp8_equals_transformers(tmp_path, shape, scale_shape, dtype, suffix):
 
 
 def test_incomplete_blocks_equal_transformers(tmp_path):
-    """As in DeepSeek-V3, whose `kv_a_proj_with_mqa` has 4.5 blocks of rows; transformers' loader refuses them."""
+    """As in DeepSeek-V3, whose `kv_a_proj_with_mqa` has 4.5 blocks of rows; transformers' loader
+    refuses them."""
     torch.manual_seed(1)
     values, scale = torch.randn(72, 45).to(torch.float8_e4m3fn), torch.rand(3, 3)
     convert = transformers.integrations.finegrained_fp8._dequantize_fp8_weight
@@ -97,22 +103,31 @@ def test_fp4_with_scales_equals_transformers(tmp_path):
 
 
 def test_mxfp4_equals_transformers(tmp_path):
-    """All bytes with all scales, except 255, which is NaN in the standard and infinite in transformers."""
+    """All bytes with all scales, except 255, which is NaN in the standard and infinite in
+    transformers."""
     blocks = torch.arange(256, dtype=torch.uint8).repeat(255, 1).reshape(3, 85, 16, 16)
     scales = torch.arange(255, dtype=torch.uint8).reshape(3, 85, 1).repeat(1, 1, 16)
     expected = transformers.integrations.mxfp4.convert_moe_packed_tensors(blocks, scales)
-    folder = save(tmp_path, {"down_proj_blocks": blocks, "down_proj_scales": scales}, {"quant_method": "mxfp4"})
+    folder = save(
+        tmp_path,
+        {"down_proj_blocks": blocks, "down_proj_scales": scales},
+        {"quant_method": "mxfp4"},
+    )
     assert_reads(folder, "down_proj", expected)
 
 
-@pytest.mark.parametrize("method", [{"quant_method": "fbgemm_fp8"}, {"quant_method": "compressed-tensors"}], ids=str)
+@pytest.mark.parametrize(
+    "method", [{"quant_method": "fbgemm_fp8"}, {"quant_method": "compressed-tensors"}], ids=str
+)
 def test_row_scales_of_other_methods(tmp_path, method):
     """The reference is float64, rounded through float32; transformers needs other packages."""
     torch.manual_seed(1)
     values, scale = torch.randn(64, 48).to(torch.float8_e4m3fn), torch.rand(64, 1)
     tensors = {"a.weight": values, "a.weight_scale": scale, "a.input_scale": torch.ones(1)}
     expected = (values.double() * scale.double()).float().bfloat16()
-    assert_reads(save(tmp_path, tensors, {**method, "format": "float-quantized"}), "a.weight", expected)
+    assert_reads(
+        save(tmp_path, tensors, {**method, "format": "float-quantized"}), "a.weight", expected
+    )
 
 
 def test_only_requested_rows_are_read():
@@ -131,7 +146,9 @@ def quantize(folder: Path, quantized: Path) -> Path:
         if name.endswith("_proj.weight"):
             blocks = weight.float().unflatten(0, (-1, 32)).unflatten(2, (-1, 16))
             scale = blocks.abs().amax((1, 3)) / 448
-            tensors[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+            tensors[name] = (
+                (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+            )
             tensors[f"{name}_scale_inv"] = scale
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
     return change_config(quantized, quantization_config=FP8, dtype="bfloat16")
@@ -166,7 +183,9 @@ def folder(request, tmp_path, stories):
 
 def read_by_transformers(folder: Path) -> dict[str, Tensor]:
     config = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 16))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", quantization_config=config
+    )
     return dict(model.state_dict())
 
 
@@ -174,28 +193,64 @@ def read_by_transformers(folder: Path) -> dict[str, Tensor]:
 def test_model_equals_transformers(folder, tmp_path):
     expected, source = read_by_transformers(folder), open_source(folder)
     assert source.specs.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(source.read(name), tensor)] == []
+    assert [
+        name for name, tensor in expected.items() if not torch.equal(source.read(name), tensor)
+    ] == []
     name = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(load_file(tmp_path / "plain/model.safetensors")[name].bfloat16(), expected[name])
+    assert not torch.equal(
+        load_file(tmp_path / "plain/model.safetensors")[name].bfloat16(), expected[name]
+    )
     assert main(["convert", "--to", "dcp", str(folder), str(tmp_path / "dcp")]) == 0
-    tokens, model = torch.arange(20)[None], load_model(tmp_path / "dcp", device="cpu", dtype=torch.float32).model
-    reference = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    tokens, model = (
+        torch.arange(20)[None],
+        load_model(tmp_path / "dcp", device="cpu", dtype=torch.float32).model,
+    )
+    reference = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(folder)
+    )
     reference.float().load_state_dict(expected)
     # Two implementations of the same float32 computation.
     torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def train_words(folder: Path, out: Path) -> list[str]:
-    words = ["--module", "auto", "--config", "pretrain", "--hf_assets_path", folder, "--dump_folder", out]
-    words += ["--dataloader.dataset", "stories", "--training.seq_len", "32", "--training.local_batch_size", "2"]
-    words += ["--training.steps", "1", "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--optimizer.lr", "1e-12"]
-    return [str(word) for word in (*words, "--validator.no_enable", "--metrics.no_enable_tensorboard")]
+    words = [
+        "--module",
+        "auto",
+        "--config",
+        "pretrain",
+        "--hf_assets_path",
+        folder,
+        "--dump_folder",
+        out,
+    ]
+    words += [
+        "--dataloader.dataset",
+        "stories",
+        "--training.seq_len",
+        "32",
+        "--training.local_batch_size",
+        "2",
+    ]
+    words += [
+        "--training.steps",
+        "1",
+        "--checkpoint.enable",
+        "--checkpoint.last_save_in_hf",
+        "--optimizer.lr",
+        "1e-12",
+    ]
+    return [
+        str(word) for word in (*words, "--validator.no_enable", "--metrics.no_enable_tensorboard")
+    ]
 
 
 def test_run_starts_from_it_and_exports_bfloat16(folder, tmp_path, capsys):
     """The learning rate is too low to change a weight in bfloat16."""
     expected = read_by_transformers(folder)
-    config = ConfigManager().parse_args([*train_words(folder, tmp_path), "--checkpoint.export_dtype", "bfloat16"])
+    config = ConfigManager().parse_args(
+        [*train_words(folder, tmp_path), "--checkpoint.export_dtype", "bfloat16"]
+    )
     trainer = config.config.build()
     trainer.train()
     trainer.close()
@@ -206,7 +261,9 @@ def test_run_starts_from_it_and_exports_bfloat16(folder, tmp_path, capsys):
         tensors = load_file(exported / "model.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         assert tensors.keys() == expected.keys()
-        assert [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])] == []
+        assert [
+            name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])
+        ] == []
         reference = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
         tokens = torch.arange(20)[None]
         loaded = load_model(exported, device="cpu", dtype=torch.float32).model
@@ -226,7 +283,10 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale_inv"
     ("change", "message"),
     [
         (None, f"model.layers.1.mlp.up_proj.weight is quantized, but its scale {SCALE} is missing"),
-        (torch.ones(3, 3), f"{SCALE}, float32 [3, 3], cannot scale the weight {SCALE[:-10]} [96, 64]"),
+        (
+            torch.ones(3, 3),
+            f"{SCALE}, float32 [3, 3], cannot scale the weight {SCALE[:-10]} [96, 64]",
+        ),
         (torch.ones(96), f"{SCALE}, float32 [96], cannot scale"),
         (torch.ones(3, 4, dtype=torch.int32), f"{SCALE}, int32 [3, 4], cannot scale"),
     ],
@@ -237,7 +297,10 @@ def test_wrong_scale_is_named(folder, tmp_path, capsys, change, message):
     if change is not None:
         tensors[SCALE] = change
     save_file(tensors, folder / "model.safetensors")
-    for words in (["train", *train_words(folder, tmp_path)], ["convert", "--to", "dcp", folder, tmp_path / "out"]):
+    for words in (
+        ["train", *train_words(folder, tmp_path)],
+        ["convert", "--to", "dcp", folder, tmp_path / "out"],
+    ):
         assert main([str(word) for word in words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
@@ -248,9 +311,21 @@ def test_wrong_scale_is_named(folder, tmp_path, capsys, change, message):
 @pytest.mark.parametrize(
     ("blocks", "scales", "message"),
     [
-        ((2, 8, 3, 16), (2, 8, 1), "e_scales, uint8 [2, 8, 1], cannot scale the weight e_blocks [2, 8, 96]"),
-        ((2, 8, 3, 16), (2, 8, 3, 1), "e_scales, uint8 [2, 8, 3, 1], cannot scale the weight e_blocks [2, 8, 96]"),
-        ((2, 8, 3, 8), (2, 8, 3), "e_scales, uint8 [2, 8, 3], cannot scale the weight e_blocks [2, 8, 48]"),
+        (
+            (2, 8, 3, 16),
+            (2, 8, 1),
+            "e_scales, uint8 [2, 8, 1], cannot scale the weight e_blocks [2, 8, 96]",
+        ),
+        (
+            (2, 8, 3, 16),
+            (2, 8, 3, 1),
+            "e_scales, uint8 [2, 8, 3, 1], cannot scale the weight e_blocks [2, 8, 96]",
+        ),
+        (
+            (2, 8, 3, 8),
+            (2, 8, 3),
+            "e_scales, uint8 [2, 8, 3], cannot scale the weight e_blocks [2, 8, 48]",
+        ),
         ((2, 8, 3, 16), None, "e_blocks is quantized, but its scale e_scales is missing"),
     ],
 )
@@ -265,15 +340,27 @@ def test_wrong_blocks_are_named(tmp_path, blocks, scales, message):
 
 @pytest.mark.parametrize("value", [[128], [0, 128], [1.5, 2], "x", [True, 1]], ids=str)
 def test_wrong_block_size_is_named(tmp_path, value):
-    folder = save(tmp_path, {"a": torch.zeros(2)}, {"quant_method": "fp8", "weight_block_size": value})
-    with pytest.raises(UserError, match="weight_block_size is .* must be two whole numbers above 0"):
+    folder = save(
+        tmp_path, {"a": torch.zeros(2)}, {"quant_method": "fp8", "weight_block_size": value}
+    )
+    with pytest.raises(
+        UserError, match="weight_block_size is .* must be two whole numbers above 0"
+    ):
         open_source(folder)
 
 
 def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
     change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     message = "quantization_config has 'gptq', and only weights of fp8, "
-    own = ["--module", "llama3", "--config", "debugmodel", "--checkpoint.enable", "--dump_folder", tmp_path]
+    own = [
+        "--module",
+        "llama3",
+        "--config",
+        "debugmodel",
+        "--checkpoint.enable",
+        "--dump_folder",
+        tmp_path,
+    ]
     own += ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", folder]
     convert = ["convert", "--to", "dcp", folder, tmp_path / "out"]
     for words in (["train", *train_words(folder, tmp_path)], ["train", *own], convert):

@@ -156,12 +156,16 @@ def test_writing_reads_each_tensor_once_and_converts_it(tmp_path, format):
 @pytest.mark.parametrize("format", WRITERS)
 @pytest.mark.parametrize("largest", [65_519.0, 65_520.0])  # the second is rounded to infinity
 def test_overflow_is_rejected(tmp_path, format, largest):
-    tensors = {"fits": torch.ones(3), "wide": torch.tensor([[1.0, -largest], [float("inf"), float("nan")]])}
+    tensors = {
+        "fits": torch.ones(3),
+        "wide": torch.tensor([[1.0, -largest], [float("inf"), float("nan")]]),
+    }
     specs = {name: TensorSpec(tensor.shape, torch.float16) for name, tensor in tensors.items()}
     if largest < 65_520:
         WRITERS[format](tmp_path, specs, tensors.__getitem__)
         values = open_format(tmp_path, format).read("wide")
-        assert torch.equal(values[:, 0], torch.tensor([1.0, torch.inf]).half())  # infinite values are kept
+        # infinite values are kept
+        assert torch.equal(values[:, 0], torch.tensor([1.0, torch.inf]).half())
         assert values[0, 1] == -65_504
         return
     with pytest.raises(UserError, match="wide has values up to 65520, which float16 cannot hold"):
@@ -177,9 +181,14 @@ def test_files_of_other_writers(tmp_path):
     (tmp_path / "meta").mkdir()
     # Two tensors that share one storage.
     both = torch.arange(24.0).reshape(6, 4)
-    torch.save({**tensors, "first": both[:2], "rest": both[2:]}, tmp_path / "meta/consolidated.00.pth")
+    torch.save(
+        {**tensors, "first": both[:2], "rest": both[2:]}, tmp_path / "meta/consolidated.00.pth"
+    )
     hf, meta = open_source(tmp_path / "hf"), open_source(tmp_path / "meta")
-    assert all(same(hf.read(name), tensor) and same(meta.read(name), tensor) for name, tensor in tensors.items())
+    assert all(
+        same(hf.read(name), tensor) and same(meta.read(name), tensor)
+        for name, tensor in tensors.items()
+    )
     assert same(meta.read("rest", (slice(1, 3), slice(0, 4))), both[3:5].clone())
 
 
@@ -192,8 +201,13 @@ def test_files_of_limited_size_and_index(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     names = sorted(set(index["weight_map"].values()))
     assert len(names) > 2
-    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "model.safetensors.index.json"]
+    assert names == [
+        f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *names,
+        "model.safetensors.index.json",
+    ]
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     for name in names:
         with safe_open(tmp_path / name, "pt") as file:
@@ -261,7 +275,9 @@ def test_damaged_hugging_face_folders(tmp_path):
         open_source(tmp_path)
     for outside in (str(first), "../model.safetensors"):
         index.write_text(json.dumps({"weight_map": {"layers.0.weight": outside}}))
-        with pytest.raises(UserError, match=rf"index.json lists files outside its folder: {outside}"):
+        with pytest.raises(
+            UserError, match=rf"index.json lists files outside its folder: {outside}"
+        ):
             open_source(tmp_path)
     index.write_text("{}")
     with pytest.raises(UserError, match="index.json cannot be read"):
@@ -269,7 +285,8 @@ def test_damaged_hugging_face_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["a" * 300, "é" * 200, "a\0b", "\ud800", "", ".", "..", "a/", "b/.", "/".join("a" * 2000)]
+    "name",
+    ["a" * 300, "é" * 200, "a\0b", "\ud800", "", ".", "..", "a/", "b/.", "/".join("a" * 2000)],
 )
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_a_name_that_no_file_can_have_is_one_line(tmp_path, index, name):
@@ -283,7 +300,9 @@ def test_a_name_that_no_file_can_have_is_one_line(tmp_path, index, name):
 def test_a_folder_without_checkpoint(tmp_path):
     with pytest.raises(UserError, match=r"none does not exist"):
         format_of(tmp_path / "none")
-    with pytest.raises(UserError, match=r"neither \.metadata .* model\.safetensors.* nor consolidated"):
+    with pytest.raises(
+        UserError, match=r"neither \.metadata .* model\.safetensors.* nor consolidated"
+    ):
         format_of(tmp_path)
 
 
@@ -293,8 +312,14 @@ def test_a_folder_without_checkpoint(tmp_path):
 def split(tensors: dict[str, Tensor], axes: dict[str, int | None], folder: Path, dim: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(2):
-        parts = {name: t if axes[name] is None else t.chunk(2, axes[name])[rank] for name, t in tensors.items()}
-        torch.save({name: part.clone() for name, part in parts.items()}, folder / f"consolidated.{rank:02d}.pth")
+        parts = {
+            name: t if axes[name] is None else t.chunk(2, axes[name])[rank]
+            for name, t in tensors.items()
+        }
+        torch.save(
+            {name: part.clone() for name, part in parts.items()},
+            folder / f"consolidated.{rank:02d}.pth",
+        )
     (folder / "params.json").write_text(json.dumps({"dim": dim}))
     return folder
 
@@ -303,9 +328,17 @@ def split(tensors: dict[str, Tensor], axes: dict[str, int | None], folder: Path,
 def test_tensor_parallel_shards_are_joined(tmp_path, embedding_axis):
     """With square weights, the shapes alone do not show the sharded dimension."""
     axes = {"tok_embeddings.weight": embedding_axis, "norm.weight": None, "output.weight": 0}
-    axes |= {f"layers.0.attention.{name}.weight": axis for name, axis in {"wq": 0, "wk": 0, "wv": 0, "wo": 1}.items()}
-    axes |= {f"layers.0.feed_forward.{name}.weight": axis for name, axis in {"w1": 0, "w2": 1, "w3": 0}.items()}
-    tensors = {name: torch.randn(8) if axis is None else torch.randn(8, 8) for name, axis in axes.items()}
+    axes |= {
+        f"layers.0.attention.{name}.weight": axis
+        for name, axis in {"wq": 0, "wk": 0, "wv": 0, "wo": 1}.items()
+    }
+    axes |= {
+        f"layers.0.feed_forward.{name}.weight": axis
+        for name, axis in {"w1": 0, "w2": 1, "w3": 0}.items()
+    }
+    tensors = {
+        name: torch.randn(8) if axis is None else torch.randn(8, 8) for name, axis in axes.items()
+    }
     source = MetaSource(split(tensors, axes, tmp_path, dim=8))
     assert dict(source.specs) == specs_of(tensors)
     for name, tensor in tensors.items():
@@ -364,7 +397,10 @@ def test_a_sharded_checkpoint_with_two_states(tmp_path):
     assert same(source.read("weight", (slice(2, 6), slice(1, 4))), expected[2:6, 1:4].clone())
     assert same(DcpSource(tmp_path / "saved", state="other").read("x"), torch.ones(3))
     specs = state_tensor_specs(tmp_path / "saved")
-    assert specs == {"model": {"weight": TensorSpec.of(expected)}, "other": {"x": TensorSpec.of(torch.ones(3))}}
+    assert specs == {
+        "model": {"weight": TensorSpec.of(expected)},
+        "other": {"x": TensorSpec.of(torch.ones(3))},
+    }
     with pytest.raises(UserError, match="no state 'reference'; its states are model, other"):
         DcpSource(tmp_path / "saved", state="reference")
 
@@ -434,7 +470,10 @@ def test_external_view_and_back():
     view = ExternalView(CountingSource(internal), adapter)
     external = CountingSource({name: view.read(name) for name in view.specs})
     assert dict(view.specs) == dict(external.specs)
-    assert torch.equal(external.tensors["l.0.gate_up"], torch.cat([internal["layers.0.gate"], internal["layers.0.up"]]))
+    assert torch.equal(
+        external.tensors["l.0.gate_up"],
+        torch.cat([internal["layers.0.gate"], internal["layers.0.up"]]),
+    )
     back = InternalView(external, adapter, specs_of(internal))
     assert dict(back.specs) == specs_of(internal)
     for name, tensor in internal.items():
@@ -455,7 +494,11 @@ def test_a_mapping_of_several_tensors_is_read_once():
 @pytest.mark.parametrize(
     ("mapping", "shape", "read"),
     [
-        (KeyMapping("w", tuple(f"e.{i}" for i in range(4)), Stacked()), (4, 6, 2), {"e.1": 12, "e.2": 12}),
+        (
+            KeyMapping("w", tuple(f"e.{i}" for i in range(4)), Stacked()),
+            (4, 6, 2),
+            {"e.1": 12, "e.2": 12},
+        ),
         (
             KeyMapping("w", tuple(f"e.{i}.{j}" for i in range(4) for j in "gu"), Stacked(2)),
             (4, 2, 3, 5),
@@ -479,16 +522,18 @@ def test_views_keep_the_types_of_the_files():
     internal, adapter = converted_example()
     halves = {name: tensor.bfloat16() for name, tensor in internal.items()}
     external = ExternalView(CountingSource(halves), adapter)
-    assert {spec.dtype for spec in InternalView(external, adapter, specs_of(internal)).specs.values()} == {
-        torch.bfloat16
-    }
+    assert {
+        spec.dtype for spec in InternalView(external, adapter, specs_of(internal)).specs.values()
+    } == {torch.bfloat16}
 
 
 def test_tied_weights_are_compared_in_pieces(monkeypatch):
     import torchtitan.components.weights.views as views
 
     monkeypatch.setattr(views, "_COMPARED_ELEMENTS", 4)
-    adapter = StateDictAdapter([KeyMapping("embedding", "embed")], n_layers=0, tied={"head": "embed"})
+    adapter = StateDictAdapter(
+        [KeyMapping("embedding", "embed")], n_layers=0, tied={"head": "embed"}
+    )
     embedding = torch.randn(5, 2)
     tensors = {"embed": embedding, "head": embedding.clone()}
     InternalView(CountingSource(tensors), adapter, {"embedding": TensorSpec.of(embedding)})
@@ -517,7 +562,9 @@ class Block(nn.Module):
 
 def block_weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {name: torch.randn(x.shape, generator=generator) for name, x in Block().state_dict().items()}
+    return {
+        name: torch.randn(x.shape, generator=generator) for name, x in Block().state_dict().items()
+    }
 
 
 def load_sharded(folder: str, tensor_parallel: int) -> None:
@@ -538,7 +585,9 @@ def load_sharded(folder: str, tensor_parallel: int) -> None:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert same(whole.detach(), expected[name]), (path.name, name)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            assert source.elements.get(name, 0) == local.numel(), "each process must read only its shard"
+            assert source.elements.get(name, 0) == local.numel(), (
+                "each process must read only its shard"
+            )
             if isinstance(tensor, DTensor):
                 assert same(local.detach(), open_source(path).read(name, local_slices(tensor)))
 
@@ -564,7 +613,11 @@ def test_mismatched_weights_are_named():
     weights["tiny"] = torch.zeros(3, 1)
     with pytest.raises(UserError) as raised:
         load_weights(CountingSource(weights), [Block()])
-    for fault in ("up.weight missing", "extra not in the model", "tiny [3, 1] (the model has [1, 3])"):
+    for fault in (
+        "up.weight missing",
+        "extra not in the model",
+        "tiny [3, 1] (the model has [1, 3])",
+    ):
         assert fault in str(raised.value)
 
 
@@ -578,7 +631,8 @@ def load_parts(folder: str) -> None:
     with pytest.raises(UserError, match=r"1\.weight not in the model"):
         load_weights(source, [nn.ModuleDict({"0": nn.Linear(2, 2, bias=False)})], dist.group.WORLD)
     wrong = nn.ModuleDict({str(rank): nn.Linear(2, 2 + rank, bias=False)})
-    with pytest.raises(UserError, match=r"1\.weight \[2, 2\] \(the model has \[3, 2\]\)"):  # on rank 0 too
+    # on rank 0 too
+    with pytest.raises(UserError, match=r"1\.weight \[2, 2\] \(the model has \[3, 2\]\)"):
         load_weights(source, [wrong], dist.group.WORLD)
 
 

@@ -23,7 +23,14 @@ TIED = {**FLOAT32, "model__tie_embeddings": True}
 def test_starts_from_hugging_face_and_exports_to_it(tmp_path):
     """A run with learning rate 0 exports exactly the weights that it started from."""
     source = make_pretrained(tmp_path / "source")
-    train(tmp_path / "run", **FLOAT32, **from_folder(source), **LAST_IN_HF, optimizer__lr=0, optimizer__weight_decay=0)
+    train(
+        tmp_path / "run",
+        **FLOAT32,
+        **from_folder(source),
+        **LAST_IN_HF,
+        optimizer__lr=0,
+        optimizer__weight_decay=0,
+    )
     before, after = read_weights(source), read_weights(tmp_path / "run" / "checkpoint" / "step-4")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -41,7 +48,11 @@ def test_the_export_is_the_trained_model(tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     from transformers import AutoTokenizer
 
-    assert AutoTokenizer.from_pretrained(folder).decode(trainer.tokenizer.encode("Once upon a time")).endswith("time")
+    assert (
+        AutoTokenizer.from_pretrained(folder)
+        .decode(trainer.tokenizer.encode("Once upon a time"))
+        .endswith("time")
+    )
 
 
 def test_values_that_overflow_are_exported_in_float32(tmp_path, caplog):
@@ -53,7 +64,14 @@ def test_values_that_overflow_are_exported_in_float32(tmp_path, caplog):
             with torch.no_grad():
                 self.model_parts[0].tok_embeddings.weight[0, 0] = 1e5
 
-    train(tmp_path, trainer_class=Large, **FLOAT32, **LAST_IN_HF, checkpoint__export_dtype="float16", optimizer__lr=0)
+    train(
+        tmp_path,
+        trainer_class=Large,
+        **FLOAT32,
+        **LAST_IN_HF,
+        checkpoint__export_dtype="float16",
+        optimizer__lr=0,
+    )
     weights = read_weights(tmp_path / "checkpoint" / "step-4")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert weights["model.embed_tokens.weight"][0, 0] == 1e5
@@ -62,10 +80,14 @@ def test_values_that_overflow_are_exported_in_float32(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_a_run_continues_after_a_hugging_face_export(tmp_path, caplog):
-    """It cannot resume from the export, so it repeats the steps after the last full checkpoint, exactly."""
+    """It cannot resume from the export, so it repeats the steps after the last full checkpoint,
+    exactly."""
     options = {**FLOAT32, **LAST_IN_HF, "lr_scheduler__total_steps": 8}
     train(tmp_path / "run", **options)
-    assert [info.kind for info in list_checkpoints(tmp_path / "run" / "checkpoint")] == ["full", "huggingface"]
+    assert [info.kind for info in list_checkpoints(tmp_path / "run" / "checkpoint")] == [
+        "full",
+        "huggingface",
+    ]
     train(tmp_path / "run", **{**options, "training__steps": 8})
     train(tmp_path / "straight", **{**options, "training__steps": 8})
     losses = read_metrics(tmp_path / "run", "loss", "grad_norm")
@@ -86,13 +108,19 @@ def test_a_run_continues_after_a_hugging_face_export(tmp_path, caplog):
 )
 def test_layouts(tmp_path, processes, layout):
     """Weights are loaded into shards, trained as in one process, and exported from shards."""
-    options = {**FLOAT32, **from_folder(make_pretrained(tmp_path / "source")), "training__global_batch_size": 8}
+    options = {
+        **FLOAT32,
+        **from_folder(make_pretrained(tmp_path / "source")),
+        "training__global_batch_size": 8,
+    }
     launch(tmp_path / "many", processes, **options, **layout, **LAST_IN_HF)
     train(tmp_path / "one", **options, **LAST_IN_HF)
     many, one = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("many", "one"))
     # Float32 sums in another order.
     assert many == [pytest.approx(line, rel=1e-5) for line in one]
-    weights, expected = (read_weights(tmp_path / name / "checkpoint" / "step-4") for name in ("many", "one"))
+    weights, expected = (
+        read_weights(tmp_path / name / "checkpoint" / "step-4") for name in ("many", "one")
+    )
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (weights[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
@@ -102,7 +130,9 @@ def test_weights_of_another_model_are_rejected_before_the_run(tmp_path):
     source = make_pretrained(tmp_path / "source")
     with pytest.raises(UserError, match=r"missing from the checkpoint: model\.layers\.2\."):
         tiny_config(tmp_path / "run", **from_folder(source), model__n_layers=3).check(world_size=1)
-    with pytest.raises(UserError, match=r"mlp\.gate_proj\.weight has shape \[128, 64\] instead of \[96, 64\]"):
+    with pytest.raises(
+        UserError, match=r"mlp\.gate_proj\.weight has shape \[128, 64\] instead of \[96, 64\]"
+    ):
         tiny_config(tmp_path / "run", **from_folder(source), model__ffn_dim=96).check(world_size=1)
     with pytest.raises(UserError, match="holds no checkpoint"):
         (tmp_path / "empty").mkdir()
@@ -134,16 +164,25 @@ def test_the_best_and_the_newest_are_kept(tmp_path):
             super().validate()
             return losses[self.step]
 
-    options = {"validator__enable": True, "validator__freq": 2, "validator__steps": 1, "training__steps": 8}
+    options = {
+        "validator__enable": True,
+        "validator__freq": 2,
+        "validator__steps": 1,
+        "training__steps": 8,
+    }
     keep = {"checkpoint__enable": True, "checkpoint__keep_best": True, "checkpoint__interval": 100}
-    train(tmp_path, trainer_class=Scripted, **FLOAT32, **options, **keep, checkpoint__keep_latest_k=1)
+    train(
+        tmp_path, trainer_class=Scripted, **FLOAT32, **options, **keep, checkpoint__keep_latest_k=1
+    )
     kept = {info.step: info.validation_loss for info in list_checkpoints(tmp_path / "checkpoint")}
     assert kept == {4: 3.0, 8: 3.5}
 
 
 def test_keep_best_needs_validation(tmp_path):
     with pytest.raises(UserError, match="--validator.enable"):
-        tiny_config(tmp_path, checkpoint__enable=True, checkpoint__keep_best=True).check(world_size=1)
+        tiny_config(tmp_path, checkpoint__enable=True, checkpoint__keep_best=True).check(
+            world_size=1
+        )
 
 
 @pytest.mark.slow
@@ -157,10 +196,28 @@ def test_resuming_with_another_batch_size(tmp_path):
             seen.extend(batch["input"])
             return super().post_dataloading_process(batch)
 
-    train(tmp_path / "changed", trainer_class=Recording, **options, training__steps=2, training__local_batch_size=2)
-    train(tmp_path / "changed", trainer_class=Recording, **options, training__steps=4, training__local_batch_size=4)
+    train(
+        tmp_path / "changed",
+        trainer_class=Recording,
+        **options,
+        training__steps=2,
+        training__local_batch_size=2,
+    )
+    train(
+        tmp_path / "changed",
+        trainer_class=Recording,
+        **options,
+        training__steps=4,
+        training__local_batch_size=4,
+    )
     changed, seen[:] = list(seen), []
-    train(tmp_path / "plain", trainer_class=Recording, **options, training__steps=6, training__local_batch_size=2)
+    train(
+        tmp_path / "plain",
+        trainer_class=Recording,
+        **options,
+        training__steps=6,
+        training__local_batch_size=2,
+    )
     assert torch.equal(torch.stack(changed), torch.stack(seen))
 
 
@@ -187,7 +244,8 @@ class Distilling(Trainer):
     def complete_step(self, outcome):
         with torch.no_grad():
             nn.utils.vector_to_parameters(
-                0.9 * nn.utils.parameters_to_vector(self.teacher.parameters()), self.teacher.parameters()
+                0.9 * nn.utils.parameters_to_vector(self.teacher.parameters()),
+                self.teacher.parameters(),
             )
         super().complete_step(outcome)
 
@@ -201,7 +259,9 @@ def test_several_models_in_one_run(tmp_path):
     def run(folder: Path, **options) -> Distilling:
         config = tiny_config(folder, **FLOAT32, checkpoint__enable=True, **options)
         values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        trainer = Distilling.Config(**values, teacher=str(tmp_path / "other" / "checkpoint" / "step-1")).build()
+        trainer = Distilling.Config(
+            **values, teacher=str(tmp_path / "other" / "checkpoint" / "step-1")
+        ).build()
         trainer.train()
         trainer.close()
         return trainer
@@ -209,7 +269,12 @@ def test_several_models_in_one_run(tmp_path):
     straight = run(tmp_path / "straight", **from_folder(source))
     run(tmp_path / "resumed", **from_folder(source), training__steps=2, lr_scheduler__total_steps=4)
     resumed = run(tmp_path / "resumed", **from_folder(source))
-    assert not torch.equal(straight.teacher.head.norm.weight, straight.model_parts[0].head.norm.weight)
-    for model, expected in ((resumed.teacher, straight.teacher), (resumed.model_parts[0], straight.model_parts[0])):
+    assert not torch.equal(
+        straight.teacher.head.norm.weight, straight.model_parts[0].head.norm.weight
+    )
+    for model, expected in (
+        (resumed.teacher, straight.teacher),
+        (resumed.model_parts[0], straight.model_parts[0]),
+    ):
         for name, tensor in expected.state_dict().items():
             assert torch.equal(model.state_dict()[name], tensor), name

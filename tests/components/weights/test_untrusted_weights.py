@@ -1,4 +1,5 @@
-"""Untrusted weights: no code in a checkpoint runs, and malformed or damaged files give a one-line error."""
+"""Untrusted weights: no code in a checkpoint runs, and malformed or damaged files give a one-line
+error."""
 
 import dataclasses
 import hashlib
@@ -95,7 +96,11 @@ def put_bytes(step: Path, name: str, payload: object) -> None:
 
     def change(metadata: Metadata) -> None:
         place = metadata.storage_data[MetadataIndex(name)]
-        place.relative_path, place.offset, place.length = file.name, begin, file.stat().st_size - begin
+        place.relative_path, place.offset, place.length = (
+            file.name,
+            begin,
+            file.stat().st_size - begin,
+        )
 
     change_metadata(step, change)
 
@@ -116,7 +121,9 @@ class TestNothingIsExecuted:
     def test_metadata_next_to_safetensors(self, tmp_path, capsys, canary, assets):
         folder = Path(shutil.copytree(assets / "stories260K/hf-converted", tmp_path / "model"))
         (folder / "assets").mkdir()
-        (folder / "assets/model.json").write_text('{"module": "torchtitan.models.llama3", "flavor": "a", "config": {}}')
+        (folder / "assets/model.json").write_text(
+            '{"module": "torchtitan.models.llama3", "flavor": "a", "config": {}}'
+        )
         (folder / ".metadata").write_bytes(pickle.dumps(canary))
         for words in (
             ("inspect", folder),
@@ -127,7 +134,11 @@ class TestNothingIsExecuted:
             assert code == 2
             assert "DCP (.metadata) and Hugging Face (model.safetensors)" in message
         with pytest.raises(UserError, match="2 formats"):
-            train(tmp_path / "run", checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
+            train(
+                tmp_path / "run",
+                checkpoint__initial_load_path=folder,
+                checkpoint__initial_load_in_hf=True,
+            )
         with pytest.raises(UserError, match="is not a checkpoint"):
             train(tmp_path / "run", checkpoint__initial_load_path=folder)
 
@@ -152,7 +163,9 @@ class TestNothingIsExecuted:
         step = tmp_path / "run/checkpoint/step-2"
         put_bytes(step, text_entry(step, "trainer"), canary)
         forge(step)
-        with pytest.raises(UserError, match="step-2 cannot be read .*; load another checkpoint") as caught:
+        with pytest.raises(
+            UserError, match="step-2 cannot be read .*; load another checkpoint"
+        ) as caught:
             train(tmp_path / "run", checkpoint__enable=True, training__steps=3)
         assert "\n" not in str(caught.value)
 
@@ -160,7 +173,9 @@ class TestNothingIsExecuted:
         step = save_step(tmp_path, 7)
 
         def change(metadata: Metadata) -> None:
-            place = next(metadata.storage_data[i] for i in metadata.storage_data if i.fqn == "model.b.weight")
+            place = next(
+                metadata.storage_data[i] for i in metadata.storage_data if i.fqn == "model.b.weight"
+            )
             torch.save({"a": canary, "b": torch.zeros(99)}, step / place.relative_path)
             place.offset, place.length = 0, (step / place.relative_path).stat().st_size
 
@@ -169,7 +184,9 @@ class TestNothingIsExecuted:
             with pytest.raises(UserError, match="b.weight: UnpicklingError"):
                 open_source(step).read("b.weight", slices)
 
-    @pytest.mark.parametrize("content", ["7", "{", "[" * 100_000, {"a": 1}], ids=["7", "{", "[[[", "not text"])
+    @pytest.mark.parametrize(
+        "content", ["7", "{", "[" * 100_000, {"a": 1}], ids=["7", "{", "[[[", "not text"]
+    )
     def test_invalid_text_entry(self, tmp_path, trained, content):
         shutil.copytree(trained, tmp_path / "run")
         step = tmp_path / "run/checkpoint/step-2"
@@ -198,7 +215,9 @@ PICKLES = {
     "memo bomb": opcodes(b"N", b"r" + struct.pack("<I", 2**32 - 1), b"0N"),
     "a string of 2**62 bytes": opcodes(b"\x8d" + struct.pack("<Q", 2**62)),
     "an integer of 2**31 bytes": opcodes(b"\x8b" + struct.pack("<i", 2**31 - 1)),
-    "very long integers": opcodes(b"\x8a\xff" + b"\x7f" * 255, b"(" * 100, b"N\x8a\x01\x01" * 20_000),
+    "very long integers": opcodes(
+        b"\x8a\xff" + b"\x7f" * 255, b"(" * 100, b"N\x8a\x01\x01" * 20_000
+    ),
     "nested lists": opcodes(b"]" * 100_000, b"a" * 99_999),
     "nested tuples as a key": opcodes(b"})", b"\x85" * 200_000, b"Ns"),
     "an unhashable key": opcodes(b"}]Ns"),
@@ -219,7 +238,9 @@ PICKLES = {
 @pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
 def test_malformed_pickles(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match=r"/\.metadata (cannot be read, it is|refers to .* it is) damaged") as caught:
+    with pytest.raises(
+        UserError, match=r"/\.metadata (cannot be read, it is|refers to .* it is) damaged"
+    ) as caught:
         open_source(tmp_path)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
@@ -229,7 +250,11 @@ def tensor(metadata: Metadata) -> TensorStorageMetadata:
 
 
 def place(metadata: Metadata) -> Any:
-    return next(metadata.storage_data[index] for index in metadata.storage_data if index.fqn == "model.b.weight")
+    return next(
+        metadata.storage_data[index]
+        for index in metadata.storage_data
+        if index.fqn == "model.b.weight"
+    )
 
 
 def set_to(get: Callable[[Metadata], object], **values: object) -> Callable[[Metadata], object]:
@@ -244,10 +269,14 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
     "no places": set_to(itself, storage_data=None),
     "no names": set_to(itself, planner_data=None),
     "wrong names": lambda metadata: metadata.planner_data.update({"model.b.weight": ("a", "b", 3)}),
-    "names in a list": lambda metadata: metadata.planner_data.update({"model.b.weight": ["a", "b"]}),
+    "names in a list": lambda metadata: metadata.planner_data.update(
+        {"model.b.weight": ["a", "b"]}
+    ),
     "a field is missing": lambda metadata: metadata.__dict__.pop("storage_data"),
     "specs are a list": set_to(itself, state_dict_metadata=[1, 2]),
-    "an entry is a number": lambda metadata: metadata.state_dict_metadata.update({"model.b.weight": 7}),
+    "an entry is a number": lambda metadata: metadata.state_dict_metadata.update(
+        {"model.b.weight": 7}
+    ),
     "text in place of a tensor": lambda metadata: metadata.state_dict_metadata.update(
         {"model.b.weight": BytesStorageMetadata()}
     ),
@@ -273,13 +302,23 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
         size=torch.Size([2**30]),
         chunks=[ChunkStorageMetadata(torch.Size([0]), torch.Size([2**30]))],
     ),
-    "a piece outside": set_to(tensor, chunks=[ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([4, 6]))]),
-    "a piece of other dimensions": set_to(tensor, chunks=[ChunkStorageMetadata(torch.Size([0]), torch.Size([24]))]),
+    "a piece outside": set_to(
+        tensor, chunks=[ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([4, 6]))]
+    ),
+    "a piece of other dimensions": set_to(
+        tensor, chunks=[ChunkStorageMetadata(torch.Size([0]), torch.Size([24]))]
+    ),
     "no pieces": set_to(tensor, chunks=[]),
-    "too many pieces": lambda metadata: tensor(metadata).chunks.extend(tensor(metadata).chunks * 100_000),
+    "too many pieces": lambda metadata: tensor(metadata).chunks.extend(
+        tensor(metadata).chunks * 100_000
+    ),
     "no type": lambda metadata: setattr(tensor(metadata).properties, "dtype", "float32"),
-    "a key that is a number": lambda metadata: metadata.storage_data.update({MetadataIndex(7): place(metadata)}),
-    "a very long name": lambda metadata: metadata.storage_data.update({MetadataIndex("a" * 10**6): place(metadata)}),
+    "a key that is a number": lambda metadata: metadata.storage_data.update(
+        {MetadataIndex(7): place(metadata)}
+    ),
+    "a very long name": lambda metadata: metadata.storage_data.update(
+        {MetadataIndex("a" * 10**6): place(metadata)}
+    ),
 }
 
 
@@ -319,7 +358,9 @@ def test_randomly_damaged_metadata(tmp_path):
         damaged = bytearray(content)
         for _ in range(rng.choice((1, 1, 3))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        (step / ".metadata").write_bytes(damaged[: rng.choice((len(content), rng.randrange(len(content))))])
+        (step / ".metadata").write_bytes(
+            damaged[: rng.choice((len(content), rng.randrange(len(content))))]
+        )
         try:
             source = open_source(step)
             for name in source.specs:
@@ -332,7 +373,9 @@ def test_randomly_damaged_metadata(tmp_path):
 
 def test_tensor_that_differs_from_metadata(tmp_path):
     step = save_step(tmp_path, 7)
-    change_metadata(step, lambda metadata: setattr(tensor(metadata).properties, "dtype", torch.int32))
+    change_metadata(
+        step, lambda metadata: setattr(tensor(metadata).properties, "dtype", torch.int32)
+    )
     with pytest.raises(UserError, match="does not match .metadata"):
         open_source(step).read("b.weight")
 
@@ -365,8 +408,12 @@ def test_forged_marker_of_an_invalid_manifest(tmp_path, content):
 class TestTwoFormats:
     def test_are_rejected(self, tmp_path, capsys):
         writers = {
-            "DCP (.metadata)": lambda: shutil.copytree(save_step(tmp_path / "run", 7), folder, dirs_exist_ok=True),
-            "Hugging Face (model.safetensors)": lambda: write_huggingface(folder, FORMS, TENSORS.__getitem__),
+            "DCP (.metadata)": lambda: shutil.copytree(
+                save_step(tmp_path / "run", 7), folder, dirs_exist_ok=True
+            ),
+            "Hugging Face (model.safetensors)": lambda: write_huggingface(
+                folder, FORMS, TENSORS.__getitem__
+            ),
             "Meta (consolidated.00.pth)": lambda: write_meta(folder, FORMS, TENSORS.__getitem__),
         }
         for left_out in writers:
@@ -430,14 +477,19 @@ class TestLinks:
         shutil.move(tmp_path / "step/assets", tmp_path / "elsewhere")
         forge(tmp_path / "step")
         (tmp_path / "step/assets").symlink_to(tmp_path / "elsewhere")
-        code, message = run_command(capsys, "convert", "--to", "hf", tmp_path / "step", tmp_path / "out")
+        code, message = run_command(
+            capsys, "convert", "--to", "hf", tmp_path / "step", tmp_path / "out"
+        )
         assert (code, "assets is a link to" in message) == (2, True)
 
     def test_within_the_folder_and_to_it_are_followed(self, tmp_path, capsys, model):
         shutil.move(model / "tokenizer.json", model / "other.json")
         (model / "tokenizer.json").symlink_to("other.json")
         (tmp_path / "alias").symlink_to(model)
-        assert run_command(capsys, "convert", "--to", "hf", tmp_path / "alias", tmp_path / "out")[0] == 0
+        assert (
+            run_command(capsys, "convert", "--to", "hf", tmp_path / "alias", tmp_path / "out")[0]
+            == 0
+        )
         assert (tmp_path / "out/tokenizer.json").read_bytes() == (model / "other.json").read_bytes()
         assert not (tmp_path / "out/tokenizer.json").is_symlink()
 
@@ -450,7 +502,9 @@ class TestLinks:
             shutil.copy(file, cache / f"blobs/{number}")
             (snapshot / file.name).symlink_to(f"../../blobs/{number}")
         assert run_command(capsys, "convert", "--to", "meta", snapshot, tmp_path / "out")[0] == 0
-        assert (tmp_path / "out/tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+        assert (tmp_path / "out/tokenizer.json").read_bytes() == (
+            model / "tokenizer.json"
+        ).read_bytes()
         (snapshot / "merges.txt").symlink_to("../../../private/key")
         assert run_command(capsys, "convert", "--to", "meta", snapshot, tmp_path / "again")[0] == 2
 
@@ -473,14 +527,18 @@ class TestLinks:
 class TestGitLfsPointers:
     ADVICE = "is a Git LFS pointer in place of the file itself: fetch the file with `git lfs pull`"
 
-    @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "consolidated.00.pth", ".metadata"])
+    @pytest.mark.parametrize(
+        "name", ["model.safetensors", "pytorch_model.bin", "consolidated.00.pth", ".metadata"]
+    )
     def test_in_place_of_weights(self, tmp_path, capsys, name):
         (tmp_path / name).write_text(LFS)
         with pytest.raises(UserError, match=f"/{name} {self.ADVICE}"):
             open_source(tmp_path)
 
     def test_in_place_of_a_shard(self, tmp_path):
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "part.safetensors"}})
+        )
         (tmp_path / "part.safetensors").write_text(LFS)
         with pytest.raises(UserError, match=f"/part.safetensors {self.ADVICE}"):
             open_source(tmp_path)
@@ -534,7 +592,10 @@ def load_notes(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_report_the_same_error(tmp_path):
-    notes = {f"note.rank{rank}": states_in_dcp.encode("note", {"text": f"of rank {rank}"}) for rank in range(2)}
+    notes = {
+        f"note.rank{rank}": states_in_dcp.encode("note", {"text": f"of rank {rank}"})
+        for rank in range(2)
+    }
     for name, second_note in {
         "good": notes["note.rank1"],
         "bad": {"json-0": "{"},
@@ -549,7 +610,10 @@ def test_all_ranks_report_the_same_error(tmp_path):
 def compressed(content: bytes, after_pickle: bytes = b"") -> bytes:
     """Return a zip file with compressed records, and extra bytes after its pickle."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as old,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for record in old.namelist():
             new.writestr(record, old.read(record) + after_pickle * record.endswith(".pkl"))
     return out.getvalue()
@@ -558,13 +622,23 @@ def compressed(content: bytes, after_pickle: bytes = b"") -> bytes:
 class TestDamagedTorchFiles:
     @pytest.fixture
     def saved(self, tmp_path) -> bytes:
-        torch.save({"a": torch.arange(100.0), "b": torch.arange(60).reshape(6, 10)}, tmp_path / "saved")
+        torch.save(
+            {"a": torch.arange(100.0), "b": torch.arange(60).reshape(6, 10)}, tmp_path / "saved"
+        )
         return (tmp_path / "saved").read_bytes()
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
     def test_give_a_one_line_error(self, tmp_path, saved, name):
         rng = random.Random(1)
-        contents = [b"", b"\0" * 1000, b"PK", saved[:-1], saved[: len(saved) // 2], saved[100:], b"<html></html>"]
+        contents = [
+            b"",
+            b"\0" * 1000,
+            b"PK",
+            saved[:-1],
+            saved[: len(saved) // 2],
+            saved[100:],
+            b"<html></html>",
+        ]
         for _ in range(40):
             damaged = bytearray(saved)
             for _ in range(3):
@@ -595,7 +669,9 @@ class TestDamagedTorchFiles:
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
     def test_compressed_records_are_rejected(self, tmp_path, saved, name):
         (tmp_path / name).write_bytes(compressed(saved))
-        with pytest.raises(UserError, match=f"{name} has compressed records, unlike files of torch.save; load it"):
+        with pytest.raises(
+            UserError, match=f"{name} has compressed records, unlike files of torch.save; load it"
+        ):
             open_source(tmp_path)
 
     def test_compressed_records_in_dcp_are_rejected(self, tmp_path):
@@ -619,7 +695,13 @@ class TestDamagedTorchFiles:
             open_source(tmp_path)
 
     def test_a_pipe_in_place_of_a_file(self, tmp_path, capsys):
-        for name in ("consolidated.00.pth", "model.safetensors", ".metadata", "complete.json", "config.json"):
+        for name in (
+            "consolidated.00.pth",
+            "model.safetensors",
+            ".metadata",
+            "complete.json",
+            "config.json",
+        ):
             os.mkfifo(tmp_path / name)
         with pytest.raises(UserError, match="holds no checkpoint"):
             open_source(tmp_path)

@@ -56,7 +56,9 @@ def test_each_value_name_shape_and_type_counts(tmp_path):
         variants.append({**TENSORS, "matrix": changed})
     variants.append({**TENSORS, "matrix": TENSORS["matrix"].view(30, 40)})
     variants.append({**TENSORS, "bytes": TENSORS["bytes"].view(torch.int8)})
-    variants.append({("other" if name == "matrix" else name): tensor for name, tensor in TENSORS.items()})
+    variants.append(
+        {("other" if name == "matrix" else name): tensor for name, tensor in TENSORS.items()}
+    )
     for number, tensors in enumerate(variants):
         found.add(digest(write(tmp_path / str(number), tensors)))
     assert len(found) == 1 + len(variants)

@@ -1,4 +1,5 @@
-"""The model types that transformers maps to causal and image-text classes, and configurations to build them from."""
+"""The model types that transformers maps to causal and image-text classes, and configurations to
+build them from."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers.models.auto.modeling_auto import (
 CAUSAL = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 IMAGE_TEXT = list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
-# What published configurations state, classes need and default configurations leave at None: of any type, by type.
+# What published configurations state, classes need and default configurations leave at None: of any
+# type, by type.
 _COMMON = {
     "num_experts": 8,
     "n_routed_experts": 8,
@@ -21,14 +23,20 @@ _COMMON = {
     "moe_intermediate_size": 512,
 }
 _BY_TYPE: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 11},
     "emu3": {"vocabulary_map": {"<image>": 150_000}},
     "chameleon": {"vocabulary_map": {"<image>": 60_000, "IMGIMGA": 60_001}},
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
     "lfm2_moe": {"layer_types": ["conv"] * 16 + ["full_attention"] * 16},
     "paddleocr_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [16, 24, 24]}
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500_000.0,
+            "mrope_section": [16, 24, 24],
+        }
     },
     "step3p5": {"sliding_window": 512},
     "qwen4_exp_text": {
@@ -62,14 +70,18 @@ def default_config(model_type: str) -> PretrainedConfig:
             if name in values and values[name] is None or name == "rope_parameters":
                 setattr(part, name, value)
         rope = values.get("rope_parameters") or {}
-        if "mrope_section" in getattr(part, "ignore_keys_at_rope_validation", ()) and "rope_theta" in rope:
+        if (
+            "mrope_section" in getattr(part, "ignore_keys_at_rope_validation", ())
+            and "rope_theta" in rope
+        ):
             part.rope_parameters.setdefault("mrope_section", [16, 24, 24])
     return config
 
 
 def decoder_config(model_type: str) -> PretrainedConfig:
-    """Return `default_config`, as the decoder that predicts the next token if the type is in the causal mapping: the
-    decoders of BERT and of encoder-decoders are causal only if their configurations request it."""
+    """Return `default_config`, as the decoder that predicts the next token if the type is in the
+    causal mapping: the decoders of BERT and of encoder-decoders are causal only if their
+    configurations request it."""
     config = default_config(model_type)
     if model_type in CAUSAL:
         for name, value in {"is_decoder": True, "is_encoder_decoder": False}.items():

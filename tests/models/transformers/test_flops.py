@@ -28,7 +28,10 @@ def test_equals_the_formula_of_our_families(family, model_type):
     ours.vocab_size = 512
     document = family.FORMATS["hf"].to_external(ours)
     with torch.device("meta"):
-        own, plain = ours.build(), TransformersModel.Config.of({**document, "model_type": model_type}).build()
+        own, plain = (
+            ours.build(),
+            TransformersModel.Config.of({**document, "model_type": model_type}).build(),
+        )
     norms = sum(parameter.numel() for parameter in own.parameters() if parameter.ndim == 1)
     assert plain.flops_per_token(600) == own.flops_per_token(600) - 6 * norms
 
@@ -37,7 +40,11 @@ def test_longer_passes_of_recurrent_layers_are_extrapolated():
     """A state-space model has no products between tokens: each matrix is used once per token."""
     model = meta_model("mamba")
     embedding = model.model.get_input_embeddings().weight.numel()
-    states = sum(p.numel() for name, p in model.named_parameters() if name.endswith(("A_log", "conv1d.weight")))
+    states = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if name.endswith(("A_log", "conv1d.weight"))
+    )
     once = 6 * (matrices(model) - (0 if model.is_tied else embedding) - states)
     short, long = model.flops_per_token(64), model.flops_per_token(100_000)
     assert once < long < 1.2 * once and long == pytest.approx(short, rel=0.05)
@@ -53,7 +60,10 @@ def test_only_active_experts_count():
 
 def test_frozen_weights_need_no_gradient():
     model = meta_model("llama")
-    whole, weight = model.flops_per_token(64), model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
+    whole, weight = (
+        model.flops_per_token(64),
+        model.get_parameter("model.model.layers.0.mlp.up_proj.weight"),
+    )
     weight.requires_grad_(False)
     assert whole - model.flops_per_token(64) == 2 * weight.numel()
     assert model.requires_grad_(False).flops_per_token(64) == whole / 3
@@ -68,7 +78,12 @@ def test_a_class_that_reads_values_is_estimated(caplog):
 def test_many_layers_take_little_time():
     with torch.device("meta"):
         model = TransformersModel.Config.of(
-            {"model_type": "qwen3_moe", "num_hidden_layers": 90, "num_experts": 64, "hidden_size": 4096}
+            {
+                "model_type": "qwen3_moe",
+                "num_hidden_layers": 90,
+                "num_experts": 64,
+                "hidden_size": 4096,
+            }
         ).build()
     started = time.process_time()
     assert model.flops_per_token(8192) > 0

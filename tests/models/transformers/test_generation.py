@@ -1,4 +1,5 @@
-"""Generation with the caches of classes: the same tokens as transformers' own, in batches of different lengths."""
+"""Generation with the caches of classes: the same tokens as transformers' own, in batches of
+different lengths."""
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ NEW = 8
 
 
 def pair(model_type):
-    """A tiny model with large random weights, so that texts differ, and the class with the same weights."""
+    """A tiny model with large random weights, so that texts differ, and the class with the same
+    weights."""
     config = TransformersModel.Config.of(tiny_config(CONFIG_MAPPING[model_type]()).to_dict())
     model, reference = config.build().eval(), build_class(config.transformers_config()).eval()
     torch.manual_seed(0)
@@ -23,7 +25,9 @@ def pair(model_type):
             parameter.normal_(std=max(parameter.shape[1:], default=4) ** -0.5)
         state = reference.state_dict()
         for name, tensor in model.state_dict().items():
-            tensor.copy_(state[name.removeprefix("model.").replace("head.output", model.output_name)])
+            tensor.copy_(
+                state[name.removeprefix("model.").replace("head.output", model.output_name)]
+            )
     return model, reference
 
 
@@ -34,7 +38,8 @@ def prompts():
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "gemma3_text", "qwen3_5_text", "mamba", "gpt_oss", "mixtral", "opt", "falcon_h1"]
+    "model_type",
+    ["llama", "gemma3_text", "qwen3_5_text", "mamba", "gpt_oss", "mixtral", "opt", "falcon_h1"],
 )
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_equals_transformers(model_type, use_cache):
@@ -42,8 +47,16 @@ def test_equals_transformers(model_type, use_cache):
     expected = []
     for prompt in prompts():
         tokens = torch.tensor([prompt])
-        options = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "eos_token_id": None}
-        expected.append(reference.generate(tokens, max_new_tokens=NEW, pad_token_id=0, **options)[0, len(prompt) :])
+        options = {
+            "attention_mask": torch.ones_like(tokens),
+            "do_sample": False,
+            "eos_token_id": None,
+        }
+        expected.append(
+            reference.generate(tokens, max_new_tokens=NEW, pad_token_id=0, **options)[
+                0, len(prompt) :
+            ]
+        )
     found = generate(model, prompts(), max_new_tokens=NEW, use_cache=use_cache)
     assert [row.ids for row in found] == [row.tolist() for row in expected]
 
@@ -51,7 +64,9 @@ def test_equals_transformers(model_type, use_cache):
 def test_the_class_gets_only_new_tokens(monkeypatch):
     model, _ = pair("lfm2")
     lengths, run = [], ClassCache.run
-    monkeypatch.setattr(ClassCache, "run", lambda self, m, t, a: (lengths.append(t.shape[1]), run(self, m, t, a))[1])
+    monkeypatch.setattr(
+        ClassCache, "run", lambda self, m, t, a: (lengths.append(t.shape[1]), run(self, m, t, a))[1]
+    )
     model.generation_cache(dict)  # tries a clone
     lengths.clear()
     generate(model, prompts(), max_new_tokens=3)

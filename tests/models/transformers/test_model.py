@@ -1,5 +1,5 @@
-"""A class of transformers as one of our models: the same loss and gradients as the class itself, for any head, and
-refusals of models that do not train."""
+"""A class of transformers as one of our models: the same loss and gradients as the class itself,
+for any head, and refusals of models that do not train."""
 
 import importlib
 import json
@@ -25,7 +25,8 @@ from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
 from torchtitan.protocols.attention import AttentionMetadata  # noqa: E402
 
 TOLERANCE = 1e-5
-"""Of the largest element, in float32: the closed form of the loss sums in another order than the class."""
+"""Of the largest element, in float32: the closed form of the loss sums in another order than the
+class."""
 
 TYPES = {
     "llama": {},
@@ -70,7 +71,10 @@ def test_loss_and_gradients_are_those_of_the_class(model_type: str) -> None:
     for name, buffer in reference.named_buffers():
         buffer.data = buffers[name].clone()
 
-    loss = model(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=labels) / (labels != IGNORE_INDEX).sum()
+    loss = (
+        model(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=labels)
+        / (labels != IGNORE_INDEX).sum()
+    )
     loss.backward()
     expected = reference(input_ids=tokens, labels=tokens).loss
     expected.backward()
@@ -95,10 +99,13 @@ def test_the_auxiliary_loss_of_routers_counts() -> None:
     head = CrossEntropyLoss.Config().build()
     models = [model_of({**document, "router_aux_loss_coef": factor}) for factor in (0.0, 0.5)]
     losses = [model(tokens, head=head, labels_BL=tokens) for model in models]
-    assert losses[1] - losses[0] > 0.5 * tokens.numel()  # the loss of a perfect balance is 1 and more
+    # the loss of a perfect balance is 1 and more
+    assert losses[1] - losses[0] > 0.5 * tokens.numel()
 
 
-def auxiliary_gradients(tokens: torch.Tensor, attention: AttentionMetadata) -> dict[str, torch.Tensor]:
+def auxiliary_gradients(
+    tokens: torch.Tensor, attention: AttentionMetadata
+) -> dict[str, torch.Tensor]:
     """Return the gradients of the routers' loss alone."""
     model = model_of(document_of("mixtral", **TYPES["mixtral"]))
     head = CrossEntropyLoss.Config().build()
@@ -114,7 +121,9 @@ def auxiliary_gradients(tokens: torch.Tensor, attention: AttentionMetadata) -> d
 def test_the_auxiliary_loss_leaves_out_padding(padding: int, packed: bool) -> None:
     documents = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(12), torch.arange(12)])[None]
-    expected = auxiliary_gradients(documents.view(1, 24), AttentionMetadata.from_positions(positions))
+    expected = auxiliary_gradients(
+        documents.view(1, 24), AttentionMetadata.from_positions(positions)
+    )
     tokens = F.pad(documents, (0, padding))
     n_tokens = torch.tensor([12, 12])
     attention = AttentionMetadata.of_rows(2, 12 + padding, n_tokens)
@@ -127,8 +136,11 @@ def test_the_auxiliary_loss_leaves_out_padding(padding: int, packed: bool) -> No
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=TOLERANCE * most.item())
 
 
-def gradients_of_step(batches: list[tuple[torch.Tensor, AttentionMetadata]]) -> dict[str, torch.Tensor]:
-    """Return the gradients of the mean loss over the labels of micro-batches, as a `LoadBalancer` drives a step."""
+def gradients_of_step(
+    batches: list[tuple[torch.Tensor, AttentionMetadata]],
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of the mean loss over the labels of micro-batches, as a `LoadBalancer`
+    drives a step."""
     model = model_of(document_of("mixtral", **TYPES["mixtral"]))
     balancer = LoadBalancer([model])
     n_tokens = sum(int((tokens != 0).sum()) for tokens, _ in batches)
@@ -136,7 +148,9 @@ def gradients_of_step(batches: list[tuple[torch.Tensor, AttentionMetadata]]) -> 
     head = CrossEntropyLoss.Config().build()
 
     def loss_of(tokens: torch.Tensor, attention: AttentionMetadata) -> torch.Tensor:
-        return model(tokens, attention, head=head, labels_BL=tokens.where(tokens != 0, IGNORE_INDEX))
+        return model(
+            tokens, attention, head=head, labels_BL=tokens.where(tokens != 0, IGNORE_INDEX)
+        )
 
     with balancer.measuring():
         for batch in batches:
@@ -149,7 +163,9 @@ def gradients_of_step(batches: list[tuple[torch.Tensor, AttentionMetadata]]) -> 
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def ways_to_divide(documents: torch.Tensor) -> dict[str, list[tuple[torch.Tensor, AttentionMetadata]]]:
+def ways_to_divide(
+    documents: torch.Tensor,
+) -> dict[str, list[tuple[torch.Tensor, AttentionMetadata]]]:
     """Return micro-batches of four documents of 12 tokens."""
     rows = AttentionMetadata.of_rows(2, 12)
     positions = torch.arange(12).repeat(4)[None]
@@ -158,12 +174,15 @@ def ways_to_divide(documents: torch.Tensor) -> dict[str, list[tuple[torch.Tensor
         "packed": [(documents.view(1, 48), AttentionMetadata.from_positions(positions))],
         "padded": [(padded, AttentionMetadata.of_rows(4, 21, torch.full((4,), 12)))],
         "accumulated": [(documents[:2], rows), (documents[2:], rows)],
-        "one by one": [(document[None], AttentionMetadata.of_rows(1, 12)) for document in documents],
+        "one by one": [
+            (document[None], AttentionMetadata.of_rows(1, 12)) for document in documents
+        ],
     }
 
 
 def test_the_auxiliary_loss_is_that_of_the_global_batch() -> None:
-    """Equal to the class's own of the whole batch, however it is divided. The sums have other orders."""
+    """Equal to the class's own of the whole batch, however it is divided. The sums have other
+    orders."""
     documents = torch.randint(8, 64, (4, 12), generator=torch.Generator().manual_seed(0))
     model = model_of(document_of("mixtral", **TYPES["mixtral"]))
     loss = model(documents, head=CrossEntropyLoss.Config().build(), labels_BL=documents)
@@ -173,24 +192,33 @@ def test_the_auxiliary_loss_is_that_of_the_global_batch() -> None:
     for way, batches in ways_to_divide(documents).items():
         gradients = gradients_of_step(batches)
         for name, gradient in expected.items():
-            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6 * most, msg=f"{way}: {name}")
+            torch.testing.assert_close(
+                gradients[name], gradient, rtol=0, atol=1e-6 * most, msg=f"{way}: {name}"
+            )
 
 
 def test_log_probabilities_have_no_auxiliary_loss() -> None:
     model = model_of(document_of("mixtral", **TYPES["mixtral"]))
     tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     in_training = model(tokens, head=token_log_probs, labels_BL=tokens)
-    torch.testing.assert_close(in_training, model.eval()(tokens, head=token_log_probs, labels_BL=tokens))
+    torch.testing.assert_close(
+        in_training, model.eval()(tokens, head=token_log_probs, labels_BL=tokens)
+    )
 
 
 def test_another_formula_of_the_auxiliary_loss_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
-    monkeypatch.setattr(module, "load_balancing_loss_func", lambda logits, *sizes: 1.01 * torch.cat(logits).sum())
+    monkeypatch.setattr(
+        module, "load_balancing_loss_func", lambda logits, *sizes: 1.01 * torch.cat(logits).sum()
+    )
     model = model_of(document_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.25))
     assert model.balance is None
-    message = "MixtralForCausalLM computes the loss of its routers in its own way, for each micro-batch of a rank"
+    message = (
+        "MixtralForCausalLM computes the loss of its routers in its own way, for each micro-batch "
+        "of a rank"
+    )
     assert message in caplog.text
 
 
@@ -204,7 +232,9 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     document = document_of("mamba")
     first, again, other = model_of(document), model_of(document), model_of(document, seed=1)
     same = [torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)]
-    differ = [not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)]
+    differ = [
+        not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)
+    ]
     assert all(same) and any(differ)
     assert all(tensor.isfinite().all() for tensor in first.state_dict().values())
 
@@ -228,11 +258,16 @@ def folder_with(folder: Path, **document: object) -> Path:
         ({"model_type": "next_year", "transformers_version": "6.1"}, "written by transformers 6.1"),
         ({"model_type": "vit"}, "no class in transformers that predicts the next token"),
         ({"model_type": "bart"}, "encoder-decoder"),
-        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "modeling_own.py"),
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "modeling_own.py",
+        ),
         ({"model_type": "cohere", "num_hidden_layers": "two"}, "transformers refuses it"),
     ],
 )
-def test_what_does_not_train_is_refused(tmp_path: Path, document: dict[str, object], message: str) -> None:
+def test_what_does_not_train_is_refused(
+    tmp_path: Path, document: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as error:
         spec, _ = huggingface_model(folder_with(tmp_path, **document))
         with torch.device("meta"):
@@ -249,13 +284,17 @@ def test_an_own_family_comes_first(tmp_path: Path) -> None:
     assert huggingface_model(folder, any_class)[0].name == "transformers"
 
 
-def test_code_in_the_folder_is_executed_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_the_folder_is_executed_only_if_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "from transformers import LlamaConfig, LlamaForCausalLM\n"
     code += "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
     code += "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     (tmp_path / "modeling_own.py").write_text(code)
     auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
-    folder = folder_with(tmp_path, **{**document_of("llama"), "model_type": "own", "auto_map": auto_map})
+    folder = folder_with(
+        tmp_path, **{**document_of("llama"), "model_type": "own", "auto_map": auto_map}
+    )
     with pytest.raises(UserError, match=TRUST_VARIABLE):
         huggingface_model(folder)
     monkeypatch.setenv(TRUST_VARIABLE, "1")
@@ -286,14 +325,23 @@ def test_vision_is_not_converted() -> None:
 def test_buffers_keep_their_types() -> None:
     with torch.device("meta"):
         model = TransformersModel.Config.of(document_of("deepseek_v3")).build().to(torch.bfloat16)
-    types = {name: buffer.dtype for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    types = {
+        name: buffer.dtype
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
     assert set(types.values()) == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_code_of_another_repository_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_another_repository_is_never_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TRUST_VARIABLE, "1")
-    auto_map = {"AutoConfig": "other/code--own.OwnConfig", "AutoModelForCausalLM": "other/code--own.Own"}
+    auto_map = {
+        "AutoConfig": "other/code--own.OwnConfig",
+        "AutoModelForCausalLM": "other/code--own.Own",
+    }
     with pytest.raises(UserError, match="other/code--own.py"):
         huggingface_model(folder_with(tmp_path, model_type="own", auto_map=auto_map))
 

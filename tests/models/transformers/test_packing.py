@@ -1,5 +1,5 @@
-"""Packed documents in classes of transformers: each gets the logits and gradients that it has alone, in the class's own
-default implementation."""
+"""Packed documents in classes of transformers: each gets the logits and gradients that it has
+alone, in the class's own default implementation."""
 
 import copy
 from typing import Any
@@ -24,7 +24,12 @@ LENGTHS = [30, 3, 1, 14, 20, 28]
 LFM2 = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 QWEN2_VL = {
     "text_config": {
-        **{"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2},
+        **{
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 2,
+        },
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
     }
 }
@@ -52,12 +57,17 @@ def make_config(case: str) -> Any:
 
 
 def make_models(case: str) -> tuple[packing.Packing, nn.Module, nn.Module]:
-    """Return the way to pack, and a tiny model of the class as it is by default and as packing needs it. Its weights
-    are so large that other documents would change the logits by far more than rounding."""
+    """Return the way to pack, and a tiny model of the class as it is by default and as packing
+    needs it. Its weights are so large that other documents would change the logits by far more than
+    rounding."""
     config = make_config(case)
     chosen, tiny = packing.choose_packing(config), tiny_config(config)
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    auto = transformers.AutoModelForCausalLM if case != "text of images" else transformers.AutoModelForImageTextToText
+    auto = (
+        transformers.AutoModelForCausalLM
+        if case != "text of images"
+        else transformers.AutoModelForImageTextToText
+    )
     assert (config.model_type in names) == (auto is transformers.AutoModelForCausalLM)
     torch.manual_seed(0)
     default = auto.from_config(copy.deepcopy(tiny))
@@ -81,7 +91,11 @@ def loss_of(logits: Tensor) -> Tensor:
 
 def checkpoint(model: Any) -> None:
     """Recompute each block in the backward pass."""
-    blocks = [name for name, module in model.named_modules() if type(module).__name__ in model._no_split_modules]
+    blocks = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in model._no_split_modules
+    ]
     assert blocks
     for name in blocks:
         model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name)))
@@ -89,7 +103,10 @@ def checkpoint(model: Any) -> None:
 
 def assert_equal_gradients(model: nn.Module, expected: nn.Module) -> None:
     """To 1e-5 of the largest: sums in another order round differently, about 1e-6."""
-    gradients = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    gradients = {
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad
+        for name, p in model.named_parameters()
+    }
     largest = max(p.grad.abs().max() for p in expected.parameters() if p.grad is not None)
     for name, parameter in expected.named_parameters():
         if parameter.grad is not None:
@@ -127,8 +144,12 @@ def test_compiled_blocks_have_one_graph_for_all_batches() -> None:
         layer.compile(backend="eager", fullgraph=True)
     for batch in (attention, AttentionMetadata.from_positions(torch.arange(24).repeat(2, 2))):
         logits = chosen.run(model, tokens_BL, batch, static=True).logits
-        expected = torch.cat([default(x[None]).logits for x in tokens_BL.flatten().split(batch.lengths)], 1)
-        torch.testing.assert_close(logits, expected.view_as(logits), rtol=0, atol=1e-5 * expected.abs().max().item())
+        expected = torch.cat(
+            [default(x[None]).logits for x in tokens_BL.flatten().split(batch.lengths)], 1
+        )
+        torch.testing.assert_close(
+            logits, expected.view_as(logits), rtol=0, atol=1e-5 * expected.abs().max().item()
+        )
     # At most one with a window, and one without.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] in (1, 2)
 
@@ -143,7 +164,9 @@ def test_compiled_blocks_have_one_graph_for_all_batches() -> None:
         ("an unknown option", "sinks", "masks"),
     ],
 )
-def test_the_probe_sees_faults(fault: str, case: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_sees_faults(
+    fault: str, case: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiny, "_results", {})
     if fault == "no window":
         monkeypatch.setattr(packing, "_window", lambda mask_function: (True, None))
@@ -153,7 +176,9 @@ def test_the_probe_sees_faults(fault: str, case: str, mode: str, monkeypatch: py
     elif fault == "documents forgotten in our attention":
         whole_rows = AttentionMetadata.of_rows(2, 64)
         monkeypatch.setattr(
-            packing.Documents, "with_kernel", lambda self, **p: packing.with_kernel(whole_rows, **p, static=False)
+            packing.Documents,
+            "with_kernel",
+            lambda self, **p: packing.with_kernel(whole_rows, **p, static=False),
         )
     elif fault == "documents forgotten in masks":
         monkeypatch.setattr(packing, "_remap", lambda mask_function, positions_BL: mask_function)
@@ -181,15 +206,24 @@ def test_dropout_of_attention_keeps_documents_apart() -> None:
 
 
 def test_generation_with_a_cache_equals_the_default() -> None:
-    """Our attention, outside of a packed forward pass, gets a cache, and queries that are fewer than the keys."""
+    """Our attention, outside of a packed forward pass, gets a cache, and queries that are fewer
+    than the keys."""
     _, default, model = make_models("windows and soft caps")
     tokens_BL, _ = make_batch()
-    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": True, "eos_token_id": None, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "use_cache": True,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     generated = [m.generate(tokens_BL, **options) for m in (model, default)]
     assert generated[0].shape == (2, 60) and torch.equal(*generated)
 
 
-def test_a_line_says_why_documents_get_rows(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_says_why_documents_get_rows(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiny, "_results", {})
     monkeypatch.setattr(packing, "missing_kernels", lambda config: ["causal_conv1d"])
     for _ in range(2):
@@ -222,7 +256,8 @@ def test_an_encoder_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "state space with attention"])
 def test_sharded_gradients_equal_one_process(case: str, workers: Workers) -> None:
-    """Ranks have other documents, so under "rows" batches of other shapes, but call the model equally often."""
+    """Ranks have other documents, so under "rows" batches of other shapes, but call the model
+    equally often."""
     workers.run(compare_sharded, case)
 
 

@@ -21,7 +21,9 @@ CLASS = {
 """The hybrid of convolutions and attention."""
 
 
-def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_continues_bit_for_bit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path / "whole", **CLASS, training__steps=4)
     train(tmp_path / "parts", **CLASS, training__steps=4, checkpoint__interval=2)
     (newest,) = (tmp_path / "parts/checkpoint").glob("step-4")
@@ -29,16 +31,25 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, caplog: pytest.LogC
     caplog.set_level("INFO")
     train(tmp_path / "parts", **CLASS, training__steps=4)
     assert "step-2" in caplog.text
-    whole, resumed = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("whole", "parts"))
+    whole, resumed = (
+        read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("whole", "parts")
+    )
     assert resumed == whole and len(resumed) == 4
 
 
 def test_an_export_is_the_class_in_transformers(tmp_path: Path) -> None:
-    train(tmp_path, LoRA.Config(include=["q_proj", "v_proj", "w1"]), **CLASS, checkpoint__last_save_in_hf=True)
+    train(
+        tmp_path,
+        LoRA.Config(include=["q_proj", "v_proj", "w1"]),
+        **CLASS,
+        checkpoint__last_save_in_hf=True,
+    )
     folder = tmp_path / "checkpoint/step-4"
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours = load_model(folder, device="cpu", dtype=torch.float32).model
     tokens = torch.randint(8, 64, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), reference(input_ids=tokens).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            ours(tokens), reference(input_ids=tokens).logits, rtol=0, atol=1e-5
+        )
     assert json.loads((folder / "adapter/adapter_config.json").read_text())["peft_type"] == "LORA"

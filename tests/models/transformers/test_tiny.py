@@ -1,4 +1,5 @@
-"""Tiny configurations of transformers classes: what shrinks, what stays, and that they build and train."""
+"""Tiny configurations of transformers classes: what shrinks, what stays, and that they build and
+train."""
 
 import copy
 import math
@@ -13,7 +14,8 @@ from torchtitan.models.transformers.tiny import HIDDEN, TEXT_IDS, VOCABULARY, WI
 
 
 def _published(**changes: Any) -> PretrainedConfig:
-    """Return a configuration as in published folders: 60 layers of four kinds, old names, quantized."""
+    """Return a configuration as in published folders: 60 layers of four kinds, old names,
+    quantized."""
     values: dict[str, Any] = {
         "model_type": "laguna",
         "num_hidden_layers": 60,
@@ -35,14 +37,23 @@ def _scalars(values: dict[str, Any]) -> list[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and name not in ("id2label", "quantization_config", "auto_map"):
             found += [(f"{name}.{inner}", item) for inner, item in _scalars(value)]
-        elif isinstance(value, (float, bool, str)) and name not in ("use_cache", "dtype", "partial_rotary_factor"):
+        elif isinstance(value, (float, bool, str)) and name not in (
+            "use_cache",
+            "dtype",
+            "partial_rotary_factor",
+        ):
             found.append((name, value))
     return sorted(found)
 
 
 def test_one_layer_per_kind_of_a_published_configuration() -> None:
     tiny = tiny_config(_published())
-    assert tiny.layer_types == ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert tiny.layer_types == [
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
     assert tiny.mlp_layer_types == ["dense", "dense", "sparse", "sparse"]
     assert tiny.num_attention_heads_per_layer == [4, 8, 8, 4]
     assert tiny.num_hidden_layers == 4 and tiny.sliding_window == WINDOW
@@ -59,7 +70,8 @@ def test_special_ids_leave_text_and_stay_equal() -> None:
 def test_lists_and_counts_of_layers_are_renumbered() -> None:
     lfm2 = AutoConfig.for_model("lfm2", num_hidden_layers=16, full_attn_idxs=[2, 5, 8])
     assert tiny_config(lfm2).layer_types == ["conv", "full_attention"]
-    jamba = tiny_config(AutoConfig.for_model("jamba"))  # every 8th layer attends, every second has experts
+    # every 8th layer attends, every second has experts
+    jamba = tiny_config(AutoConfig.for_model("jamba"))
     assert jamba.num_hidden_layers == 8 and jamba.layer_types.count("full_attention") == 1
     gemma = AutoConfig.for_model(
         "gemma4_text",
@@ -75,7 +87,11 @@ def test_lists_and_counts_of_layers_are_renumbered() -> None:
 
 def test_rope_fits_the_heads() -> None:
     qwen = AutoConfig.for_model(
-        "qwen2_vl", text_config={"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1e6}
+        "qwen2_vl",
+        text_config={
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            "rope_theta": 1e6,
+        },
     )
     assert sum(tiny_config(qwen).text_config.rope_parameters["mrope_section"]) == HIDDEN // 4 // 2
     phi = AutoConfig.for_model(
@@ -90,7 +106,15 @@ def test_rope_fits_the_heads() -> None:
     assert tiny.max_position_embeddings / tiny.original_max_position_embeddings == 32
 
 
-KINDS = ["gemma2", "granitemoehybrid", "deepseek_v32", "nemotron_h", "qwen3_next", "gpt_oss", "dots3_note_text"]
+KINDS = [
+    "gemma2",
+    "granitemoehybrid",
+    "deepseek_v32",
+    "nemotron_h",
+    "qwen3_next",
+    "gpt_oss",
+    "dots3_note_text",
+]
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -113,6 +137,7 @@ def test_tiny_models_train(model_type: str) -> None:
 
 @pytest.mark.slow
 def test_scalars_of_all_types_stay() -> None:
-    for model_type in sorted({*CAUSAL, *IMAGE_TEXT} - {"gemma4_assistant"}):  # its defaults refuse themselves
+    # its defaults refuse themselves
+    for model_type in sorted({*CAUSAL, *IMAGE_TEXT} - {"gemma4_assistant"}):
         config = default_config(model_type)
         assert _scalars(tiny_config(config).to_dict()) == _scalars(config.to_dict()), model_type

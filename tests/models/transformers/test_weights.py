@@ -1,4 +1,5 @@
-"""Files of transformers' classes: transformers writes them and we read them, and the other way round, bit for bit."""
+"""Files of transformers' classes: transformers writes them and we read them, and the other way
+round, bit for bit."""
 
 import functools
 import re
@@ -32,13 +33,24 @@ WEIGHTS = "model.safetensors"
 
 IMAGE_TEXT = ("gemma3", "qwen2_vl", "llava")
 TYPES = (
-    *("llama", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "mamba"),
+    *(
+        "llama",
+        "gemma3_text",
+        "qwen3_moe",
+        "mixtral",
+        "gpt_oss",
+        "deepseek_v3",
+        "qwen3_next",
+        "nemotron_h",
+        "mamba",
+    ),
     *("phi", *IMAGE_TEXT),
 )
 
 
 def make_random(model_type: str, **fields: Any) -> Any:
-    """Return a tiny random model of transformers; `fields` of its configuration may differ from the defaults."""
+    """Return a tiny random model of transformers; `fields` of its configuration may differ from the
+    defaults."""
     config = tiny_config(transformers.AutoConfig.for_model(model_type))
     if model_type == "qwen2_vl":
         config.get_text_config().rope_parameters["mrope_section"] = [2, 3, 3]
@@ -55,7 +67,11 @@ def make_random(model_type: str, **fields: Any) -> Any:
 
 
 def auto_class(model_type: str) -> Any:
-    return transformers.AutoModelForImageTextToText if model_type in IMAGE_TEXT else transformers.AutoModelForCausalLM
+    return (
+        transformers.AutoModelForImageTextToText
+        if model_type in IMAGE_TEXT
+        else transformers.AutoModelForCausalLM
+    )
 
 
 def open_weights(folder: Path) -> tuple[ModelSpec, TensorSource]:
@@ -73,7 +89,8 @@ def in_class(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same(ours: dict[str, Tensor], theirs: Any) -> None:
-    """Check that `ours` are the tensors of the model `theirs`, which has tied ones under more names."""
+    """Check that `ours` are the tensors of the model `theirs`, which has tied ones under more
+    names."""
     state = theirs.state_dict()
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, state[name])] == []
     aliases = theirs.all_tied_weights_keys
@@ -87,7 +104,9 @@ def test_files_are_read_and_written(model_type, tmp_path):
     assert_same(in_class(tmp_path), reference)
     (tmp_path / "exported").mkdir()
     export_checkpoint(tmp_path / "exported", "hf", *open_weights(tmp_path), tmp_path)
-    written, expected = (load_file(folder / WEIGHTS) for folder in (tmp_path / "exported", tmp_path))
+    written, expected = (
+        load_file(folder / WEIGHTS) for folder in (tmp_path / "exported", tmp_path)
+    )
     assert written.keys() == expected.keys()
     reopened = auto_class(model_type).from_pretrained(tmp_path / "exported")
     with torch.no_grad():
@@ -105,11 +124,16 @@ def test_conversions_take_the_experts_of_one_layer(tmp_path):
     read = table.match(open_source(tmp_path).specs).steps
     n_experts = reference.config.num_experts
     for steps in (read, table.steps):
-        groups = sorted((len(step.internal), len(step.external)) for step in steps if step.transform != Identity())
+        groups = sorted(
+            (len(step.internal), len(step.external))
+            for step in steps
+            if step.transform != Identity()
+        )
         assert groups == [(1, n_experts)] * 2 + [(1, 2 * n_experts)] * 2
 
 
-# --- other names that transformers reads -----------------------------------------------------------------------------
+# --- other names that transformers reads
+# -----------------------------------------------------------------------------
 
 
 def renamed(model: Any, *changes: tuple[str, str]) -> dict[str, Tensor]:
@@ -117,14 +141,19 @@ def renamed(model: Any, *changes: tuple[str, str]) -> dict[str, Tensor]:
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = load_file(Path(folder) / WEIGHTS)
-    names = {name: functools.reduce(lambda new, change: re.sub(*change, new), changes, name) for name in tensors}
+    names = {
+        name: functools.reduce(lambda new, change: re.sub(*change, new), changes, name)
+        for name in tensors
+    }
     assert names.keys() != set(names.values())
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 def class_named(model: Any) -> dict[str, Tensor]:
     return {
-        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight" or not is_tied(model)
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight" or not is_tied(model)
     }
 
 
@@ -139,10 +168,15 @@ OTHER_FILES: dict[str, tuple[Any, Callable[[Any], dict[str, Tensor]]]] = {
         ("llava", {}),
         lambda model: renamed(model, (r"^vision_tower\.", "vision_tower.vision_model.")),
     ),
-    "a base model's names": (("llama", {"tie_word_embeddings": True}), lambda model: model.model.state_dict()),
+    "a base model's names": (
+        ("llama", {"tie_word_embeddings": True}),
+        lambda model: model.model.state_dict(),
+    ),
     "names of TensorFlow": (
         ("bert", {"is_decoder": True}),
-        lambda model: renamed(model, ("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+        lambda model: renamed(
+            model, ("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")
+        ),
     ),
     "a copy of a tied tensor": (("gemma3_text", {}), lambda model: unshared(model.state_dict())),
     "a tied tensor alone": (
@@ -151,11 +185,17 @@ OTHER_FILES: dict[str, tuple[Any, Callable[[Any], dict[str, Tensor]]]] = {
     ),
     "tensors without information": (
         ("llama", {}),
-        lambda model: {**model.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        lambda model: {
+            **model.state_dict(),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        },
     ),
     "layers of multi-token prediction": (
         ("deepseek_v3", {}),
-        lambda model: {**unshared(model.state_dict()), "model.layers.61.eh_proj.weight": torch.ones(8)},
+        lambda model: {
+            **unshared(model.state_dict()),
+            "model.layers.61.eh_proj.weight": torch.ones(8),
+        },
     ),
 }
 
@@ -195,7 +235,8 @@ def test_added_tokens_and_other_names(tmp_path):
     torch.testing.assert_close(rows[n_tokens:], embedding.mean(0).expand(2, -1))
 
 
-# --- files that do not fit -------------------------------------------------------------------------------------------
+# --- files that do not fit
+# -------------------------------------------------------------------------------------------
 
 
 EXPERT = "model.layers.0.mlp.experts.1.up_proj.weight"
@@ -205,10 +246,22 @@ ABSENT = None
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("llama", {"model.norm.weight": ABSENT}, r"^missing from the checkpoint: model\.norm\.weight$"),
+        (
+            "llama",
+            {"model.norm.weight": ABSENT},
+            r"^missing from the checkpoint: model\.norm\.weight$",
+        ),
         ("llama", {"lm_head.weight": ABSENT}, r"^missing from the checkpoint: lm_head\.weight$"),
-        ("llama", {"model.more.weight": (2,)}, r"^in the checkpoint, but not in the model: model\.more\.weight$"),
-        ("llama", {"model.norm.weight": (3,)}, r"model\.norm\.weight has shape \[3\] instead of \[64\]$"),
+        (
+            "llama",
+            {"model.more.weight": (2,)},
+            r"^in the checkpoint, but not in the model: model\.more\.weight$",
+        ),
+        (
+            "llama",
+            {"model.norm.weight": (3,)},
+            r"model\.norm\.weight has shape \[3\] instead of \[64\]$",
+        ),
         (
             "llama",
             {"norm.weight": (64,)},
@@ -230,8 +283,15 @@ ABSENT = None
 def test_tensors_that_do_not_fit_are_named(model_type, changes, message, tmp_path):
     reference = make_random(model_type)
     reference.save_pretrained(tmp_path)
-    tensors = {**load_file(tmp_path / WEIGHTS), **{name: size and torch.ones(size) for name, size in changes.items()}}
-    save_as(reference, tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not ABSENT})
+    tensors = {
+        **load_file(tmp_path / WEIGHTS),
+        **{name: size and torch.ones(size) for name, size in changes.items()},
+    }
+    save_as(
+        reference,
+        tmp_path,
+        {name: tensor for name, tensor in tensors.items() if tensor is not ABSENT},
+    )
     with pytest.raises(UserError, match=message):
         open_weights(tmp_path)
 
@@ -241,11 +301,14 @@ def test_tied_tensors_must_be_equal(tmp_path):
     tensors = unshared(reference.state_dict())
     tensors["lm_head.weight"] += 1
     save_as(reference, tmp_path, tensors)
-    with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+    with pytest.raises(
+        UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+    ):
         open_weights(tmp_path)
 
 
-# --- adapters --------------------------------------------------------------------------------------------------------
+# --- adapters
+# --------------------------------------------------------------------------------------------------
 
 
 def test_adapters_have_the_names_of_the_class(tmp_path):
@@ -257,12 +320,18 @@ def test_adapters_have_the_names_of_the_class(tmp_path):
     config = LoRA.Config(rank=4, alpha=8.0, include=[r"language_model.*(q_proj|down_proj)"])
     plain = {name: source.read(name) for name in source.specs}
     model = adapted(spec, config, plain, seed=1)
-    write_adapter(tmp_path / "adapter", config, meta_model(spec, config), spec, model.state_dict().__getitem__)
+    write_adapter(
+        tmp_path / "adapter", config, meta_model(spec, config), spec, model.state_dict().__getitem__
+    )
     opened = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
     theirs = opened.merge_and_unload().state_dict()
     ours = merged(model)
     names = class_names(spec.model.build())
-    assert [name for name in ours if not torch.allclose(ours[name], theirs[names[name]], rtol=1e-5, atol=1e-6)] == []
+    assert [
+        name
+        for name in ours
+        if not torch.allclose(ours[name], theirs[names[name]], rtol=1e-5, atol=1e-6)
+    ] == []
     changed = {names[name] for name in ours if not torch.equal(ours[name], plain[name])}
     assert changed == {f"{name}.weight" for name in opened.targeted_module_names}
 
@@ -271,7 +340,9 @@ def test_adapters_of_peft_are_read(tmp_path):
     peft = pytest.importorskip("peft")
     reference = make_random("qwen2_vl")
     reference.save_pretrained(tmp_path)
-    chosen = peft.LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*q_proj", init_lora_weights=False)
+    chosen = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=r".*language_model.*q_proj", init_lora_weights=False
+    )
     theirs = peft.get_peft_model(reference, chosen)
     theirs.save_pretrained(tmp_path / "adapter")
     spec, _ = open_weights(tmp_path)

@@ -1,8 +1,10 @@
-"""Train a small Llama 3 on the built-in stories with torchtitan's parts in your own loop, without its Trainer.
+"""Train a small Llama 3 on the built-in stories with torchtitan's parts in your own loop, without
+its Trainer.
 
     python THIS_FILE [--steps 100] [--folder outputs/plain_loop] [--dataset my.txt] [--profile]
 
-After an interruption, run it again to continue from the last checkpoint. It runs in one process. Edit anything.
+After an interruption, run it again to continue from the last checkpoint. It runs in one process.
+Edit anything.
 """
 
 import argparse
@@ -36,8 +38,12 @@ STEP_TOKENS = BATCH_SIZE * SEQ_LEN
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--folder", default="outputs/plain_loop", help="where numbers, checkpoints and traces go")
-    parser.add_argument("--dataset", default="stories", help="`stories`, or a file or folder of text")
+    parser.add_argument(
+        "--folder", default="outputs/plain_loop", help="where numbers, checkpoints and traces go"
+    )
+    parser.add_argument(
+        "--dataset", default="stories", help="`stories`, or a file or folder of text"
+    )
     parser.add_argument("--profile", action="store_true", help="write a trace of every tenth step")
     options = parser.parse_args()
 
@@ -45,9 +51,15 @@ def main():
     torch.manual_seed(SEED)
     device = torch.device(device_type())
 
-    # Data: batches of token ids, labels (the next tokens) and attention within the packed documents.
+    # Data: batches of token ids, labels (the next tokens) and attention within the packed
+    # documents.
     tokenizer = PretrainedTokenizer.Config().build(path="")
-    sizes = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": BATCH_SIZE, "seed": SEED}
+    sizes = {
+        "tokenizer": tokenizer,
+        "seq_len": SEQ_LEN,
+        "local_batch_size": BATCH_SIZE,
+        "seed": SEED,
+    }
     data = PretrainDataLoader.Config(dataset=[options.dataset])
     loader = data.build(**sizes)
 
@@ -58,16 +70,22 @@ def main():
     initialize_weights(model, SEED)
     cross_entropy = CrossEntropyLoss.Config().build()
     optimizer = Optimizer.Config(lr=2e-3).build(model_parts=[model])
-    schedule = LRScheduler.Config(warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1)
+    schedule = LRScheduler.Config(
+        warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1
+    )
     scheduler = schedule.build(optimizer=optimizer, training_steps=options.steps)
 
     def summed_loss(batch):
-        """Sum the loss over all tokens. The model's head is the loss, so that no tensor ever holds all logits."""
+        """Sum the loss over all tokens. The model's head is the loss, so that no tensor ever holds
+        all logits."""
         batch = {name: value.to(device) for name, value in batch.items()}
-        return model(batch["input"], batch.get("attention"), head=cross_entropy, labels_BL=batch["labels"])
+        return model(
+            batch["input"], batch.get("attention"), head=cross_entropy, labels_BL=batch["labels"]
+        )
 
     def train_step(batch):
-        """Update the weights; return the mean loss per token and the gradient norm before clipping."""
+        """Update the weights; return the mean loss per token and the gradient norm before
+        clipping."""
         optimizer.zero_grad()
         loss = summed_loss(batch) / (batch["labels"] != IGNORE_INDEX).sum()
         loss.backward()
@@ -83,7 +101,10 @@ def main():
             dataloaders={"": validation_data.build(**sizes, epochs=1)},
             tokenizer=tokenizer,
             batches_per_step=1,
-            sums_of_batch=lambda batch: (summed_loss(batch), int((batch["labels"] != IGNORE_INDEX).sum())),
+            sums_of_batch=lambda batch: (
+                summed_loss(batch),
+                int((batch["labels"] != IGNORE_INDEX).sum()),
+            ),
             loss=cross_entropy,
         )
     checkpoints = CheckpointManager.Config(enable=True, interval=50).build(
@@ -98,19 +119,31 @@ def main():
         flops_per_token=model.flops_per_token(SEQ_LEN),
         total_steps=options.steps,
     )
-    profiler = Profiler.Config(enable_profiling=options.profile).build(dump_folder=options.folder, device=device)
+    profiler = Profiler.Config(enable_profiling=options.profile).build(
+        dump_folder=options.folder, device=device
+    )
 
     with onednn_products(), closing(loader), closing(checkpoints), closing(metrics), profiler:
         last_step = checkpoints.load()  # 0 if there is nothing to resume
         if last_step >= options.steps:
-            logger.info("%s holds all %d steps already; --steps says how far to go", options.folder, last_step)
+            logger.info(
+                "%s holds all %d steps already; --steps says how far to go",
+                options.folder,
+                last_step,
+            )
         metrics.start(last_step)
         for step in range(last_step + 1, options.steps + 1):
             with metrics.timing_data():
                 batch = next(loader)
             loss, grad_norm = train_step(batch)
             metrics.count_tokens(STEP_TOKENS)
-            metrics.log_step(step, loss=loss, grad_norm=grad_norm, lr=scheduler.lr, n_tokens_seen=step * STEP_TOKENS)
+            metrics.log_step(
+                step,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=scheduler.lr,
+                n_tokens_seen=step * STEP_TOKENS,
+            )
             scheduler.step()
             profiler.step(step)
             last = step == options.steps

@@ -5,4 +5,6 @@ from torchtitan.components.chat_template.template import ChatTemplate as ChatTem
 from torchtitan.components.chat_template.template import Message as Message
 from torchtitan.components.chat_template.template import Span as Span
 from torchtitan.components.chat_template.template import load_chat_template as load_chat_template
-from torchtitan.components.chat_template.template import resolve_chat_template as resolve_chat_template
+from torchtitan.components.chat_template.template import (
+    resolve_chat_template as resolve_chat_template,
+)

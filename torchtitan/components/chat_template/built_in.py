@@ -1,5 +1,5 @@
-"""Built-in chat templates, from `torchtitan/assets/chat_templates`. Their generation marks cover the assistant's text,
-including the token that ends its turn."""
+"""Built-in chat templates, from `torchtitan/assets/chat_templates`. Their generation marks cover
+the assistant's text, including the token that ends its turn."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,9 @@ _REFUSE_TOOLS = """\
 {%- endif %}
 """
 
-_REFUSE_ROLE = """{{- raise_exception("it has no form for the role " + message.role + " at this place") }}"""
+_REFUSE_ROLE = (
+    """{{- raise_exception("it has no form for the role " + message.role + " at this place") }}"""
+)
 
 
 def _text_of(name: str) -> str:
@@ -26,13 +28,16 @@ BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
 )
 """Name → template. `resolve_chat_template` sets `bos_token` and `eos_token` from the tokenizer.
 
-- `chatml`: turns between `<|im_start|>` and `<|im_end|>`; tools and tool calls as JSON between tags.
+- `chatml`: turns between `<|im_start|>` and `<|im_end|>`; tools and tool calls as JSON between
+  tags.
 - `llama3`: Llama 3's headers and `<|eot_id|>`, which only its vocabulary has.
-- `mistral`: questions between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer. The system message
-  precedes the first question, unlike in Mistral's template, in which it precedes the last one and moves with every
-  turn.
+- `mistral`: questions between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer. The
+  system message precedes the first question, unlike in Mistral's template, in which it precedes the
+  last one and moves with every turn.
 - `alpaca`: `### Instruction:` and `### Response:` as ordinary text; EOS after the answer.
 """
 
-REQUIRED_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType({"mistral": ("[INST]", "[/INST]")})
+REQUIRED_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"mistral": ("[INST]", "[/INST]")}
+)
 """Special tokens of built-in templates that do not look like special tokens."""

@@ -1,8 +1,9 @@
-"""Forms in which a conversation can be given to a template: its options, and the keys that hold reasoning and calls.
+"""Forms in which a conversation can be given to a template: its options, and the keys that hold
+reasoning and calls.
 
-Templates read reasoning from different keys, or from tags in the text; some want arguments as objects, others as JSON
-text; some write calls only if the content is none. Which form a template understands is found by trial: `candidates`
-lists the forms to try.
+Templates read reasoning from different keys, or from tags in the text; some want arguments as
+objects, others as JSON text; some write calls only if the content is none. Which form a template
+understands is found by trial: `candidates` lists the forms to try.
 """
 
 import itertools
@@ -42,7 +43,9 @@ _TAG = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _STANDARD = re.compile(r"\s*(?:<(think|thinking|reasoning|thought)>|\[(THINK)\])")
 """Tags in rows, whatever the template."""
 
-_NO_REASONING = re.compile(r"\s*(?:<(think|thinking|reasoning|thought)>\s*</\1>|\[THINK\]\s*\[/THINK\])")
+_NO_REASONING = re.compile(
+    r"\s*(?:<(think|thinking|reasoning|thought)>\s*</\1>|\[THINK\]\s*\[/THINK\])"
+)
 """An empty block of reasoning in rows, which says that there is none."""
 
 
@@ -64,10 +67,11 @@ class Tags(NamedTuple):
 
 
 Way = Literal["whole", "tail", "joined", "followed"]
-"""How a turn follows from renderings: the conversation up to the turn, without its prompt; the end of that conversation
-after the text of the generation prompt, if the template rewrites earlier turns; or, if no rendering contains the
-reasoning, the generation prompt, the reasoning, its closing tag and the answer, rendered as the last message or, if the
-template writes the last message otherwise (Nemotron Nano v2 leaves out an empty one), as it is before the next one."""
+"""How a turn follows from renderings: the conversation up to the turn, without its prompt; the end
+of that conversation after the text of the generation prompt, if the template rewrites earlier
+turns; or, if no rendering contains the reasoning, the generation prompt, the reasoning, its closing
+tag and the answer, rendered as the last message or, if the template writes the last message
+otherwise (Nemotron Nano v2 leaves out an empty one), as it is before the next one."""
 
 
 _NO_TAGS = Tags("", "", "", "")
@@ -82,11 +86,11 @@ class Form:
     options: _Options = ()
     """Options of the template, such as ("enable_thinking", False)."""
     reasoning: str = REASONING
-    """Key of the reasoning; or "parts" of the content, "inline" between tags in the content, "closing" for only the
-    closing tag, or "written" as in the row."""
+    """Key of the reasoning; or "parts" of the content, "inline" between tags in the content,
+    "closing" for only the closing tag, or "written" as in the row."""
     empty: str = "given"
-    """Content of a message with calls alone: as given (null leaves the key out, as in transformers), "none", or
-    "text" (empty)."""
+    """Content of a message with calls alone: as given (null leaves the key out, as in
+    transformers), "none", or "text" (empty)."""
     arguments_as_text: bool = False
     developer_as_system: bool = False
     way: Way = "whole"
@@ -94,7 +98,8 @@ class Form:
 
     @property
     def words(self) -> str:
-        """Return what distinguishes the form from the messages as they are; empty if nothing does."""
+        """Return what distinguishes the form from the messages as they are; empty if nothing
+        does."""
         words = [f"{name}={value}" for name, value in self.options]
         if self.reasoning in _PLACES:
             words.append(f"reasoning {_PLACES[self.reasoning]}")
@@ -119,7 +124,8 @@ _CONTENTS = {"none": "content none", "text": "an empty content"}
 
 @dataclass(slots=True)
 class Traits:
-    """What a turn and its conversation contain, as far as forms depend on it. Equal traits have equal forms."""
+    """What a turn and its conversation contain, as far as forms depend on it. Equal traits have
+    equal forms."""
 
     reasoning: bool
     """True if the turn or an earlier one has reasoning."""
@@ -145,7 +151,8 @@ class Forms:
 
     @cached_property
     def prompts(self) -> dict[_Options, str]:
-        """Options (without any, and one by one) that change the generation prompt, with that prompt."""
+        """Options (without any, and one by one) that change the generation prompt, with that
+        prompt."""
         found: dict[_Options, str] = {(): self._generation_prompt({}) or ""}
         for name, value in itertools.product(self._template.option_names, (False, True)):
             prompt = self._generation_prompt({name: value})
@@ -155,8 +162,8 @@ class Forms:
 
     @cached_property
     def tags(self) -> list[Tags]:
-        """Tags of reasoning: those in an empty block of a generation prompt or finished turn, and those before which
-        the template removes the text of an answer."""
+        """Tags of reasoning: those in an empty block of a generation prompt or finished turn, and
+        those before which the template removes the text of an answer."""
         found = {}
         texts = [*self.prompts.values(), *filter(None, [self._header()])]
         for block in filter(None, map(closed_block, texts)):
@@ -169,7 +176,9 @@ class Forms:
     def opened_by(self, prompt: str) -> Tags | None:
         """Return the tags whose opening one ends a prompt."""
         prompt = prompt[-_LONGEST_END:].rstrip()
-        opened = (tags for tags in self.tags if tags.open.strip() and prompt.endswith(tags.open.strip()))
+        opened = (
+            tags for tags in self.tags if tags.open.strip() and prompt.endswith(tags.open.strip())
+        )
         return next(opened, None)
 
     def prompt(self, options: _Options) -> str:
@@ -182,7 +191,9 @@ class Forms:
         """Yield the forms to try for a turn, the most natural first."""
         carriers: list[tuple[str, Tags | None]] = [(REASONING, None)]
         if traits.reasoning:
-            keys: list[tuple[str, Tags | None]] = [(key, None) for key in KEYS if key != WRITTEN or traits.written]
+            keys: list[tuple[str, Tags | None]] = [
+                (key, None) for key in KEYS if key != WRITTEN or traits.written
+            ]
             inline = [(way, tags) for tags in self.tags for way in ("inline", "closing")]
             carriers = [*keys, ("parts", None), *inline]
         empties = ["given"]
@@ -213,10 +224,14 @@ class Forms:
             yield from joined([chosen])
 
     def _options(self, traits: Traits) -> list[_Options]:
-        """Return the options to try. A conversation without reasoning is first tried without the generation prompts
-        that open it."""
+        """Return the options to try. A conversation without reasoning is first tried without the
+        generation prompts that open it."""
         of_row = tuple(sorted(traits.options.items()))
-        others = [options for options in self.prompts if not {name for name, _ in options} & traits.options.keys()]
+        others = [
+            options
+            for options in self.prompts
+            if not {name for name, _ in options} & traits.options.keys()
+        ]
         ordered = [(*of_row, *options) for options in others]
         if traits.thinks:
             return ordered
@@ -236,9 +251,15 @@ class Forms:
             prompt = self._render(messages, add_generation_prompt=True, **options)
         except UserError:
             return None
-        return prompt.rpartition(_QUESTION)[2] if not prompt.startswith(before) else prompt[len(before) :]
+        return (
+            prompt.rpartition(_QUESTION)[2]
+            if not prompt.startswith(before)
+            else prompt[len(before) :]
+        )
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **options: Any) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **options: Any
+    ) -> str:
         """Render messages, with tools if the template needs some."""
         known = {"add_generation_prompt": add_generation_prompt, **options}
         try:
@@ -252,9 +273,15 @@ class Forms:
         return text.partition(_QUESTION)[2].rpartition(_ANSWER)[0]
 
     def _finished(self, answer: str, *, followed: bool = False) -> str:
-        messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": answer}]
+        messages = [
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": answer},
+        ]
         if followed:
-            messages += [{"role": "user", "content": "Question2"}, {"role": "assistant", "content": "Answer2"}]
+            messages += [
+                {"role": "user", "content": "Question2"},
+                {"role": "assistant", "content": "Answer2"},
+            ]
         try:
             return self._render(messages)
         except UserError:
@@ -273,12 +300,18 @@ class Forms:
 
     def _tags_of(self, close: str) -> Tags:
         header = self._header()
-        continued = (prompt.removeprefix(header) for prompt in self.prompts.values() if prompt.startswith(header))
+        continued = (
+            prompt.removeprefix(header)
+            for prompt in self.prompts.values()
+            if prompt.startswith(header)
+        )
         opened = [text for text in continued if text.strip()]
         text = opening_of(close)
         if not text and opened:
             text = opened[0].rstrip()
-        prompt = next((prompt for prompt in self.prompts.values() if prompt.rstrip().endswith(text)), "")
+        prompt = next(
+            (prompt for prompt in self.prompts.values() if prompt.rstrip().endswith(text)), ""
+        )
         inner = "\n" if prompt.endswith("\n") or not prompt else ""
         return Tags(text, inner, close, "\n\n" if inner else "")
 
@@ -299,14 +332,16 @@ def opening_of(close: str) -> str:
 
 
 def without_empty_block(content: str) -> str:
-    """Return a content without an empty block of reasoning at its beginning, which templates move or remove."""
+    """Return a content without an empty block of reasoning at its beginning, which templates move
+    or remove."""
     return _NO_REASONING.sub("", content, count=1) if _NO_REASONING.match(content) else content
 
 
 def split_reasoning(message: Mapping[str, Any], tags: Sequence[Tags]) -> dict[str, Any]:
-    """Move reasoning between tags at the beginning of a message's content to `reasoning_content`, and keep the content
-    as `written`; return other messages as they are. An opening tag may be missing if the tags are the template's. Tags
-    after other text are part of the answer, which would otherwise lose that text."""
+    """Move reasoning between tags at the beginning of a message's content to `reasoning_content`,
+    and keep the content as `written`; return other messages as they are. An opening tag may be
+    missing if the tags are the template's. Tags after other text are part of the answer, which
+    would otherwise lose that text."""
     content = message.get("content")
     if not isinstance(content, str) or message.get(REASONING):
         return dict(message)
@@ -355,12 +390,17 @@ def _set_empty(message: dict[str, Any], way: str) -> None:
         message["content"] = ""
 
 
-def _set_reasoning(message: dict[str, Any], reasoning: str, written: str | None, form: Form) -> None:
+def _set_reasoning(
+    message: dict[str, Any], reasoning: str, written: str | None, form: Form
+) -> None:
     content = message.get("content") or ""
     if form.reasoning in (REASONING, "reasoning"):
         message[form.reasoning] = reasoning
     elif form.reasoning == "parts":
-        message["content"] = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
+        message["content"] = [
+            {"type": "thinking", "thinking": reasoning},
+            {"type": "text", "text": content},
+        ]
     elif form.reasoning == WRITTEN and written is not None:
         message["content"] = written
     elif form.reasoning == WRITTEN:

@@ -1,9 +1,9 @@
 """Sandbox for untrusted chat templates that limits the time and memory of each rendering.
 
-Jinja's sandbox prevents a template from running code, but not from looping for hours or exhausting memory. This sandbox
-charges loop iterations, calls, filters, tests, operators and output to a budget before they run, according to the sizes
-of their values. A template therefore stops at the same point on every machine. Filters without a price are removed;
-templates do not use them.
+Jinja's sandbox prevents a template from running code, but not from looping for hours or exhausting
+memory. This sandbox charges loop iterations, calls, filters, tests, operators and output to a
+budget before they run, according to the sizes of their values. A template therefore stops at the
+same point on every machine. Filters without a price are removed; templates do not use them.
 """
 
 import functools
@@ -30,18 +30,21 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 PROGRESS = "its progress"
-"""Variable with the `Progress` of a rendering. Templates cannot access it because of the space in its name."""
+"""Variable with the `Progress` of a rendering. Templates cannot access it because of the space in
+its name."""
 
 _BUDGET = 2**28
 """Budget of one rendering; a conversation of a thousand turns uses a few percent."""
 
 _SECONDS = 10.0
-"""Limit on the CPU time of each rendering, for operations that take longer than their price suggests."""
+"""Limit on the CPU time of each rendering, for operations that take longer than their price
+suggests."""
 
 _STEP = 512
 _ITEM = 64
 _GROWTH = 16
-"""Prices of a loop iteration or call, a list item, and a character that may be escaped; other characters cost 1."""
+"""Prices of a loop iteration or call, a list item, and a character that may be escaped; other
+characters cost 1."""
 
 _MAX_NUMBER = 9999
 """Largest number, such as a width, allowed as an argument of a method."""
@@ -49,23 +52,61 @@ _MAX_NUMBER = 9999
 _LAZY = ("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 """Filters that process the items of a value one by one."""
 
-_LIGHT = ("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "round")
+_LIGHT = (
+    "abs",
+    "attr",
+    "count",
+    "d",
+    "default",
+    "first",
+    "float",
+    "int",
+    "items",
+    "last",
+    "length",
+    "round",
+)
 """Filters that read text once, and do not read parts of other values."""
 
 _TEXT = ("capitalize", "format", "indent", "lower", "replace", "safe", "title", "trim", "upper")
 """Filters that convert a value to text and read it once."""
 
 _DEEP = (
-    *("dictsort", "e", "escape", "groupby", "join", "max", "min", "sort", "string", "sum", "truncate", "unique"),
+    *(
+        "dictsort",
+        "e",
+        "escape",
+        "groupby",
+        "join",
+        "max",
+        "min",
+        "sort",
+        "string",
+        "sum",
+        "truncate",
+        "unique",
+    ),
     *("tojson", "urlencode", "wordcount"),
 )
 """Filters that read all parts of a value, and may return a longer text."""
 
 _FREE_TESTS = (
-    *("boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping"),
+    *(
+        "boolean",
+        "callable",
+        "defined",
+        "escaped",
+        "false",
+        "filter",
+        "float",
+        "integer",
+        "iterable",
+        "mapping",
+    ),
     *("none", "number", "sameas", "sequence", "string", "test", "true", "undefined"),
 )
-"""Tests that do not read parts of a value. Others have a price, and reject text that `%` would format."""
+"""Tests that do not read parts of a value. Others have a price, and reject text that `%` would
+format."""
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
@@ -77,7 +118,8 @@ class WorkLimitError(Exception):
 
 
 class _Clock(threading.local):
-    """The thread's CPU time, read at most once per second, since reading it may take longer than a rendering."""
+    """The thread's CPU time, read at most once per second, since reading it may take longer than a
+    rendering."""
 
     def __init__(self) -> None:
         self._read_at = -math.inf
@@ -112,7 +154,8 @@ class Progress:
             raise WorkLimitError
 
     def size(self, value: Any) -> int:
-        """Return the length of a value as text. Raise `WorkLimitError` if it exceeds the remaining budget."""
+        """Return the length of a value as text. Raise `WorkLimitError` if it exceeds the remaining
+        budget."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -148,8 +191,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Environment that charges for calls and operators. It caches safety checks of attributes, which would otherwise
-    take half of the time."""
+    """Environment that charges for calls and operators. It caches safety checks of attributes,
+    which would otherwise take half of the time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -170,7 +213,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._safe[key] = not returns_bytes and super().is_safe_attribute(obj, attr, value)
         return self._safe[key]
 
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
         progress: Progress = context.parent[PROGRESS]
         if operator == "+":
             # The most common case, inlined.
@@ -181,14 +226,18 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _GROWING["%"](progress, left, right)
         elif isinstance(left, int) and isinstance(right, int):
             n_bits = left.bit_length()
-            if (n_bits * abs(right) if operator == "**" else n_bits + right.bit_length()) > _MAX_NUMBER:
+            if (
+                n_bits * abs(right) if operator == "**" else n_bits + right.bit_length()
+            ) > _MAX_NUMBER:
                 raise WorkLimitError
         elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
             times, repeated = (left, right) if isinstance(left, int) else (right, left)
             progress.spend(abs(times) * progress.size(repeated))
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(
+        __self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any
+    ) -> Any:  # noqa: B902, N805
         progress = _progress(__context)
         progress.spend(_STEP)
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `str.format`
@@ -218,23 +267,42 @@ class _Namespace(jinja2.utils.Namespace):
 def create_environment() -> _Sandbox:
     """Create the environment that compiles templates; see `add_charges`."""
     environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_charge_value
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        finalize=_charge_value,
     )
-    environment.filters = {name: environment.filters[name] for name in (*_LAZY, *_LIGHT, *_TEXT, *_DEEP)}
+    environment.filters = {
+        name: environment.filters[name] for name in (*_LAZY, *_LIGHT, *_TEXT, *_DEEP)
+    }
     del environment.globals["lipsum"]
     tests: dict[str, Any] = environment.tests
-    tests |= {name: _priced_test(name, test) for name, test in tests.items() if name not in _FREE_TESTS}
+    tests |= {
+        name: _priced_test(name, test) for name, test in tests.items() if name not in _FREE_TESTS
+    }
     environment.filters |= {"tojson": _to_json, "round": _round}
-    environment.filters |= {name: _priced_filter(environment, name) for name in tuple(environment.filters)}
-    environment.filters |= {_ITERATION: _charge_iteration, _VALUE: _charge_value, _CONCAT: _charge_concat}
-    # All renderings use the same date, since a conversation and its prefixes must render consistently.
+    environment.filters |= {
+        name: _priced_filter(environment, name) for name in tuple(environment.filters)
+    }
+    environment.filters |= {
+        _ITERATION: _charge_iteration,
+        _VALUE: _charge_value,
+        _CONCAT: _charge_concat,
+    }
+    # All renderings use the same date, since a conversation and its prefixes must render
+    # consistently.
     date = functools.partial(_date, datetime.now())
-    environment.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": date}
+    environment.globals |= {
+        "namespace": _Namespace,
+        "raise_exception": _raise_exception,
+        "strftime_now": date,
+    }
     return environment
 
 
 def add_charges(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
-    """Insert filters into `tree` that charge for constructs that the environment does not charge for."""
+    """Insert filters into `tree` that charge for constructs that the environment does not charge
+    for."""
     _Charges().visit(tree)
     tree.set_environment(environment)
     return tree
@@ -254,13 +322,16 @@ def undeclared(tree: nodes.Template, environment: jinja2.Environment) -> set[str
 def literals(tree: nodes.Node) -> list[str]:
     """Return the literal texts in a template or a part of it."""
     texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-    return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+    return texts + [
+        node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
+    ]
 
 
 _ITERATION = "an iteration"
 _VALUE = "a value"
 _CONCAT = "a concatenation"
-"""Filters inserted by `_Charges`, with names that templates cannot use: the cheapest way to call a function."""
+"""Filters inserted by `_Charges`, with names that templates cannot use: the cheapest way to call a
+function."""
 
 
 class _Charges(NodeTransformer):
@@ -275,7 +346,10 @@ class _Charges(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if not any(isinstance(side, nodes.Const) for side in (node.expr, *(operand.expr for operand in node.ops))):
+        if not any(
+            isinstance(side, nodes.Const)
+            for side in (node.expr, *(operand.expr for operand in node.ops))
+        ):
             node.expr = _filter(_VALUE, node.expr)
             for operand in node.ops:
                 operand.expr = _filter(_VALUE, operand.expr)
@@ -292,7 +366,11 @@ class _Charges(NodeTransformer):
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         is_constant = all(isinstance(item, nodes.Const) for item in node.iter_child_nodes())
-        return node if is_constant or getattr(node, "ctx", "load") == "store" else _filter(_VALUE, node)
+        return (
+            node
+            if is_constant or getattr(node, "ctx", "load") == "store"
+            else _filter(_VALUE, node)
+        )
 
     visit_Tuple = visit_Dict = visit_List
 
@@ -315,7 +393,10 @@ def _charge_iteration(context: jinja2.runtime.Context, price: int) -> None:
     progress: Progress = context.parent[PROGRESS]
     progress.spend(price)
     # The limit applies to the thread's CPU time, which is slower to read than the wall-clock time.
-    if time.monotonic() > progress.started + _SECONDS and time.thread_time() > progress.cpu_started + _SECONDS:
+    if (
+        time.monotonic() > progress.started + _SECONDS
+        and time.thread_time() > progress.cpu_started + _SECONDS
+    ):
         raise WorkLimitError
 
 
@@ -335,7 +416,8 @@ def _priced_filter(environment: _Sandbox, name: str) -> Callable[..., Any]:
     plain = environment.filters[name]
     key: Any = object()  # templates cannot use it
     environment.filters[key] = plain
-    needs_context = hasattr(plain, "jinja_pass_arg")  # set by `jinja2.pass_context` and similar decorators
+    # set by `jinja2.pass_context` and similar decorators
+    needs_context = hasattr(plain, "jinja_pass_arg")
     rate = _GROWTH if name in _DEEP else _ITEM
     if name in (*_LIGHT, *_TEXT):
         rate = 1
@@ -357,7 +439,9 @@ def _priced_filter(environment: _Sandbox, name: str) -> Callable[..., Any]:
             growing(progress, str(value), *args, **kwargs)
         if not needs_context:
             return plain(value, *args, **kwargs)
-        return environment.call_filter(key, value, args, kwargs, context=context, eval_ctx=context.eval_ctx)
+        return environment.call_filter(
+            key, value, args, kwargs, context=context, eval_ctx=context.eval_ctx
+        )
 
     return priced
 
@@ -374,7 +458,9 @@ def _priced_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
     return priced
 
 
-def _price_replace(progress: Progress, text: str, old: Any, new: Any, count: int | None = None) -> None:
+def _price_replace(
+    progress: Progress, text: str, old: Any, new: Any, count: int | None = None
+) -> None:
     progress.spend((text.count(str(old)) if old else len(text) + 1) * len(str(new)))
 
 
@@ -389,15 +475,22 @@ def _price_indent(
     progress.spend((text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
 
 
-def _price_format(progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any) -> None:
-    """Charge for a format operation. Raise `WorkLimitError` for widths that are too large or not literal."""
+def _price_format(
+    progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any
+) -> None:
+    """Charge for a format operation. Raise `WorkLimitError` for widths that are too large or not
+    literal."""
     if re.search(r"\{[^{}]*(\d{5}|\{[^{}]*\})" if sign == "{" else r"%[^a-zA-Z%]*(\d{5}|\*)", text):
         raise WorkLimitError
     progress.spend(text.count(sign) * (_MAX_NUMBER + progress.size([args, kwargs])))
 
 
 _GROWING: dict[str, Callable[..., None]] = {
-    **{"format": _price_format, "format_map": _price_format, "%": functools.partial(_price_format, sign="%")},
+    **{
+        "format": _price_format,
+        "format_map": _price_format,
+        "%": functools.partial(_price_format, sign="%"),
+    },
     **{"replace": _price_replace, "join": _price_join, "indent": _price_indent},
     "expandtabs": lambda progress, text, tabsize=8: progress.spend(text.count("\t") * _MAX_NUMBER),
     "translate": lambda progress, text, table: progress.spend(len(text) * progress.size(table)),
@@ -416,12 +509,21 @@ def _as_list(value: Any) -> Any:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Return JSON with transformers' options; Jinja's filter would escape HTML characters."""
-    if any((part if isinstance(part, int) else len(part)) > 16 for part in (indent or 0, *(separators or ()))):
+    if any(
+        (part if isinstance(part, int) else len(part)) > 16
+        for part in (indent or 0, *(separators or ()))
+    ):
         raise WorkLimitError
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _round(value: float, precision: int = 0, method: Any = "common") -> float:

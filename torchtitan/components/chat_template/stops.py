@@ -1,4 +1,5 @@
-"""The stops of a template, found by trial: tokens or texts at which inference ends a turn of the assistant."""
+"""The stops of a template, found by trial: tokens or texts at which inference ends a turn of the
+assistant."""
 
 import itertools
 import re
@@ -47,11 +48,12 @@ class Stop(NamedTuple):
     after: str = ""
     """Text that the template writes between the stop and the end of a finished conversation."""
     lead: str | None = None
-    """For a stop that belongs to the next message, such as its header: what follows the turn, up to and including the
-    stop. None: the turn itself contains its stop."""
+    """For a stop that belongs to the next message, such as its header: what follows the turn, up to
+    and including the stop. None: the turn itself contains its stop."""
 
     def cut(self, completion: str) -> str | None:
-        """Return a finished turn up to and including its stop; None if the turn does not have this stop."""
+        """Return a finished turn up to and including its stop; None if the turn does not have this
+        stop."""
         if self.lead is not None:
             return completion + self.lead
         if self.text and completion.endswith(self.text + self.after):
@@ -64,11 +66,12 @@ class Stop(NamedTuple):
 class Stops:
     """The stops of a template's turns.
 
-    The template renders a trial conversation that ends with the turn, and the same one followed by the next message.
-    The stop is the last special token that both have after the turn's last text and that does not occur inside a turn,
-    such as between two calls; otherwise, the first one in which the finished conversation differs (gpt-oss writes
-    `<|return|>` after the last turn, and `<|end|>` after others); otherwise, the first one of the next message
-    (GLM's `<|user|>` and `<|observation|>`); otherwise text.
+    The template renders a trial conversation that ends with the turn, and the same one followed by
+    the next message. The stop is the last special token that both have after the turn's last text
+    and that does not occur inside a turn, such as between two calls; otherwise, the first one in
+    which the finished conversation differs (gpt-oss writes `<|return|>` after the last turn, and
+    `<|end|>` after others); otherwise, the first one of the next message (GLM's `<|user|>` and
+    `<|observation|>`); otherwise text.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
@@ -121,7 +124,9 @@ class Stops:
         interior = self._interior(trial, options)
         n_shared = start + n_common(tail, longer[start:])
         opening = self._opening(trial, options)
-        after = itertools.takewhile(lambda match: match[0] not in opening, self.pattern.finditer(finished, start))
+        after = itertools.takewhile(
+            lambda match: match[0] not in opening, self.pattern.finditer(finished, start)
+        )
         spans = [match for match in after if match[0] not in interior]
         shared = [match for match in spans if match.end() <= n_shared]
         if not shared and trial.kind == "call" and (usual := self.of("answer", options)):
@@ -133,12 +138,23 @@ class Stops:
     def _of_next(self, finished: str, longer: str, start: int, kind: Kind) -> Stop:
         is_continued = longer.startswith(finished)
         end = len(finished) if is_continued else len(finished.rstrip())
-        following = longer[end:].partition(FOLLOWING)[0] if longer.startswith(finished[:end]) else ""
+        following = (
+            longer[end:].partition(FOLLOWING)[0] if longer.startswith(finished[:end]) else ""
+        )
         if token := self.pattern.search(following):
             return Stop(token[0], self._tokenizer.id_of(token[0]), lead=following[: token.end()])
         tail = finished[start:]
-        if kind == "call" and (usual := self.of("answer", {})) and usual.text and usual.text in tail:
-            return usual._replace(after=tail.rpartition(usual.text)[2]) if usual.lead is None else usual
+        if (
+            kind == "call"
+            and (usual := self.of("answer", {}))
+            and usual.text
+            and usual.text in tail
+        ):
+            return (
+                usual._replace(after=tail.rpartition(usual.text)[2])
+                if usual.lead is None
+                else usual
+            )
         if kind == "answer" and tail.strip():
             return Stop(tail.rstrip(), None, after=tail[len(tail.rstrip()) :])
         lead = following.rstrip()
@@ -147,12 +163,18 @@ class Stops:
     def _opening(self, trial: "Trial", options: Mapping[str, Any]) -> set[str]:
         """Return the special tokens of the generation prompt, which begin the next message."""
         before = trial.messages[:-1]
-        prompt = self._template.render(before, tools=trial.tools, add_generation_prompt=True, **options)
-        return set(self.pattern.findall(prompt, n_common(prompt, self._render(before, options, trial.tools))))
+        prompt = self._template.render(
+            before, tools=trial.tools, add_generation_prompt=True, **options
+        )
+        return set(
+            self.pattern.findall(
+                prompt, n_common(prompt, self._render(before, options, trial.tools))
+            )
+        )
 
     def _interior(self, trial: "Trial", options: Mapping[str, Any]) -> set[str]:
-        """Return the special tokens between two calls of a turn; none if each call is a message of its own, with the
-        header of the generation prompt: inference then stops after the first."""
+        """Return the special tokens between two calls of a turn; none if each call is a message of
+        its own, with the header of the generation prompt: inference then stops after the first."""
         if trial.kind == "answer":
             return set()
         message = trial.messages[-1]
@@ -192,29 +214,46 @@ def trial_conversations(kind: Kind) -> Iterator[Trial]:
     if kind == "answer":
         following = {"role": "user", "content": FOLLOWING}
         for tools in (None, PROBE_TOOLS):  # some templates need tools
-            yield Trial(kind, [user, {"role": "assistant", "content": ANSWER}], tools, ANSWER, following)
+            yield Trial(
+                kind, [user, {"role": "assistant", "content": ANSWER}], tools, ANSWER, following
+            )
         return
-    result = {"role": "tool", "name": "probe_function", "content": FOLLOWING, "tool_call_id": "callbbbbb"}
+    result = {
+        "role": "tool",
+        "name": "probe_function",
+        "content": FOLLOWING,
+        "tool_call_id": "callbbbbb",
+    }
     for content, as_text in itertools.product(("", None), (False, True)):
-        calls = {"role": "assistant", "content": content, "tool_calls": [_call(VALUE, as_text=as_text)]}
+        calls = {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [_call(VALUE, as_text=as_text)],
+        }
         yield Trial(kind, [user, calls], PROBE_TOOLS, VALUE, result, as_text)
 
 
 def _call(value: str, *, as_text: bool) -> dict[str, Any]:
     arguments = f'{{"probe_key": "{value}"}}' if as_text else {"probe_key": value}
-    return {"id": "callbbbbb", "type": "function", "function": {"name": "probe_function", "arguments": arguments}}
+    return {
+        "id": "callbbbbb",
+        "type": "function",
+        "function": {"name": "probe_function", "arguments": arguments},
+    }
 
 
 def template_stop_ids(tokenizer: Tokenizer, folders: Sequence[Path]) -> set[int]:
-    """Return the tokens at which the chat template in a model's folders stops; none without a template. Raise
-    `UserError` if it cannot be read."""
+    """Return the tokens at which the chat template in a model's folders stops; none without a
+    template. Raise `UserError` if it cannot be read."""
     template = load_chat_template(*folders)
     return {*Stops(template, tokenizer).ids()} if template else set()
 
 
 def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Return a pattern of all special tokens."""
-    special = sorted((tokenizer.decode([token_id]) for token_id in tokenizer.special_ids), key=len, reverse=True)
+    special = sorted(
+        (tokenizer.decode([token_id]) for token_id in tokenizer.special_ids), key=len, reverse=True
+    )
     return re.compile("|".join(re.escape(token) for token in special if token) or "(?!)")
 
 

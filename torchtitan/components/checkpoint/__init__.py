@@ -1,4 +1,5 @@
-"""Checkpoints: save a run's state, complete or not at all, and resume from it on any number of processes."""
+"""Checkpoints: save a run's state, complete or not at all, and resume from it on any number of
+processes."""
 
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints, verify
 from torchtitan.components.checkpoint.manager import CheckpointManager
@@ -6,5 +7,11 @@ from torchtitan.components.checkpoint.resume import load_model_state
 from torchtitan.components.checkpoint.saver import CheckpointSaveError
 from torchtitan.components.checkpoint.state import ModelState, RandomState
 
-__all__ = ["CheckpointInfo", "CheckpointManager", "CheckpointSaveError", "ModelState", "RandomState"]
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointManager",
+    "CheckpointSaveError",
+    "ModelState",
+    "RandomState",
+]
 __all__ += ["list_checkpoints", "load_model_state", "verify"]

@@ -4,7 +4,12 @@ import dataclasses
 import sys
 from typing import Literal
 
-from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, resolve_folder
+from torchtitan.components.checkpoint.filesystem import (
+    Folder,
+    LocalFolder,
+    folder_at,
+    resolve_folder,
+)
 from torchtitan.components.checkpoint.manifest import Kind
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable
@@ -34,36 +39,43 @@ class CheckpointConfig(Configurable.Config):
     """Folder for checkpoints, inside the dump folder, or a URL such as s3://bucket/run."""
 
     fallback_folder: RunFolder = ""
-    """Folder or URL, such as one on another disk, for the last save of a run if it fails in `folder`."""
+    """Folder or URL, such as one on another disk, for the last save of a run if it fails in
+    `folder`."""
 
     interval: int = 500
     """Steps between saves. The last step is always saved."""
 
     initial_load_path: str = ""
-    """Checkpoint to start from if the run has none of its own: the step-N folder of another run, or its URL."""
+    """Checkpoint to start from if the run has none of its own: the step-N folder of another run, or
+    its URL."""
 
     initial_load_model_only: bool = True
-    """Load only the weights from initial_load_path and start at step 0; otherwise, load everything, including the
-    step."""
+    """Load only the weights from initial_load_path and start at step 0; otherwise, load everything,
+    including the step."""
 
     initial_load_in_hf: bool = False
-    """initial_load_path is a folder of pretrained weights, such as a Hugging Face model, not a run's checkpoint."""
+    """initial_load_path is a folder of pretrained weights, such as a Hugging Face model, not a
+    run's checkpoint."""
 
     last_save_model_only: bool = False
     """After the last step, save only the weights. A run cannot resume from them."""
 
     last_save_in_hf: bool = False
-    """After the last step, save only the weights, in Hugging Face format. A run cannot resume from them."""
+    """After the last step, save only the weights, in Hugging Face format. A run cannot resume from
+    them."""
 
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights written by last_save_model_only and last_save_in_hf; None: the type used in training."""
+    """Type of the weights written by last_save_model_only and last_save_in_hf; None: the type used
+    in training."""
 
     async_mode: AsyncMode = "disabled"
-    """Copy the state to CPU memory and write it while training continues: in a thread (async), or in a separate process
-    from pinned memory, which is faster to copy to (async_with_pinned_mem; not pinned without CUDA)."""
+    """Copy the state to CPU memory and write it while training continues: in a thread (async), or
+    in a separate process from pinned memory, which is faster to copy to (async_with_pinned_mem; not
+    pinned without CUDA)."""
 
     save_trainable_only: bool = False
-    """Omit frozen weights from full checkpoints; on resume they come from initial_load_path or the seed."""
+    """Omit frozen weights from full checkpoints; on resume they come from initial_load_path or the
+    seed."""
 
     keep_latest_k: int = 10
     """Keep only this many of the newest checkpoints (0: keep all)."""
@@ -97,8 +109,18 @@ class CheckpointConfig(Configurable.Config):
 
     def validate(self) -> None:
         require(self.interval >= 1, "--checkpoint.interval", self.interval, "at least 1 step")
-        require(self.keep_latest_k >= 0, "--checkpoint.keep_latest_k", self.keep_latest_k, "at least 0 (keep all)")
-        require(self.load_step >= -1, "--checkpoint.load_step", self.load_step, "a step, or -1 (the newest)")
+        require(
+            self.keep_latest_k >= 0,
+            "--checkpoint.keep_latest_k",
+            self.keep_latest_k,
+            "at least 0 (keep all)",
+        )
+        require(
+            self.load_step >= -1,
+            "--checkpoint.load_step",
+            self.load_step,
+            "a step, or -1 (the newest)",
+        )
         if self.load_step != -1 and not self.enable:
             raise UserError(f"--checkpoint.load_step {self.load_step} requires --checkpoint.enable")
         _check_initial_load(self)
@@ -120,55 +142,71 @@ def _check_saves(config: CheckpointConfig) -> None:
     if config.saves or not options:
         if config.export_dtype and config.last_kind == "full":
             raise UserError(
-                f"--checkpoint.export_dtype {config.export_dtype} requires --checkpoint.last_save_model_only or "
-                "--checkpoint.last_save_in_hf, since full checkpoints keep the training type; otherwise set "
-                "--checkpoint.export_dtype None"
+                f"--checkpoint.export_dtype {config.export_dtype} requires "
+                "--checkpoint.last_save_model_only or --checkpoint.last_save_in_hf, since full "
+                "checkpoints keep the training type; otherwise set --checkpoint.export_dtype None"
             )
         return
     names = ", ".join(f"--checkpoint.{option}" for option in options)
     if config.enable:
-        raise UserError(f"{names} cannot be combined with --checkpoint.load_only, which saves nothing")
+        raise UserError(
+            f"{names} cannot be combined with --checkpoint.load_only, which saves nothing"
+        )
     reverted = " ".join(f"--checkpoint.{_SAVE_OPTIONS[option]}" for option in options)
     verb = "require" if len(options) > 1 else "requires"
-    raise UserError(f"{names} {verb} --checkpoint.enable; to run without checkpoints, add {reverted}")
+    raise UserError(
+        f"{names} {verb} --checkpoint.enable; to run without checkpoints, add {reverted}"
+    )
 
 
 def _check_initial_load(config: CheckpointConfig) -> None:
     path = config.initial_load_path
     if path and "model" in config.exclude_from_loading and not config.initial_load_in_hf:
         raise UserError(
-            "--checkpoint.exclude_from_loading model cannot be combined with --checkpoint.initial_load_path "
-            f"{path}, which loads the model"
+            "--checkpoint.exclude_from_loading model cannot be combined with "
+            f"--checkpoint.initial_load_path {path}, which loads the model"
         )
     if not config.initial_load_in_hf:
         return
     if not path:
-        raise UserError("--checkpoint.initial_load_in_hf requires --checkpoint.initial_load_path, the folder to load")
+        raise UserError(
+            "--checkpoint.initial_load_in_hf requires --checkpoint.initial_load_path, the folder "
+            "to load"
+        )
     if is_url(path):
         raise UserError(
-            f"--checkpoint.initial_load_path: {path} is a URL, but --checkpoint.initial_load_in_hf needs a local "
-            "folder; download it and set its path"
+            f"--checkpoint.initial_load_path: {path} is a URL, but --checkpoint.initial_load_in_hf "
+            "needs a local folder; download it and set its path"
         )
     if not config.initial_load_model_only:
         raise UserError(
-            "--checkpoint.no_initial_load_model_only cannot be combined with --checkpoint.initial_load_in_hf: "
-            "a Hugging Face folder contains only the model"
+            "--checkpoint.no_initial_load_model_only cannot be combined with "
+            "--checkpoint.initial_load_in_hf: a Hugging Face folder contains only the model"
         )
 
 
 def _check_folder(config: CheckpointConfig) -> None:
     folder, fallback = folder_at(config.folder), folder_at(config.fallback_folder or ".")
     if config.fallback_folder == config.folder:
-        raise UserError(f"--checkpoint.fallback_folder {fallback} is --checkpoint.folder too; name another folder")
+        raise UserError(
+            f"--checkpoint.fallback_folder {fallback} is --checkpoint.folder too; name another "
+            "folder"
+        )
     if config.last_save_in_hf and not isinstance(fallback, LocalFolder):
-        raise UserError(f"--checkpoint.last_save_in_hf needs a local --checkpoint.fallback_folder, not {fallback}")
+        raise UserError(
+            "--checkpoint.last_save_in_hf needs a local --checkpoint.fallback_folder, not "
+            f"{fallback}"
+        )
     if config.last_save_in_hf and not isinstance(folder, LocalFolder):
-        raise UserError(f"--checkpoint.last_save_in_hf needs a local --checkpoint.folder, not {folder}")
+        raise UserError(
+            f"--checkpoint.last_save_in_hf needs a local --checkpoint.folder, not {folder}"
+        )
     if config.async_mode != "async_with_pinned_mem":
         return
     if not sys.platform.startswith("linux"):
         raise UserError("--checkpoint.async_mode async_with_pinned_mem requires Linux; use async")
     if str(folder).startswith("memory://"):
         raise UserError(
-            f"--checkpoint.async_mode async_with_pinned_mem: other processes cannot access {folder}; use async"
+            "--checkpoint.async_mode async_with_pinned_mem: other processes cannot access "
+            f"{folder}; use async"
         )

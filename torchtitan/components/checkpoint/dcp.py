@@ -1,8 +1,9 @@
-"""Interface to torch.distributed.checkpoint (DCP): save and load states, read and write single tensors.
+"""Interface to torch.distributed.checkpoint (DCP): save and load states, read and write single
+tensors.
 
-Each tensor of a state is a separate entry, so that DCP can shard and reshard it. All other values share one JSON
-string, so their structure may differ between saving and loading. DCP takes a second to import, so import this module
-inside the functions that use it.
+Each tensor of a state is a separate entry, so that DCP can shard and reshard it. All other values
+share one JSON string, so their structure may differ between saving and loading. DCP takes a second
+to import, so import this module inside the functions that use it.
 """
 
 import hashlib
@@ -18,8 +19,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
@@ -41,7 +53,13 @@ from torchtitan.protocols.tensor_source import (
     summarize_names,
 )
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.torch_private import FsspecReader, FsspecWriter, PyTorchFileReader, StorageInfo, set_element
+from torchtitan.tools.torch_private import (
+    FsspecReader,
+    FsspecWriter,
+    PyTorchFileReader,
+    StorageInfo,
+    set_element,
+)
 
 # DCP logs this harmless warning whenever a single process saves or loads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -53,9 +71,10 @@ _SHOWN_PROBLEMS = 5
 
 
 def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
-    """Return the entries of the state `name`: its tensors, and all other values as one JSON string. The string's key
-    contains its digest, so that equal strings of several ranks are saved once, and different strings (such as optimizer
-    settings of pipeline stages) separately. Raise `TypeError` if a value is neither a tensor nor JSON-serializable."""
+    """Return the entries of the state `name`: its tensors, and all other values as one JSON string.
+    The string's key contains its digest, so that equal strings of several ranks are saved once, and
+    different strings (such as optimizer settings of pipeline stages) separately. Raise `TypeError`
+    if a value is neither a tensor nor JSON-serializable."""
     tensors = dict(_tensors(state_dict))
     try:
         text = json.dumps({key: value for key, value in state_dict.items() if key not in tensors})
@@ -67,11 +86,15 @@ def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
 
 
 def decode(entries: Entries, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict encoded in `entries`. Lists become tuples for keys that are tuples in `template`."""
+    """Return the state dict encoded in `entries`. Lists become tuples for keys that are tuples in
+    `template`."""
     state_dict: dict[str, Any] = {}
     for key, value in sorted(entries.items()):
         state_dict.update(json.loads(value) if isinstance(value, str) else {key: value})
-    return {key: tuple(value) if isinstance(template.get(key), tuple) else value for key, value in state_dict.items()}
+    return {
+        key: tuple(value) if isinstance(template.get(key), tuple) else value
+        for key, value in state_dict.items()
+    }
 
 
 def rank_key(name: str, rank: int) -> str:
@@ -92,16 +115,22 @@ def save(
     group: dist.ProcessGroup | None,
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None,
 ) -> None:
-    """Write `states` (name → entries) into the empty `folder`; each rank of `group` writes its part. `write_items`
-    replaces DCP's own code for writing this rank's plan. Raise the error of the first failed rank on every rank."""
+    """Write `states` (name → entries) into the empty `folder`; each rank of `group` writes its
+    part. `write_items` replaces DCP's own code for writing this rank's plan. Raise the error of the
+    first failed rank on every rank."""
     writer = _make_writer(folder)
     writer.write_items = write_items
-    _call_dcp(lambda: dcp.save(dict(states), storage_writer=writer, process_group=group, no_dist=group is None))
+    _call_dcp(
+        lambda: dcp.save(
+            dict(states), storage_writer=writer, process_group=group, no_dist=group is None
+        )
+    )
 
 
 def write_dcp(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
-    """Write tensors one at a time as the state "model" of a checkpoint. The caller commits it (`catalog.commit`).
-    Raise `UserError` if a dtype is too narrow for a value, `OSError` if a file cannot be written.
+    """Write tensors one at a time as the state "model" of a checkpoint. The caller commits it
+    (`catalog.commit`). Raise `UserError` if a dtype is too narrow for a value, `OSError` if a file
+    cannot be written.
 
     Args:
         path: an existing folder.
@@ -115,8 +144,11 @@ def write_dcp(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> 
     _call_dcp(lambda: dcp.save(states, storage_writer=writer, planner=planner, no_dist=True))
 
 
-def write_staged(folder: Folder, plan: SavePlan, data: Mapping[MetadataIndex, Tensor | bytes]) -> list[WriteResult]:
-    """Write the items of `plan` (one rank's part of a save), with values from `data`, into `folder`."""
+def write_staged(
+    folder: Folder, plan: SavePlan, data: Mapping[MetadataIndex, Tensor | bytes]
+) -> list[WriteResult]:
+    """Write the items of `plan` (one rank's part of a save), with values from `data`, into
+    `folder`."""
     return _make_writer(folder).write_data(plan, _StagedPlanner(data)).wait()
 
 
@@ -129,7 +161,8 @@ def _call_dcp(operation: Callable[[], object]) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's file writer, which raises `OSError`s unchanged and can delegate writing to another process."""
+    """DCP's file writer, which raises `OSError`s unchanged and can delegate writing to another
+    process."""
 
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None
 
@@ -141,7 +174,8 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save hides the system's error, such as "No space left on device"; raise the original.
+            # torch.save hides the system's error, such as "No space left on device"; raise the
+            # original.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -154,7 +188,8 @@ class _RemoteWriter(_Writer, FsspecWriter):
 def _make_writer(folder: Folder) -> _Writer:
     if isinstance(folder, LocalFolder):
         return _Writer(folder.path)
-    # No sync: a store has the data once the file is closed, and DCP would sync every disk of this host.
+    # No sync: a store has the data once the file is closed, and DCP would sync every disk of this
+    # host.
     return _RemoteWriter(str(folder), sync_files=False)
 
 
@@ -181,7 +216,9 @@ class _LazyPlanner(DefaultSavePlanner):
         if name not in self._specs:
             return super().lookup_object(index)
         spec, tensor = self._specs[name], self._make(name)
-        assert tensor.shape == spec.shape, f"{name} has shape {tensor.shape}, but its spec {spec.shape}"
+        assert tensor.shape == spec.shape, (
+            f"{name} has shape {tensor.shape}, but its spec {spec.shape}"
+        )
         return as_type(name, tensor, spec.dtype)
 
 
@@ -197,7 +234,8 @@ def load(
     *,
     optional: Collection[str] = (),
 ) -> set[str]:
-    """Load the checkpoint in `path` and return the names of the loaded states; states in `optional` may be missing.
+    """Load the checkpoint in `path` and return the names of the loaded states; states in `optional`
+    may be missing.
 
     Each rank reads its tensor shards of `states` in place; names and shapes must match.
     `rank_states` receive the states of `saved_rank`, whatever their contents. Raise `UserError` on
@@ -205,8 +243,12 @@ def load(
     """
     metadata = ranks.broadcast_from_rank0(lambda: read_metadata(path))
     saved = _saved_states(metadata)
-    states = {name: state for name, state in states.items() if name in saved or name not in optional}
-    keys = {name: name for name in states} | {name: rank_key(name, saved_rank) for name in rank_states}
+    states = {
+        name: state for name, state in states.items() if name in saved or name not in optional
+    }
+    keys = {name: name for name in states} | {
+        name: rank_key(name, saved_rank) for name in rank_states
+    }
     local = [name for name, key in keys.items() if key not in saved]
     missing = [name for names in ranks.gather(local) for name in names]
     if missing:
@@ -217,9 +259,13 @@ def load(
     specs = {state: _specs(metadata, entries) for state, entries in saved.items()}
     templates = {name: state.state_dict() for name, state in states.items()}
     _check_tensors(path, templates, specs, ranks)
-    request: dict[str, Entries] = {name: dict(_tensors(template)) for name, template in templates.items()}
+    request: dict[str, Entries] = {
+        name: dict(_tensors(template)) for name, template in templates.items()
+    }
     for key in (keys[name] for name in rank_states):
-        request[key] = {entry: torch.empty(spec.shape, dtype=spec.dtype) for entry, spec in specs[key].items()}
+        request[key] = {
+            entry: torch.empty(spec.shape, dtype=spec.dtype) for entry, spec in specs[key].items()
+        }
     for key, entries in request.items():
         entries |= dict.fromkeys(saved[key].keys() - specs[key].keys(), "")
     try:
@@ -236,7 +282,9 @@ def load(
 
     def decode_all() -> None:
         try:
-            decoded.update({name: decode(request[key], templates.get(name, {})) for name, key in keys.items()})
+            decoded.update(
+                {name: decode(request[key], templates.get(name, {})) for name, key in keys.items()}
+            )
         except (TypeError, ValueError, RecursionError) as error:  # JSON not written by a run
             raise _unreadable_error(path, error) from error
 
@@ -256,15 +304,34 @@ def _check_tensors(
     saved: Mapping[str, Mapping[str, TensorSpec]],
     ranks: Ranks,
 ) -> None:
-    """Compare tensor names and shapes before loading. Saved tensors that no rank needs are also an error."""
-    expected = {f"{state}.{entry}": tensor.shape for state in templates for entry, tensor in _tensors(templates[state])}
-    stored = {f"{state}.{entry}": spec.shape for state in templates for entry, spec in saved[state].items()}
-    local = [_describe(name, stored.get(name), shape) for name, shape in expected.items() if stored.get(name) != shape]
+    """Compare tensor names and shapes before loading. Saved tensors that no rank needs are also an
+    error."""
+    expected = {
+        f"{state}.{entry}": tensor.shape
+        for state in templates
+        for entry, tensor in _tensors(templates[state])
+    }
+    stored = {
+        f"{state}.{entry}": spec.shape
+        for state in templates
+        for entry, spec in saved[state].items()
+    }
+    local = [
+        _describe(name, stored.get(name), shape)
+        for name, shape in expected.items()
+        if stored.get(name) != shape
+    ]
     gathered = ranks.gather((local, [name in expected for name in stored]))
-    problems = list(dict.fromkeys(problem for rank_problems, _ in gathered for problem in rank_problems))
+    problems = list(
+        dict.fromkeys(problem for rank_problems, _ in gathered for problem in rank_problems)
+    )
     flags_of_ranks = [flags for _, flags in gathered]
     needed = [any(flags) for flags in zip(*flags_of_ranks, strict=True)]
-    problems += [_describe(name, stored[name], None) for name, keep in zip(stored, needed, strict=True) if not keep]
+    problems += [
+        _describe(name, stored[name], None)
+        for name, keep in zip(stored, needed, strict=True)
+        if not keep
+    ]
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN_PROBLEMS])
         raise UserError(
@@ -290,7 +357,8 @@ class _Reader(dcp.FileSystemReader):
         self.metadata = metadata
 
     def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
-        """Return an entry's slice of a file. Reject records that would unpack to more than its length."""
+        """Return an entry's slice of a file. Reject records that would unpack to more than its
+        length."""
         entry = super()._slice_file(file, sinfo)
         if entry.read(4) == b"PK\3\4":  # the test for a zip file in torch.load
             entry.seek(0)
@@ -317,7 +385,8 @@ class _TextPlanner(DefaultLoadPlanner):
 
 
 class DcpSource(TensorSource):
-    """Tensors of one state of a checkpoint. Raises `UserError` if it cannot be read or has no such state."""
+    """Tensors of one state of a checkpoint. Raises `UserError` if it cannot be read or has no such
+    state."""
 
     def __init__(self, path: str | Path, state: str = "model"):
         self.path = Path(path)
@@ -325,7 +394,10 @@ class DcpSource(TensorSource):
         self._reader = _Reader(LocalFolder(self.path), self._metadata)
         states = _saved_states(self._metadata)
         if state not in states:
-            raise UserError(f"{self.path} has no state {state!r}; its states are {summarize_names(sorted(states))}")
+            raise UserError(
+                f"{self.path} has no state {state!r}; its states are "
+                f"{summarize_names(sorted(states))}"
+            )
         self._keys = states[state]
         self.specs = _specs(self._metadata, self._keys)
 
@@ -351,7 +423,9 @@ class DcpSource(TensorSource):
         """Return a tensor stored as one chunk; DCP's reader would keep two copies in memory."""
         location = self._metadata.storage_data[item.storage_index]
         with open(self.path / location.relative_path, "rb") as file:
-            tensor: Tensor = torch.load(self._reader._slice_file(file, location), map_location="cpu", weights_only=True)
+            tensor: Tensor = torch.load(
+                self._reader._slice_file(file, location), map_location="cpu", weights_only=True
+            )
         if TensorSpec.of(tensor) != spec or tensor.is_meta or tensor.layout != torch.strided:
             raise ValueError(f"the tensor in {location.relative_path} does not match .metadata")
         return tensor
@@ -364,21 +438,29 @@ class _SliceReader(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         part = self._tensor
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (offset, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             part = part.narrow(dim, offset, length)
         return part
 
 
 def state_tensor_specs(path: AnyFolder) -> dict[str, dict[str, TensorSpec]]:
-    """Return state → tensor → spec without reading tensors. Raise `UserError` if the checkpoint cannot be read."""
+    """Return state → tensor → spec without reading tensors. Raise `UserError` if the checkpoint
+    cannot be read."""
     metadata = read_metadata(folder_at(path))
-    return {state: _specs(metadata, keys) for state, keys in sorted(_saved_states(metadata).items())}
+    return {
+        state: _specs(metadata, keys) for state, keys in sorted(_saved_states(metadata).items())
+    }
 
 
 def optimized_names(path: AnyFolder) -> set[str]:
-    """Return the names of parameters with optimizer state. Raise `UserError` if the checkpoint cannot be read."""
+    """Return the names of parameters with optimizer state. Raise `UserError` if the checkpoint
+    cannot be read."""
     keys = state_tensor_specs(path).get("optimizer", {})
-    return {key.removeprefix("state.").rpartition(".")[0] for key in keys if key.startswith("state.")}
+    return {
+        key.removeprefix("state.").rpartition(".")[0] for key in keys if key.startswith("state.")
+    }
 
 
 def _saved_states(metadata: Metadata) -> dict[str, dict[str, str]]:

@@ -38,8 +38,8 @@ UNPUBLISHED = ".tmp"
 
 
 class StoreError(OSError, UserError):
-    """A store that does not answer, or refuses. Code that goes on after an `OSError` catches it; uncaught, it is a
-    message of one line."""
+    """A store that does not answer, or refuses. Code that goes on after an `OSError` catches it;
+    uncaught, it is a message of one line."""
 
     @classmethod
     def of(cls, url: str, error: BaseException) -> "StoreError":
@@ -48,16 +48,19 @@ class StoreError(OSError, UserError):
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in one line why a store's library failed. fsspec's HTTP store raises `FileNotFoundError` for any cause."""
+    """Return in one line why a store's library failed. fsspec's HTTP store raises
+    `FileNotFoundError` for any cause."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         return cause_of(error.__cause__)
-    if (status := getattr(error, "status", None)) is not None:  # of aiohttp, whose message has the whole URL
+    # of aiohttp, whose message has the whole URL
+    if (status := getattr(error, "status", None)) is not None:
         return f"the server answers {status} {getattr(error, 'message', '')}".rstrip()
     return in_words(error)
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Return whether the same request fails again: no such file or host, no permission, a full disk."""
+    """Return whether the same request fails again: no such file or host, no permission, a full
+    disk."""
     status = getattr(error, "status", None)
     if isinstance(status, int):
         return 400 <= status < 500 and status not in _PASSING_STATUS
@@ -68,8 +71,8 @@ def is_lasting(error: BaseException) -> bool:
 
 
 def check_access(url: str, store: Any, path: str) -> None:
-    """Raise `StoreError` if a store does not answer, or refuses access to a path, which may be missing. fsspec's HTTP
-    store lists nothing then."""
+    """Raise `StoreError` if a store does not answer, or refuses access to a path, which may be
+    missing. fsspec's HTTP store lists nothing then."""
     try:
         store.info(path)
     except FileNotFoundError as error:
@@ -80,7 +83,8 @@ def check_access(url: str, store: Any, path: str) -> None:
 
 
 def folder_at(path: "AnyFolder") -> "Folder":
-    """Return the folder at a path or URL, existing or not. Raise `UserError` if no installed library opens the URL."""
+    """Return the folder at a path or URL, existing or not. Raise `UserError` if no installed
+    library opens the URL."""
     if isinstance(path, Folder):
         return path
     text = os.fspath(path)
@@ -91,7 +95,8 @@ def folder_at(path: "AnyFolder") -> "Folder":
 
 @contextlib.contextmanager
 def errors_logged(message: str) -> Iterator[None]:
-    """Log an `OSError` inside the block as a warning that begins with `message`, and continue after the block."""
+    """Log an `OSError` inside the block as a warning that begins with `message`, and continue after
+    the block."""
     try:
         yield
     except OSError as error:
@@ -134,7 +139,9 @@ class LocalFolder:
 
     def folders(self) -> list[str]:
         """Return the names of the subfolders; none if the folder does not exist."""
-        return [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
+        return (
+            [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
+        )
 
     def files(self) -> dict[str, int]:
         """Return relative name → bytes of every file in the folder and its subfolders."""
@@ -172,7 +179,8 @@ class LocalFolder:
         durable.make_folder(self.path)
 
     def remove(self, first: str) -> None:
-        """Remove the folder. If interrupted, the folder has been renamed, or the file `first` removed."""
+        """Remove the folder. If interrupted, the folder has been renamed, or the file `first`
+        removed."""
         shutil.rmtree(self.path if self.name.endswith(UNFINISHED) else self._set_aside())
 
     def sync(self, name: str) -> None:
@@ -180,8 +188,10 @@ class LocalFolder:
         durable.sync(self.path / name)
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
-        """Rename the folder to `name`, replacing any folder of that name; the file `marker` appears last."""
-        # Written before the rename, so that a full disk raises an error before a checkpoint is replaced.
+        """Rename the folder to `name`, replacing any folder of that name; the file `marker` appears
+        last."""
+        # Written before the rename, so that a full disk raises an error before a checkpoint is
+        # replaced.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
             durable.sync_folder(folder)
@@ -196,17 +206,20 @@ class LocalFolder:
             if replaced:
                 replaced.rename(final.path)
             raise
-        # The checkpoint is complete. If this sync fails, a power failure may still lose it, so the save counts as
-        # failed, and no older checkpoint is removed.
+        # The checkpoint is complete. If this sync fails, a power failure may still lose it, so the
+        # save counts as failed, and no older checkpoint is removed.
         for changed in (final, final.parent):
             durable.sync_folder(changed.path)
         if replaced:
-            with errors_logged(f"{final} is saved, but the checkpoint it replaces could not be removed"):
+            with errors_logged(
+                f"{final} is saved, but the checkpoint it replaces could not be removed"
+            ):
                 shutil.rmtree(replaced)
         return final
 
     def _set_aside(self) -> Path:
-        """Rename the folder to its name during removal, in case the removal is interrupted; return the new path."""
+        """Rename the folder to its name during removal, in case the removal is interrupted; return
+        the new path."""
         aside = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
         if aside.exists():
             shutil.rmtree(aside)
@@ -221,7 +234,8 @@ class LocalFolder:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFolder:
-    """Like `LocalFolder`, but at a URL. It cannot be renamed, so only its marker shows whether it is complete."""
+    """Like `LocalFolder`, but at a URL. It cannot be renamed, so only its marker shows whether it
+    is complete."""
 
     url: str
 
@@ -251,13 +265,21 @@ class RemoteFolder:
     def folders(self) -> list[str]:
         with self._store() as (store, root):
             entries = store.ls(root, detail=True) if store.isdir(root) else []
-            return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+            return [
+                entry["name"].rstrip("/").rpartition("/")[2]
+                for entry in entries
+                if entry["type"] == "directory"
+            ]
 
     def files(self) -> dict[str, int]:
         with self._store() as (store, root):
             files = store.find(root, detail=True)
-            unknown = {path for path, entry in files.items() if entry.get("size") is None}  # HTTP lists none
-            sizes = {path: store.size(path) if path in unknown else files[path]["size"] for path in sorted(files)}
+            # HTTP lists none
+            unknown = {path for path, entry in files.items() if entry.get("size") is None}
+            sizes = {
+                path: store.size(path) if path in unknown else files[path]["size"]
+                for path in sorted(files)
+            }
             return {path.removeprefix(root).lstrip("/"): size for path, size in sizes.items()}
 
     def has_file(self, name: str) -> bool:
@@ -283,8 +305,9 @@ class RemoteFolder:
             store.pipe_file(f"{root}/{name}", content)
 
     def write_new(self, name: str, content: bytes) -> None:
-        """Write the file `name`. Raise `FileExistsError` if it exists. In stores without conditional writes,
-        fsspec looks for the file first, and another process may write it in between."""
+        """Write the file `name`. Raise `FileExistsError` if it exists. In stores without
+        conditional writes, fsspec looks for the file first, and another process may write it in
+        between."""
         with self._store() as (store, root):
             store.pipe_file(f"{root}/{name}", content, mode="create")
 
@@ -315,8 +338,9 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        """Yield fsspec's file system and the folder's path in it. The cache is cleared, since other processes change
-        the store. Errors of the store's library become `StoreError`s, except for what a caller may expect."""
+        """Yield fsspec's file system and the folder's path in it. The cache is cleared, since other
+        processes change the store. Errors of the store's library become `StoreError`s, except for
+        what a caller may expect."""
         try:
             store, root = open_store(self.url)
             store.invalidate_cache()
@@ -328,8 +352,8 @@ class RemoteFolder:
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system and the path in it, for a URL or a local path. Raise `UserError` if no installed
-    library opens the URL, or the store does not answer."""
+    """Return fsspec's file system and the path in it, for a URL or a local path. Raise `UserError`
+    if no installed library opens the URL, or the store does not answer."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
@@ -337,12 +361,15 @@ def open_store(url: str) -> tuple[Any, str]:
         return LocalFileSystem(), url
     if f"://{HIDDEN}@" in url:
         raise UserError(
-            f"{url} lacks its credentials, which files of a run never contain; set them in the environment of the "
-            "store's library, or repeat the option"
+            f"{url} lacks its credentials, which files of a run never contain; set them in the "
+            "environment of the store's library, or repeat the option"
         )
     hide_credentials_of(url)
     if "::" in url or url.startswith(_INDIRECT):
-        raise UserError(f"{url} names a store that reads other files, or runs templates in them; name the files' URL")
+        raise UserError(
+            f"{url} names a store that reads other files, or runs templates in them; name the "
+            "files' URL"
+        )
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Identity of runs and weights, which keeps runs from loading or overwriting another run's checkpoints."""
+"""Identity of runs and weights, which keeps runs from loading or overwriting another run's
+checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,17 +19,23 @@ class BaseWeights:
     """Text for messages and markers."""
 
     digest: Callable[[], str] = lambda: ""
-    """Return a digest of the weights, empty if `description` identifies them; raise `UserError` if unreadable."""
+    """Return a digest of the weights, empty if `description` identifies them; raise `UserError` if
+    unreadable."""
 
     @classmethod
     def of_seed(cls, seed: int) -> "BaseWeights":
-        """Initial weights drawn with a run's seed. Another generator than Philox would draw other weights."""
+        """Initial weights drawn with a run's seed. Another generator than Philox would draw other
+        weights."""
         return cls(f"debug.seed {seed} (Philox)")
 
     @property
     def path(self) -> str:
         """Folder or URL; empty for weights generated from a seed."""
-        return self.description.removeprefix(BASE_PATH) if self.description.startswith(BASE_PATH) else ""
+        return (
+            self.description.removeprefix(BASE_PATH)
+            if self.description.startswith(BASE_PATH)
+            else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -42,19 +49,28 @@ class RunIdentity:
     """Requested `steps` or `epochs`, which may change between interruptions."""
 
     def describe_differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Describe the properties that differ from a marker's. A property known to only one side counts as equal."""
-        pairs = [(name, saved[name], self.properties[name]) for name in self.properties if name in saved]
-        return [_describe(name, before, now) for name, before, now in pairs if not _are_equal(before, now)]
+        """Describe the properties that differ from a marker's. A property known to only one side
+        counts as equal."""
+        pairs = [
+            (name, saved[name], self.properties[name]) for name in self.properties if name in saved
+        ]
+        return [
+            _describe(name, before, now)
+            for name, before, now in pairs
+            if not _are_equal(before, now)
+        ]
 
     def is_finished(self, step: int, length: Mapping[str, int]) -> bool:
-        """Return whether a run of `length` that ended at `step`, possibly by running out of data, is complete."""
+        """Return whether a run of `length` that ended at `step`, possibly by running out of data,
+        is complete."""
         [(unit, requested)] = self.length.items()
         completed = step if unit == "steps" else length.get(unit, 0)
         return requested <= completed or length == self.length
 
 
 def identify_content(location: str, digest: str) -> dict[str, str]:
-    """Return a property compared by `digest`, or by `location` if the content is unreadable (`digest` is empty)."""
+    """Return a property compared by `digest`, or by `location` if the content is unreadable
+    (`digest` is empty)."""
     return {"location": redact(location), "digest": digest}
 
 

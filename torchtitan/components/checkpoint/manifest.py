@@ -1,7 +1,9 @@
-"""The marker `complete.json`, which makes a folder a checkpoint, and `manifest.json`, which reveals damage.
+"""The marker `complete.json`, which makes a folder a checkpoint, and `manifest.json`, which reveals
+damage.
 
-The marker is written last and describes the checkpoint. The manifest holds {"algorithm": "sha256", "files": {relative
-name: {"bytes": n, "digest": hex}}}. The marker contains the digests of the manifest and of itself.
+The marker is written last and describes the checkpoint. The manifest holds {"algorithm": "sha256",
+"files": {relative name: {"bytes": n, "digest": hex}}}. The marker contains the digests of the
+manifest and of itself.
 """
 
 import dataclasses
@@ -18,7 +20,8 @@ from torchtitan.config.configurable import from_plain
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["full", "model_only", "huggingface"]
-"""Contents of a checkpoint: everything needed to resume, only the models' weights, or a model in Hugging Face files."""
+"""Contents of a checkpoint: everything needed to resume, only the models' weights, or a model in
+Hugging Face files."""
 
 MARKER = "complete.json"
 MANIFEST = "manifest.json"
@@ -78,7 +81,8 @@ class UnreadMarkerError(MarkerError):
 
 
 def read_marker(folder: Folder) -> Marker | None:
-    """Return the marker in `folder`, None if it has none. Raise `MarkerError` if the marker cannot be used."""
+    """Return the marker in `folder`, None if it has none. Raise `MarkerError` if the marker cannot
+    be used."""
     file = f"{folder}/{MARKER}"
     try:
         if not folder.has_file(MARKER):
@@ -90,16 +94,24 @@ def read_marker(folder: Folder) -> Marker | None:
         content: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MarkerError(f"{file} is damaged ({error})") from error
-    version = content.get("format_version", _FORMAT_VERSION) if isinstance(content, dict) else _FORMAT_VERSION
+    version = (
+        content.get("format_version", _FORMAT_VERSION)
+        if isinstance(content, dict)
+        else _FORMAT_VERSION
+    )
     if version != _FORMAT_VERSION:
         raise MarkerError(
-            f"{folder} has layout version {version}, but this version of torchtitan reads layout version "
-            f"{_FORMAT_VERSION}; load it with the version of torchtitan that wrote it"
+            f"{folder} has layout version {version}, but this version of torchtitan reads layout "
+            f"version {_FORMAT_VERSION}; load it with the version of torchtitan that wrote it"
         )
     try:
         content.pop("digest")
         marker: Marker = from_plain(Marker, content)
-        if isinstance(marker.identity, dict) and isinstance(marker.length, dict) and marker_content(marker) == text:
+        if (
+            isinstance(marker.identity, dict)
+            and isinstance(marker.length, dict)
+            and marker_content(marker) == text
+        ):
             return marker
     except (UserError, AttributeError, TypeError, KeyError):
         pass
@@ -107,8 +119,13 @@ def read_marker(folder: Folder) -> Marker | None:
 
 
 def marker_content(marker: Marker) -> bytes:
-    """Return the marker's file content: its fields and a digest, since the manifest does not cover the marker."""
-    fields = {name: value for name, value in dataclasses.asdict(marker).items() if value or name not in _OPTIONAL}
+    """Return the marker's file content: its fields and a digest, since the manifest does not cover
+    the marker."""
+    fields = {
+        name: value
+        for name, value in dataclasses.asdict(marker).items()
+        if value or name not in _OPTIONAL
+    }
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return json.dumps({**fields, "digest": digest}).encode()
 
@@ -134,12 +151,16 @@ class Faults:
         """Summarize the damage, or else the unreadable files, in one sentence."""
         lines = self.damage or self.unread
         more = f"; and {len(lines) - shown} more" if len(lines) > shown else ""
-        return f"{'is damaged' if self.damage else 'could not be read'}: {'; '.join(lines[:shown])}{more}"
+        return (
+            f"{'is damaged' if self.damage else 'could not be read'}: "
+            f"{'; '.join(lines[:shown])}{more}"
+        )
 
 
 def write_manifest(folder: Folder, ranks: Ranks) -> str:
-    """Sync all files in `folder` to disk, write their manifest, and return its digest. Each rank processes a share of
-    the files. Raise `OSError` on every rank if a file cannot be read or written."""
+    """Sync all files in `folder` to disk, write their manifest, and return its digest. Each rank
+    processes a share of the files. Raise `OSError` on every rank if a file cannot be read or
+    written."""
     sizes = _list_on_all_ranks(folder, ranks)
     share = split_by_size(sizes, ranks.size)[ranks.rank]
 
@@ -148,16 +169,22 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
             folder.sync(name)
         return {name: _digest(folder, name) for name in share}
 
-    digests = {name: digest for share in ranks.all_ranks_or_raise(digest_share) for name, digest in share.items()}
+    digests = {
+        name: digest
+        for share in ranks.all_ranks_or_raise(digest_share)
+        for name, digest in share.items()
+    }
     files = {name: {"bytes": n_bytes, "digest": digests[name]} for name, n_bytes in sizes.items()}
     content = json.dumps({"algorithm": _ALGORITHM, "files": files}, indent=1).encode()
     ranks.broadcast_from_rank0(lambda: folder.write(MANIFEST, content))
     return hashlib.sha256(content).hexdigest()
 
 
-def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """Compare the files in `folder` with its manifest and ignore unlisted files. Each rank checks a share of the files.
-    `manifest_digest` comes from the marker; `only` names the files to check."""
+def find_faults(
+    folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Collection[str] | None = None
+) -> Faults:
+    """Compare the files in `folder` with its manifest and ignore unlisted files. Each rank checks a
+    share of the files. `manifest_digest` comes from the marker; `only` names the files to check."""
     try:
         content = ranks.broadcast_from_rank0(lambda: folder.read(MANIFEST))
         sizes = ranks.broadcast_from_rank0(folder.files)
@@ -176,7 +203,9 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
         if sizes[name] != expected[name]["bytes"]:
             damage[name] = f"{name} has {sizes[name]} bytes instead of {expected[name]['bytes']}"
     unread: dict[str, str] = {}
-    share = split_by_size({name: sizes[name] for name in expected if name not in damage}, ranks.size)[ranks.rank]
+    share = split_by_size(
+        {name: sizes[name] for name in expected if name not in damage}, ranks.size
+    )[ranks.rank]
 
     def check_share() -> tuple[dict[str, str], dict[str, str]]:
         differ, failed = {}, {}
@@ -191,20 +220,26 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
     for differ, failed in ranks.all_ranks_or_raise(check_share):
         damage |= differ
         unread |= failed
-    return Faults([damage[name] for name in sorted(damage)], [unread[name] for name in sorted(unread)])
+    return Faults(
+        [damage[name] for name in sorted(damage)], [unread[name] for name in sorted(unread)]
+    )
 
 
 def _parse_manifest(content: bytes) -> dict[str, Any] | None:
-    """Return the files listed in a manifest; None if it is malformed, which is possible with a forged digest."""
+    """Return the files listed in a manifest; None if it is malformed, which is possible with a
+    forged digest."""
     try:
         files = json.loads(content)["files"]
-        return {name: {"bytes": file["bytes"], "digest": file["digest"]} for name, file in files.items()}
+        return {
+            name: {"bytes": file["bytes"], "digest": file["digest"]} for name, file in files.items()
+        }
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
 
 
 def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
-    """Split the names into shares of about equal bytes: the largest remaining file goes to the smallest share."""
+    """Split the names into shares of about equal bytes: the largest remaining file goes to the
+    smallest share."""
     shares: list[list[str]] = [[] for _ in range(n_shares)]
     totals = [0] * n_shares
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -215,13 +250,20 @@ def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
 
 
 def _list_on_all_ranks(folder: Folder, ranks: Ranks) -> dict[str, int]:
-    """Return the sizes of the files listed on any rank: in some stores, files of other ranks appear with a delay."""
-    sizes = {name: n_bytes for listing in ranks.all_ranks_or_raise(folder.files) for name, n_bytes in listing.items()}
+    """Return the sizes of the files listed on any rank: in some stores, files of other ranks appear
+    with a delay."""
+    sizes = {
+        name: n_bytes
+        for listing in ranks.all_ranks_or_raise(folder.files)
+        for name, n_bytes in listing.items()
+    }
 
     def check_shared() -> None:
         for name in sizes:
             if not folder.has_file(name):
-                raise FileNotFoundError(f"rank 0 cannot see {name}; put {folder.parent} on a shared file system")
+                raise FileNotFoundError(
+                    f"rank 0 cannot see {name}; put {folder.parent} on a shared file system"
+                )
 
     ranks.broadcast_from_rank0(check_shared)
     return dict(sorted(sizes.items()))

@@ -1,4 +1,5 @@
-"""The processes that save and load a checkpoint together, with collectives that also propagate errors."""
+"""The processes that save and load a checkpoint together, with collectives that also propagate
+errors."""
 
 import pickle
 from collections.abc import Callable
@@ -38,7 +39,8 @@ class Ranks:
         return self._unwrap(results)[0]
 
     def all_ranks_or_raise(self, function: Callable[[], T]) -> list[T]:
-        """Return the results of `function` on all ranks, in rank order; an error on any rank is raised on all."""
+        """Return the results of `function` on all ranks, in rank order; an error on any rank is
+        raised on all."""
         return self._unwrap(self.gather(self._call(function)))
 
     def _call(self, function: Callable[[], T]) -> tuple[Any, Exception | None]:

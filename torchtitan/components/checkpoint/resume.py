@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
-from torchtitan.components.checkpoint.filesystem import UNFINISHED, AnyFolder, Folder, errors_logged, folder_at
+from torchtitan.components.checkpoint.filesystem import (
+    UNFINISHED,
+    AnyFolder,
+    Folder,
+    errors_logged,
+    folder_at,
+)
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
@@ -14,8 +20,9 @@ from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_error
 from torchtitan.tools.logging import logger
 
 MISSING_WEIGHTS_ADVICE = (
-    "use a checkpoint of the run with all weights: the last one with --checkpoint.last_save_in_hf, or any with "
-    "--checkpoint.no_save_trainable_only; to get the adapter of a LoRA run, use `torchtitan convert --to peft`"
+    "use a checkpoint of the run with all weights: the last one with --checkpoint.last_save_in_hf, "
+    "or any with --checkpoint.no_save_trainable_only; to get the adapter of a LoRA run, use "
+    "`torchtitan convert --to peft`"
 )
 """Advice if a checkpoint contains only trained weights, but all are needed."""
 
@@ -33,10 +40,12 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class StartDecision:
-    """Where a run starts, decided once from the markers in its folder, and handed on to all that depends on it."""
+    """Where a run starts, decided once from the markers in its folder, and handed on to all that
+    depends on it."""
 
     start: Start | None
-    """None for a new run with initial values, or with weights that are not a checkpoint of a run."""
+    """None for a new run with initial values, or with weights that are not a checkpoint of a
+    run."""
 
     checkpoints: Sequence[CheckpointInfo]
     """The run's checkpoints, complete or not, by step."""
@@ -45,7 +54,8 @@ class StartDecision:
     """Names of the checkpoints when they were listed."""
 
     def still_holds(self, folder: Folder) -> bool:
-        """Return whether the run's `folder` has checkpoints with the same names. Reads none of them."""
+        """Return whether the run's `folder` has checkpoints with the same names. Reads none of
+        them."""
         return catalog.names_in(folder) == self.names
 
 
@@ -55,11 +65,12 @@ def decide_start(
     """Decide where a run with checkpoints in `folder` starts; reads only markers, each once.
 
     Args:
-        get_identity: returns the run's identity, to check that the folder is the run's; None: do not check.
+        get_identity: returns the run's identity, to check that the folder is the run's; None: do
+            not check.
 
     Raises:
-        UserError: if a requested checkpoint cannot be loaded, all of the run's are damaged, or reading fails; and as
-            `check_owner`.
+        UserError: if a requested checkpoint cannot be loaded, all of the run's are damaged, or
+            reading fails; and as `check_owner`.
         RunComplete: as `check_owner`.
     """
     with os_errors_as(f"the checkpoints in {folder} cannot be read"):
@@ -71,14 +82,16 @@ def decide_start(
 
 
 def check_owner(
-    config: CheckpointConfig, found: Sequence[CheckpointInfo], get_identity: Callable[[], RunIdentity]
+    config: CheckpointConfig,
+    found: Sequence[CheckpointInfo],
+    get_identity: Callable[[], RunIdentity],
 ) -> None:
-    """Check that a run may save into a folder with the checkpoints `found`. `get_identity` is called only if there are
-    complete ones.
+    """Check that a run may save into a folder with the checkpoints `found`. `get_identity` is
+    called only if there are complete ones.
 
     Raises:
-        UserError: if the folder holds checkpoints of another run, or if this run has steps left but ended in a
-            checkpoint that it cannot resume from.
+        UserError: if the folder holds checkpoints of another run, or if this run has steps left but
+            ended in a checkpoint that it cannot resume from.
         RunComplete: if this run ended in such a checkpoint and is complete.
     """
     checkpoints = [info for info in found if info.is_complete]
@@ -89,19 +102,21 @@ def check_owner(
         assert info.marker is not None, "the checkpoint is complete"
         if info.kind != "full" and not info.marker.identity:
             raise UserError(
-                f"{info.path} holds {info.contents} of an unknown run; to avoid overwriting it, choose another folder "
-                "with --dump_folder"
+                f"{info.path} holds {info.contents} of an unknown run; to avoid overwriting it, "
+                "choose another folder with --dump_folder"
             )
         if differences := identity.describe_differences(info.marker.identity):
             raise UserError(
-                f"{info.path} belongs to another run, and two runs cannot share a folder: {'; '.join(differences)}; "
-                "choose another folder with --dump_folder"
+                f"{info.path} belongs to another run, and two runs cannot share a folder: "
+                f"{'; '.join(differences)}; choose another folder with --dump_folder"
             )
     if config.load_step == -1:
         _stop_if_finished(config, [info for info in checkpoints if not info.damage], identity)
 
 
-def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[CheckpointInfo], identity: RunIdentity) -> None:
+def _stop_if_finished(
+    config: CheckpointConfig, checkpoints: Sequence[CheckpointInfo], identity: RunIdentity
+) -> None:
     ends = [info for info in checkpoints if info.ends_run]
     own = [info.step for info in checkpoints if info.kind == "full"]
     if not ends or (own and own[-1] > ends[-1].step):
@@ -111,36 +126,45 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
     assert marker is not None, "the checkpoint is complete"
     if identity.is_finished(last.step, marker.length):
         if last.kind == config.last_kind:
-            raise RunComplete(f"complete at step {last.step}: {last.path} (to train again, set another --dump_folder)")
+            raise RunComplete(
+                f"complete at step {last.step}: {last.path} (to train again, set another "
+                "--dump_folder)"
+            )
         raise UserError(
-            f"this run ended at step {last.step}, and {last.path} holds {last.contents}; use `torchtitan convert` for "
-            "other formats, or set another --dump_folder to train again"
+            f"this run ended at step {last.step}, and {last.path} holds {last.contents}; use "
+            "`torchtitan convert` for other formats, or set another --dump_folder to train again"
         )
     if not own:
         in_hf = " --checkpoint.initial_load_in_hf" if last.kind == "huggingface" else ""
         raise UserError(
-            f"this run ended in {last.path}, which holds {last.contents} and cannot be resumed; to continue training, "
-            f"start a new run with another --dump_folder and --checkpoint.initial_load_path {last.path}{in_hf}"
+            f"this run ended in {last.path}, which holds {last.contents} and cannot be resumed; to "
+            "continue training, start a new run with another --dump_folder and "
+            f"--checkpoint.initial_load_path {last.path}{in_hf}"
         )
 
 
-def _find_start(config: CheckpointConfig, folder: Folder, checkpoints: Sequence[CheckpointInfo]) -> Start | None:
+def _find_start(
+    config: CheckpointConfig, folder: Folder, checkpoints: Sequence[CheckpointInfo]
+) -> Start | None:
     if config.load_step != -1:
         return Start(catalog.find_step(folder, checkpoints, config.load_step), resumes=True)
     if config.enable and (own := catalog.resumable(folder, checkpoints)):
         return Start(own[-1], resumes=True)
     if not config.initial_load_path or config.initial_load_in_hf:
         return None
-    start = Start(catalog.open_checkpoint(config.initial_load_path, "--checkpoint.initial_load_path"), resumes=False)
+    start = Start(
+        catalog.open_checkpoint(config.initial_load_path, "--checkpoint.initial_load_path"),
+        resumes=False,
+    )
     if start.checkpoint.kind == "huggingface":
         raise UserError(
-            f"--checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
-            "set --checkpoint.initial_load_in_hf"
+            f"--checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face "
+            "model; set --checkpoint.initial_load_in_hf"
         )
     if start.checkpoint.base_model:
         raise UserError(
-            f"--checkpoint.initial_load_path: {config.initial_load_path} {describe_missing(start.checkpoint)}; "
-            f"{MISSING_WEIGHTS_ADVICE}"
+            f"--checkpoint.initial_load_path: {config.initial_load_path} "
+            f"{describe_missing(start.checkpoint)}; {MISSING_WEIGHTS_ADVICE}"
         )
     if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
         raise UserError(
@@ -159,16 +183,21 @@ def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeight
         assert checkpoint.marker
         digest, reason = base.digest(), f"{checkpoint.path} {describe_missing(checkpoint)}"
         # The same weights are accepted from any location.
-        if digest != checkpoint.marker.base_digest or not digest and base.description != checkpoint.base_model:
+        if (
+            digest != checkpoint.marker.base_digest
+            or not digest
+            and base.description != checkpoint.base_model
+        ):
             if base.description == checkpoint.base_model:
                 raise UserError(f"{reason}, which have changed since; restore the original files")
             raise UserError(
-                f"{reason}, but this run uses different weights from {base.description}; use the original ones"
+                f"{reason}, but this run uses different weights from {base.description}; use the "
+                "original ones"
             )
     elif config.save_trainable_only:
         raise UserError(
-            f"--checkpoint.save_trainable_only: {checkpoint.path} holds all weights, without the origin of the frozen "
-            "ones; resume without this option"
+            f"--checkpoint.save_trainable_only: {checkpoint.path} holds all weights, without the "
+            "origin of the frozen ones; resume without this option"
         )
 
 
@@ -177,31 +206,34 @@ def describe_missing(checkpoint: CheckpointInfo) -> str:
     return f"holds trained weights only; the frozen ones come from {checkpoint.base_model}"
 
 
-def verify_start(config: CheckpointConfig, decision: StartDecision, folder: Folder, ranks: Ranks) -> Start | None:
-    """Return the start of a decision after verifying the run's own checkpoint, and the next older ones with a warning
-    if it is damaged or unreadable. All ranks call this together and divide the work. Raise `UserError` if every
-    candidate is damaged."""
+def verify_start(
+    config: CheckpointConfig, decision: StartDecision, folder: Folder, ranks: Ranks
+) -> Start | None:
+    """Return the start of a decision after verifying the run's own checkpoint, and the next older
+    ones with a warning if it is damaged or unreadable. All ranks call this together and divide the
+    work. Raise `UserError` if every candidate is damaged."""
     start = decision.start
     if start is None or not start.resumes:
         return start
     if config.load_step == -1:
         return Start(
-            newest_usable(config, folder, ranks, catalog.resumable(folder, decision.checkpoints)), resumes=True
+            newest_usable(config, folder, ranks, catalog.resumable(folder, decision.checkpoints)),
+            resumes=True,
         )
     catalog.raise_if_damaged(start.checkpoint.path, ranks)
     return start
 
 
 def verify_initial_checkpoint(start: Start, ranks: Ranks) -> None:
-    """Verify the checkpoint that a run starts from if it is another run's. All ranks call this together. Raise
-    `UserError` if it is damaged."""
+    """Verify the checkpoint that a run starts from if it is another run's. All ranks call this
+    together. Raise `UserError` if it is damaged."""
     if not start.resumes:
         catalog.raise_if_damaged(start.checkpoint.path, ranks)
 
 
 def verify_saved_weights(config: CheckpointConfig, ranks: Ranks) -> None:
-    """Verify a Hugging Face folder in `initial_load_path` if a torchtitan run has saved it; others have no marker. All
-    ranks call this together. Raise `UserError` if it is damaged."""
+    """Verify a Hugging Face folder in `initial_load_path` if a torchtitan run has saved it; others
+    have no marker. All ranks call this together. Raise `UserError` if it is damaged."""
     if config.initial_load_path and config.initial_load_in_hf:
         initial = folder_at(config.initial_load_path)
         if ranks.broadcast_from_rank0(lambda: catalog.has_marker(initial)):
@@ -209,9 +241,9 @@ def verify_saved_weights(config: CheckpointConfig, ranks: Ranks) -> None:
 
 
 def load_model_state(path: AnyFolder, state: ModelState, *, saved_name: str = "model") -> None:
-    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of the
-    default process group, if any, call this together. Raise `UserError` on every rank if the checkpoint is damaged or
-    does not fit."""
+    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not.
+    All ranks of the default process group, if any, call this together. Raise `UserError` on every
+    rank if the checkpoint is damaged or does not fit."""
     from torchtitan.components.checkpoint import dcp
 
     ranks = Ranks.of_run()
@@ -222,12 +254,15 @@ def load_model_state(path: AnyFolder, state: ModelState, *, saved_name: str = "m
 
 
 def clean_up(config: CheckpointConfig, decision: StartDecision, folder: Folder) -> None:
-    """Remove the remains of unfinished saves in the run's folder, and warn of checkpoints that the run does not use."""
+    """Remove the remains of unfinished saves in the run's folder, and warn of checkpoints that the
+    run does not use."""
     start = decision.start
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in decision.checkpoints if config.enable else []:
         # In a store that cannot rename, a killed save leaves a folder without a marker.
-        if info.path.name.endswith(UNFINISHED) or not (info.is_complete or info.fault or folder.can_rename):
+        if info.path.name.endswith(UNFINISHED) or not (
+            info.is_complete or info.fault or folder.can_rename
+        ):
             logger.warning("%s was left by an interrupted save or removal", info.path)
             if not config.load_only:
                 with errors_logged(f"could not remove {info.path}"):
@@ -246,9 +281,11 @@ def _skip_reason(info: CheckpointInfo) -> str:
     return "an older step was requested"
 
 
-def newest_up_to(config: CheckpointConfig, folder: Folder, ranks: Ranks, newest: int) -> CheckpointInfo:
-    """Return the newest undamaged full checkpoint up to the step `newest`. All ranks call this together. Raise
-    `RunFailure` if there is none so old, `UserError` if all of them are damaged."""
+def newest_up_to(
+    config: CheckpointConfig, folder: Folder, ranks: Ranks, newest: int
+) -> CheckpointInfo:
+    """Return the newest undamaged full checkpoint up to the step `newest`. All ranks call this
+    together. Raise `RunFailure` if there is none so old, `UserError` if all of them are damaged."""
 
     def find() -> list[CheckpointInfo]:
         with os_errors_as(f"the checkpoints in {folder} cannot be read"):
@@ -264,8 +301,8 @@ def newest_up_to(config: CheckpointConfig, folder: Folder, ranks: Ranks, newest:
 def newest_usable(
     config: CheckpointConfig, folder: Folder, ranks: Ranks, own: Sequence[CheckpointInfo]
 ) -> CheckpointInfo:
-    """Return the newest of a run's `own` checkpoints, by step, that is not damaged. All ranks call this together and
-    divide the work. Raise `UserError` if all of them are damaged."""
+    """Return the newest of a run's `own` checkpoints, by step, that is not damaged. All ranks call
+    this together and divide the work. Raise `UserError` if all of them are damaged."""
     reasons: dict[int, str] = {}
     for checkpoint in reversed(own):
         faults = catalog.find_damage(checkpoint.path, ranks)

@@ -30,8 +30,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import dtensor_like
 
 Export = Callable[[Path, Path, Ranks], None]
-"""Function called on every rank with the folder of a model-only checkpoint, an empty folder for the exported files, and
-the ranks. An error on one rank is raised on all ranks."""
+"""Function called on every rank with the folder of a model-only checkpoint, an empty folder for the
+exported files, and the ranks. An error on one rank is raised on all ranks."""
 
 
 class CheckpointSaveError(RunFailure):
@@ -47,9 +47,9 @@ class Assets(Protocol):
 
 @dataclasses.dataclass
 class Saver:
-    """Writes and commits the checkpoints of a `CheckpointManager`, one at a time. All ranks make the same calls. A
-    failed save sets `failure` until the next save begins; only `TypeError`, `AssertionError` and the errors of
-    collectives that lost a rank are raised."""
+    """Writes and commits the checkpoints of a `CheckpointManager`, one at a time. All ranks make
+    the same calls. A failed save sets `failure` until the next save begins; only `TypeError`,
+    `AssertionError` and the errors of collectives that lost a rank are raised."""
 
     folder: Folder
 
@@ -90,16 +90,24 @@ class Saver:
             from torchtitan.components.checkpoint import dcp  # noqa: F401
 
     def reserve(self, entries: Mapping[str, Entries]) -> SharedMemory:
-        """Return memory for a copy of `entries` that the writer process shares. The first time takes longer than a
-        copy."""
+        """Return memory for a copy of `entries` that the writer process shares. The first time
+        takes longer than a copy."""
         if self._process is None:
             self._process = WriterProcess()
         self._process.memory.reserve(entries)
         return self._process.memory
 
-    def save(self, marker: Marker, entries: Mapping[str, Entries], start_time: float, *, in_background: bool) -> None:
-        """Write a checkpoint of `entries`. Return as soon as they are copied if `in_background`, otherwise after they
-        are written. `start_time` is the `time.perf_counter()` at which training was blocked."""
+    def save(
+        self,
+        marker: Marker,
+        entries: Mapping[str, Entries],
+        start_time: float,
+        *,
+        in_background: bool,
+    ) -> None:
+        """Write a checkpoint of `entries`. Return as soon as they are copied if `in_background`,
+        otherwise after they are written. `start_time` is the `time.perf_counter()` at which
+        training was blocked."""
         assert self._in_flight is None, "a save is in progress"
         self.failure = ""
         if not in_background:
@@ -109,12 +117,16 @@ class Saver:
         with self._failure_recorded(marker.step):
             # All ranks stage together, so that no rank waits for one that ran out of memory.
             self.ranks.all_ranks_or_raise(lambda: staged.update(self._stage(entries)))
-            self._in_flight = self._executor.submit(self._write, marker, staged, start_time, time.perf_counter())
+            self._in_flight = self._executor.submit(
+                self._write, marker, staged, start_time, time.perf_counter()
+            )
 
     def write_to(self, folder: Folder, marker: Marker, entries: Mapping[str, Entries]) -> str:
         """Write a checkpoint of `entries` into another folder, and remove nothing there. Return the
         error, if any."""
-        other = dataclasses.replace(self, folder=folder, async_mode="disabled", prune=lambda step: None)
+        other = dataclasses.replace(
+            self, folder=folder, async_mode="disabled", prune=lambda step: None
+        )
         other.save(marker, entries, time.perf_counter(), in_background=False)
         return other.failure
 
@@ -146,9 +158,14 @@ class Saver:
         return stage(entries, self.reserve(entries).empty_like)
 
     def _write(
-        self, marker: Marker, entries: Mapping[str, Entries], start_time: float, unblocked: float | None = None
+        self,
+        marker: Marker,
+        entries: Mapping[str, Entries],
+        start_time: float,
+        unblocked: float | None = None,
     ) -> None:
-        """Write, commit and prune. `unblocked` is the time at which training resumed, None for a foreground save."""
+        """Write, commit and prune. `unblocked` is the time at which training resumed, None for a
+        foreground save."""
         with self._failure_recorded(marker.step):
             path = self._write_complete(marker, entries, self._process if unblocked else None)
             self.step, self.kind = marker.step, marker.kind
@@ -156,22 +173,30 @@ class Saver:
                 self.best_loss = min(self.best_loss, marker.validation_loss)
             blocked = (unblocked or time.perf_counter()) - start_time
             contents = (
-                "" if marker.kind == "full" else f" ({KIND_DESCRIPTIONS[marker.kind]}; runs cannot resume from it)"
+                ""
+                if marker.kind == "full"
+                else f" ({KIND_DESCRIPTIONS[marker.kind]}; runs cannot resume from it)"
             )
             logger.info("saved %s%s; training was blocked for %.3f s", path, contents, blocked)
         if not self.failure and self.ranks.rank == 0:
             self.prune(marker.step)
 
-    def _write_complete(self, marker: Marker, entries: Mapping[str, Entries], process: WriterProcess | None) -> Folder:
+    def _write_complete(
+        self, marker: Marker, entries: Mapping[str, Entries], process: WriterProcess | None
+    ) -> Folder:
         from torchtitan.components.checkpoint import dcp
 
-        partial = self.ranks.broadcast_from_rank0(lambda: catalog.start_partial(self.folder, marker.step))
+        partial = self.ranks.broadcast_from_rank0(
+            lambda: catalog.start_partial(self.folder, marker.step)
+        )
         if marker.kind == "huggingface":
             return self._write_exported(partial, marker, entries)
         dcp.save(partial, entries, self.ranks.group, process.write if process else None)
         return self._commit(partial, marker)
 
-    def _write_exported(self, partial: Folder, marker: Marker, entries: Mapping[str, Entries]) -> Folder:
+    def _write_exported(
+        self, partial: Folder, marker: Marker, entries: Mapping[str, Entries]
+    ) -> Folder:
         """Save the model in DCP format next to `partial`, then fill `partial` with `export`."""
         from torchtitan.components.checkpoint import dcp
 
@@ -184,11 +209,13 @@ class Saver:
         except Exception as error:  # whatever the error, keep the weights
             if marker.step == self.step and self.kind == "full":
                 raise  # the full checkpoint of this step still exists
-            self.ranks.broadcast_from_rank0(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
+            self.ranks.broadcast_from_rank0(
+                lambda: catalog.remove_checkpoint(partial) if partial.exists() else None
+            )
             self._commit(dcp_folder, dataclasses.replace(marker, kind="model_only"))
             raise _ExportError(
-                f"{type(error).__name__}: {error}; the weights were saved there in DCP format instead; use "
-                "`torchtitan convert` to export them"
+                f"{type(error).__name__}: {error}; the weights were saved there in DCP format "
+                "instead; use `torchtitan convert` to export them"
             ) from error
         if self.ranks.rank == 0:
             with errors_logged(f"could not remove {dcp_folder}"):
@@ -214,32 +241,42 @@ class Saver:
         except Exception as error:  # fsspec back ends raise their own exception classes
             if self.ranks.group and is_lost_rank(error):
                 raise  # the group of the ranks cannot be used again
-            reason = str(error) if isinstance(error, _ExportError) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error)
+                if isinstance(error, _ExportError)
+                else f"{type(error).__name__}: {error}"
+            )
             self.failure = f"{self.folder / f'step-{step}'} could not be saved: {reason}"
             logger.warning("%s; older checkpoints are unchanged", self.failure)
             if self.ranks.rank == 0:
-                # If this fails, the next save of the step or the next start of the run removes the files.
+                # If this fails, the next save of the step or the next start of the run removes the
+                # files.
                 with contextlib.suppress(OSError):
                     catalog.discard_incomplete(self.folder, step)
 
 
 class _ExportError(Exception):
-    """Raised if the model was saved, but not in the requested format; the message gives the cause."""
+    """Raised if the model was saved, but not in the requested format; the message gives the
+    cause."""
 
 
 def _background_thread() -> ThreadPoolExecutor:
-    """Return a one-thread executor on the caller's CUDA device. Otherwise, DCP would create a context on device 0."""
+    """Return a one-thread executor on the caller's CUDA device. Otherwise, DCP would create a
+    context on device 0."""
     initializer: Callable[[], None] | None = None
     if torch.cuda.is_initialized():
         initializer = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=initializer)
+    return ThreadPoolExecutor(
+        max_workers=1, thread_name_prefix="checkpoint", initializer=initializer
+    )
 
 
 def stage(
     states: Mapping[str, Entries], empty_like: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor | str]]:
-    """Return a copy of `states` with this rank's tensor shards in CPU memory. The copy is complete on return.
-    `empty_like` returns an uninitialized, contiguous CPU tensor with the shape and dtype of its argument."""
+    """Return a copy of `states` with this rank's tensor shards in CPU memory. The copy is complete
+    on return. `empty_like` returns an uninitialized, contiguous CPU tensor with the shape and dtype
+    of its argument."""
 
     def copy(value: torch.Tensor | str) -> torch.Tensor | str:
         if isinstance(value, str):
@@ -250,7 +287,10 @@ def stage(
         return dtensor_like(staged, value) if isinstance(value, DTensor) else staged
 
     with torch.no_grad():
-        staged = {name: {key: copy(value) for key, value in entries.items()} for name, entries in states.items()}
+        staged = {
+            name: {key: copy(value) for key, value in entries.items()}
+            for name, entries in states.items()
+        }
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return staged

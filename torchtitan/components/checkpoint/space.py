@@ -40,11 +40,14 @@ def total_bytes(states: Mapping[str, Entries], ranks: Ranks) -> int:
 
 def _replicas(value: DTensor) -> int:
     mesh = value.device_mesh
-    return prod(mesh.size(dim) for dim, placement in enumerate(value.placements) if placement.is_replicate())
+    return prod(
+        mesh.size(dim) for dim, placement in enumerate(value.placements) if placement.is_replicate()
+    )
 
 
 def free_bytes(folder: Folder) -> int | None:
-    """Return the free space on the disk of a folder, which may not exist yet; None for a store behind a URL."""
+    """Return the free space on the disk of a folder, which may not exist yet; None for a store
+    behind a URL."""
     if not isinstance(folder, LocalFolder):
         return None
     path = Path(os.path.abspath(folder.path))
@@ -60,14 +63,14 @@ def check_free(folder: Folder, first: int, all_to_come: int, keep_latest_k: int)
         return
     if first > free:
         raise UserError(
-            f"--checkpoint.folder: a checkpoint takes {in_units(first)}, but the disk of {folder} has only "
-            f"{in_units(free)} free; free space there, or name a folder on another disk"
+            f"--checkpoint.folder: a checkpoint takes {in_units(first)}, but the disk of {folder} "
+            f"has only {in_units(free)} free; free space there, or name a folder on another disk"
         )
     if all_to_come > free:
         logger.warning(
-            f"upcoming checkpoints take up to {in_units(all_to_come)} ({in_units(first)} each), but the disk of "
-            f"{folder} has only {in_units(free)} free: saves will fail; free space there, or lower "
-            f"--checkpoint.keep_latest_k ({keep_latest_k})"
+            f"upcoming checkpoints take up to {in_units(all_to_come)} ({in_units(first)} each), "
+            f"but the disk of {folder} has only {in_units(free)} free: saves will fail; free space "
+            f"there, or lower --checkpoint.keep_latest_k ({keep_latest_k})"
         )
 
 

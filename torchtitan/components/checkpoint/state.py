@@ -1,4 +1,5 @@
-"""States of wrapped models and random number generators, which have no suitable `state_dict` in PyTorch."""
+"""States of wrapped models and random number generators, which have no suitable `state_dict` in
+PyTorch."""
 
 import random
 from collections import defaultdict
@@ -21,9 +22,9 @@ Entries = dict[str, torch.Tensor | str]
 
 
 class ModelState:
-    """Weights of a model, or of this process's pipeline stages, under their canonical names. Names omit the prefixes of
-    DDP, `torch.compile` and activation checkpointing, and sharded parameters are DTensors, so a checkpoint is
-    independent of wrappers and layout."""
+    """Weights of a model, or of this process's pipeline stages, under their canonical names. Names
+    omit the prefixes of DDP, `torch.compile` and activation checkpointing, and sharded parameters
+    are DTensors, so a checkpoint is independent of wrappers and layout."""
 
     def __init__(self, model_parts: Sequence[nn.Module]):
         self.model_parts = model_parts
@@ -33,8 +34,8 @@ class ModelState:
         return {name: value for part in self._part_state_dicts() for name, value in part.items()}
 
     def copies(self) -> dict[str, list[Any]]:
-        """Return canonical name → all tensors with this name: two if this process has the first and the last pipeline
-        stage, and they share a module."""
+        """Return canonical name → all tensors with this name: two if this process has the first and
+        the last pipeline stage, and they share a module."""
         copies: dict[str, list[Any]] = defaultdict(list)
         for part in self._part_state_dicts():
             for name, value in part.items():
@@ -48,7 +49,10 @@ class ModelState:
         part_names = [part.keys() for part in self._part_state_dicts()]
         differing = set(state_dict) ^ set().union(*part_names)
         if differing:
-            raise UserError(f"the weights to load and the model have different names: {', '.join(sorted(differing))}")
+            raise UserError(
+                "the weights to load and the model have different names: "
+                f"{', '.join(sorted(differing))}"
+            )
         for part, names in zip(self.model_parts, part_names, strict=True):
             set_model_state_dict(part, {name: state_dict[name] for name in names})
 
@@ -60,11 +64,14 @@ class ModelState:
     @property
     def buffers(self) -> set[str]:
         """Names of the buffers, which keep their types."""
-        return {canonical_name(name) for part in self.model_parts for name, _ in part.named_buffers()}
+        return {
+            canonical_name(name) for part in self.model_parts for name, _ in part.named_buffers()
+        }
 
     @property
     def derived(self) -> set[str]:
-        """Names of the tensors that differ in form from the plain model's (`ConvertedModule.derived`)."""
+        """Names of the tensors that differ in form from the plain model's
+        (`ConvertedModule.derived`)."""
         return self._collect_names(lambda module: module.derived)
 
     @property
@@ -76,11 +83,17 @@ class ModelState:
     def frozen(self) -> set[str]:
         """Names of the frozen parameters that follow from the plain model's weights."""
         named = [pair for part in self.model_parts for pair in part.named_parameters()]
-        return {canonical_name(name) for name, parameter in named if not parameter.requires_grad} - self.added
+        return {
+            canonical_name(name) for name, parameter in named if not parameter.requires_grad
+        } - self.added
 
     def _collect_names(self, get_names: Callable[[ConvertedModule], Collection[str]]) -> set[str]:
         modules = [pair for part in self.model_parts for pair in converted_modules(part)]
-        names = [f"{prefix}.{name}" if prefix else name for prefix, module in modules for name in get_names(module)]
+        names = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in modules
+            for name in get_names(module)
+        ]
         return {canonical_name(name) for name in names}
 
     def _part_state_dicts(self) -> list[dict[str, Any]]:
@@ -97,17 +110,21 @@ class TrainedState:
 
     def state_dict(self) -> dict[str, Any]:
         frozen = self._state.frozen
-        return {name: value for name, value in self._state.state_dict().items() if name not in frozen}
+        return {
+            name: value for name, value in self._state.state_dict().items() if name not in frozen
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._state.load_state_dict({**self._state.state_dict(), **state_dict})
 
 
 class RandomState:
-    """Random number generators of this process (PyTorch, NumPy and Python), as one of the `rank_states`."""
+    """Random number generators of this process (PyTorch, NumPy and Python), as one of the
+    `rank_states`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return generator → state: byte tensors for PyTorch ("cpu", "cuda", …), lists for NumPy and Python."""
+        """Return generator → state: byte tensors for PyTorch ("cpu", "cuda", …), lists for NumPy
+        and Python."""
         import numpy
 
         state: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -121,7 +138,8 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore `state_dict`, except the generator of an accelerator whose type differs from the saved one."""
+        """Restore `state_dict`, except the generator of an accelerator whose type differs from the
+        saved one."""
         import numpy
 
         torch.set_rng_state(state_dict["cpu"])
@@ -136,12 +154,18 @@ class RandomState:
 
 def without_frozen(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":
     """Return `states` with each `ModelState` as a `TrainedState`."""
-    return {name: TrainedState(state) if isinstance(state, ModelState) else state for name, state in states.items()}
+    return {
+        name: TrainedState(state) if isinstance(state, ModelState) else state
+        for name, state in states.items()
+    }
 
 
-def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Stateful]") -> "Stateful":
-    """Wrap a torch optimizer, whose state numbers the parameters, in an `OptimizerState` of its model; return other
-    states as is. Raise `UserError` if no model has the optimizer's parameters."""
+def with_parameter_names(
+    name: str, state: "Stateful", states: "Mapping[str, Stateful]"
+) -> "Stateful":
+    """Wrap a torch optimizer, whose state numbers the parameters, in an `OptimizerState` of its
+    model; return other states as is. Raise `UserError` if no model has the optimizer's
+    parameters."""
     if not isinstance(state, torch.optim.Optimizer):
         return state
     from torchtitan.components.optim.optimizer import OptimizerState
@@ -152,6 +176,7 @@ def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Sta
         if updated <= set(part.parameters()):
             return OptimizerState(part, state)
     raise UserError(
-        f"state {name!r} is a torch.optim.{type(state).__name__}, but no ModelState among the states has its "
-        "parameters; add the model's, or use torchtitan.components.optim.optimizer.OptimizerState(model, optimizer)"
+        f"state {name!r} is a torch.optim.{type(state).__name__}, but no ModelState among the "
+        "states has its parameters; add the model's, or use "
+        "torchtitan.components.optim.optimizer.OptimizerState(model, optimizer)"
     )

@@ -1,11 +1,12 @@
 """A process that writes checkpoint files from memory shared with its rank.
 
-The rank itself plans, computes digests and commits, so if the process dies, the save fails without blocking the other
-ranks. `torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) is not used: it
-reruns scripts without a `__main__` guard, needs a process group even for one process, fails every save after its
-process is killed, and keeps writing into the folder after the rank is killed; if one writer dies, the others wait half
-an hour. `DefaultStager` copies the whole storage of a slice, and shares memory through /dev/shm (64 MB in a container
-by default).
+The rank itself plans, computes digests and commits, so if the process dies, the save fails without
+blocking the other ranks. `torch.distributed.checkpoint.async_save` with
+`AsyncCheckpointerType.PROCESS` (torch 2.13) is not used: it reruns scripts without a `__main__`
+guard, needs a process group even for one process, fails every save after its process is killed, and
+keeps writing into the folder after the rank is killed; if one writer dies, the others wait half an
+hour. `DefaultStager` copies the whole storage of a slice, and shares memory through /dev/shm (64 MB
+in a container by default).
 """
 
 import dataclasses
@@ -51,13 +52,16 @@ class SharedBufferRef:
     def tensor(self, memory: mmap.mmap | None) -> torch.Tensor:
         if self.shape.numel() == 0 or memory is None:
             return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(memory, dtype=self.dtype, count=self.shape.numel(), offset=self.offset)
+        flat = torch.frombuffer(
+            memory, dtype=self.dtype, count=self.shape.numel(), offset=self.offset
+        )
         return flat.view(self.shape)
 
 
 class SharedMemory:
-    """CPU memory shared with another process by file descriptor, pinned if CUDA is available. Linux only. It grows as
-    needed and is reused between saves, since pinning takes far longer than copying."""
+    """CPU memory shared with another process by file descriptor, pinned if CUDA is available. Linux
+    only. It grows as needed and is reused between saves, since pinning takes far longer than
+    copying."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("checkpoint")
@@ -70,7 +74,9 @@ class SharedMemory:
     def reserve(self, states: Mapping[str, Entries]) -> None:
         """Make room for a copy of `states`, which overwrites the previous copy."""
         values = [value for entries in states.values() for value in entries.values()]
-        needed = sum(_aligned(local_part(value).nbytes) for value in values if not isinstance(value, str))
+        needed = sum(
+            _aligned(local_part(value).nbytes) for value in values if not isinstance(value, str)
+        )
         self._used = 0
         if needed > self.n_bytes:
             # Map the new memory first, so that the old memory stays usable if this fails.
@@ -87,7 +93,8 @@ class SharedMemory:
             self.n_bytes = needed
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor in the reserved memory, with the shape and dtype of `tensor`."""
+        """Return an uninitialized tensor in the reserved memory, with the shape and dtype of
+        `tensor`."""
         buffer = SharedBufferRef(self._used, tensor.shape, tensor.dtype)
         self._used += _aligned(tensor.nbytes)
         assert self._used <= self.n_bytes, "the reserved memory is too small"
@@ -120,7 +127,8 @@ def _aligned(n_bytes: int) -> int:
 
 
 class WriterProcess:
-    """Writes checkpoint files in a separate process, started on demand. `memory` must not change during `write`."""
+    """Writes checkpoint files in a separate process, started on demand. `memory` must not change
+    during `write`."""
 
     def __init__(self) -> None:
         self.memory = SharedMemory()
@@ -132,12 +140,14 @@ class WriterProcess:
         return self._process.pid if self._process else None
 
     def write(self, path: str, plan: "SavePlan", planner: "SavePlanner") -> "list[WriteResult]":
-        """Write the items of `plan` into the folder `path` and wait. Raise `ChildProcessError` if the process exits
-        early; the next call starts a new one."""
+        """Write the items of `plan` into the folder `path` and wait. Raise `ChildProcessError` if
+        the process exits early; the next call starts a new one."""
         data: _Data = {}
         for item in plan.items:
             value = planner.resolve_data(item)
-            data[item.index] = value.getvalue() if isinstance(value, io.BytesIO) else self.memory.locate(value)
+            data[item.index] = (
+                value.getvalue() if isinstance(value, io.BytesIO) else self.memory.locate(value)
+            )
         items = dataclasses.replace(plan, planner_data=None)
         reply = self._request((path, items, data, self.memory.n_bytes))
         if isinstance(reply, Exception):
@@ -158,14 +168,17 @@ class WriterProcess:
         assert self._process and self._connection
         try:
             self._connection.send(request)
-            # A process forked from this one may keep the pipe open, so waiting for EOF is not enough.
+            # A process forked from this one may keep the pipe open, so waiting for EOF is not
+            # enough.
             while not self._connection.poll(_POLL_SECONDS):
                 if self._process.poll() is not None:
                     raise EOFError
             return self._connection.recv()
         except (EOFError, ConnectionError) as error:
             code = self._process.wait()
-            raise ChildProcessError(f"the checkpoint writer process exited with code {code}") from error
+            raise ChildProcessError(
+                f"the checkpoint writer process exited with code {code}"
+            ) from error
 
     def _start(self) -> None:
         if self._connection:
@@ -174,10 +187,22 @@ class WriterProcess:
         descriptors = (child_end.fileno(), self.memory.descriptor)
         arguments = [str(number) for number in (*descriptors, os.getpid())]
         # The writer needs no GPU, and would otherwise allocate memory on the first one.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         # -P: do not import from the working directory, whose files may shadow modules.
-        command = [sys.executable, "-P", "-c", f"import {__name__} as writer; writer.serve()", *arguments]
-        self._process = subprocess.Popen(command, env=environment, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"import {__name__} as writer; writer.serve()",
+            *arguments,
+        ]
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=descriptors, stdin=subprocess.DEVNULL
+        )
         child_end.close()
 
 
@@ -207,9 +232,14 @@ def serve() -> None:
             connection.send(RuntimeError(repr(reply)))
 
 
-def _write_items(descriptor: int, path: str, plan: "SavePlan", data: "_Data", n_bytes: int) -> "list[WriteResult]":
+def _write_items(
+    descriptor: int, path: str, plan: "SavePlan", data: "_Data", n_bytes: int
+) -> "list[WriteResult]":
     from torchtitan.components.checkpoint import dcp
 
     memory = mmap.mmap(descriptor, n_bytes) if n_bytes else None
-    values = {index: value if isinstance(value, bytes) else value.tensor(memory) for index, value in data.items()}
+    values = {
+        index: value if isinstance(value, bytes) else value.tensor(memory)
+        for index, value in data.items()
+    }
     return dcp.write_staged(folder_at(path), plan, values)

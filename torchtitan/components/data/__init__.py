@@ -1,13 +1,26 @@
-"""Training data: documents, their token cache, packing, and the data loaders for pre-training and fine-tuning."""
+"""Training data: documents, their token cache, packing, and the data loaders for pre-training and
+fine-tuning."""
 
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
-from torchtitan.components.data.sources.source import ChatDataset, HubDataset, register_chat_dataset, register_dataset
+from torchtitan.components.data.sources.source import (
+    ChatDataset,
+    HubDataset,
+    register_chat_dataset,
+    register_dataset,
+)
 from torchtitan.components.losses.loss import IGNORE_INDEX
 
-__all__ = ["IGNORE_INDEX", "BaseDataLoader", "Batch", "ChatDataset", "HubDataset", "PreferenceDataLoader"]
+__all__ = [
+    "IGNORE_INDEX",
+    "BaseDataLoader",
+    "Batch",
+    "ChatDataset",
+    "HubDataset",
+    "PreferenceDataLoader",
+]
 __all__ += ["PretrainDataLoader", "PromptDataLoader", "SFTDataLoader", "register_chat_dataset"]
 __all__ += ["register_dataset"]

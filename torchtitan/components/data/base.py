@@ -26,17 +26,21 @@ Batch = dict[str, Any]
 
 - `input` (B, T): token ids.
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
-- `attention`, with document masking or padding: the `AttentionMetadata` of the batch. With document masking, positions
-  restart with each document and in each window.
-- `documents` (B, M), optional: numbers of the sample's documents in order, padded with `NO_DOCUMENT`; for windows of
-  running text (B, 2), any numbers for the first and last document. `document_names` names them.
+- `attention`, with document masking or padding: the `AttentionMetadata` of the batch. With document
+  masking, positions restart with each document and in each window.
+- `documents` (B, M), optional: numbers of the sample's documents in order, padded with
+  `NO_DOCUMENT`; for windows of running text (B, 2), any numbers for the first and last document.
+  `document_names` names them.
 """
 
 
 def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
-    """Stack the arrays of samples, and make `attention` of their `positions`, and of `n_tokens`: how many tokens a
-    sample has before its padding."""
-    batch: Batch = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+    """Stack the arrays of samples, and make `attention` of their `positions`, and of `n_tokens`:
+    how many tokens a sample has before its padding."""
+    batch: Batch = {
+        name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
+        for name in samples[0]
+    }
     (n_rows, length), n_tokens_B = batch["input"].shape, batch.pop("n_tokens", None)
     if n_tokens_B is not None and bool((n_tokens_B == length).all()):
         n_tokens_B = None
@@ -48,20 +52,22 @@ def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
 
 
 def check_ids(ids: Array, vocab_size: int | None, place: Callable[[int], str]) -> None:
-    """Raise `UserError` if a token id that was read from a file is not below `vocab_size`; `place` describes where the
-    token with an index in `ids` is."""
+    """Raise `UserError` if a token id that was read from a file is not below `vocab_size`; `place`
+    describes where the token with an index in `ids` is."""
     if vocab_size is None or not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return
     first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
     raise UserError(
-        f"{place(first)}: token id {int(ids[first])} is outside the vocabulary of {vocab_size:,} tokens; the file was "
-        "changed or damaged while it was in use: restore it, or remove the cache that holds it"
+        f"{place(first)}: token id {int(ids[first])} is outside the vocabulary of {vocab_size:,} "
+        "tokens; the file was changed or damaged while it was in use: restore it, or remove the "
+        "cache that holds it"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Shape of samples and their distribution over ranks. Raises `UserError` for values out of range."""
+    """Shape of samples and their distribution over ranks. Raises `UserError` for values out of
+    range."""
 
     seq_len: int
     """Tokens per sample, T."""
@@ -91,17 +97,19 @@ class Layout:
 
 
 class BaseDataLoader(Configurable):
-    """Iterator over the batches of one data-parallel rank, built as `config.build(tokenizer=, seq_len=,
-    local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=, global_batch_size=)` (see `TokenizingDataLoader`).
+    """Iterator over the batches of one data-parallel rank, built as `config.build(tokenizer=,
+    seq_len=, local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=, global_batch_size=)` (see
+    `TokenizingDataLoader`).
 
-    The position is always after the last batch returned, regardless of prefetching. `state_dict` returns it and
-    `load_state_dict` restores it, so a state saved at the start rewinds the loader. A custom loader may omit
-    `documents` and raise `StopIteration` at the end of its rank's data.
+    The position is always after the last batch returned, regardless of prefetching. `state_dict`
+    returns it and `load_state_dict` restores it, so a state saved at the start rewinds the loader.
+    A custom loader may omit `documents` and raise `StopIteration` at the end of its rank's data.
 
-    The built-in loaders raise `StopIteration` only if all ranks do so after the same number of batches. A stream split
-    over ranks cannot guarantee this. Instead, `exhausted` becomes True at the end of the rank's shard, and `next` keeps
-    returning batches with all labels ignored. A loop over several ranks must check after each `next` whether all ranks
-    are `exhausted`, and then stop.
+    The built-in loaders raise `StopIteration` only if all ranks do so after the same number of
+    batches. A stream split over ranks cannot guarantee this. Instead, `exhausted` becomes True at
+    the end of the rank's shard, and `next` keeps returning batches with all labels ignored. A loop
+    over several ranks must check after each `next` whether all ranks are `exhausted`, and then
+    stop.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -109,11 +117,12 @@ class BaseDataLoader(Configurable):
         """Training data."""
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Prepare the data of a validated configuration once per host before training. Raise `UserError` if the
-            data cannot be used."""
+            """Prepare the data of a validated configuration once per host before training. Raise
+            `UserError` if the data cannot be used."""
 
         def identity(self) -> dict[str, Any]:
-            """Return the properties that identify this data in the run's identity: name → JSON-serializable value."""
+            """Return the properties that identify this data in the run's identity: name →
+            JSON-serializable value."""
             return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
 
         def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
@@ -125,7 +134,8 @@ class BaseDataLoader(Configurable):
     """Names of the (B, T) batch tensors that the loss needs; a dry run creates only these."""
 
     n_samples: int | None = None
-    """Samples of all ranks over all `epochs`, without padding; None: unknown (a stream) or endless."""
+    """Samples of all ranks over all `epochs`, without padding; None: unknown (a stream) or
+    endless."""
 
     needs_sample_losses: bool = False
     """True if `observe` needs per-sample losses."""
@@ -151,7 +161,9 @@ class BaseDataLoader(Configurable):
         """Set the length of the following windows to `seq_len` tokens, a divisor of `longest`, the
         longest of the run. Also called before the first batch. Raise `UserError` if the windows of
         this loader cannot change."""
-        raise UserError(f"--training.seq_len_schedule: the windows of {type(self).__qualname__} have one length")
+        raise UserError(
+            f"--training.seq_len_schedule: the windows of {type(self).__qualname__} have one length"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON-serializable values."""
@@ -162,39 +174,44 @@ class BaseDataLoader(Configurable):
         raise NotImplementedError
 
     def present_state(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the `state_dict` of the present position, also after further batches, until
-        `observe` is called. This is called in every step of a run that saves, so a loader with a large state overrides
-        it."""
+        """Return a function that returns the `state_dict` of the present position, also after
+        further batches, until `observe` is called. This is called in every step of a run that
+        saves, so a loader with a large state overrides it."""
         state = self.state_dict()
         return lambda: state
 
     def describe(self, documents: torch.Tensor) -> str:
-        """Return a sample's document names as text. `documents` is a row of a batch's `documents`."""
+        """Return a sample's document names as text. `documents` is a row of a batch's
+        `documents`."""
         return ", ".join(self.document_names(documents)) or "no document (padding)"
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
-        """Return a sample's document names for the ledger, in order; empty for padding. Names are the same in every
-        run, and a range of documents may share one. `documents` is a row of a batch's `documents`."""
+        """Return a sample's document names for the ledger, in order; empty for padding. Names are
+        the same in every run, and a range of documents may share one. `documents` is a row of a
+        batch's `documents`."""
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 
     def batch_of(self, names: Sequence[str]) -> Batch | None:
-        """Return a batch of the documents with these `document_names`, one per row, or None if names do not identify
-        rows. Raise `UserError` for an unknown name."""
+        """Return a batch of the documents with these `document_names`, one per row, or None if
+        names do not identify rows. Raise `UserError` for an unknown name."""
         return None
 
     def summary(self, n_samples: int) -> DataSummary | None:
-        """Summarize the data for a run of `n_samples` over all ranks, without training; None: unknown."""
+        """Summarize the data for a run of `n_samples` over all ranks, without training; None:
+        unknown."""
         return None
 
     def check_repetitions(self, n_samples: int) -> None:
-        """Raise `UserError` if a run of `n_samples` over all ranks repeats data more often than allowed."""
+        """Raise `UserError` if a run of `n_samples` over all ranks repeats data more often than
+        allowed."""
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Adapt to a training step's statistics. Called on every rank with the same values, in step order. Batches
-        already returned or prefetched do not change."""
+        """Adapt to a training step's statistics. Called on every rank with the same values, in step
+        order. Batches already returned or prefetched do not change."""
 
     def assets(self) -> dict[str, str]:
-        """Return files to save with checkpoints and exports of a model trained on this data: file name → text."""
+        """Return files to save with checkpoints and exports of a model trained on this data: file
+        name → text."""
         return {}
 
     def close(self) -> None:
@@ -210,8 +227,8 @@ class TokenizingDataLoader(BaseDataLoader):
         seq_len: positions per sample, T.
         local_batch_size: samples per batch and rank, B.
         seed: random seed of the order.
-        epochs: passes over all datasets, each in a new random order; padding samples fill the last batch. None:
-            endless.
+        epochs: passes over all datasets, each in a new random order; padding samples fill the last
+            batch. None: endless.
         global_batch_size: samples per training step over all ranks; None: one batch of each rank.
 
     Raises:
@@ -225,9 +242,11 @@ class TokenizingDataLoader(BaseDataLoader):
         split: str = "train"
         """Split to read, if the data has more than one."""
         num_workers: int = 0
-        """Worker processes per rank that prepare batches; 0, enough for local data: use the main process."""
+        """Worker processes per rank that prepare batches; 0, enough for local data: use the main
+        process."""
         cache_dir: CacheFolder = ""
-        """Folder for tokenized local data; empty: $TORCHTITAN_CACHE or, if it is not set, ~/.cache/torchtitan."""
+        """Folder for tokenized local data; empty: $TORCHTITAN_CACHE or, if it is not set,
+        ~/.cache/torchtitan."""
         verify_caches: bool = False
         """Verify all checksums of the tokenized data before use; False: verify a sample of them."""
 
@@ -237,11 +256,14 @@ class TokenizingDataLoader(BaseDataLoader):
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range on any host, without reading data."""
-            require(self.num_workers >= 0, "--dataloader.num_workers", self.num_workers, "at least 0")
+            require(
+                self.num_workers >= 0, "--dataloader.num_workers", self.num_workers, "at least 0"
+            )
 
         def check_host(self) -> None:
             """Raise `UserError` for more workers than this host can use."""
-            most = 16 * (os.cpu_count() or 1)  # more processes only use memory, even if all wait for a store
+            # more processes only use memory, even if all wait for a store
+            most = 16 * (os.cpu_count() or 1)
             limit = f"at most {most}, 16 per CPU core"
             require(self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limit)
 
@@ -279,10 +301,12 @@ class TokenizingDataLoader(BaseDataLoader):
 
 
 def can_resume_position(state: dict[str, Any], fingerprint: str, dataset: str) -> bool:
-    """Return whether a saved position is valid for this run's data; if not, warn that reading restarts.
+    """Return whether a saved position is valid for this run's data; if not, warn that reading
+    restarts.
 
     Args:
-        state: a loader's state, with the fingerprint of its data in `data` and the configured names in `dataset`.
+        state: a loader's state, with the fingerprint of its data in `data` and the configured names
+            in `dataset`.
         fingerprint: fingerprint of this run's data.
         dataset: configured names of this run's data.
     """
@@ -290,8 +314,9 @@ def can_resume_position(state: dict[str, Any], fingerprint: str, dataset: str) -
         return True
     before = state["dataset"]
     logger.warning(
-        f"the saved data position does not match this run's data ({dataset}), so reading starts at the beginning: it "
-        f"was saved with {before if isinstance(before, str) else ' '.join(before)}, or the content, tokenizer, "
+        f"the saved data position does not match this run's data ({dataset}), so reading starts at "
+        "the beginning: it was saved with "
+        f"{before if isinstance(before, str) else ' '.join(before)}, or the content, tokenizer, "
         "template, filters, seq_len, packing, shuffling or sampler differ"
     )
     return False

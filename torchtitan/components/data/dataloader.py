@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
+from torchtitan.components.data.base import (
+    NO_DOCUMENT,
+    Batch,
+    TokenizingDataLoader,
+    can_resume_position,
+)
 from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.data.prepare import prepared
@@ -14,12 +19,21 @@ from torchtitan.components.data.prepare.encoding import document_encoding
 from torchtitan.components.data.pretraining.order import check_cycle
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
-from torchtitan.components.data.pretraining.token_files import files_digest, find_token_files, open_token_files
+from torchtitan.components.data.pretraining.token_files import (
+    files_digest,
+    find_token_files,
+    open_token_files,
+)
 from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.pretraining.windows import BatchIterator, CachedBatches
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.block_cache import BlockCache
-from torchtitan.components.data.sources.source import DOCUMENTS, Source, StreamSource, resolve_source
+from torchtitan.components.data.sources.source import (
+    DOCUMENTS,
+    Source,
+    StreamSource,
+    resolve_source,
+)
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.configurable import builds
 from torchtitan.tools.digests import cache_root
@@ -29,10 +43,11 @@ from torchtitan.tools.errors import UserError, require
 class PretrainDataLoader(TokenizingDataLoader):
     """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
 
-    Local data is read from a token cache. The order of all datasets depends only on the seed, not on ranks, workers or
-    B: the n-th batch of rank r of R holds B samples, starting with sample n * R * B + r * B. With weights, the
-    end is when one dataset has been read `epochs` times. A registered dataset is streamed; see
-    `torchtitan.components.data.pretraining.streaming`. `global_batch_size` has no effect.
+    Local data is read from a token cache. The order of all datasets depends only on the seed, not
+    on ranks, workers or B: the n-th batch of rank r of R holds B samples, starting with sample n *
+    R * B + r * B. With weights, the end is when one dataset has been read `epochs` times. A
+    registered dataset is streamed; see `torchtitan.components.data.pretraining.streaming`.
+    `global_batch_size` has no effect.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -40,20 +55,23 @@ class PretrainDataLoader(TokenizingDataLoader):
         """Training data."""
 
         dataset: list[str] = field(default_factory=lambda: ["stories"])
-        """Datasets, each `stories` (built in), a registered name (c4; only by itself), or a local path: a file (txt,
-        md, jsonl, json, csv, parquet or WebDataset's tar, optionally .gz or .zst), a folder, a glob pattern, or a
-        folder written by `torchtitan data prepare` or `datasets.save_to_disk`; a URL of files or prepared data
-        (s3://…); or token files of Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder)."""
+        """Datasets, each `stories` (built in), a registered name (c4; only by itself), or a local
+        path: a file (txt, md, jsonl, json, csv, parquet or WebDataset's tar, optionally .gz or
+        .zst), a folder, a glob pattern, or a folder written by `torchtitan data prepare` or
+        `datasets.save_to_disk`; a URL of files or prepared data (s3://…); or token files of
+        Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder)."""
         weights: list[float] = field(default_factory=list)
         """Relative share of each dataset in the tokens; empty: read all datasets equally often."""
         text_column: str | None = None
         """Column with the text; None: the registered dataset's column, else `text`."""
         document_mask: bool = True
-        """Restrict attention and positions to each packed document; False: treat a window as one text."""
+        """Restrict attention and positions to each packed document; False: treat a window as one
+        text."""
         shuffle: bool = True
         """Shuffle the samples in each epoch."""
         remote_cache: float = 8.0
-        """GiB of the local cache for blocks of remote prepared data, shared by the processes of a host; 0: none."""
+        """GiB of the local cache for blocks of remote prepared data, shared by the processes of a
+        host; 0: none."""
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
@@ -63,8 +81,18 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
-            require(self.shuffle_buffer >= 1, "--dataloader.shuffle_buffer", self.shuffle_buffer, "at least 1 document")
-            require(self.remote_cache >= 0, "--dataloader.remote_cache", self.remote_cache, "at least 0 GiB")
+            require(
+                self.shuffle_buffer >= 1,
+                "--dataloader.shuffle_buffer",
+                self.shuffle_buffer,
+                "at least 1 document",
+            )
+            require(
+                self.remote_cache >= 0,
+                "--dataloader.remote_cache",
+                self.remote_cache,
+                "at least 0 GiB",
+            )
             if not self.dataset or "" in self.dataset:
                 raise UserError("--dataloader.dataset is empty; set it to a file such as my.txt")
             if self.weights:
@@ -79,13 +107,14 @@ class PretrainDataLoader(TokenizingDataLoader):
                 data.check()
 
         def open(self, tokenizer: Tokenizer) -> list[Tokens] | StreamSource:
-            """Return the tokens of each dataset, encoded if necessary, or one stream of documents."""
+            """Return the tokens of each dataset, encoded if necessary, or one stream of
+            documents."""
             opened = [self._open(dataset, tokenizer) for dataset in self.dataset]
             streams = [data for data in opened if isinstance(data, StreamSource)]
             if streams and len(opened) > 1:
                 raise UserError(
-                    f"{streams[0].name} is streamed, and cannot be mixed with other data; download its files, and use "
-                    "their path"
+                    f"{streams[0].name} is streamed, and cannot be mixed with other data; download "
+                    "its files, and use their path"
                 )
             return streams[0] if streams else [data for data in opened if isinstance(data, Tokens)]
 
@@ -93,7 +122,9 @@ class PretrainDataLoader(TokenizingDataLoader):
             if manifest := prepared.find_prepared(dataset, DOCUMENTS):
                 manifest.check(self.split, "tokens", document_encoding(tokenizer).identity)
                 blocks = BlockCache(cache_root(self.cache_dir), round(self.remote_cache * 2**30))
-                return prepared.PreparedTokens(manifest, self.split, blocks, verify=self.verify_caches)
+                return prepared.PreparedTokens(
+                    manifest, self.split, blocks, verify=self.verify_caches
+                )
             if files := find_token_files(dataset, DOCUMENTS.names()):
                 return open_token_files(files, tokenizer, self.cache_dir)
             source = self.source(dataset)
@@ -106,7 +137,8 @@ class PretrainDataLoader(TokenizingDataLoader):
             return resolve_source(dataset, self.text_column, self.split)
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, and the datasets' content, weights, split and text column."""
+            """Return the loader's class, and the datasets' content, weights, split and text
+            column."""
 
             def digest(dataset: str) -> str:
                 files = find_token_files(dataset, DOCUMENTS.names())
@@ -121,15 +153,25 @@ class PretrainDataLoader(TokenizingDataLoader):
             }
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
-            """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
-            training datasets that have one."""
+            """Return the config for the validation split of `dataset` (all data if it has no
+            splits), by default of the training datasets that have one."""
             if (found := prepared.validation_split(dataset, self.dataset, DOCUMENTS)) is None:
                 return None
             chosen, split = found
             # The column of local files is likely the same; a registered dataset defines its own.
-            column = None if dataset in DOCUMENTS.registered and dataset not in self.dataset else self.text_column
+            column = (
+                None
+                if dataset in DOCUMENTS.registered and dataset not in self.dataset
+                else self.text_column
+            )
             return dataclasses.replace(
-                self, dataset=chosen, weights=[], text_column=column, split=split, shuffle=False, num_workers=0
+                self,
+                dataset=chosen,
+                weights=[],
+                text_column=column,
+                split=split,
+                shuffle=False,
+                num_workers=0,
             )
 
     config: Config
@@ -144,7 +186,12 @@ class PretrainDataLoader(TokenizingDataLoader):
             self._batches = StreamBatches(data, tokenizer, layout, order)
         else:
             self._batches = CachedBatches(
-                config.dataset, data, layout, weights=config.weights, shuffle=config.shuffle, seed=seed
+                config.dataset,
+                data,
+                layout,
+                weights=config.weights,
+                shuffle=config.shuffle,
+                seed=seed,
             )
         self.n_samples = self._batches.n_samples
 
@@ -160,10 +207,15 @@ class PretrainDataLoader(TokenizingDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         position = self._batches.state_dict()
-        return {"dataset": self.config.dataset, "data": self._batches.fingerprint, "position": position}
+        return {
+            "dataset": self.config.dataset,
+            "data": self._batches.fingerprint,
+            "position": position,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position. Ignore it with a warning if data, tokenizer, seq_len or shuffling differ."""
+        """Restore a saved position. Ignore it with a warning if data, tokenizer, seq_len or
+        shuffling differ."""
         if can_resume_position(state, self._batches.fingerprint, " ".join(self.config.dataset)):
             self._batches.load_state_dict(state["position"])
 

@@ -1,10 +1,11 @@
 """Folders on disk that are built once per host and addressed by content.
 
-A folder is named by a digest of all inputs that determine its content, so a finished folder never changes. It is built
-under a temporary name and renamed when complete; other processes that need it wait.
+A folder is named by a digest of all inputs that determine its content, so a finished folder never
+changes. It is built under a temporary name and renamed when complete; other processes that need it
+wait.
 
-`blocks.json` holds each file's size and block checksums. Opening a folder verifies a sample of them. A damaged folder
-is renamed and rebuilt.
+`blocks.json` holds each file's size and block checksums. Opening a folder verifies a sample of
+them. A damaged folder is renamed and rebuilt.
 """
 
 import contextlib
@@ -26,7 +27,13 @@ from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.components.data.sources.stored import StoredPart
 from torchtitan.tools import durable
-from torchtitan.tools.digests import ENVIRONMENT_VARIABLE, cache_root, digest_of, file_digest, hash_file
+from torchtitan.tools.digests import (
+    ENVIRONMENT_VARIABLE,
+    cache_root,
+    digest_of,
+    file_digest,
+    hash_file,
+)
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import named_file, open_regular
 from torchtitan.tools.logging import logger
@@ -62,16 +69,18 @@ def open_or_build(
     *,
     verify: bool = False,
 ) -> T:
-    """Open the cache folder of a source. If it is missing, one process builds it while others wait. A damaged folder is
-    renamed to `NAME.damaged`, replacing an earlier one, and rebuilt. Raise `UserError` if the data is unusable or
-    changed while being read, or the folder cannot be read or written.
+    """Open the cache folder of a source. If it is missing, one process builds it while others wait.
+    A damaged folder is renamed to `NAME.damaged`, replacing an earlier one, and rebuilt. Raise
+    `UserError` if the data is unusable or changed while being read, or the folder cannot be read or
+    written.
 
     Args:
         parent: subfolder of the cache.
         source: data to tokenize.
         key: maps the source's identity to a JSON-serializable value that determines the content.
         read: opens the finished folder; should use `readable`.
-        write: tokenizes into an empty folder and returns the amount as text. The folder is removed if it raises.
+        write: tokenizes into an empty folder and returns the amount as text. The folder is removed
+            if it raises.
         cache_dir: see `cache_root`.
         verify: verify all checksums instead of a sample per file.
     """
@@ -98,12 +107,15 @@ def open_or_build(
                     damaged = folder.with_suffix(".damaged")
                     logger.warning("%s; it was renamed to %s and is rebuilt", error, damaged.name)
                     shutil.rmtree(damaged, ignore_errors=True)
-                    folder.rename(damaged)  # not removed: another run may have mapped it into memory
+                    # not removed: another run may have mapped it into memory
+                    folder.rename(damaged)
             _build(folder, write, source.name, lambda: identity() == before)
         return read(folder)
 
 
-def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]) -> None:
+def _build(
+    folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]
+) -> None:
     started = time.monotonic()
     partial_folder = folder.with_suffix(".partial")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left by a killed build
@@ -117,7 +129,9 @@ def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Cal
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
-    logger.info(f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, cached in {folder}")
+    logger.info(
+        f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, cached in {folder}"
+    )
 
 
 def block_checksums(file: BinaryIO) -> list[int]:
@@ -176,7 +190,14 @@ def readable(folder: Path | Folder, remedy: str = "") -> Iterator[None]:
     `UserError`. `remedy` ends the message about damage."""
     try:
         yield
-    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        FileNotFoundError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         if isinstance(error, UserError) and not isinstance(error.__cause__, FileNotFoundError):
             raise
         raise DamagedCache(f"the cache {folder} is damaged ({error}){remedy}") from error
@@ -185,8 +206,8 @@ def readable(folder: Path | Folder, remedy: str = "") -> Iterator[None]:
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.memmap:
-    """Map a file of `length` numbers into memory. Raise `ValueError` for a wrong file size, and `UserError` for a
-    link out of its folder."""
+    """Map a file of `length` numbers into memory. Raise `ValueError` for a wrong file size, and
+    `UserError` for a link out of its folder."""
     with open_regular(named_file(path.parent, path.name, str(path.parent))) as file:
         n_bytes = os.fstat(file.fileno()).st_size
         if n_bytes != length * np.dtype(dtype).itemsize:
@@ -194,9 +215,11 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
         return np.memmap(file, dtype=dtype, mode="r")
 
 
-def data_digest(resolve: Callable[[str], Source | StreamSource], cache_dir: str, dataset: str) -> str:
-    """Return a digest of a dataset's content, regardless of file names and locations; empty if it is unknown (a stream,
-    or deleted data)."""
+def data_digest(
+    resolve: Callable[[str], Source | StreamSource], cache_dir: str, dataset: str
+) -> str:
+    """Return a digest of a dataset's content, regardless of file names and locations; empty if it
+    is unknown (a stream, or deleted data)."""
     digests: list[str] = []
 
     def recorded_digest(path: Path) -> str:
@@ -211,7 +234,9 @@ def data_digest(resolve: Callable[[str], Source | StreamSource], cache_dir: str,
         else:
             identity = source.identity(recorded_digest)
             if any(isinstance(part, StoredPart) for part in source.parts):
-                _say_what_is_compared(source.name, "sizes, and the checksums or times that the store lists")
+                _say_what_is_compared(
+                    source.name, "sizes, and the checksums or times that the store lists"
+                )
             return digest_of(digests or identity)
     return ""
 

@@ -106,11 +106,14 @@ class Report:
         """Create a report from the result of `dataclasses.asdict`, written as JSON."""
 
         def to_counter(entry: dict[str, Any]) -> ExampleCounter:
-            return ExampleCounter(entry["count"], [(where, what) for where, what in entry["examples"]])
+            return ExampleCounter(
+                entry["count"], [(where, what) for where, what in entry["examples"]]
+            )
 
         counters = {name: to_counter(document[name]) for name in _COUNTERS}
         by_kind = {
-            name: {kind: to_counter(entry) for kind, entry in document[name].items()} for name in _COUNTERS_BY_KIND
+            name: {kind: to_counter(entry) for kind, entry in document[name].items()}
+            for name in _COUNTERS_BY_KIND
         }
         return cls(**{**document, **counters, **by_kind})
 
@@ -140,7 +143,9 @@ class Report:
         for event, counter in self.events():
             if counter.count:
                 more = ["..."] if counter.count > len(counter.examples) else []
-                examples = f" ({'; '.join([*counter.in_words(), *more])})" if counter.examples else ""
+                examples = (
+                    f" ({'; '.join([*counter.in_words(), *more])})" if counter.examples else ""
+                )
                 yield f"{event}: {counter.count:,}{examples}"
 
 
@@ -150,7 +155,9 @@ _COUNTERS_BY_KIND = ("dropped", "lost")
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
     """Return the error for a dataset without usable rows."""
-    return UserError(f"{name} has no rows left to train on: {'; '.join([*report.lines(), *advice])}")
+    return UserError(
+        f"{name} has no rows left to train on: {'; '.join([*report.lines(), *advice])}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +185,10 @@ class DataSummary:
     max_length: int
     """Maximum tokens per sample; longer samples are dropped or truncated."""
     windows_per_epoch: int
-    """Windows in one pass over all data; for pre-training with weights, until the first dataset has been read."""
+    """Windows in one pass over all data; for pre-training with weights, until the first dataset has
+    been read."""
     packing_efficiency: float | None
     """Fraction of the windows' positions that hold data; None: samples are not packed."""
     follows_seed: bool
-    """True if configuration and seed determine the order, so that the data of any step is known in advance."""
+    """True if configuration and seed determine the order, so that the data of any step is known in
+    advance."""

@@ -46,11 +46,13 @@ class _Sequence(NamedTuple):
 
 
 class SequenceCache:
-    """A folder with a file for each sequence, named by a hash of its tokens, its labels and the `setting`, JSON values
-    that writing and reading must have in common. A sequence without labels, such as padding, has one of its tokens.
+    """A folder with a file for each sequence, named by a hash of its tokens, its labels and the
+    `setting`, JSON values that writing and reading must have in common. A sequence without labels,
+    such as padding, has one of its tokens.
 
-    A file has checksums of its name, of the names, types and shapes of its tensors, and of blocks of their values; all
-    are verified whenever the file is read. A damaged one is renamed to `NAME.damaged`.
+    A file has checksums of its name, of the names, types and shapes of its tensors, and of blocks
+    of their values; all are verified whenever the file is read. A damaged one is renamed to
+    `NAME.damaged`.
 
     Args:
         folder: existing or new folder.
@@ -59,7 +61,14 @@ class SequenceCache:
         verify: verify all files of complete data at the start instead of a sample.
     """
 
-    def __init__(self, folder: Path, setting: Any, *, results: Mapping[str, TokenResult], verify: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        setting: Any,
+        *,
+        results: Mapping[str, TokenResult],
+        verify: bool = False,
+    ):
         self.folder = folder
         self.results = results
         self.verify = verify
@@ -73,22 +82,27 @@ class SequenceCache:
     @property
     def bytes_per_token(self) -> int:
         """Size of the results of a token."""
-        return sum(result.dtype.itemsize * math.prod(result.shape) for result in self.results.values())
+        return sum(
+            result.dtype.itemsize * math.prod(result.shape) for result in self.results.values()
+        )
 
     def mark(self, data: Any) -> Path:
-        """Return the file that lists the files of all sequences of `data`, JSON values, once these are complete."""
+        """Return the file that lists the files of all sequences of `data`, JSON values, once these
+        are complete."""
         return self.folder / f"{bytes_digest(self._setting + json.dumps(data).encode())}.complete"
 
     def is_complete(self, mark: Path) -> bool:
-        """Return whether all files that a mark lists are there, and `VERIFIED_FILES` of them (all if `verify`) are not
-        damaged. Raise `UserError` if a damaged file cannot be renamed."""
+        """Return whether all files that a mark lists are there, and `VERIFIED_FILES` of them (all
+        if `verify`) are not damaged. Raise `UserError` if a damaged file cannot be renamed."""
         with contextlib.suppress(OSError, ValueError):
             check, *names = regular_file(mark).read_text().splitlines()
             if check != _check_of(names) or not all(map(_NAME.fullmatch, names)):
                 logger.warning("%s is damaged; it is rewritten", mark)
                 return False
             n_verified = len(names) if self.verify else VERIFIED_FILES
-            verified = [self.folder / names[number] for number in evenly_spaced(len(names), n_verified)]
+            verified = [
+                self.folder / names[number] for number in evenly_spaced(len(names), n_verified)
+            ]
             with ThreadPoolExecutor(8) as pool:
                 exist = all(pool.map(Path.is_file, (self.folder / name for name in names)))
                 are_whole = [*pool.map(self._is_whole, verified)]
@@ -103,27 +117,31 @@ class SequenceCache:
 
     def names(self, batch: Batch) -> set[str]:
         """Return the file of each sequence in a loader's batch, relative to the folder."""
-        return {sequence.file.relative_to(self.folder).as_posix() for sequence in self._sequences(batch)}
+        return {
+            sequence.file.relative_to(self.folder).as_posix() for sequence in self._sequences(batch)
+        }
 
     def holds(self, batch: Batch) -> bool:
         """Return whether there is an undamaged file for each sequence of a loader's batch."""
         return all([self._is_whole(sequence.file) for sequence in self._sequences(batch)])
 
     def write(self, batch: Batch, results: Mapping[str, Tensor]) -> None:
-        """Write tensors (B, L, ...) of a loader's batch durably. Raise `UserError` if the folder cannot be written, or
-        a result that the loss needs is NaN."""
+        """Write tensors (B, L, ...) of a loader's batch durably. Raise `UserError` if the folder
+        cannot be written, or a result that the loss needs is NaN."""
         rows = {name: result.flatten(0, 1).cpu() for name, result in results.items()}
         for sequence in self._sequences(batch):
             tensors = {name: x[sequence.place].contiguous() for name, x in rows.items()}
             if unusable := _name_with_nan(tensors, sequence.is_labeled):
                 raise UserError(
-                    f"{unusable} of the frozen model is NaN for a sequence of {sequence.length:,} tokens, so it is not "
-                    f"written to {self.folder}; check the weights of the model and its precision"
+                    f"{unusable} of the frozen model is NaN for a sequence of {sequence.length:,} "
+                    f"tokens, so it is not written to {self.folder}; check the weights of the "
+                    "model and its precision"
                 )
             self._write(sequence.file, _encoded(sequence.file.name, tensors))
 
     def read(self, batch: Batch) -> Batch:
-        """Return the tensors (B, L, ...) of a loader's batch. Raise `UserError` if a file is missing or damaged."""
+        """Return the tensors (B, L, ...) of a loader's batch. Raise `UserError` if a file is
+        missing or damaged."""
         parts: list[tuple[dict[str, Tensor], int]] = []
         for sequence in self._sequences(batch):
             try:
@@ -134,7 +152,9 @@ class SequenceCache:
                 raise self._unreadable(sequence.file, error) from error
             parts.append((tensors, sequence.length))
         rows = {
-            name: torch.cat([part[name].expand(length, *part[name].shape[1:]) for part, length in parts])
+            name: torch.cat(
+                [part[name].expand(length, *part[name].shape[1:]) for part, length in parts]
+            )
             for name in self.results
         }
         return {name: x.unflatten(0, batch["input"].shape) for name, x in rows.items()}
@@ -154,7 +174,8 @@ class SequenceCache:
 
     def _write(self, file: Path, content: bytes) -> None:
         with writable(file.parent), writable(self._unfinished):
-            unfinished = self._unfinished / uuid.uuid4().hex  # several ranks may have the same sequence
+            # several ranks may have the same sequence
+            unfinished = self._unfinished / uuid.uuid4().hex
             with durable.new_file(unfinished) as opened:
                 opened.write(content)
             durable.replace(unfinished, file)
@@ -169,7 +190,12 @@ class SequenceCache:
             return False
         except ValueError as error:
             aside = self._set_aside(file)
-            logger.warning("%s of the cache is damaged (%s); it was renamed to %s and is rebuilt", file, error, aside)
+            logger.warning(
+                "%s of the cache is damaged (%s); it was renamed to %s and is rebuilt",
+                file,
+                error,
+                aside,
+            )
             return False
         except OSError as error:
             cause = error.strerror or error
@@ -178,12 +204,14 @@ class SequenceCache:
 
     def _set_aside(self, file: Path) -> str:
         aside = file.with_suffix(".damaged")
-        with writable(file.parent), contextlib.suppress(FileNotFoundError):  # another rank was faster
+        # another rank was faster
+        with writable(file.parent), contextlib.suppress(FileNotFoundError):
             file.replace(aside)
         return aside.name
 
     def _unreadable(self, file: Path, error: OSError | ValueError) -> UserError:
-        """Return the error for a file that a step needs. Make the next start look for missing files."""
+        """Return the error for a file that a step needs. Make the next start look for missing
+        files."""
         problem = "is missing"
         if not isinstance(error, FileNotFoundError):
             problem = f"is damaged ({error})"
@@ -193,8 +221,8 @@ class SequenceCache:
             if isinstance(error, ValueError):
                 problem += f"; it was renamed to {self._set_aside(file)}"
         return UserError(
-            f"{file} of the cache {problem}; a new start computes missing results, and a run that resumes needs the "
-            "global batch size with which it began"
+            f"{file} of the cache {problem}; a new start computes missing results, and a run that "
+            "resumes needs the global batch size with which it began"
         )
 
 
@@ -209,8 +237,8 @@ def _encoded(name: str, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _decoded(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file. Raise `FileNotFoundError` or another `OSError` if it cannot be read, `ValueError`
-    if it is damaged."""
+    """Return the tensors of a file. Raise `FileNotFoundError` or another `OSError` if it cannot be
+    read, `ValueError` if it is damaged."""
     content = regular_file(file).read_bytes()
     try:
         tensors = safetensors.torch.load(content)
@@ -224,14 +252,21 @@ def _decoded(file: Path) -> dict[str, Tensor]:
 
 
 def _checksums(name: str, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the checksums of blocks of the name of a file, the names, types and shapes of its tensors, and their
-    values."""
-    described = [[key, str(tensors[key].dtype), list(tensors[key].shape)] for key in sorted(tensors)]
-    values = [tensors[key].contiguous().view(-1).view(torch.uint8).numpy().tobytes() for key in sorted(tensors)]
+    """Return the checksums of blocks of the name of a file, the names, types and shapes of its
+    tensors, and their values."""
+    described = [
+        [key, str(tensors[key].dtype), list(tensors[key].shape)] for key in sorted(tensors)
+    ]
+    values = [
+        tensors[key].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for key in sorted(tensors)
+    ]
     return block_checksums(io.BytesIO(b"".join([json.dumps([name, described]).encode(), *values])))
 
 
-def _check_results(tensors: Mapping[str, Tensor], n_tokens: int, results: Mapping[str, TokenResult]) -> None:
+def _check_results(
+    tensors: Mapping[str, Tensor], n_tokens: int, results: Mapping[str, TokenResult]
+) -> None:
     """Raise `ValueError` unless a file has a possible result for each of the tokens."""
     if tensors.keys() != results.keys():
         raise ValueError(f"it holds {', '.join(tensors) or 'nothing'}, not {', '.join(results)}")

@@ -18,8 +18,9 @@ class Workers:
     """Iterator over the items of a dataset, prepared by torchdata's `StatefulDataLoader`.
 
     Args:
-        dataset: map-style with `sampler`, or iterable. Each item is a batch, or a `UserError` or `RunFailure` to raise
-            here: if a worker raised it, its message would be the worker's traceback.
+        dataset: map-style with `sampler`, or iterable. Each item is a batch, or a `UserError` or
+            `RunFailure` to raise here: if a worker raised it, its message would be the worker's
+            traceback.
         sampler: keys of a map-style dataset's items.
         num_workers: worker processes; 0: create items in this process.
         state: result of `state_dict` to resume from.
@@ -34,7 +35,8 @@ class Workers:
         state: dict[str, Any] | None = None,
     ):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+            # torchdata 0.11 on torch 2.13
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
                 dataset,
                 batch_size=None,
@@ -48,9 +50,11 @@ class Workers:
         if state is not None:
             self._loader.load_state_dict(state)
         self._items = iter(self._loader)
-        # Also runs at exit: an iterator that a traceback refers to is never finalized, and the interpreter would wait
-        # for its workers forever.
-        self._finalizer = weakref.finalize(self, end_loader_workers, self._items) if num_workers else None
+        # Also runs at exit: an iterator that a traceback refers to is never finalized, and the
+        # interpreter would wait for its workers forever.
+        self._finalizer = (
+            weakref.finalize(self, end_loader_workers, self._items) if num_workers else None
+        )
 
     def __next__(self) -> Any:
         item = next(self._items)
@@ -59,7 +63,8 @@ class Workers:
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an iterable dataset's state after the last item returned, ignoring prefetched items."""
+        """Return an iterable dataset's state after the last item returned, ignoring prefetched
+        items."""
         return self._loader.state_dict()
 
     def close(self) -> None:

@@ -39,8 +39,8 @@ class Score:
 
 
 class Scorer:
-    """Scores requests in batches of similar length, `batch_size` per forward pass. Under FSDP, every rank scores the
-    same requests. `max_seq_len` and `device` default to the model's."""
+    """Scores requests in batches of similar length, `batch_size` per forward pass. Under FSDP,
+    every rank scores the same requests. `max_seq_len` and `device` default to the model's."""
 
     title = ""
     """Title of the progress that is shown during a task; empty: none."""
@@ -61,46 +61,63 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Return the score of each request, in order. Requests of more than `max_seq_len` + 1 tokens (the last token is
-        only predicted) are truncated at the beginning. Raise `UserError` for a continuation longer than the model's
-        context, or a log-probability that is not finite."""
+        """Return the score of each request, in order. Requests of more than `max_seq_len` + 1
+        tokens (the last token is only predicted) are truncated at the beginning. Raise `UserError`
+        for a continuation longer than the model's context, or a log-probability that is not
+        finite."""
         for request in requests:
             assert request.context, "a context has at least one token"
             if len(request.continuation) > self.max_seq_len:
                 raise UserError(
-                    f"a continuation of {len(request.continuation)} tokens is longer than the model's context of "
-                    f"{self.max_seq_len} tokens"
+                    f"a continuation of {len(request.continuation)} tokens is longer than the "
+                    f"model's context of {self.max_seq_len} tokens"
                 )
         # Longest first, to run out of memory early if at all.
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i].context) - len(requests[i].continuation))
+        order = sorted(
+            range(len(requests)),
+            key=lambda i: -len(requests[i].context) - len(requests[i].continuation),
+        )
         scores: dict[int, Score] = {}
         with evaluating(self.model), self.progress(len(requests)) as advance:
             for begin in range(0, len(order), self.batch_size):
                 batch = order[begin : begin + self.batch_size]
-                scores |= zip(batch, self._score_batch([requests[index] for index in batch]), strict=True)
+                scores |= zip(
+                    batch, self._score_batch([requests[index] for index in batch]), strict=True
+                )
                 advance(len(batch))
         return [scores[index] for index in range(len(requests))]
 
     def progress(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show progress during a block, see `torchtitan.tools.progress`; only if there is a title."""
+        """Show progress during a block, see `torchtitan.tools.progress`; only if there is a
+        title."""
         return progress(self.title, total) if self.title else nullcontext(lambda amount: None)
 
     def _score_batch(self, requests: Sequence[Request]) -> list[Score]:
-        sequences = [(request.context + request.continuation)[-self.max_seq_len - 1 :] for request in requests]
+        sequences = [
+            (request.context + request.continuation)[-self.max_seq_len - 1 :]
+            for request in requests
+        ]
         longest = max(map(len, sequences)) - 1
         # Padding after the tokens has no effect under causal attention.
         tokens = [sequence[:-1] + [0] * (longest + 1 - len(sequence)) for sequence in sequences]
-        # Column j predicts token j + 1, so the n columns before a continuation's last token predict its n tokens.
+        # Column j predicts token j + 1, so the n columns before a continuation's last token predict
+        # its n tokens.
         indices = [
             (row, len(sequence) - 1 - len(request.continuation) + i)
             for row, (sequence, request) in enumerate(zip(sequences, requests, strict=True))
             for i in range(len(request.continuation))
         ]
-        rows_N, columns_N = torch.tensor(indices, dtype=torch.long, device=self._device).view(-1, 2).T
+        rows_N, columns_N = (
+            torch.tensor(indices, dtype=torch.long, device=self._device).view(-1, 2).T
+        )
         targets = [token for request in requests for token in request.continuation]
-        logprobs_N, greedy_N = self._logprobs(tokens, rows_N, columns_N, torch.tensor(targets, device=self._device))
+        logprobs_N, greedy_N = self._logprobs(
+            tokens, rows_N, columns_N, torch.tensor(targets, device=self._device)
+        )
         if not logprobs_N.isfinite().all():
-            raise UserError(f"the model's log-probabilities are not finite (NaN or infinite); {NOT_FINITE_HINT}")
+            raise UserError(
+                f"the model's log-probabilities are not finite (NaN or infinite); {NOT_FINITE_HINT}"
+            )
         lengths = [len(request.continuation) for request in requests]
         return [
             Score(
@@ -116,9 +133,12 @@ class Scorer:
     def _logprobs(
         self, tokens: list[list[int]], rows_N: Tensor, columns_N: Tensor, targets_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probability (float32) of each target, and whether it is the most probable token."""
+        """Return the log-probability (float32) of each target, and whether it is the most probable
+        token."""
 
-        def head(hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED) -> Tensor:
+        def head(
+            hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED
+        ) -> Tensor:
             chunk = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
             parts = []
             for hidden_ND, targets in zip(

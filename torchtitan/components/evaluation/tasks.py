@@ -44,8 +44,8 @@ class MultipleChoiceResult:
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Return the first `limit` questions (None: all) of a file with one JSON object per line: `query`, `choices`,
-    `gold`. Raise `UserError` with the line number for an invalid line."""
+    """Return the first `limit` questions (None: all) of a file with one JSON object per line:
+    `query`, `choices`, `gold`. Raise `UserError` with the line number for an invalid line."""
     with os_errors_as(f"'{path}' cannot be read"):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -55,9 +55,11 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     return questions
 
 
-def multiple_choice(scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question]) -> MultipleChoiceResult:
-    """Score every choice of every question. Query and choice are separated by a space unless there is whitespace
-    already. The first of equal scores counts."""
+def multiple_choice(
+    scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question]
+) -> MultipleChoiceResult:
+    """Score every choice of every question. Query and choice are separated by a space unless there
+    is whitespace already. The first of equal scores counts."""
     requests = []
     for question in questions:
         pairs = [(question.query, _continuation(question, choice)) for choice in question.choices]
@@ -69,7 +71,9 @@ def multiple_choice(scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Qu
     for question in questions:
         choice_scores = [next(scores) for _ in question.choices]
         logprobs = [score.logprob for score in choice_scores]
-        per_byte = [logprob / len(c.encode()) for logprob, c in zip(logprobs, question.choices, strict=True)]
+        per_byte = [
+            logprob / len(c.encode()) for logprob, c in zip(logprobs, question.choices, strict=True)
+        ]
         hits.append(logprobs.index(max(logprobs)) == question.gold)
         norm_hits.append(per_byte.index(max(per_byte)) == question.gold)
         truncated += any(score.truncated for score in choice_scores)
@@ -84,15 +88,20 @@ def multiple_choice(scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Qu
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:
-    """Encode (context, continuation) pairs like lm-eval, for comparable scores. Raise `UserError` for a continuation
-    without tokens.
+    """Encode (context, continuation) pairs like lm-eval, for comparable scores. Raise `UserError`
+    for a continuation without tokens.
 
-    Whitespace at the end of the context moves to the continuation. If the context alone has n tokens, the continuation
-    is the joint encoding after its first n tokens. An empty context is BOS (or EOS, without BOS). BOS is added as
-    configured by the tokenizer.
+    Whitespace at the end of the context moves to the continuation. If the context alone has n
+    tokens, the continuation is the joint encoding after its first n tokens. An empty context is BOS
+    (or EOS, without BOS). BOS is added as configured by the tokenizer.
     """
-    moved = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
-    joint = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
+    moved = [
+        (context.rstrip(), context[len(context.rstrip()) :] + continuation)
+        for context, continuation in pairs
+    ]
+    joint = tokenizer.encode_batch(
+        [context + continuation for context, continuation in moved], add_eos=False
+    )
     alone = tokenizer.encode_batch([context for context, _ in moved], add_eos=False)
     requests = []
     for (context, continuation), joint_ids, context_ids in zip(moved, joint, alone, strict=True):
@@ -100,7 +109,9 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
             context_ids = [start_id(tokenizer)]
             joint_ids = joint_ids if joint_ids[:1] == context_ids else context_ids + joint_ids
         if len(joint_ids) <= len(context_ids):
-            raise UserError(f"{continuation!r} adds no token to {context!r}, so it has no probability")
+            raise UserError(
+                f"{continuation!r} adds no token to {context!r}, so it has no probability"
+            )
         requests.append(Request(context_ids, joint_ids[len(context_ids) :]))
     return requests
 
@@ -111,17 +122,27 @@ def _parse(line: str, where: str) -> Question:
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{where} must be an object with query, choices and gold, not {type(content).__name__}")
+        raise UserError(
+            f"{where} must be an object with query, choices and gold, not {type(content).__name__}"
+        )
     if missing := [key for key in ("query", "choices", "gold") if key not in content]:
         raise UserError(f"{where} has no {' and no '.join(missing)}")
     query = content["query"]
     choices = content["choices"]
     gold = content["gold"]
     well_formed = isinstance(query, str) and isinstance(choices, list) and type(gold) is int
-    if not (well_formed and choices and all(isinstance(choice, str) and choice.strip() for choice in choices)):
-        raise UserError(f"{where}: query must be text, choices a list of nonempty texts, and gold a number")
+    if not (
+        well_formed
+        and choices
+        and all(isinstance(choice, str) and choice.strip() for choice in choices)
+    ):
+        raise UserError(
+            f"{where}: query must be text, choices a list of nonempty texts, and gold a number"
+        )
     if not 0 <= gold < len(choices):
-        raise UserError(f"{where}: gold is {gold}, but there are {len(choices)} choices, counted from 0")
+        raise UserError(
+            f"{where}: gold is {gold}, but there are {len(choices)} choices, counted from 0"
+        )
     return Question(query, choices, gold)
 
 
@@ -142,7 +163,8 @@ class PerplexityResult:
     perplexity: float
     """Exponential of the mean negative log-likelihood per token."""
     bits_per_byte: float
-    """Negative log-likelihood of the text in bits, per byte of UTF-8; comparable between tokenizers."""
+    """Negative log-likelihood of the text in bits, per byte of UTF-8; comparable between
+    tokenizers."""
     loss: float
     """Mean negative log-likelihood per token, in nats."""
     tokens: int
@@ -150,9 +172,9 @@ class PerplexityResult:
 
 
 def text_perplexity(scorer: Scorer, tokenizer: Tokenizer, text: str) -> PerplexityResult:
-    """Score every token of `text` once, with at least half of the model's context before it if possible. BOS (or EOS,
-    without BOS) always precedes the text, to predict the first token; it is not scored. Raise `UserError` for an empty
-    text."""
+    """Score every token of `text` once, with at least half of the model's context before it if
+    possible. BOS (or EOS, without BOS) always precedes the text, to predict the first token; it is
+    not scored. Raise `UserError` for an empty text."""
     if not text:
         raise UserError("the text is empty")
     start = start_id(tokenizer)
@@ -173,8 +195,8 @@ def text_perplexity(scorer: Scorer, tokenizer: Tokenizer, text: str) -> Perplexi
 
 
 def windows(ids: list[int], size: int) -> Iterator[Request]:
-    """Yield requests that score all `ids` except the first once. The first window predicts `size` tokens, each later
-    one half of `size`, given the half before them."""
+    """Yield requests that score all `ids` except the first once. The first window predicts `size`
+    tokens, each later one half of `size`, given the half before them."""
     end = min(size + 1, len(ids))
     yield Request(ids[:1], ids[1:end])
     stride = max(1, size // 2)
@@ -183,9 +205,12 @@ def windows(ids: list[int], size: int) -> Iterator[Request]:
         yield Request(ids[max(0, end - 1 - size) : begin], ids[begin:end])
 
 
-def evaluate_file(path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None) -> dict[str, Any]:
-    """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` of at most `limit`
-    questions, or of a `PerplexityResult`. Raise `UserError` if the file is unreadable or empty."""
+def evaluate_file(
+    path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None
+) -> dict[str, Any]:
+    """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` of
+    at most `limit` questions, or of a `PerplexityResult`. Raise `UserError` if the file is
+    unreadable or empty."""
     if path.suffix == ".jsonl":
         return dataclasses.asdict(multiple_choice(scorer, tokenizer, read_questions(path, limit)))
     return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path)))

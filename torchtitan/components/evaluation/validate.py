@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.base import BaseDataLoader, Batch
-from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss, CrossEntropySum, Measures
+from torchtitan.components.losses.loss import (
+    IGNORE_INDEX,
+    CrossEntropyLoss,
+    CrossEntropySum,
+    Measures,
+)
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
@@ -35,16 +40,19 @@ class Validator(Configurable):
     Args:
         config: frequency and number of batches.
         model_parts: models, set to evaluation mode during validation.
-        dataloaders: name → loader that yields a validation set once; "" is the name of a single set.
-        tokenizer: decodes the data to count bytes. None: the loss is not per token, so bits per byte are not reported.
+        dataloaders: name → loader that yields a validation set once; "" is the name of a single
+            set.
+        tokenizer: decodes the data to count bytes. None: the loss is not per token, so bits per
+            byte are not reported.
         batches_per_step: local batches in one rank's share of a global batch.
-        sums_of_batch: batch → this rank's part of the summed loss, a scalar on the device, and of its weight, the
-            number of valid tokens.
+        sums_of_batch: batch → this rank's part of the summed loss, a scalar on the device, and of
+            its weight, the number of valid tokens.
         loss: the loss that `sums_of_batch` calls; it also provides plain cross entropy, for bits
             per byte. None: bits per byte are not reported.
         local_addend: a scalar → this rank's term in the sum over all ranks.
         measures: additional means measured by `sums_of_batch`, reported as `validation_NAME`.
-        counts_bytes: count the bytes of this rank's samples; True on one of the ranks with the same samples.
+        counts_bytes: count the bytes of this rank's samples; True on one of the ranks with the same
+            samples.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,14 +63,15 @@ class Validator(Configurable):
         """Validate during training and at its end."""
 
         dataset: list[str] = field(default_factory=list)
-        """Validation sets, each as in dataloader.dataset or as name=dataset; multiple sets are reported by name. None:
-        the validation split of the training data, if it has one."""
+        """Validation sets, each as in dataloader.dataset or as name=dataset; multiple sets are
+        reported by name. None: the validation split of the training data, if it has one."""
 
         freq: int = 100
         """Training steps between validations."""
 
         steps: int = -1
-        """Global batches per validation and set, independent of the number of ranks; -1: all data."""
+        """Global batches per validation and set, independent of the number of ranks; -1: all
+        data."""
 
         at_start: bool = False
         """Also validate before the first step."""
@@ -78,15 +87,20 @@ class Validator(Configurable):
             self.named_datasets()
 
         def named_datasets(self) -> dict[str, str]:
-            """Return name → dataset of each set. The default name is the file's or folder's, or "" for a single set;
-            "" → "" is the validation split of the training data. Raise `UserError` for duplicate names."""
+            """Return name → dataset of each set. The default name is the file's or folder's, or ""
+            for a single set; "" → "" is the validation split of the training data. Raise
+            `UserError` for duplicate names."""
             if not self.dataset:
                 return {"": ""}
-            sets = [_split_name(text, default="" if len(self.dataset) == 1 else None) for text in self.dataset]
+            sets = [
+                _split_name(text, default="" if len(self.dataset) == 1 else None)
+                for text in self.dataset
+            ]
             for name, count in Counter(name for name, _ in sets).items():
                 if count > 1:
                     raise UserError(
-                        f"--validator.dataset has {count} sets named '{name}'; name them explicitly ({name}2=...)"
+                        f"--validator.dataset has {count} sets named '{name}'; name them "
+                        f"explicitly ({name}2=...)"
                     )
             return dict(sets)
 
@@ -116,7 +130,10 @@ class Validator(Configurable):
         self.local_addend = local_addend
         self._reports_bits = tokenizer is not None and self.loss is not None
         if tokenizer and loss is not None and self.loss is None:
-            logger.warning(f"no validation_bits_per_byte: {type(loss).__name__} is not a CrossEntropyLoss {_HINT}")
+            logger.warning(
+                f"no validation_bits_per_byte: {type(loss).__name__} is not a CrossEntropyLoss "
+                f"{_HINT}"
+            )
         self.measures = measures or Measures((), device=torch.device("cpu"))
         self.counts_bytes = counts_bytes
 
@@ -152,8 +169,8 @@ class Validator(Configurable):
         return {**metrics, "validation_time": seconds}
 
     def _sum_set(self, data: "_Set") -> Tensor:
-        """Return this rank's part of a set's summed loss, weight, bytes, cross entropy in nats, number of its tokens,
-        and measures, float64 (5 + 2 n,)."""
+        """Return this rank's part of a set's summed loss, weight, bytes, cross entropy in nats,
+        number of its tokens, and measures, float64 (5 + 2 n,)."""
         self.measures.take()
         data.loader.load_state_dict(data.initial_state)
         # float64, so that the mean does not depend on the order of batches or the number of ranks.
@@ -161,14 +178,19 @@ class Validator(Configurable):
         plain = torch.zeros(2, dtype=torch.float64)
         n_bytes = 0
         for batch in itertools.islice(data.loader, self.max_batches):
-            # Streams may end at different times on different ranks; exhausted ranks get batches without labels.
+            # Streams may end at different times on different ranks; exhausted ranks get batches
+            # without labels.
             if data.loader.n_samples is None and on_all_ranks(data.loader.exhausted):
                 break
             of_batch = CrossEntropySum()
-            with self.loss.adding_cross_entropy(of_batch) if self.loss else contextlib.nullcontext():
+            with (
+                self.loss.adding_cross_entropy(of_batch) if self.loss else contextlib.nullcontext()
+            ):
                 loss, weight = self.sums_of_batch(batch)
             totals += torch.tensor([float(loss), float(weight)], dtype=torch.float64)
-            local = (self.local_addend(torch.as_tensor(x)) for x in (of_batch.nats, of_batch.n_tokens))
+            local = (
+                self.local_addend(torch.as_tensor(x)) for x in (of_batch.nats, of_batch.n_tokens)
+            )
             plain += torch.tensor([*map(float, local)], dtype=torch.float64)
             if data.n_bytes is None and self.counts_bytes and self.tokenizer:
                 n_bytes += count_bytes(batch, self.tokenizer)
@@ -185,8 +207,8 @@ class Validator(Configurable):
         if self._reports_bits and read.n_tokens != read.weight:
             self._reports_bits = False
             logger.warning(
-                f"no validation_bits_per_byte: {type(self.loss).__name__} gave the cross entropy of "
-                f"{read.n_tokens:.0f} tokens, not of the {read.weight:.0f} valid ones {_HINT}"
+                f"no validation_bits_per_byte: {type(self.loss).__name__} gave the cross entropy "
+                f"of {read.n_tokens:.0f} tokens, not of the {read.weight:.0f} valid ones {_HINT}"
             )
 
     def _means(self, sums: Tensor) -> dict[str, float]:
@@ -230,30 +252,36 @@ class _Set:
     def __init__(self, loader: BaseDataLoader):
         self.loader = loader
         self.initial_state = loader.state_dict()
-        self.n_bytes: int | None = None  # bytes of predicted text on this rank, set by the first validation
+        # bytes of predicted text on this rank, set by the first validation
+        self.n_bytes: int | None = None
 
 
 def _split_name(text: str, default: str | None) -> tuple[str, str]:
-    """Return the name and dataset of `name=dataset`; without a name, use `default` or the last part of the path."""
+    """Return the name and dataset of `name=dataset`; without a name, use `default` or the last part
+    of the path."""
     if match := re.fullmatch(r"([\w.-]+)=(.+)", text):
         return match[1], match[2]
     return Path(text).name if default is None else default, text
 
 
 def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
-    """Return the UTF-8 bytes in the text of a batch's valid labels, without special tokens. A character split by the
-    end of a sample, or of its valid part, counts as 3 bytes on either side."""
+    """Return the UTF-8 bytes in the text of a batch's valid labels, without special tokens. A
+    character split by the end of a sample, or of its valid part, counts as 3 bytes on either
+    side."""
     attention = batch.get("attention", AttentionMetadata.of_rows(*batch["input"].shape))
     total = 0
-    inputs, labels = (batch[name].flatten().split(attention.lengths) for name in ("input", "labels"))
+    inputs, labels = (
+        batch[name].flatten().split(attention.lengths) for name in ("input", "labels")
+    )
     for of_inputs, of_labels in zip(inputs, labels, strict=True):
         total += _count_document_bytes(of_inputs, of_labels, tokenizer)
     return total
 
 
 def _count_document_bytes(inputs: Tensor, labels: Tensor, tokenizer: Tokenizer) -> int:
-    """Count the bytes of one document. For each run of valid labels, decode the text up to its end and subtract the
-    preceding text, since decoding depends on it (some tokenizers drop a leading space)."""
+    """Count the bytes of one document. For each run of valid labels, decode the text up to its end
+    and subtract the preceding text, since decoding depends on it (some tokenizers drop a leading
+    space)."""
     valid = (labels != IGNORE_INDEX).tolist()
     following = torch.cat([inputs[1:], labels[-1:]])
     ids = [int(inputs[0]), *torch.where(labels == IGNORE_INDEX, following, labels).tolist()]
@@ -261,7 +289,10 @@ def _count_document_bytes(inputs: Tensor, labels: Tensor, tokenizer: Tokenizer) 
     for is_valid, run in itertools.groupby(valid):
         end = start + len(list(run))
         if is_valid:
-            sizes = [len(tokenizer.decode(ids[: stop + 1], skip_special_tokens=True).encode()) for stop in (start, end)]
+            sizes = [
+                len(tokenizer.decode(ids[: stop + 1], skip_special_tokens=True).encode())
+                for stop in (start, end)
+            ]
             total += sizes[1] - sizes[0]
         start = end
     return total

@@ -5,4 +5,13 @@ from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.sampling import Sampling
 from torchtitan.components.generation.text import TextStream, start_id, stop_ids
 
-__all__ = ["Engine", "Generation", "KVCache", "Sampling", "TextStream", "generate", "start_id", "stop_ids"]
+__all__ = [
+    "Engine",
+    "Generation",
+    "KVCache",
+    "Sampling",
+    "TextStream",
+    "generate",
+    "start_id",
+    "stop_ids",
+]

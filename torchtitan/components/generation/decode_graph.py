@@ -32,7 +32,8 @@ Compute = Callable[[Tensor, AttentionMetadata], Tensor]
 
 Step = Callable[[], Tensor]
 Capture = Callable[[Step, torch.device], Step]
-"""Records the operations of a step, without their effects. The returned function repeats them, on the same memory."""
+"""Records the operations of a step, without their effects. The returned function repeats them, on
+the same memory."""
 
 
 @functools.cache
@@ -44,9 +45,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _capture_on_cuda(step: Step, device: torch.device) -> Step:
     graph, stream = torch.cuda.CUDAGraph(), _stream(device)
-    # The outer context also leaves the stream if the inner one fails. By default, other threads must not allocate
-    # memory meanwhile, which a data loader's threads do.
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    # The outer context also leaves the stream if the inner one fails. By default, other threads
+    # must not allocate memory meanwhile, which a data loader's threads do.
+    with (
+        torch.cuda.stream(stream),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
         result = step()
 
     def replay() -> Tensor:
@@ -64,23 +68,36 @@ CAPTURES: dict[str, Capture] = {"cuda": _capture_on_cuda}
 
 
 def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], DecodeGraph] | None":
-    """Return a function that makes the graphs of a batch in a cache. None if the device has no graphs, or if the host
-    takes part in a step: weights that are sharded, offloaded or packed, experts (some of whose products read their
-    sizes), blocks with activation checkpointing (which reads the state of random numbers), LongRoPE (whose factors it
-    sends). Raise `UserError` if a recording has failed in this process."""
+    """Return a function that makes the graphs of a batch in a cache. None if the device has no
+    graphs, or if the host takes part in a step: weights that are sharded, offloaded or packed,
+    experts (some of whose products read their sizes), blocks with activation checkpointing (which
+    reads the state of random numbers), LongRoPE (whose factors it sends). Raise `UserError` if a
+    recording has failed in this process."""
     if _failure:
         raise _failed_error()
     weights = list(model.parameters())
     device = weights[0].device
-    is_plain = all(type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.device == device for x in weights)
-    has_host_work = any(isinstance(module, StackedExperts | CheckpointWrapper) for module in model.modules())
-    is_possible = device.type in CAPTURES and is_plain and not has_host_work and not model.cache_boundaries()
+    is_plain = all(
+        type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.device == device
+        for x in weights
+    )
+    has_host_work = any(
+        isinstance(module, StackedExperts | CheckpointWrapper) for module in model.modules()
+    )
+    is_possible = (
+        device.type in CAPTURES and is_plain and not has_host_work and not model.cache_boundaries()
+    )
     is_wanted = os.environ.get(SWITCH) != "0"
-    return partial(DecodeGraph, compute, CAPTURES[device.type], device) if is_possible and is_wanted else None
+    return (
+        partial(DecodeGraph, compute, CAPTURES[device.type], device)
+        if is_possible and is_wanted
+        else None
+    )
 
 
 class DecodeGraph:
-    """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have no states."""
+    """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have
+    no states."""
 
     def __init__(self, compute: Compute, capture: Capture, device: torch.device, cache: KVCache):
         self._compute = compute
@@ -92,8 +109,9 @@ class DecodeGraph:
         self._replay: Step | None = None
 
     def logits(self, tokens_B1: Tensor, positions_B1: Tensor) -> Tensor | None:
-        """Return the logits (B, V) of the next tokens, given on the host, in memory that the next call overwrites, and
-        advance the cache. None: compute this step in another way. Raise `UserError` if recording fails."""
+        """Return the logits (B, V) of the next tokens, given on the host, in memory that the next
+        call overwrites, and advance the cache. None: compute this step in another way. Raise
+        `UserError` if recording fails."""
         self._patience -= 1
         n_slots = self._cache.n_slots
         if self._patience >= 0 or not self._cache.is_static:
@@ -102,7 +120,8 @@ class DecodeGraph:
         inputs_3B = send(torch.cat(inputs_B1, dim=1).T.contiguous(), self._device)
         self._inputs_3B = inputs_3B if self._inputs_3B is None else self._inputs_3B.copy_(inputs_3B)
         n_keys = min((n_slots // BUCKET + 1) * BUCKET, self._cache.max_slots)
-        if n_keys != self._n_keys:  # the first step with this number of keys, which loads its kernels
+        # the first step with this number of keys, which loads its kernels
+        if n_keys != self._n_keys:
             self._n_keys, self._replay = n_keys, None
             logits_BV = self._step()
         else:
@@ -130,6 +149,7 @@ def _failed_error() -> UserError:
     """Return the error for this and all later calls: PyTorch's allocator may keep the state of a
     failed recording, and no public function resets it."""
     return UserError(
-        f"a step of decoding cannot be recorded as a CUDA graph ({_failure}), and the GPU memory of this process may "
-        f"be in an unknown state; start it again with {SWITCH}=0 to generate without graphs"
+        f"a step of decoding cannot be recorded as a CUDA graph ({_failure}), and the GPU memory "
+        f"of this process may be in an unknown state; start it again with {SWITCH}=0 to generate "
+        "without graphs"
     )

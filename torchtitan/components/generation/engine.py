@@ -34,16 +34,19 @@ OnToken = Callable[[int], bool]
 
 ResultT = TypeVar("ResultT")
 
-NOT_FINITE_HINT = "the weights may be damaged, training may have diverged, or values are too large for --dtype"
+NOT_FINITE_HINT = (
+    "the weights may be damaged, training may have diverged, or values are too large for --dtype"
+)
 """Possible causes of NaN in a model's output."""
 
 _NOT_IN_RUN = (
-    "`engine.generate` can be awaited only in coroutines that the same engine runs: engine.run([rollout(…), …]), or "
-    "await asyncio.to_thread(engine.run, [rollout(…), …]) in an asyncio program"
+    "`engine.generate` can be awaited only in coroutines that the same engine runs: "
+    "engine.run([rollout(…), …]), or await asyncio.to_thread(engine.run, [rollout(…), …]) in an "
+    "asyncio program"
 )
 _NOT_A_TEXT = (
-    "a coroutine that Engine.run runs can await only this engine's `generate`, since no asyncio loop runs it; call "
-    "other things without await, or asyncio.run(…) in a thread"
+    "a coroutine that Engine.run runs can await only this engine's `generate`, since no asyncio "
+    "loop runs it; call other things without await, or asyncio.run(…) in a thread"
 )
 
 _PADDING = 0  # arbitrary: nothing attends to it
@@ -56,7 +59,8 @@ class Generation:
     ids: list[int] = field(default_factory=list)
     """New tokens, ending with the stop token, if any."""
     logprobs: list[float] = field(default_factory=list)
-    """Natural logarithm of each new token's probability at temperature 1, before top_k and top_p."""
+    """Natural logarithm of each new token's probability at temperature 1, before top_k and
+    top_p."""
     finish_reason: Literal["stop", "length"] = "length"
     """`stop`: ended by a stop token or `on_token`. `length`: reached max_new_tokens."""
 
@@ -79,7 +83,8 @@ class _Row:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens; of a finished row, which may stay in the batch, a single one that is not read."""
+        """All tokens; of a finished row, which may stay in the batch, a single one that is not
+        read."""
         return [_PADDING] if self.is_done else [*self.prompt, *self.generation.ids]
 
     @property
@@ -106,20 +111,22 @@ class _Needs(NamedTuple):
 
 
 class Engine:
-    """Continue texts in batches with a model that is plain or under FSDP, DDP, tensor parallelism, activation
-    checkpointing or compilation (blocks run uncompiled). Raises `UserError` under pipeline or context parallelism, and
-    if an option is out of range.
+    """Continue texts in batches with a model that is plain or under FSDP, DDP, tensor parallelism,
+    activation checkpointing or compilation (blocks run uncompiled). Raises `UserError` under
+    pipeline or context parallelism, and if an option is out of range.
 
-    A finished text makes room for the next one. A prompt that several waiting texts share is computed once. Each text
-    has its own random numbers, so that it depends only on weights, prompt and key, up to the rounding of logits.
+    A finished text makes room for the next one. A prompt that several waiting texts share is
+    computed once. Each text has its own random numbers, so that it depends only on weights, prompt
+    and key, up to the rounding of logits.
 
     Args:
         sampling: without its seed, which `generate` gets as the key.
         stop_ids: tokens that end a text; not passed to `on_token`.
         max_rows: texts that are computed at a time; None: all.
-        use_cache: use a key/value cache; otherwise every token needs a forward pass over all previous tokens.
-        group: processes that run forward passes together (FSDP, tensor parallelism) until all texts are finished. Their
-            texts may differ, except under tensor parallelism.
+        use_cache: use a key/value cache; otherwise every token needs a forward pass over all
+            previous tokens.
+        group: processes that run forward passes together (FSDP, tensor parallelism) until all texts
+            are finished. Their texts may differ, except under tensor parallelism.
     """
 
     def __init__(
@@ -138,7 +145,10 @@ class Engine:
         self._model = cast(Any, model)
         if not hasattr(getattr(model, "config", None), "max_seq_len"):
             name = type(model).__name__
-            raise UserError(f"a {name} cannot generate text: it is a plain nn.Module, not a torchtitan BaseModel")
+            raise UserError(
+                f"a {name} cannot generate text: it is a plain nn.Module, not a torchtitan "
+                "BaseModel"
+            )
         self.context: int = self._model.config.max_seq_len
         self._sampling = sampling
         self._stop_ids = stop_ids
@@ -149,12 +159,17 @@ class Engine:
         self._degree, self._device = _tensor_parallel_degree(model), _device_of(model)
 
     async def generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, key: str, on_token: OnToken | None = None
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        key: str,
+        on_token: OnToken | None = None,
     ) -> Generation:
-        """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the stop token; await it
-        in a coroutine that `run` runs. Random numbers depend on `key`. Raise `UserError` elsewhere, such as in an
-        asyncio task, if the prompt is empty or has an unknown token, or if prompt and continuation exceed the
-        context."""
+        """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the
+        stop token; await it in a coroutine that `run` runs. Random numbers depend on `key`. Raise
+        `UserError` elsewhere, such as in an asyncio task, if the prompt is empty or has an unknown
+        token, or if prompt and continuation exceed the context."""
         if not self._is_advancing:
             raise UserError(_NOT_IN_RUN)
         _check(self._model, prompt, max_new_tokens)
@@ -164,14 +179,17 @@ class Engine:
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Return the results, in order, of coroutines that await `generate`, and nothing else, with the model in
-        evaluation mode. It blocks: asyncio programs call it in a thread. Raise the error of a coroutine, in other
-        processes as a `UserError`, and `UserError` if logits are not finite, a coroutine awaits anything else, or the
-        engine is already running."""
+        """Return the results, in order, of coroutines that await `generate`, and nothing else, with
+        the model in evaluation mode. It blocks: asyncio programs call it in a thread. Raise the
+        error of a coroutine, in other processes as a `UserError`, and `UserError` if logits are not
+        finite, a coroutine awaits anything else, or the engine is already running."""
         if not all(map(inspect.iscoroutine, texts)):
             raise UserError("Engine.run takes a list of coroutines, such as [engine.generate(…)]")
         if not self._running_now.acquire(blocking=False):
-            raise UserError("Engine.run is already running, and cannot be called in its coroutines or other threads")
+            raise UserError(
+                "Engine.run is already running, and cannot be called in its coroutines or other "
+                "threads"
+            )
         try:
             return _Run(self, texts).finish()
         finally:
@@ -208,7 +226,9 @@ class _Run:
         self._held: _Prompts | None = None
         self._graph: DecodeGraph | None = None
         self._graph_of = graphs_for(model, partial(_logits_at, model, 0))
-        self._cache: Any = model.generation_cache(lambda: KVCache(model, 0)) if engine._use_cache else None
+        self._cache: Any = (
+            model.generation_cache(lambda: KVCache(model, 0)) if engine._use_cache else None
+        )
         # Otherwise a new row needs a pass over all tokens of all rows.
         self._joins = type(self._cache) is KVCache
 
@@ -245,8 +265,8 @@ class _Run:
                 self._waiting.append(row)
 
     def _step(self) -> bool:
-        """Append a token to each row and let waiting texts join; return False if no process has any. Each process
-        takes the same number of forward passes."""
+        """Append a token to each row and let waiting texts join; return False if no process has
+        any. Each process takes the same number of forward passes."""
         graph = self._graph  # it must not be destroyed before the step ends, which waits for it
         n_alive = sum(not row.is_done for row in self._rows)
         chosen = self._choose(n_alive)
@@ -303,7 +323,8 @@ class _Run:
             cache.clear()
             n_kept = tokens_BL.shape[1]
         else:
-            # Tensor parallelism needs equally many tokens per rank: all after the first are padding, and not kept.
+            # Tensor parallelism needs equally many tokens per rank: all after the first are
+            # padding, and not kept.
             tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
             positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
             n_kept = 1
@@ -313,16 +334,24 @@ class _Run:
                 return
         self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept)
 
-    def _cached_logits(self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int) -> Tensor:
+    def _cached_logits(
+        self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int
+    ) -> Tensor:
         attention = cache.attention(positions_BL.to(self._device))
         places_BL = torch.arange(positions_BL.shape[1]).expand_as(positions_BL)
-        if isinstance(attention, CachedAttention) and not cache.n_slots and torch.equal(positions_BL, places_BL):
-            attention = replace(attention, kernel="causal")  # no padding, and no keys but the new ones: no mask
+        if (
+            isinstance(attention, CachedAttention)
+            and not cache.n_slots
+            and torch.equal(positions_BL, places_BL)
+        ):
+            # no padding, and no keys but the new ones: no mask
+            attention = replace(attention, kernel="causal")
         logits_BV = _logits_at(self._model, n_kept - 1, tokens_BL.to(self._device), attention)
         if self._degree > 1 and cache.states:
             raise UserError(
-                f"a key/value cache under tensor parallelism (degree {self._degree}) supports no recurrent layers: "
-                "padding tokens would change their states; generate without cache (use_cache=False)"
+                f"a key/value cache under tensor parallelism (degree {self._degree}) supports no "
+                "recurrent layers: padding tokens would change their states; generate without "
+                "cache (use_cache=False)"
             )
         cache.advance(n_kept)
         return logits_BV
@@ -333,8 +362,8 @@ class _Run:
         _logits_at(self._model, 0, tokens_BL, AttentionMetadata.of_rows(*tokens_BL.shape))
 
     def _join(self, chosen: list[_Row], new: list[tuple[int, ...]], *, prefills: bool) -> None:
-        """Compute new prompts, and let the chosen rows join the batch after their prompts. Finished rows leave it if
-        room is needed, or if they are the majority."""
+        """Compute new prompts, and let the chosen rows join the batch after their prompts. Finished
+        rows leave it if room is needed, or if they are the majority."""
         held = [self._held] if self._held else []
         if new:
             self._held = self._compute_prompts(new)
@@ -385,10 +414,17 @@ class _Run:
         tokens_B = draw(logits_BV, self._engine._sampling, [row.generator for row in self._rows])
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - sums_B
         # Read once, since reading waits for the device. A float32 holds any token id exactly.
-        drawn = torch.stack((tokens_B.to(sums_B), logprobs_B, sums_B.isfinite().to(sums_B))).T.tolist()
-        if not all(row.is_done or is_finite for row, (_, _, is_finite) in zip(self._rows, drawn, strict=True)):
+        drawn = torch.stack(
+            (tokens_B.to(sums_B), logprobs_B, sums_B.isfinite().to(sums_B))
+        ).T.tolist()
+        if not all(
+            row.is_done or is_finite
+            for row, (_, _, is_finite) in zip(self._rows, drawn, strict=True)
+        ):
             # The most probable token would silently be token 0.
-            self._error = UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
+            self._error = UserError(
+                f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}"
+            )
             return
         for row, (drawn_id, logprob, _) in zip(self._rows, drawn, strict=True):
             if row.is_done:
@@ -407,7 +443,8 @@ class _Run:
                 self._advance(row.coroutine, generation)
 
     def _common_error(self) -> Exception:
-        """Return the first error of all processes, or this process's own if it is not a `UserError`."""
+        """Return the first error of all processes, or this process's own if it is not a
+        `UserError`."""
         own = self._error
         text = None
         if own is not None:
@@ -429,12 +466,14 @@ def generate(
     use_cache: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> list[Generation]:
-    """Continue all `prompts`, token ids, in one batch, by at most `max_new_tokens` each; rows end independently. For
-    models, further arguments and errors, see `Engine`. Raise `UserError` without prompts.
+    """Continue all `prompts`, token ids, in one batch, by at most `max_new_tokens` each; rows end
+    independently. For models, further arguments and errors, see `Engine`. Raise `UserError` without
+    prompts.
 
     Args:
         sampling: None: always the most probable token.
-        on_token: called with the row number and the next token, in row order; return True to end the row.
+        on_token: called with the row number and the next token, in row order; return True to end
+            the row.
     """
     if not prompts:
         raise UserError("the list of prompts is empty; pass at least one")
@@ -455,30 +494,44 @@ def _check(model: nn.Module, prompt: Sequence[int], max_new_tokens: int) -> None
         raise UserError("each prompt must have at least one token; use BOS for an empty text")
     config = cast(Any, model).config
     if unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
-        raise UserError(f"a prompt contains token {unknown[0]}, but the vocabulary ends at {config.vocab_size - 1}")
+        raise UserError(
+            f"a prompt contains token {unknown[0]}, but the vocabulary ends at "
+            f"{config.vocab_size - 1}"
+        )
     require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "0 or more")
     if len(prompt) + max_new_tokens > config.max_seq_len:
         raise UserError(
-            f"a prompt of {len(prompt)} tokens plus max_new_tokens {max_new_tokens} exceeds the model's context of "
-            f"{config.max_seq_len} tokens (max_seq_len); reduce either"
+            f"a prompt of {len(prompt)} tokens plus max_new_tokens {max_new_tokens} exceeds the "
+            f"model's context of {config.max_seq_len} tokens (max_seq_len); reduce either"
         )
 
 
 def _reject_partial_model(model: nn.Module) -> None:
     # The last stage has the embedding too if it is tied, but not the first layer.
     lacks_layers = "0" not in getattr(model, "layers", "0")
-    if lacks_layers or any(getattr(model, name, model) is None for name in ("tok_embeddings", "head")):
-        raise UserError("a pipeline stage cannot generate text: it has only some of the model's layers")
+    if lacks_layers or any(
+        getattr(model, name, model) is None for name in ("tok_embeddings", "head")
+    ):
+        raise UserError(
+            "a pipeline stage cannot generate text: it has only some of the model's layers"
+        )
     hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
     if any(getattr(hook, "__module__", None) == context_parallel.__name__ for hook in hooks):
-        raise UserError("a model under context parallelism cannot generate text: each rank has only some of the tokens")
+        raise UserError(
+            "a model under context parallelism cannot generate text: each rank has only some of "
+            "the tokens"
+        )
 
 
 def _any_process(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
     """Return which flags are true in any process of the group."""
     if group is None:
         return list(flags)
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group) == "nccl"
+        else None
+    )
     counts = torch.tensor([int(flag) for flag in flags], device=device)
     dist.all_reduce(counts, group=group)
     return [count > 0 for count in counts.tolist()]
@@ -486,7 +539,8 @@ def _any_process(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode within the block; then restore its mode and free weights gathered by FSDP."""
+    """Put the model in evaluation mode within the block; then restore its mode and free weights
+    gathered by FSDP."""
     was_training = model.training
     model.eval()
     try:
@@ -497,17 +551,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions (B, L) on the host, L divisible by `multiple`. Padding is documents of one token."""
+    """Return tokens and positions (B, L) on the host, L divisible by `multiple`. Padding is
+    documents of one token."""
     longest = -(-max(map(len, sequences)) // multiple) * multiple
     paddings = [longest - len(sequence) for sequence in sequences]
-    tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
-    return torch.tensor(tokens), (torch.arange(longest) - torch.tensor(paddings)[:, None]).clamp(min=0)
+    tokens = [
+        [_PADDING] * padding + list(sequence)
+        for padding, sequence in zip(paddings, sequences, strict=True)
+    ]
+    return torch.tensor(tokens), (torch.arange(longest) - torch.tensor(paddings)[:, None]).clamp(
+        min=0
+    )
 
 
-def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: AttentionMetadata) -> Tensor:
+def _logits_at(
+    model: nn.Module, index: int, tokens_BL: Tensor, attention: AttentionMetadata
+) -> Tensor:
     """Return the logits (B, V) of the token in column `index`."""
 
-    def head(hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED) -> Tensor:
+    def head(
+        hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED
+    ) -> Tensor:
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.full_tensor()
         hidden_BD = hidden_BLD[:, index]
@@ -522,11 +586,17 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: Atten
 
 
 def _tensor_parallel_degree(model: nn.Module) -> int:
-    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    meshes = (
+        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
+    )
     return next((mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), 1)
 
 
 def _device_of(model: nn.Module) -> torch.device:
     """Return the compute device of the model, even if FSDP offloads the parameters."""
     parameter = next(model.parameters())
-    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+    return (
+        torch.device(parameter.device_mesh.device_type)
+        if isinstance(parameter, DTensor)
+        else parameter.device
+    )

@@ -14,7 +14,8 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.torch_private import tree_map
 
 _ATTENTION = "*.attend"
-"""Pattern of the modules `attend(queries, keys, values, attention)` in all families (`ShardingPlan.attention`)."""
+"""Pattern of the modules `attend(queries, keys, values, attention)` in all families
+(`ShardingPlan.attention`)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,7 +25,8 @@ class CachedAttention(AttentionMetadata):
     cache: "KVCache"
 
     is_static: bool = False
-    """True if the keys are followed by unused ones, and a tensor says at which of them the new token is."""
+    """True if the keys are followed by unused ones, and a tensor says at which of them the new
+    token is."""
 
     def document_lengths_BL(self, device: torch.device) -> Tensor:
         """Return the length of each row's text up to its last new token, (B, 1)."""
@@ -32,7 +34,8 @@ class CachedAttention(AttentionMetadata):
         return self.positions_BL[:, -1:].to(device) + 1
 
     def with_window(self, window: int | None) -> AttentionMetadata:
-        """Describe the same tokens for layers with this window, which keep only the keys that new tokens see."""
+        """Describe the same tokens for layers with this window, which keep only the keys that new
+        tokens see."""
         assert self.query_places_L is not None and self.key_places_S is not None
         n_keys = len(self.key_places_S) if window is None else window - 1 + len(self.query_places_L)
         return replace(self, window=window, key_places_S=self.key_places_S[-n_keys:])
@@ -41,22 +44,28 @@ class CachedAttention(AttentionMetadata):
 class KVCache:
     """Key/value cache of a model, active within a `with` block.
 
-    Each forward pass receives the new tokens that follow the cached ones, and `attention` of their positions. Call
-    `advance` after it with the number of tokens to keep. Hooks on the model's attention store new keys and values, and
-    pass all cached keys and values that the layer's window reaches. Padding before a row's first token has position 0,
-    so that it sees only itself (a softmax over nothing would be NaN).
+    Each forward pass receives the new tokens that follow the cached ones, and `attention` of their
+    positions. Call `advance` after it with the number of tokens to keep. Hooks on the model's
+    attention store new keys and values, and pass all cached keys and values that the layer's window
+    reaches. Padding before a row's first token has position 0, so that it sees only itself (a
+    softmax over nothing would be NaN).
 
-    `model` may be sharded by tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row, including
-    padding. Raises `ValueError` if the model has no such attention.
+    `model` may be sharded by tensor parallelism or FSDP; `max_slots` is the capacity in tokens per
+    row, including padding. Raises `ValueError` if the model has no such attention.
     """
 
     def __init__(self, model: nn.Module, max_slots: int):
         self.max_slots, self.n_slots = max_slots, 0
         self.states: dict[nn.Module, Any] = {}
         """States of recurrent modules after all tokens of the last forward pass."""
-        self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
+        self._modules = [
+            module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)
+        ]
         if not self._modules:
-            raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
+            raise ValueError(
+                f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be "
+                "cached"
+            )
         self._stored: dict[nn.Module, Any] = {}
         """First slot of a layer's keys and values, and both from there: all in full layers."""
         self._cleanup = ExitStack()
@@ -79,7 +88,8 @@ class KVCache:
         self.states.clear()
 
     def attention(self, positions_BL: Tensor) -> AttentionMetadata:
-        """Return the attention of the next forward pass: new tokens see all cached tokens of their row's text."""
+        """Return the attention of the next forward pass: new tokens see all cached tokens of their
+        row's text."""
         end = self.n_slots + positions_BL.shape[1]
         assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
         slots_S = torch.arange(end, device=positions_BL.device)
@@ -87,18 +97,26 @@ class KVCache:
 
     @property
     def is_static(self) -> bool:
-        """True if `static_attention` is possible: no states, and all layers keep all tokens, in memory that the first
-        step after `assemble` allocates for `max_slots`."""
-        return not self.states and all(keys.shape[1] == self.max_slots for _, keys, _ in self._stored.values())
+        """True if `static_attention` is possible: no states, and all layers keep all tokens, in
+        memory that the first step after `assemble` allocates for `max_slots`."""
+        return not self.states and all(
+            keys.shape[1] == self.max_slots for _, keys, _ in self._stored.values()
+        )
 
-    def static_attention(self, positions_B1: Tensor, slot_1: Tensor, n_keys: int) -> AttentionMetadata:
+    def static_attention(
+        self, positions_B1: Tensor, slot_1: Tensor, n_keys: int
+    ) -> AttentionMetadata:
         """Return the attention of one token per row, stored in the slot `slot_1`, (1,), to the
         first `n_keys` slots. Later slots are masked, so that operations and shapes are the same at
         each slot."""
-        attention = self._attention(positions_B1, slot_1, torch.arange(n_keys, device=slot_1.device))
+        attention = self._attention(
+            positions_B1, slot_1, torch.arange(n_keys, device=slot_1.device)
+        )
         return replace(attention, is_static=True)
 
-    def _attention(self, positions_BL: Tensor, new_slots_L: Tensor, slots_S: Tensor) -> CachedAttention:
+    def _attention(
+        self, positions_BL: Tensor, new_slots_L: Tensor, slots_S: Tensor
+    ) -> CachedAttention:
         rows = AttentionMetadata.of_rows(*positions_BL.shape)
         return CachedAttention(
             cache=self,
@@ -116,18 +134,29 @@ class KVCache:
         self.n_slots += length
 
     def assemble(self, sources: "Sequence[tuple[KVCache, list[int]]]", n_slots: int) -> None:
-        """Replace the content by rows of caches of the same model, which may include this one, aligned at their last
-        tokens. `n_slots` is the number of tokens to keep, at least the length of the longest row."""
+        """Replace the content by rows of caches of the same model, which may include this one,
+        aligned at their last tokens. `n_slots` is the number of tokens to keep, at least the length
+        of the longest row."""
         used = [(cache, torch.tensor(rows)) for cache, rows in sources if rows]
         stored, states = {}, {}
         for module in used[0][0]._stored:
-            layers = [(cache._stored[module], cache.n_slots - cache._stored[module][0], rows) for cache, rows in used]
+            layers = [
+                (cache._stored[module], cache.n_slots - cache._stored[module][0], rows)
+                for cache, rows in used
+            ]
             width = min(n_slots, max(n_valid for _, n_valid, _ in layers))
-            keys = torch.cat([_last(layer[1], rows, n_valid, width) for layer, n_valid, rows in layers])
-            values = torch.cat([_last(layer[2], rows, n_valid, width) for layer, n_valid, rows in layers])
+            keys = torch.cat(
+                [_last(layer[1], rows, n_valid, width) for layer, n_valid, rows in layers]
+            )
+            values = torch.cat(
+                [_last(layer[2], rows, n_valid, width) for layer, n_valid, rows in layers]
+            )
             stored[module] = n_slots - width, keys, values
         for module in used[0][0].states:
-            parts = [tree_map(lambda x, rows=rows: x[rows.to(x.device)], cache.states[module]) for cache, rows in used]
+            parts = [
+                tree_map(lambda x, rows=rows: x[rows.to(x.device)], cache.states[module])
+                for cache, rows in used
+            ]
             states[module] = tree_map(lambda *xs: torch.cat(xs), *parts)
         self.n_slots, self._stored = n_slots, stored
         self.states.clear()
@@ -140,7 +169,9 @@ class KVCache:
             return args
         return q_BLHD, *attention.cache._store(module, new, attention), attention
 
-    def _store(self, module: nn.Module, new: Sequence[Tensor], attention: CachedAttention) -> list[Tensor]:
+    def _store(
+        self, module: nn.Module, new: Sequence[Tensor], attention: CachedAttention
+    ) -> list[Tensor]:
         """Store new keys and values of a layer; return all that its window reaches."""
         assert attention.query_places_L is not None and attention.key_places_S is not None
         end = self.n_slots + new[0].shape[1]
@@ -148,7 +179,9 @@ class KVCache:
         if attention.window is not None:
             first = end - len(attention.key_places_S)
             kept = slice(first - stored_first, self.n_slots - stored_first)
-            stored = [torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True)]
+            stored = [
+                torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True)
+            ]
             self._stored[module] = first, *stored
             return stored
         if stored[0].shape[1] < end:
@@ -165,8 +198,8 @@ class KVCache:
 
 
 def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:
-    """Return the last `width` of the first `n_valid` slots of some rows, after zeros if there are fewer (a masked key
-    of NaN would poison the sum)."""
+    """Return the last `width` of the first `n_valid` slots of some rows, after zeros if there are
+    fewer (a masked key of NaN would poison the sum)."""
     kept = min(n_valid, width)
     part = x_BSKD[:, n_valid - kept : n_valid].index_select(0, rows.to(x_BSKD.device))
     return F.pad(part, (0, 0, 0, 0, width - kept, 0))

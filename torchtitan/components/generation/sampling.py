@@ -21,13 +21,15 @@ class Sampling:
     """Sampling settings, applied in the order temperature, top_k, top_p."""
 
     temperature: float = 0.0
-    """Divisor of the logits: less random below 1, more random above. 0: always the most probable token."""
+    """Divisor of the logits: less random below 1, more random above. 0: always the most probable
+    token."""
 
     top_k: int | None = None
     """Number of most probable tokens to sample from; None: all."""
 
     top_p: float | None = None
-    """Sample from the smallest set of most probable tokens with this total probability; None: all."""
+    """Sample from the smallest set of most probable tokens with this total probability; None:
+    all."""
 
     seed: int = 0
     """Random seed; the same seed, prompts and options generate the same text."""
@@ -36,7 +38,9 @@ class Sampling:
         """Raise `UserError` for a value out of range."""
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or above")
         require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1")
-        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        require(
+            self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1"
+        )
 
 
 def generator_of(key: str) -> torch.Generator:
@@ -46,11 +50,13 @@ def generator_of(key: str) -> torch.Generator:
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """Return one token id per row, int64, shape (B,) on the device of the logits, of any floating-point type.
+    """Return one token id per row, int64, shape (B,) on the device of the logits, of any
+    floating-point type.
 
-    Each row draws one number from its own generator, and looks it up in its cumulative distribution, in float64. So a
-    row depends only on its logits and its generator; logits that differ by rounding give another token only if the
-    number is that close to a boundary of the distribution.
+    Each row draws one number from its own generator, and looks it up in its cumulative
+    distribution, in float64. So a row depends only on its logits and its generator; logits that
+    differ by rounding give another token only if the number is that close to a boundary of the
+    distribution.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
@@ -58,9 +64,12 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     if device.type == "mps":  # has no float64
         logits_BV = logits_BV.cpu()
     weights_BV = restricted_logits(logits_BV, sampling).exp_()
-    # Sums of blocks are much faster than one of all tokens: first find the block, then the token in it.
+    # Sums of blocks are much faster than one of all tokens: first find the block, then the token in
+    # it.
     blocks_BKE = F.pad(weights_BV, (0, -weights_BV.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
-    drawn_B = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+    drawn_B = torch.cat(
+        [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]
+    )
     ends_BK = blocks_BKE.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     places_B1 = send(drawn_B, ends_BK.device)[:, None] * ends_BK[:, -1:]
     chosen_B1 = torch.searchsorted(ends_BK, places_B1, right=True).clamp(max=ends_BK.shape[1] - 1)
@@ -73,11 +82,14 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Return float32 logits (B, V) after temperature (above 0), top_k and top_p, up to a constant per row; excluded
-    tokens get -inf. With top_p (Holtzman et al., arXiv:1904.09751), the token that crosses the threshold is kept."""
+    """Return float32 logits (B, V) after temperature (above 0), top_k and top_p, up to a constant
+    per row; excluded tokens get -inf. With top_p (Holtzman et al., arXiv:1904.09751), the token
+    that crosses the threshold is kept."""
     logits_BV = logits_BV.float()
     # The largest logit is 0, so that others may become -inf, but never inf.
-    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).div_(max(sampling.temperature, _COLDEST))
+    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).div_(
+        max(sampling.temperature, _COLDEST)
+    )
     if sampling.top_k is not None and sampling.top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)
@@ -85,6 +97,8 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
         sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
         probabilities_BV = sorted_BV.softmax(dim=-1)
         more_probable_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
-        dropped_BV = (more_probable_BV >= sampling.top_p).scatter(1, order_BV, more_probable_BV >= sampling.top_p)
+        dropped_BV = (more_probable_BV >= sampling.top_p).scatter(
+            1, order_BV, more_probable_BV >= sampling.top_p
+        )
         logits_BV = logits_BV.masked_fill(dropped_BV, -math.inf)
     return logits_BV

@@ -11,25 +11,33 @@ _UNDECODED = "�"  # replaces invalid or incomplete UTF-8
 
 
 def start_id(tokenizer: Tokenizer) -> int:
-    """Return the token that starts an empty text: BOS or, without BOS, EOS, which separates documents. Raise
-    `UserError` if the tokenizer has neither."""
+    """Return the token that starts an empty text: BOS or, without BOS, EOS, which separates
+    documents. Raise `UserError` if the tokenizer has neither."""
     token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     if token_id is None:
-        raise UserError("the tokenizer has neither BOS nor EOS to start an empty text; use a prompt that is not empty")
+        raise UserError(
+            "the tokenizer has neither BOS nor EOS to start an empty text; use a prompt that is "
+            "not empty"
+        )
     return token_id
 
 
 def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
-    """Return the tokens that end a text: the tokenizer's EOS, and `eos_token_id` of the first of `folders` that sets
-    it, in `generation_config.json`, else in `config.json`. Raise `UserError` for an invalid file."""
+    """Return the tokens that end a text: the tokenizer's EOS, and `eos_token_id` of the first of
+    `folders` that sets it, in `generation_config.json`, else in `config.json`. Raise `UserError`
+    for an invalid file."""
     eos_ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
+    for path in (
+        folder / name for folder in folders for name in ("generation_config.json", "config.json")
+    ):
         declared = read_object(path).get("eos_token_id")
         if declared is None:
             continue
         ids = declared if isinstance(declared, list) else [declared]
         if not all(type(token_id) is int for token_id in ids):
-            raise UserError(f"'{path}': eos_token_id must be an id or a list of ids, not {declared!r}")
+            raise UserError(
+                f"'{path}': eos_token_id must be an id or a list of ids, not {declared!r}"
+            )
         if ids:
             return eos_ids | set(ids)
     return eos_ids
@@ -38,9 +46,10 @@ def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
 class TextStream:
     """Incremental decoder: the concatenated pieces equal the text of all tokens decoded at once.
 
-    Text that may still change is delayed: partial characters, and the beginning of a stop string. Special tokens have
-    no text. For invalid UTF-8, a tokenizer with byte fallback decodes a sequence of bytes to U+FFFD, including complete
-    characters in it; characters that were already returned do not change.
+    Text that may still change is delayed: partial characters, and the beginning of a stop string.
+    Special tokens have no text. For invalid UTF-8, a tokenizer with byte fallback decodes a
+    sequence of bytes to U+FFFD, including complete characters in it; characters that were already
+    returned do not change.
 
     Args:
         prompt: preceding tokens, which may affect a space at the beginning of the text.
@@ -49,8 +58,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Iterable[str] = ()):
         self._tokenizer = tokenizer
-        # Decode only the new tokens, preceded by the last tokens that produced text: this takes constant time per
-        # token. The preceding tokens absorb effects at the start of a text, such as a removed space.
+        # Decode only the new tokens, preceded by the last tokens that produced text: this takes
+        # constant time per token. The preceding tokens absorb effects at the start of a text, such
+        # as a removed space.
         self._window = list(prompt)
         self._n_context = len(self._window)
         self._n_decoded = len(self._decode())
@@ -95,7 +105,9 @@ class TextStream:
             piece = piece[: min(found)]
         elif not is_final:
             beginnings = (string[:n] for string in self._stops for n in range(1, len(string)))
-            n_delayed = max((len(beginning) for beginning in beginnings if piece.endswith(beginning)), default=0)
+            n_delayed = max(
+                (len(beginning) for beginning in beginnings if piece.endswith(beginning)), default=0
+            )
             piece = piece[: len(piece) - n_delayed]
         self._pending = self._pending[len(piece) :]
         self.text += piece

@@ -1,7 +1,9 @@
-"""Losses of a linear layer's outputs, a chunk of logits at a time, and cross entropy in closed form, without autograd.
+"""Losses of a linear layer's outputs, a chunk of logits at a time, and cross entropy in closed
+form, without autograd.
 
-The gradient of a token's cross entropy for its logits is `softmax(logits) - one_hot(label)`. It replaces the logits in
-memory, so a chunk takes two products for the gradients, one for the logits, and a few passes over cached blocks.
+The gradient of a token's cross entropy for its logits is `softmax(logits) - one_hot(label)`. It
+replaces the logits in memory, so a chunk takes two products for the gradients, one for the logits,
+and a few passes over cached blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +38,8 @@ def cross_entropy_(
     needs_grad: bool,
     scratch_NV: Tensor | None = None,
 ) -> Tensor:
-    """Return the losses of tokens in float32, and replace `logits_NV` by the gradients of their sum if `needs_grad`.
+    """Return the losses of tokens in float32, and replace `logits_NV` by the gradients of their sum
+    if `needs_grad`.
 
     Args:
         labels_N: ids in the whole vocabulary, or -100 for a loss of 0.
@@ -66,7 +69,8 @@ def cross_entropy_(
         is_here_N1 = is_valid_N1 & (columns_N1 >= 0) & (columns_N1 < scores.shape[1])
     columns_N1 = columns_N1.where(is_here_N1, 0)
 
-    label_scores_N1 = scores.gather(1, columns_N1).where(is_here_N1, 0)  # not a product: a score may be infinite
+    # not a product: a score may be infinite
+    label_scores_N1 = scores.gather(1, columns_N1).where(is_here_N1, 0)
     peaks_N1 = scores.amax(dim=1, keepdim=True)
     if shard:
         dist.all_reduce(peaks_N1, dist.ReduceOp.MAX, shard.group)
@@ -88,16 +92,16 @@ def cross_entropy_(
 
 
 OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""(logits (n, V), their rows) → values of the rows (n, …), or their sums (1, …), and the gradients for the logits,
-which may replace these in memory; None if they are not needed."""
+"""(logits (n, V), their rows) → values of the rows (n, …), or their sums (1, …), and the gradients
+for the logits, which may replace these in memory; None if they are not needed."""
 
 
 def chunked_loss(
     hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the first column of `of_chunk`'s values (n, K), whose gradients it returns, and all values,
-    without gradients. The forward pass also computes the gradients, so only one chunk's logits are in memory, and
-    nothing is recomputed."""
+    """Return the sum of the first column of `of_chunk`'s values (n, K), whose gradients it returns,
+    and all values, without gradients. The forward pass also computes the gradients, so only one
+    chunk's logits are in memory, and nothing is recomputed."""
     if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
         hidden_ND, weight_VD = hidden_ND.detach(), None if weight_VD is None else weight_VD.detach()
     loss, values_NK = _ChunkedLoss.apply(hidden_ND, weight_VD, of_chunk, chunk_tokens)
@@ -109,7 +113,9 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        values_NK, *gradients = over_chunks(hidden_ND, weight_VD, of_chunk, chunk_tokens, ctx.needs_input_grad)
+        values_NK, *gradients = over_chunks(
+            hidden_ND, weight_VD, of_chunk, chunk_tokens, ctx.needs_input_grad
+        )
         ctx.weight_dtype = hidden_ND.dtype if weight_VD is None else weight_VD.dtype
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(values_NK)
@@ -123,16 +129,23 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * scale
         if grad_weight is not None:
             grad_weight = torch.mul(
-                grad_weight, scale, out=grad_weight.new_empty(grad_weight.shape, dtype=ctx.weight_dtype)
+                grad_weight,
+                scale,
+                out=grad_weight.new_empty(grad_weight.shape, dtype=ctx.weight_dtype),
             )
         return grad_hidden, grad_weight, None, None
 
 
 def over_chunks(
-    hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int, needs_grad: Sequence[bool]
+    hidden_ND: Tensor,
+    weight_VD: Tensor | None,
+    of_chunk: OfChunk,
+    chunk_tokens: int,
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Call `of_chunk` on the logits `hidden_ND @ weight_VD.T` (without weights, `hidden_ND`) of each chunk of tokens.
-    Return the values of all chunks, and the gradients of hidden states and weights, as far as `needs_grad` says."""
+    """Call `of_chunk` on the logits `hidden_ND @ weight_VD.T` (without weights, `hidden_ND`) of
+    each chunk of tokens. Return the values of all chunks, and the gradients of hidden states and
+    weights, as far as `needs_grad` says."""
     n_tokens, (needs_hidden, needs_weight) = len(hidden_ND), needs_grad[:2]
     grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
     grad_weight: Tensor | None = None
@@ -146,22 +159,27 @@ def over_chunks(
         if grad_hidden is not None and gradients is not None:
             grad_hidden[part] = gradients if weight_VD is None else gradients @ weight_VD
         if needs_weight and gradients is not None:
-            grad_weight = add_product(grad_weight, gradients.T, hidden, is_only=n_tokens <= chunk_tokens)
+            grad_weight = add_product(
+                grad_weight, gradients.T, hidden, is_only=n_tokens <= chunk_tokens
+            )
         del logits, gradients  # before the next chunk takes memory
     return torch.cat(values), grad_hidden, grad_weight
 
 
 def labeled_rows(labels_N: Tensor) -> Tensor | None:
-    """Return the rows with a label if they are known without waiting (not on a GPU, nor for a fake tensor) and some
-    have none; otherwise None."""
+    """Return the rows with a label if they are known without waiting (not on a GPU, nor for a fake
+    tensor) and some have none; otherwise None."""
     if labels_N.device.type != "cpu" or type(labels_N) is not Tensor:
         return None
     rows = (labels_N != IGNORE_INDEX).nonzero().flatten()
     return None if len(rows) == len(labels_N) else rows
 
 
-def cross_entropy_in_blocks(logits_NV: Tensor, labels_N: Tensor, device_type: str, **options: Any) -> Tensor:
-    """Call `cross_entropy_` on blocks of rows that share their float32 memory, of the size for a type of device."""
+def cross_entropy_in_blocks(
+    logits_NV: Tensor, labels_N: Tensor, device_type: str, **options: Any
+) -> Tensor:
+    """Call `cross_entropy_` on blocks of rows that share their float32 memory, of the size for a
+    type of device."""
     # Collectives of shards are best called once per chunk.
     elements = BLOCK_ELEMENTS.get("" if options["shard"] else device_type, _MOST_BLOCK_ELEMENTS)
     n_rows = max(1, elements // logits_NV.shape[1])
@@ -170,15 +188,22 @@ def cross_entropy_in_blocks(logits_NV: Tensor, labels_N: Tensor, device_type: st
         scratch = torch.empty_like(logits_NV[:n_rows], dtype=torch.float32)
     return torch.cat(
         [
-            cross_entropy_(block, labels, scratch_NV=None if scratch is None else scratch[: len(block)], **options)
+            cross_entropy_(
+                block,
+                labels,
+                scratch_NV=None if scratch is None else scratch[: len(block)],
+                **options,
+            )
             for block, labels in zip(logits_NV.split(n_rows), labels_N.split(n_rows), strict=True)
         ]
     )
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, is_only: bool) -> Tensor:
-    """Return `total + a @ b`, in float32 unless it `is_only` one product: a sum in bfloat16 would lose small terms."""
-    if a.dtype == torch.float32:  # transposed, since oneDNN copies the first factor; `a` is the larger one
+    """Return `total + a @ b`, in float32 unless it `is_only` one product: a sum in bfloat16 would
+    lose small terms."""
+    # transposed, since oneDNN copies the first factor; `a` is the larger one
+    if a.dtype == torch.float32:
         return (b.T @ a.T).T if total is None else total.T.addmm_(b.T, a.T).T
     if is_only:
         return a @ b

@@ -1,4 +1,5 @@
-"""Divergences of a student's next-token distributions from a teacher's, by chunks of both models' logits."""
+"""Divergences of a student's next-token distributions from a teacher's, by chunks of both models'
+logits."""
 
 import itertools
 import math
@@ -33,7 +34,8 @@ class TeacherConfig:
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
     cache: CacheFolder = ""
-    """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs with the student."""
+    """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs
+    with the student."""
 
     top_k: int = 64
     """Tokens per position to write; all others are one event."""
@@ -49,23 +51,31 @@ def check_same_tokens(student: Tokenizer, teacher: Tokenizer) -> None:
     for token_id, (ours, theirs) in enumerate(itertools.zip_longest(our_texts, their_texts)):
         if ours != theirs:
             raise UserError(
-                f"--teacher.path: the tokenizers of teacher and student differ first in token {token_id}, which twice "
-                f"is {theirs!r} for the teacher and {ours!r} for the student; choose a teacher with the same tokenizer"
+                "--teacher.path: the tokenizers of teacher and student differ first in token "
+                f"{token_id}, which twice is {theirs!r} for the teacher and {ours!r} for the "
+                "student; choose a teacher with the same tokenizer"
             )
 
 
 def divergence(
-    student_NV: Tensor, teacher_NV: Tensor, kind: Kind, temperature: float, group: dist.ProcessGroup | None = None
+    student_NV: Tensor,
+    teacher_NV: Tensor,
+    kind: Kind,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence of each token (N,), times `temperature`², and its gradients for the student's logits.
+    """Return the divergence of each token (N,), times `temperature`², and its gradients for the
+    student's logits.
 
-    With p and q the softmax of the teacher's and the student's logits divided by the temperature, it is KL(p‖q)
-    (`forward_kl`, Hinton et al., arXiv:1503.02531, also for the factor), KL(q‖p) (`reverse_kl`, Gu et al.,
-    arXiv:2306.08543) or (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2 (`jensen_shannon`, Agarwal et al.,
-    arXiv:2306.13649). A token of probability 0 adds 0 to the sum over the distribution that excludes it, so logits may
-    be minus infinity; KL(p‖q) is infinite if only q excludes a token. Each rank of a `group` has a shard of the logits,
-    in float32."""
-    log_q, log_p = (_log_softmax(logits / temperature, group) for logits in (student_NV, teacher_NV))
+    With p and q the softmax of the teacher's and the student's logits divided by the temperature,
+    it is KL(p‖q) (`forward_kl`, Hinton et al., arXiv:1503.02531, also for the factor), KL(q‖p)
+    (`reverse_kl`, Gu et al., arXiv:2306.08543) or (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2
+    (`jensen_shannon`, Agarwal et al., arXiv:2306.13649). A token of probability 0 adds 0 to the sum
+    over the distribution that excludes it, so logits may be minus infinity; KL(p‖q) is infinite if
+    only q excludes a token. Each rank of a `group` has a shard of the logits, in float32."""
+    log_q, log_p = (
+        _log_softmax(logits / temperature, group) for logits in (student_NV, teacher_NV)
+    )
     q, p = log_q.exp(), log_p.exp()
     if kind == "forward_kl":
         values, gradients = _total(_times(p, log_p - log_q), group), q - p
@@ -83,7 +93,11 @@ def divergence(
 
 
 def top_logits(
-    student_NV: Tensor, ids_NK: Tensor, log_p_NE: Tensor, temperature: float, shard: VocabularyShard | None = None
+    student_NV: Tensor,
+    ids_NK: Tensor,
+    log_p_NE: Tensor,
+    temperature: float,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Return the logits (N, V) of a teacher with K known tokens, to compare them with `student_NV`.
     The other tokens get the student's shares of the rest, and so count as one event: the divergence
@@ -92,15 +106,19 @@ def top_logits(
     there are others, of these together."""
     size, n_ids = student_NV.shape[1], ids_NK.shape[1]
     columns_NK = ids_NK - (shard.first if shard else 0)
-    columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)  # a column for other ranks' tokens
-    result = F.pad(student_NV / temperature, (0, 1), value=-math.inf).scatter(1, columns_NK, -math.inf)
+    # a column for other ranks' tokens
+    columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)
+    result = F.pad(student_NV / temperature, (0, 1), value=-math.inf).scatter(
+        1, columns_NK, -math.inf
+    )
     if log_p_NE.shape[1] > n_ids:
         result = _log_softmax(result, shard.group if shard else None) + log_p_NE[:, n_ids:]
     return result.scatter(1, columns_NK, log_p_NE[:, :n_ids])[:, :size] * temperature
 
 
 def _times(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Return the product, and 0 for a probability of 0, also times a value that is infinite or unknown."""
+    """Return the product, and 0 for a probability of 0, also times a value that is infinite or
+    unknown."""
     return (probabilities * values).masked_fill_(probabilities == 0, 0)
 
 
@@ -125,15 +143,17 @@ def _total(values_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Arguments of a model's head: normalized hidden states (B, L, D), output weights (V, D), and the change of logits.
-    Without weights, `hidden` are the logits. Under tensor parallelism, both are DTensors."""
+    """Arguments of a model's head: normalized hidden states (B, L, D), output weights (V, D), and
+    the change of logits. Without weights, `hidden` are the logits. Under tensor parallelism, both
+    are DTensors."""
 
     hidden: Tensor
     weight: Tensor | None
     transform: LogitTransform = UNCHANGED
 
     def flat(self, vocabulary: int) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-        """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the first tokens."""
+        """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the
+        first tokens."""
         if self.weight is None:
             return self.hidden[..., :vocabulary].flatten(0, 1), None, None
         hidden, weight, shard = local_shards(self.hidden, self.weight)
@@ -142,7 +162,8 @@ class Outputs:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """A teacher at each position: `ids` (B, L, K) of its likeliest tokens, and `log_probs` (B, L, E) as `log_p_NE`."""
+    """A teacher at each position: `ids` (B, L, K) of its likeliest tokens, and `log_probs` (B, L,
+    E) as `log_p_NE`."""
 
     ids: Tensor
     log_probs: Tensor
@@ -156,16 +177,17 @@ class TopTokens:
 
 
 class DistillationLoss(Configurable):
-    """Sum over valid tokens of `w` times the cross entropy plus `1 - w` times the divergence from the teacher. If a
-    vocabulary has more (unused) rows than the other, the distributions are over the common ones. The forward pass also
-    computes the gradients, so that nothing is recomputed."""
+    """Sum over valid tokens of `w` times the cross entropy plus `1 - w` times the divergence from
+    the teacher. If a vocabulary has more (unused) rows than the other, the distributions are over
+    the common ones. The forward pass also computes the gradients, so that nothing is recomputed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Distillation."""
 
         kind: Kind = "forward_kl"
-        """Divergence: KL(teacher‖student), KL(student‖teacher), or Jensen-Shannon, between the two."""
+        """Divergence: KL(teacher‖student), KL(student‖teacher), or Jensen-Shannon, between the
+        two."""
 
         temperature: float = 1.0
         """Divisor of both models' logits in the divergence, which is multiplied by its square."""
@@ -177,7 +199,9 @@ class DistillationLoss(Configurable):
         """Number of tokens with logits in memory at a time."""
 
         def validate(self) -> None:
-            require(0 < self.temperature < math.inf, "--loss.temperature", self.temperature, "above 0")
+            require(
+                0 < self.temperature < math.inf, "--loss.temperature", self.temperature, "above 0"
+            )
             share = self.cross_entropy_weight
             require(0 <= share <= 1, "--loss.cross_entropy_weight", share, "from 0 to 1")
             require(self.chunk_tokens >= 1, "--loss.chunk_tokens", self.chunk_tokens, "at least 1")
@@ -187,7 +211,8 @@ class DistillationLoss(Configurable):
     def __call__(
         self, student: Outputs, teacher: Outputs | TopTokens, labels_BL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sums over tokens with a label, float32 scalars: loss, with gradients, cross entropy, divergence."""
+        """Return sums over tokens with a label, float32 scalars: loss, with gradients, cross
+        entropy, divergence."""
         outputs = [x for x in (student, teacher) if isinstance(x, Outputs)]
         vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in outputs)
         hidden, weight, shard = student.flat(vocabulary)
@@ -212,13 +237,23 @@ class DistillationLoss(Configurable):
                 scores = student.transform(logits.float())
             of_labels = scores.detach().clone()  # becomes the gradients
             taught_NV = teach(of_labels, part)
-            values, gradients = divergence(scores.detach(), taught_NV, config.kind, config.temperature, group)
+            values, gradients = divergence(
+                scores.detach(), taught_NV, config.kind, config.temperature, group
+            )
             values = values.where(is_valid_N, 0)
-            losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
-            columns = torch.stack([_weighted(share, losses) + _weighted(1 - share, values), losses, values], dim=1)
+            losses = cross_entropy_(
+                of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True
+            )
+            columns = torch.stack(
+                [_weighted(share, losses) + _weighted(1 - share, values), losses, values], dim=1
+            )
             if not needs_grad:
                 return columns, None
-            gradients = _weighted(1 - share, gradients).where(is_valid_N[:, None], 0).add_(of_labels, alpha=share)
+            gradients = (
+                _weighted(1 - share, gradients)
+                .where(is_valid_N[:, None], 0)
+                .add_(of_labels, alpha=share)
+            )
             return columns, torch.autograd.grad(scores, logits, gradients)[0]
 
         loss, values_N3 = chunked_loss(hidden, weight, of_chunk, config.chunk_tokens)
@@ -226,7 +261,8 @@ class DistillationLoss(Configurable):
         return loss, cross_entropy, total
 
     def top_tokens(self, teacher: Outputs, vocabulary: int, k: int) -> TopTokens:
-        """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without gradients."""
+        """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without
+        gradients."""
         (hidden_ND, weight, _), parts = teacher.flat(vocabulary), []
         for hidden in hidden_ND.split(self.config.chunk_tokens):
             scores = teacher.transform(_logits(hidden, weight).float()) / self.config.temperature
@@ -234,7 +270,9 @@ class DistillationLoss(Configurable):
             top, ids = log_p.topk(k)
             others = log_p.scatter(1, ids, -math.inf).logsumexp(dim=1, keepdim=True)
             parts.append((ids.int(), torch.cat([top, others], dim=1) if k < vocabulary else top))
-        return TopTokens(*(torch.cat(x).unflatten(0, teacher.hidden.shape[:2]) for x in zip(*parts, strict=True)))
+        return TopTokens(
+            *(torch.cat(x).unflatten(0, teacher.hidden.shape[:2]) for x in zip(*parts, strict=True))
+        )
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor | None) -> Tensor:

@@ -23,9 +23,9 @@ steps."""
 
 
 class LoadBalancer:
-    """Runs the routers of a model through the steps of training. Call, in each step, `start_step` before the first
-    forward pass, `measuring` around forward passes of all micro-batches if `needs_load`, and `finish_step` after the
-    optimizer step. Without routers, nothing happens.
+    """Runs the routers of a model through the steps of training. Call, in each step, `start_step`
+    before the first forward pass, `measuring` around forward passes of all micro-batches if
+    `needs_load`, and `finish_step` after the optimizer step. Without routers, nothing happens.
 
     Args:
         model_parts: the model, or this rank's stages of it.
@@ -34,25 +34,38 @@ class LoadBalancer:
 
     def __init__(self, model_parts: Sequence[nn.Module], mesh: DeviceMesh | None = None):
         modules = (pair for part in model_parts for pair in part.named_modules())
-        routers = ((canonical_name(name), module) for name, module in modules if isinstance(module, LoadBalanced))
+        routers = (
+            (canonical_name(name), module)
+            for name, module in modules
+            if isinstance(module, LoadBalanced)
+        )
         self._routers = {name.removesuffix(".moe.router"): router for name, router in routers}
         self._totals: Sequence[Tensor] = []  # of each router over the last finished step
         self._idle_steps: list[Any] = [0] * len(self._routers)
         self._reported: set[str] = set()
         names = () if mesh is None else mesh.mesh_dim_names or ()
-        groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh[name].size() > 1}
-        self._pipeline = groups.pop("pp", None)  # its ranks have other routers; ranks of the others route other tokens
+        groups = {
+            name: mesh.get_group(name)
+            for name in names
+            if mesh is not None and mesh[name].size() > 1
+        }
+        # its ranks have other routers; ranks of the others route other tokens
+        self._pipeline = groups.pop("pp", None)
         self._groups = groups.values()
         stages = self._of_stages([router.penalties for router in self._routers.values()])
         penalties = [each for stage in stages for each in stage]
-        self.needs_load, self.has_routers = any(each.batch_loss for each in penalties), bool(penalties)
+        self.needs_load, self.has_routers = (
+            any(each.batch_loss for each in penalties),
+            bool(penalties),
+        )
         self.has_losses = any(each != PenaltyConfig() for each in penalties)
-        """True if any stage of the pipeline needs `measuring`, has routers, has auxiliary losses."""
+        """True if any stage of the pipeline needs `measuring`, has routers, has auxiliary
+        losses."""
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
-        """Begin a step with `n_tokens` tokens of documents in this rank's micro-batches that no other rank counts (0 on
-        all ranks: unknown). Each rank's gradients of auxiliary losses are larger by `gradient_degree`, the ranks over
-        which gradients are averaged."""
+        """Begin a step with `n_tokens` tokens of documents in this rank's micro-batches that no
+        other rank counts (0 on all ranks: unknown). Each rank's gradients of auxiliary losses are
+        larger by `gradient_degree`, the ranks over which gradients are averaged."""
         if not self._routers:
             return
         self._n_tokens = self._sum(torch.full((), n_tokens, dtype=torch.int64, device=device))
@@ -62,8 +75,8 @@ class LoadBalancer:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Count in forward passes without gradients; then give each router the load of the global batch, which is known
-        only after all micro-batches on all ranks."""
+        """Count in forward passes without gradients; then give each router the load of the global
+        batch, which is known only after all micro-batches on all ranks."""
         for router in self._routers.values():
             router.is_measuring = True
         try:
@@ -78,7 +91,9 @@ class LoadBalancer:
     def finish_step(self) -> None:
         """Adapt the routers to the step's load, except frozen ones."""
         self._totals = self._global_totals()
-        for index, (router, totals) in enumerate(zip(self._routers.values(), self._totals, strict=True)):
+        for index, (router, totals) in enumerate(
+            zip(self._routers.values(), self._totals, strict=True)
+        ):
             counts_E = totals[:-1]
             if router.selection is not None and router.is_trained:
                 router.selection.update(counts_E)
@@ -86,39 +101,52 @@ class LoadBalancer:
             self._idle_steps[index] = (self._idle_steps[index] + 1) * is_idle_E
 
     def watch(self) -> dict[str, float]:
-        """Return metrics of the last finished step, the same in any layout, and warn once of each expert that has
-        starved for `_STARVING_STEPS` steps. All ranks of a pipeline call this; it waits for the device.
+        """Return metrics of the last finished step, the same in any layout, and warn once of each
+        expert that has starved for `_STARVING_STEPS` steps. All ranks of a pipeline call this; it
+        waits for the device.
 
-        - `expert_load`: tokens of the busiest expert, relative to the mean; also `expert_load/LAYER`
+        - `expert_load`: tokens of the busiest expert, relative to the mean; also
+          `expert_load/LAYER`
         - `router_entropy/LAYER`: mean entropy of a token's probabilities, relative to the largest
         - `selection_bias/LAYER`: largest minus smallest
-        - `dropped_tokens/LAYER`: choices of the batch's tokens that were not counted, if these are known
+        - `dropped_tokens/LAYER`: choices of the batch's tokens that were not counted, if these are
+          known
         """
         values: dict[str, float] = {}
         starving: list[str] = []
-        for (name, router), totals, idle in zip(self._routers.items(), self._totals, self._idle_steps, strict=True):
+        for (name, router), totals, idle in zip(
+            self._routers.items(), self._totals, self._idle_steps, strict=True
+        ):
             counts_E = totals[:-1]
             entropy = totals[-1]
             n_pairs = counts_E.sum()
             if not n_pairs:
                 continue  # below the first trained layer, nothing counts
             own = {"expert_load": counts_E.max() * router.n_experts / n_pairs}
-            own["router_entropy"] = entropy / 2**20 / math.log(max(router.n_experts, 2)) * router.top_k / n_pairs
+            own["router_entropy"] = (
+                entropy / 2**20 / math.log(max(router.n_experts, 2)) * router.top_k / n_pairs
+            )
             if self._n_tokens:
                 own["dropped_tokens"] = self._n_tokens * router.top_k - n_pairs
             if router.selection is not None:
-                own["selection_bias"] = router.selection.bias_E.max() - router.selection.bias_E.min()
+                own["selection_bias"] = (
+                    router.selection.bias_E.max() - router.selection.bias_E.min()
+                )
             values |= {f"{key}/{name}": float(number) for key, number in own.items()}
-            starving += [f"{name} expert {e}" for e, steps in enumerate(idle.tolist()) if steps >= _STARVING_STEPS]
+            starving += [
+                f"{name} expert {e}"
+                for e, steps in enumerate(idle.tolist())
+                if steps >= _STARVING_STEPS
+            ]
         stages = self._of_stages((values, starving))
         values = {name: value for part, _ in stages for name, value in part.items()}
         starving = [name for _, names in stages for name in names]
         if new := [name for name in starving if name not in self._reported]:
             self._reported.update(new)
             logger.warning(
-                f"{summarize_names(new)}: less than {_STARVING_SHARE:.0%} of the mean load in each of the last "
-                f"{_STARVING_STEPS} steps; increase --model.moe.penalties.batch_loss, or --model.moe.bias_rate of a "
-                "router with selection biases"
+                f"{summarize_names(new)}: less than {_STARVING_SHARE:.0%} of the mean load in each "
+                f"of the last {_STARVING_STEPS} steps; increase --model.moe.penalties.batch_loss, "
+                "or --model.moe.bias_rate of a router with selection biases"
             )
         loads = [value for name, value in values.items() if name.startswith("expert_load/")]
         return {"expert_load": max(loads), **values} if loads else {}

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.components.losses.cross_entropy import IGNORE_INDEX, cross_entropy_in_blocks, labeled_rows, over_chunks
+from torchtitan.components.losses.cross_entropy import (
+    IGNORE_INDEX,
+    cross_entropy_in_blocks,
+    labeled_rows,
+    over_chunks,
+)
 from torchtitan.distributed.loss_parallel import local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
@@ -20,16 +25,18 @@ def token_log_probs(
     transform: LogitTransform = UNCHANGED,
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """Return the log-probability of each label, the token after a position, (B, L) in float32; 0 for label -100. Use it
-    as a model's `head`: arguments are as of `CrossEntropyLoss`. Under tensor parallelism, the result is the same plain
-    tensor on all ranks.
+    """Return the log-probability of each label, the token after a position, (B, L) in float32; 0
+    for label -100. Use it as a model's `head`: arguments are as of `CrossEntropyLoss`. Under tensor
+    parallelism, the result is the same plain tensor on all ranks.
 
     Logits of `chunk_tokens` tokens exist at a time. The backward pass recomputes them, so that the
     loss can be any function of the log-probabilities, and no gradient of the output weights is in
     memory before it."""
     if weight_VD is None:
         scores_NV = transform(hidden_BLD.float()).flatten(0, 1)
-        losses_N = F.cross_entropy(scores_NV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        losses_N = F.cross_entropy(
+            scores_NV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        )
         return -losses_N.view(labels_BL.shape)
     hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
     hidden_ND, labels_N = hidden_BLD.flatten(0, 1), labels_BL.flatten()
@@ -46,14 +53,21 @@ def token_log_probs(
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, options: dict[str, Any]
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        chunk_tokens: int,
+        options: dict[str, Any],
     ) -> Tensor:
         """Return log-probabilities (N,); `options` are of `cross_entropy_in_blocks`."""
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
         ctx.chunk_tokens, ctx.options = chunk_tokens, options
 
         def of_chunk(logits: Tensor, part: slice) -> tuple[Tensor, None]:
-            return cross_entropy_in_blocks(logits, labels_N[part], needs_grad=False, **options), None
+            return cross_entropy_in_blocks(
+                logits, labels_N[part], needs_grad=False, **options
+            ), None
 
         return -over_chunks(hidden_ND, weight_VD, of_chunk, chunk_tokens, (False, False))[0]
 
@@ -67,4 +81,10 @@ class _TokenLogProbs(torch.autograd.Function):
 
         chunks = over_chunks(hidden_ND, weight_VD, of_chunk, ctx.chunk_tokens, ctx.needs_input_grad)
         _, grad_hidden, grad_weight = chunks
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            None,
+            None,
+            None,
+        )

@@ -1,7 +1,7 @@
 """The training loss: cross entropy summed over valid tokens, without materializing all logits.
 
-A loss is a function of the last hidden states and the output weights, passed to the model as its `head`. This avoids
-the full logits, the largest tensor of a training step with a large vocabulary.
+A loss is a function of the last hidden states and the output weights, passed to the model as its
+`head`. This avoids the full logits, the largest tensor of a training step with a large vocabulary.
 """
 
 import contextlib
@@ -34,15 +34,17 @@ _DEFAULT_CHUNK_TOKENS = 1024
 
 
 class CrossEntropyLoss(Configurable):
-    """Sum of the negative log-likelihood over valid tokens (label != -100); the caller divides by their number in the
-    *global* batch. A subclass that is also a sum over tokens overrides only `from_logits`; chunking still applies."""
+    """Sum of the negative log-likelihood over valid tokens (label != -100); the caller divides by
+    their number in the *global* batch. A subclass that is also a sum over tokens overrides only
+    `from_logits`; chunking still applies."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Cross entropy."""
 
         chunk_tokens: int | None = None
-        """Number of tokens with logits in memory at a time; 0: all at once. None: 4,096 on CUDA, otherwise 1,024."""
+        """Number of tokens with logits in memory at a time; 0: all at once. None: 4,096 on CUDA,
+        otherwise 1,024."""
 
         @builds(lambda: CrossEntropyLoss)
         def build(self) -> Any:
@@ -76,8 +78,8 @@ class CrossEntropyLoss(Configurable):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Record the losses of single tokens, without gradients, in the yielded list, as tensors of several tokens
-        each, in the order of `labels_BL`. The summed loss is bitwise unchanged."""
+        """Record the losses of single tokens, without gradients, in the yielded list, as tensors of
+        several tokens each, in the order of `labels_BL`. The summed loss is bitwise unchanged."""
         recorded: list[Tensor] = []
         self._recorded = recorded
         try:
@@ -97,16 +99,24 @@ class CrossEntropyLoss(Configurable):
             self._plain = None
 
     def __call__(
-        self, hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, *, transform: LogitTransform = UNCHANGED
+        self,
+        hidden_BLD: Tensor,
+        weight_VD: Tensor | None,
+        labels_BL: Tensor,
+        *,
+        transform: LogitTransform = UNCHANGED,
     ) -> Tensor:
-        """Return the summed loss, a float32 scalar, from the normalized last hidden states, the output weights (without
-        them, `hidden_BLD` are all logits, as autograd knows them), and the token after each position, or -100.
-        `transform` changes the logits before the softmax.
+        """Return the summed loss, a float32 scalar, from the normalized last hidden states, the
+        output weights (without them, `hidden_BLD` are all logits, as autograd knows them), and the
+        token after each position, or -100. `transform` changes the logits before the softmax.
 
-        Under tensor parallelism, the first two are DTensors, with the weights sharded by rows. Each rank computes the
-        logits of its vocabulary shard, and an overridden `from_logits` gets them as a DTensor.
+        Under tensor parallelism, the first two are DTensors, with the weights sharded by rows. Each
+        rank computes the logits of its vocabulary shard, and an overridden `from_logits` gets them
+        as a DTensor.
         """
-        from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
+        from_logits: LogitsLoss = (
+            self.from_logits if self._recorded is None else self._from_logits_and_record
+        )
         if self._plain is not None:
             self._plain.count(labels_BL)
             if not self._is_plain or weight_VD is None:
@@ -137,7 +147,9 @@ class CrossEntropyLoss(Configurable):
         def closed_form(logits_NV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             if self._compiled:  # fuses the passes, and needs no memory in float32
                 return self._compiled(logits_NV, labels[part], **options)[:, None], logits_NV
-            return cross_entropy_in_blocks(logits_NV, labels[part], device_type, **options)[:, None], logits_NV
+            return cross_entropy_in_blocks(logits_NV, labels[part], device_type, **options)[
+                :, None
+            ], logits_NV
 
         loss, losses_N1 = chunked_loss(hidden, weight_VD, closed_form, chunk_tokens)
         if self._plain is not None:
@@ -145,18 +157,26 @@ class CrossEntropyLoss(Configurable):
         if self._recorded is not None:
             losses_N = losses_N1[:, 0]
             self._recorded.append(
-                losses_N if rows is None else losses_N.new_zeros(n_tokens).index_copy_(0, rows, losses_N)
+                losses_N
+                if rows is None
+                else losses_N.new_zeros(n_tokens).index_copy_(0, rows, losses_N)
             )
         return loss
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """Return the summed loss of some tokens, in float32 for any type of logits. Autograd computes the gradients of
-        a subclass's own version, and a closed form the gradients of this one."""
-        return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+        """Return the summed loss of some tokens, in float32 for any type of logits. Autograd
+        computes the gradients of a subclass's own version, and a closed form the gradients of this
+        one."""
+        return F.cross_entropy(
+            logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX
+        )
 
     def token_losses(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """Return the loss of each token, (N,) in float32, 0 for label -100. Override it together with `from_logits`."""
-        return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
+        """Return the loss of each token, (N,) in float32, 0 for label -100. Override it together
+        with `from_logits`."""
+        return F.cross_entropy(
+            logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX
+        )
 
     def _from_logits_and_record(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         assert self._recorded is not None
@@ -185,7 +205,9 @@ class CrossEntropySum:
 
         def compute(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
             with torch.no_grad():
-                nats = F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+                nats = F.cross_entropy(
+                    logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX
+                )
             self.add(nats.full_tensor() if isinstance(nats, DTensor) else nats)
             return from_logits(logits_NV, labels_N)
 
@@ -208,15 +230,18 @@ def _by_autograd(from_logits: LogitsLoss, labels_N: Tensor, *, needs_grad: bool)
 
 
 class Measures:
-    """Named weighted means of additional quantities, such as the margin of a preference loss. The sums stay on
-    `device`, in `dtype`."""
+    """Named weighted means of additional quantities, such as the margin of a preference loss. The
+    sums stay on `device`, in `dtype`."""
 
-    def __init__(self, names: Sequence[str], *, device: torch.device, dtype: torch.dtype = torch.float64):
+    def __init__(
+        self, names: Sequence[str], *, device: torch.device, dtype: torch.dtype = torch.float64
+    ):
         self.names = list(names)
         self._sums = torch.zeros(len(self.names), 2, device=device, dtype=dtype)
 
     def add(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add the sum and weight of a batch, two scalars. Raise `ValueError` for an unknown `name`."""
+        """Add the sum and weight of a batch, two scalars. Raise `ValueError` for an unknown
+        `name`."""
         self._sums[self.names.index(name)] += torch.stack((total, weight)).detach().to(self._sums)
 
     def take(self) -> Tensor:
@@ -225,6 +250,7 @@ class Measures:
         return sums.flatten()
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the means from the results of `take` summed over ranks, except for means of zero weight."""
+        """Return the means from the results of `take` summed over ranks, except for means of zero
+        weight."""
         pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
         return {name: total / weight for name, total, weight in pairs if weight}

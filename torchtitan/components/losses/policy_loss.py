@@ -19,9 +19,12 @@ KLEstimator = Literal["k1", "k2", "k3"]
 class Method(NamedTuple):
     """Choices that distinguish the methods."""
 
-    advantage: Literal["normalized", "centered", "leave_one_out", "critic"] = "normalized"  # `group_advantages`
-    token_weight: Literal["mean", "constant", "sum"] = "mean"  # 1 / length of the sample, 1 / max_new_tokens, or 1
-    per_token: bool = False  # divide the sum by the tokens of the global batch instead of its samples
+    # `group_advantages`
+    advantage: Literal["normalized", "centered", "leave_one_out", "critic"] = "normalized"
+    # 1 / length of the sample, 1 / max_new_tokens, or 1
+    token_weight: Literal["mean", "constant", "sum"] = "mean"
+    # divide the sum by the tokens of the global batch instead of its samples
+    per_token: bool = False
     sequence_ratio: bool = False  # clip the mean ratio of each sample instead of each token's ratio
     clip: tuple[float, float] = (0.2, 0.2)  # default bounds of the ratio, below and above 1
     resample: bool = False  # replace groups whose rewards are all equal
@@ -30,7 +33,8 @@ class Method(NamedTuple):
 METHODS = {
     "grpo": Method(),  # arXiv:2402.03300, equation 3
     "dr_grpo": Method("centered", "constant"),  # arXiv:2503.20783, section 3.2
-    "dapo": Method(token_weight="sum", per_token=True, clip=(0.2, 0.28), resample=True),  # arXiv:2503.14476
+    # arXiv:2503.14476
+    "dapo": Method(token_weight="sum", per_token=True, clip=(0.2, 0.28), resample=True),
     "rloo": Method("leave_one_out", "sum"),  # arXiv:2402.14740, section 3
     "gspo": Method(sequence_ratio=True, clip=(3e-4, 4e-4)),  # arXiv:2507.18071, equation 5
     "ppo": Method("critic", "sum", per_token=True),  # arXiv:1707.06347, equation 7
@@ -60,11 +64,13 @@ class PolicyLoss(Configurable):
         """Estimator of the KL divergence."""
 
         max_log_ratio: float = 20.0
-        """Largest logarithm of the ratio of probabilities: the loss of a less likely answer ends at exp(this) times its
-        advantage, and the KL estimate k3 rises linearly beyond (two-sided clipping, arXiv:1912.09729, equation 5)."""
+        """Largest logarithm of the ratio of probabilities: the loss of a less likely answer ends at
+        exp(this) times its advantage, and the KL estimate k3 rises linearly beyond (two-sided
+        clipping, arXiv:1912.09729, equation 5)."""
 
         max_importance_weight: float = 2.0
-        """Maximum correction of a token for a difference between the sampler's probability and the trainer's."""
+        """Maximum correction of a token for a difference between the sampler's probability and the
+        trainer's."""
 
         value_weight: float = 0.1
         """Factor of the loss of the values (ppo)."""
@@ -79,10 +85,24 @@ class PolicyLoss(Configurable):
             require_at_least(1, policy__updates=self.updates)
             require(self.gae_decay <= 1, "--policy.gae_decay", self.gae_decay, "from 0 to 1")
             most, name = 80.0, "--policy.max_log_ratio"  # exp(88) is the largest number in float32
-            require(0 < self.max_log_ratio <= most, name, self.max_log_ratio, f"above 0 and at most {most:g}")
-            for name in ("clip_low", "clip_high", "beta", "max_importance_weight", "value_weight", "gae_decay"):
+            require(
+                0 < self.max_log_ratio <= most,
+                name,
+                self.max_log_ratio,
+                f"above 0 and at most {most:g}",
+            )
+            for name in (
+                "clip_low",
+                "clip_high",
+                "beta",
+                "max_importance_weight",
+                "value_weight",
+                "gae_decay",
+            ):
                 value = getattr(self, name)
-                require(value is None or 0 <= value < math.inf, f"--policy.{name}", value, "at least 0")
+                require(
+                    value is None or 0 <= value < math.inf, f"--policy.{name}", value, "at least 0"
+                )
 
     config: Config
 
@@ -90,11 +110,14 @@ class PolicyLoss(Configurable):
         super().__init__(config)
         self.method, self.max_new_tokens = METHODS[config.method], max_new_tokens
 
-    def __call__(self, log_probs_N: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the summed loss, its weight (the number of samples, or of tokens), and measures of each token (N,).
-        `tokens` has log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
-        `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, it has the log-probabilities
-        of the `reference`; for a critic, its `values` in float32, `old_values` and `returns`."""
+    def __call__(
+        self, log_probs_N: Tensor, tokens: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the summed loss, its weight (the number of samples, or of tokens), and measures of
+        each token (N,). `tokens` has log-probabilities `old_logprobs` at the start of the step and
+        `logprobs` of the sampler, `advantages`, and the numbers of their `samples`, each (N,). For
+        a `beta` above 0, it has the log-probabilities of the `reference`; for a critic, its
+        `values` in float32, `old_values` and `returns`."""
         config = self.config
         method = self.method
         old_N = tokens["old_logprobs"]
@@ -110,7 +133,11 @@ class PolicyLoss(Configurable):
         losses_N, is_clipped_N = clipped_losses(log_ratio_N, advantages_N, low, high, bound)
         importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
         losses_N = losses_N * importance_N
-        measures = {"entropy": -log_probs_N, "clip_fraction": is_clipped_N, "importance_weight": importance_N}
+        measures = {
+            "entropy": -log_probs_N,
+            "clip_fraction": is_clipped_N,
+            "importance_weight": importance_N,
+        }
         measures["bound_fraction"] = (log_ratio_N > bound) & (advantages_N < 0)
         if "reference" in tokens:
             measures["kl"] = kl_estimates(log_probs_N, tokens["reference"], config.kl, bound)
@@ -126,8 +153,9 @@ class PolicyLoss(Configurable):
 
 
 def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
-    """Return how much better each sample is than its group: the reward minus the group's mean (centered), divided by
-    the deviation plus 1e-4 (normalized), or minus the mean of the others (leave_one_out); the reward for a critic."""
+    """Return how much better each sample is than its group: the reward minus the group's mean
+    (centered), divided by the deviation plus 1e-4 (normalized), or minus the mean of the others
+    (leave_one_out); the reward for a critic."""
     if kind == "critic":
         return rewards_PG
     centered_PG, size = rewards_PG - rewards_PG.mean(dim=1, keepdim=True), rewards_PG.shape[1]
@@ -136,15 +164,20 @@ def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
     return centered_PG * (size / (size - 1)) if kind == "leave_one_out" else centered_PG
 
 
-def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tensor, decay: float) -> Tensor:
-    """Return the advantages (N,) of sampled tokens (GAE, arXiv:1506.02438, equation 16, without discount), float64:
-    from the reward of each token's sample, received at its last token, the value of the state before each token, the
-    number of each token's sample, whose tokens are neighbors, and λ."""
+def generalized_advantages(
+    rewards_N: Tensor, values_N: Tensor, samples_N: Tensor, decay: float
+) -> Tensor:
+    """Return the advantages (N,) of sampled tokens (GAE, arXiv:1506.02438, equation 16, without
+    discount), float64: from the reward of each token's sample, received at its last token, the
+    value of the state before each token, the number of each token's sample, whose tokens are
+    neighbors, and λ."""
     advantages = []
     advantage = 0.0
     later = 0.0
     sample = None
-    for reward, value, number in zip(*(x.flip(0).tolist() for x in (rewards_N, values_N, samples_N)), strict=True):
+    for reward, value, number in zip(
+        *(x.flip(0).tolist() for x in (rewards_N, values_N, samples_N)), strict=True
+    ):
         advantage = later - value + decay * advantage if number == sample else reward - value
         later, sample = value, number
         advantages.append(advantage)
@@ -168,9 +201,11 @@ def clipped_losses(
     return torch.maximum(losses_N, clipped_N), clipped_N > losses_N
 
 
-def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float = 0.2) -> Tensor:
-    """Return half the squared error of each value, or of the value at most `clip` from the old one, if it is larger
-    (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, 9)."""
+def clipped_value_losses(
+    values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float = 0.2
+) -> Tensor:
+    """Return half the squared error of each value, or of the value at most `clip` from the old one,
+    if it is larger (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, 9)."""
     clipped_N = old_N + (values_N - old_N).clamp(-clip, clip)
     return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
 
@@ -194,6 +229,7 @@ def kl_estimates(
 
 
 def truncated_weights(old_N: Tensor, sampler_N: Tensor, most: float = 2.0) -> Tensor:
-    """Return the importance weights min(p_old / p_sampler, most) of tokens that the sampler drew with a probability
-    that differs from the trainer's; without gradients (https://fengyao.notion.site/off-policy-rl)."""
+    """Return the importance weights min(p_old / p_sampler, most) of tokens that the sampler drew
+    with a probability that differs from the trainer's; without gradients
+    (https://fengyao.notion.site/off-policy-rl)."""
     return (old_N - sampler_N).detach().exp().clamp(max=most)

@@ -23,14 +23,15 @@ Kind = Literal["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo
 
 
 def dpo_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return -log sigmoid(x) (Rafailov et al., arXiv:2305.18290, equation 7); with `smoothing`, its mean over labels
-    that are wrong with this probability, which is cDPO (Mitchell, "A note on DPO with noisy preferences", 2023)."""
+    """Return -log sigmoid(x) (Rafailov et al., arXiv:2305.18290, equation 7); with `smoothing`, its
+    mean over labels that are wrong with this probability, which is cDPO (Mitchell, "A note on DPO
+    with noisy preferences", 2023)."""
     return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
 
 
 def robust_loss(x: Tensor, smoothing: float) -> Tensor:
-    """Return an estimate of DPO's loss on correct labels, if given ones are wrong with probability `smoothing`
-    (Chowdhury et al., arXiv:2403.00409, equation 12)."""
+    """Return an estimate of DPO's loss on correct labels, if given ones are wrong with probability
+    `smoothing` (Chowdhury et al., arXiv:2403.00409, equation 12)."""
     return (-(1 - smoothing) * F.logsigmoid(x) + smoothing * F.logsigmoid(-x)) / (1 - 2 * smoothing)
 
 
@@ -40,30 +41,32 @@ def hinge_loss(x: Tensor) -> Tensor:
 
 
 def ipo_loss(h: Tensor, beta: float) -> Tensor:
-    """Return (h - 1 / (2 beta))^2 (Azar et al., arXiv:2310.12036, equation 17); `h` is the difference of mean
-    log-ratios per token, so that it does not depend on the length of answers."""
+    """Return (h - 1 / (2 beta))^2 (Azar et al., arXiv:2310.12036, equation 17); `h` is the
+    difference of mean log-ratios per token, so that it does not depend on the length of answers."""
     return (h - 1 / (2 * beta)) ** 2
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float) -> Tensor:
-    """Return the negative log-likelihood of the chosen answer plus `weight` times -log sigmoid(log odds ratio) (Hong et
-    al., arXiv:2403.07691, equations 3 to 7). Both arguments are mean log-probabilities per token; one that rounds to 0
-    has the odds of the largest probability below 1."""
+    """Return the negative log-likelihood of the chosen answer plus `weight` times -log sigmoid(log
+    odds ratio) (Hong et al., arXiv:2403.07691, equations 3 to 7). Both arguments are mean
+    log-probabilities per token; one that rounds to 0 has the odds of the largest probability below
+    1."""
     below_one = [mean.clamp(max=-torch.finfo(mean.dtype).eps) for mean in (chosen, rejected)]
     log_odds = [mean - torch.log(-torch.expm1(mean)) for mean in below_one]
     return -chosen - weight * F.logsigmoid(log_odds[0] - log_odds[1])
 
 
 def cpo_loss(x: Tensor, chosen: Tensor, weight: float) -> Tensor:
-    """Return -log sigmoid(x) minus `weight` times the chosen answer's mean log-probability per token (Xu et al.,
-    arXiv:2401.08417, equation 5, with the likelihood per token)."""
+    """Return -log sigmoid(x) minus `weight` times the chosen answer's mean log-probability per
+    token (Xu et al., arXiv:2401.08417, equation 5, with the likelihood per token)."""
     return dpo_loss(x) - weight * chosen
 
 
 def kto_loss(reward: Tensor, baseline: Tensor | float, is_desirable: Tensor) -> Tensor:
-    """Return 1 - value of answers (Ethayarajh et al., arXiv:2402.01306, equation 8), before weights: the value is
-    sigmoid(reward - baseline) for a desirable answer, sigmoid(baseline - reward) for another. The `baseline` is beta
-    times the divergence of the model from the reference."""
+    """Return 1 - value of answers (Ethayarajh et al., arXiv:2402.01306, equation 8), before
+    weights: the value is sigmoid(reward - baseline) for a desirable answer, sigmoid(baseline -
+    reward) for another. The `baseline` is beta times the divergence of the model from the
+    reference."""
     difference = reward - baseline
     return 1 - torch.sigmoid(torch.where(is_desirable, difference, -difference))
 
@@ -76,11 +79,12 @@ class PreferenceLoss(Configurable):
         """Loss of pairs."""
 
         kind: Kind = "dpo"
-        """Loss: dpo, cdpo and robust (for wrong labels), hinge, ipo, dpo_normalized (per token); without a reference
-        simpo, orpo and cpo."""
+        """Loss: dpo, cdpo and robust (for wrong labels), hinge, ipo, dpo_normalized (per token);
+        without a reference simpo, orpo and cpo."""
 
         beta: float = 0.1
-        """Scale of the rewards; a smaller value lets the model deviate further from the reference."""
+        """Scale of the rewards; a smaller value lets the model deviate further from the
+        reference."""
 
         label_smoothing: float = 0.0
         """Probability that a label is wrong, below 0.5, for cdpo and robust."""
@@ -97,7 +101,12 @@ class PreferenceLoss(Configurable):
             require(0 <= smoothing < 0.5, name, smoothing, "from 0 to below 0.5")
             is_smoothed = self.kind in ("cdpo", "robust")
             needed = "above 0; dpo does not use it" if is_smoothed else "0; cdpo and robust use it"
-            require((smoothing > 0) == is_smoothed, f"--loss.kind {self.kind}: {name}", smoothing, needed)
+            require(
+                (smoothing > 0) == is_smoothed,
+                f"--loss.kind {self.kind}: {name}",
+                smoothing,
+                needed,
+            )
 
         @property
         def needs_reference(self) -> bool:
@@ -106,8 +115,8 @@ class PreferenceLoss(Configurable):
     config: Config
 
     def __call__(self, log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number of tokens of chosen
-        and rejected answers, (..., 2)."""
+        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number
+        of tokens of chosen and rejected answers, (..., 2)."""
         config, means = self.config, log_ratios / lengths.clamp(min=1)
         rewards = config.beta * (means if config.kind in ("simpo", "orpo") else log_ratios)
         x, h = (values[..., 0] - values[..., 1] for values in (rewards, means))
@@ -133,7 +142,8 @@ class KTOLoss(Configurable):
         """Loss of answers."""
 
         beta: float = 0.1
-        """Scale of the rewards; a smaller value lets the model deviate further from the reference."""
+        """Scale of the rewards; a smaller value lets the model deviate further from the
+        reference."""
 
         desirable_weight: float = 1.0
         """Weight of desirable answers."""
@@ -145,13 +155,18 @@ class KTOLoss(Configurable):
 
         def validate(self) -> None:
             for name in ("beta", "desirable_weight", "undesirable_weight"):
-                require(0 < getattr(self, name) < math.inf, f"--loss.{name}", getattr(self, name), "above 0")
+                require(
+                    0 < getattr(self, name) < math.inf,
+                    f"--loss.{name}",
+                    getattr(self, name),
+                    "above 0",
+                )
 
     config: Config
 
     def __call__(self, log_ratios: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weighted losses and rewards, (..., 2), of desirable and undesirable answers from log(pi / pi_ref);
-        `kl` is the divergence of the model from the reference."""
+        """Return weighted losses and rewards, (..., 2), of desirable and undesirable answers from
+        log(pi / pi_ref); `kl` is the divergence of the model from the reference."""
         config, is_desirable = self.config, torch.tensor([True, False], device=log_ratios.device)
         weights = torch.where(is_desirable, config.desirable_weight, config.undesirable_weight)
         rewards = config.beta * log_ratios

@@ -19,16 +19,18 @@ from torchtitan.tools.redact import redacted
 
 
 class Sink(ABC):
-    """Destination of metrics. A sink is opened with the last completed step. For a new run (step 0), it sets older data
-    aside; for a resumed run, it drops the data of later steps."""
+    """Destination of metrics. A sink is opened with the last completed step. For a new run (step
+    0), it sets older data aside; for a resumed run, it drops the data of later steps."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of `step` by name, in step order; multiple calls may have the same step. Raise `OSError` if
-        they cannot be written. It is reported once and training continues; nothing else is caught."""
+        """Write the metrics of `step` by name, in step order; multiple calls may have the same
+        step. Raise `OSError` if they cannot be written. It is reported once and training continues;
+        nothing else is caught."""
 
     def sync(self) -> None:  # noqa: B027 (most sinks have nothing to do)
-        """Flush all written metrics to disk before a checkpoint is saved. Raise `OSError` like `write`."""
+        """Flush all written metrics to disk before a checkpoint is saved. Raise `OSError` like
+        `write`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -36,9 +38,9 @@ class Sink(ABC):
 
 
 class JsonLines(Sink):
-    """One JSON object per line: `step`, then the numbers in full precision; NaN and infinity, not valid JSON, become
-    null. Each line is in the file when `write` returns; a partially written line is removed. An infinite `step` keeps
-    all complete lines."""
+    """One JSON object per line: `step`, then the numbers in full precision; NaN and infinity, not
+    valid JSON, become null. Each line is in the file when `write` returns; a partially written line
+    is removed. An infinite `step` keeps all complete lines."""
 
     def __init__(self, path: Path, step: float):
         if path.exists():
@@ -50,10 +52,14 @@ class JsonLines(Sink):
         durable.sync_folder(path.parent)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.append({"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()})
+        self.append(
+            {"step": step}
+            | {name: value if math.isfinite(value) else None for name, value in values.items()}
+        )
 
     def append(self, document: Mapping[str, Any]) -> None:
-        """Write a line of JSON-serializable values, including its `step`. Raise `OSError` like `write`."""
+        """Write a line of JSON-serializable values, including its `step`. Raise `OSError` like
+        `write`."""
         line = (json.dumps(document) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -91,8 +97,9 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases, configured by its environment variables (`WANDB_PROJECT`, `WANDB_NAME`, `WANDB_MODE`, ...). A
-    resumed run continues the W&B run with the id in the folder `wandb`; points that W&B already has are kept."""
+    """Weights & Biases, configured by its environment variables (`WANDB_PROJECT`, `WANDB_NAME`,
+    `WANDB_MODE`, ...). A resumed run continues the W&B run with the id in the folder `wandb`;
+    points that W&B already has are kept."""
 
     def __init__(self, dump_folder: Path, step: int, run_config: Mapping[str, Any]):
         import wandb
@@ -111,8 +118,8 @@ class WandB(Sink):
             )
         except wandb.Error as error:
             raise UserError(
-                f"Weights & Biases does not start: {error}; run `wandb login`, set WANDB_MODE=offline, "
-                "or remove --metrics.enable_wandb"
+                f"Weights & Biases does not start: {error}; run `wandb login`, set "
+                "WANDB_MODE=offline, or remove --metrics.enable_wandb"
             ) from error
         id_file.write_text(self._run.id)
 
@@ -120,7 +127,8 @@ class WandB(Sink):
     def check_installed() -> None:
         """Raise `UserError` if the package `wandb` is not installed."""
         spec = importlib.util.find_spec("wandb")
-        if spec is None or spec.origin is None:  # no origin: only a folder of that name, such as W&B's own output
+        # no origin: only a folder of that name, such as W&B's own output
+        if spec is None or spec.origin is None:
             raise UserError("--metrics.enable_wandb needs the package wandb: pip install wandb")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -147,12 +155,16 @@ def _free_name(path: Path) -> Path:
 
 
 def _drop_lines_after(path: Path, step: float) -> None:
-    """Keep the complete lines up to `step`; a killed run may truncate its last line. Copy a file with other damaged
-    lines."""
+    """Keep the complete lines up to `step`; a killed run may truncate its last line. Copy a file
+    with other damaged lines."""
     if not path.is_file():
         raise UserError(f"'{path}' is not a regular file; remove it")
     n_damaged = 0
-    with durable.in_place_of(path) as partial, open(path, "rb") as lines, open(partial, "wb") as kept:
+    with (
+        durable.in_place_of(path) as partial,
+        open(path, "rb") as lines,
+        open(partial, "wb") as kept,
+    ):
         for line in lines:
             line_step = step_of(line)
             if line_step is not None and line_step <= step:
@@ -161,7 +173,9 @@ def _drop_lines_after(path: Path, step: float) -> None:
         if n_damaged:
             aside = _free_name(path)
             shutil.copyfile(path, aside)
-            logger.warning(f"{path}: skipped {n_damaged} damaged lines; the original is {aside.name}")
+            logger.warning(
+                f"{path}: skipped {n_damaged} damaged lines; the original is {aside.name}"
+            )
 
 
 def step_of(line: bytes) -> int | None:

@@ -1,4 +1,5 @@
-"""`MetricsProcessor`: measures a training run and reports to the console, a file and experiment trackers."""
+"""`MetricsProcessor`: measures a training run and reports to the console, a file and experiment
+trackers."""
 
 import dataclasses
 import functools
@@ -19,7 +20,13 @@ from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable, builds
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
-from torchtitan.tools.device import PeakFlops, device_description, memory_gib, peak_flops, synchronize
+from torchtitan.tools.device import (
+    PeakFlops,
+    device_description,
+    memory_gib,
+    peak_flops,
+    synchronize,
+)
 from torchtitan.tools.errors import os_errors_as
 from torchtitan.tools.logging import logger
 
@@ -62,13 +69,15 @@ class MetricsProcessor(Configurable):
         metrics.flush()
         metrics.close()
 
-    Every rank makes these calls; rank 0 writes to the sinks, and ranks with an active logger print a line.
+    Every rank makes these calls; rank 0 writes to the sinks, and ranks with an active logger print
+    a line.
 
     Args:
         dump_folder: the run's folder; `metrics.jsonl` is written there.
         device: this rank's device.
         compute_dtype: dtype of matrix products; MFU is relative to its peak.
-        flops_per_token: floating-point operations of a training step (forward and backward) per token.
+        flops_per_token: floating-point operations of a training step (forward and backward) per
+            token.
         total_steps: the last step, for the ETA.
         world_size: number of ranks.
         rank: this rank.
@@ -90,8 +99,8 @@ class MetricsProcessor(Configurable):
         """Folder of the TensorBoard files inside the dump folder."""
 
         enable_wandb: bool = False
-        """Also send the metrics to Weights & Biases, configured by WANDB_PROJECT and its other environment
-        variables."""
+        """Also send the metrics to Weights & Biases, configured by WANDB_PROJECT and its other
+        environment variables."""
 
         enable_live_view: bool = True
         """Show a progress bar below the log if standard error is a terminal."""
@@ -132,35 +141,43 @@ class MetricsProcessor(Configurable):
         self._clock = clock
         self._interval = _Interval(0, clock())
         self._added: dict[str, float] = {}
-        self._unreported: Callable[[], None] | None = None  # reports the last step, if it was not due
-        self._first_line: tuple[int, float] | None = None  # step and time of the first log line, after warm-up
+        # reports the last step, if it was not due
+        self._unreported: Callable[[], None] | None = None
+        # step and time of the first log line, after warm-up
+        self._first_line: tuple[int, float] | None = None
         self._peak: PeakFlops | None = None  # set by `start`
         self._sinks: list[Sink] = []
         self._failed_sinks: list[Sink] = []
         self._reports = rank == 0 or logger.isEnabledFor(logging.INFO)
 
     def start(self, step: int) -> None:
-        """Open the sinks, start the clock and log the peak FLOP/s for MFU; `step` is the last completed step.
+        """Open the sinks, start the clock and log the peak FLOP/s for MFU; `step` is the last
+        completed step.
 
-        A new run (`step` 0) moves an earlier run's metrics aside; a resumed run drops metrics after `step`, since it
-        repeats those steps. Raise `UserError` if the folder is not writable, or W&B does not start.
+        A new run (`step` 0) moves an earlier run's metrics aside; a resumed run drops metrics after
+        `step`, since it repeats those steps. Raise `UserError` if the folder is not writable, or
+        W&B does not start.
         """
         if self.rank == 0:
-            with os_errors_as(f"metrics cannot be written to {self.dump_folder}", "; set --dump_folder to another"):
+            with os_errors_as(
+                f"metrics cannot be written to {self.dump_folder}", "; set --dump_folder to another"
+            ):
                 durable.make_folder(self.dump_folder)
                 self._sinks = self.make_sinks(step)
         if self._reports:
             self._peak = peak_flops(self.device, self.compute_dtype)
             logger.info(
-                f"{device_description(self.device)}: MFU is relative to {self._peak.value / 1e12:,.2f} TFLOP/s "
-                f"({self._peak.source})"
+                f"{device_description(self.device)}: MFU is relative to "
+                f"{self._peak.value / 1e12:,.2f} TFLOP/s ({self._peak.source})"
             )
         self._interval = _Interval(step, self._clock())
 
     def make_sinks(self, step: int) -> list[Sink]:
-        """Return rank 0's sinks, opened for a run that starts after `step`. Override it to add a sink."""
+        """Return rank 0's sinks, opened for a run that starts after `step`. Override it to add a
+        sink."""
         sinks: list[Sink] = []
-        if self.config.enable_wandb:  # first, so that an error leaves the previous run's files unchanged
+        # first, so that an error leaves the previous run's files unchanged
+        if self.config.enable_wandb:
             sinks.append(WandB(self.dump_folder, step, self.run_config))
         sinks.append(JsonLines(self.dump_folder / "metrics.jsonl", step))
         if self.config.enable_tensorboard:
@@ -178,8 +195,8 @@ class MetricsProcessor(Configurable):
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Exclude time and tokens of other work (validation, saving a checkpoint) from the metrics. Enter it only when
-        needed, since it synchronizes with the device."""
+        """Exclude time and tokens of other work (validation, saving a checkpoint) from the metrics.
+        Enter it only when needed, since it synchronizes with the device."""
         synchronize(self.device)  # queued training work counts as training
         before = dataclasses.replace(self._interval)
         start = self._clock()
@@ -198,14 +215,23 @@ class MetricsProcessor(Configurable):
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Report further metrics with the next step; of numbers called NAME/PART, the console has `SHOWN_PARTS`."""
+        """Report further metrics with the next step; of numbers called NAME/PART, the console has
+        `SHOWN_PARTS`."""
         self._added |= numbers
 
     def log_step(
-        self, step: int, *, loss: float, grad_norm: float, lr: float, n_tokens_seen: int, **extra: float
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        n_tokens_seen: int,
+        **extra: float,
     ) -> None:
-        """Report a completed step if `should_log`. Call this after reading the loss from the device. Other steps are
-        kept until the next call, since the last step is always reported (`flush`).
+        """Report a completed step if `should_log`. Call this after reading the loss from the
+        device. Other steps are kept until the next call, since the last step is always reported
+        (`flush`).
 
         Args:
             step: counted from 1.
@@ -219,7 +245,9 @@ class MetricsProcessor(Configurable):
             return
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "n_tokens_seen": n_tokens_seen}
         interval = dataclasses.replace(self._interval)
-        self._unreported = functools.partial(self._report, step, self._clock(), interval, values, extra)
+        self._unreported = functools.partial(
+            self._report, step, self._clock(), interval, values, extra
+        )
         if self.should_log(step):
             self.flush()
 
@@ -230,12 +258,18 @@ class MetricsProcessor(Configurable):
             report()
 
     def _report(
-        self, step: int, end: float, interval: _Interval, values: dict[str, float], extra: dict[str, float]
+        self,
+        step: int,
+        end: float,
+        interval: _Interval,
+        values: dict[str, float],
+        extra: dict[str, float],
     ) -> None:
         values = values | self._measure(step, end, interval)
         self._for_each_sink(lambda sink: sink.write(step, values | extra))
         eta_seconds = None
-        if self._first_line is not None:  # from the average pace, including validation and checkpoints
+        # from the average pace, including validation and checkpoints
+        if self._first_line is not None:
             first_step, first_end = self._first_line
             eta_seconds = (end - first_end) / (step - first_step) * (self.total_steps - step)
         line = self.console_line(step, values, extra, eta_seconds)
@@ -244,17 +278,25 @@ class MetricsProcessor(Configurable):
         self._first_line = self._first_line or (step, end)
 
     def log_validation(self, step: int, validation_loss: float, **extra: float) -> None:
-        """Report a validation after `step` on a separate line, without affecting the training timers."""
+        """Report a validation after `step` on a separate line, without affecting the training
+        timers."""
         if not self._reports:
             return
-        self._for_each_sink(lambda sink: sink.write(step, {"validation_loss": validation_loss, **extra}))
-        logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_format_extra(extra)}")
+        self._for_each_sink(
+            lambda sink: sink.write(step, {"validation_loss": validation_loss, **extra})
+        )
+        logger.info(
+            f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_format_extra(extra)}"
+        )
 
     def log_evaluation(self, step: int, name: str, numbers: Mapping[str, float | None]) -> None:
-        """Report an evaluation task after `step` on a separate line, as `evaluation/NAME/NUMBER`."""
+        """Report an evaluation task after `step` on a separate line, as
+        `evaluation/NAME/NUMBER`."""
         if not self._reports:
             return
-        known = {f"evaluation/{name}/{key}": value for key, value in numbers.items() if value is not None}
+        known = {
+            f"evaluation/{name}/{key}": value for key, value in numbers.items() if value is not None
+        }
         self._for_each_sink(lambda sink: sink.write(step, known))
         logger.info(f"{self._step_label(step)}  evaluation{_format_extra(known)}")
 
@@ -269,7 +311,11 @@ class MetricsProcessor(Configurable):
         self._sinks = []
 
     def console_line(
-        self, step: int, values: Mapping[str, float], extra: Mapping[str, float], eta_seconds: float | None
+        self,
+        step: int,
+        values: Mapping[str, float],
+        extra: Mapping[str, float],
+        eta_seconds: float | None,
     ) -> str:
         """Return the aligned log line of a step, in color if standard error is a terminal."""
         extra = shown_numbers(extra)
@@ -314,7 +360,9 @@ class MetricsProcessor(Configurable):
             except OSError as error:
                 if sink not in self._failed_sinks:
                     self._failed_sinks.append(sink)
-                    logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training continues")
+                    logger.warning(
+                        f"{type(sink).__name__} cannot write metrics: {error}; training continues"
+                    )
 
 
 def shown_numbers(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -29,9 +29,10 @@ class Profiler(Configurable):
                 profiler.step(step)
 
     Traces go to `{dump_folder}/{save_traces_folder}/step-N/rank{r}.json` (Chrome trace format, for
-    https://ui.perfetto.dev), memory snapshots to `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle`
-    (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. If a file cannot be
-    written, a warning is logged and training continues.
+    https://ui.perfetto.dev), memory snapshots to
+    `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle` (for
+    https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. If a
+    file cannot be written, a warning is logged and training continues.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -48,13 +49,15 @@ class Profiler(Configurable):
         """Steps between traces or memory snapshots."""
 
         profiler_warmup: int = 1
-        """Steps before each trace in which the profiler runs without recording, to exclude its startup cost."""
+        """Steps before each trace in which the profiler runs without recording, to exclude its
+        startup cost."""
 
         profiler_active: int = 1
         """Steps in each trace."""
 
         enable_memory_snapshot: bool = False
-        """Save the history of the CUDA allocator every profile_freq steps, and when memory runs out."""
+        """Save the history of the CUDA allocator every profile_freq steps, and when memory runs
+        out."""
 
         save_memory_snapshot_folder: RunFolder = "memory_snapshot"
         """Folder of the memory snapshots inside the dump folder."""
@@ -65,18 +68,21 @@ class Profiler(Configurable):
 
         def validate(self) -> None:
             require_at_least(
-                1, profiling__profile_freq=self.profile_freq, profiling__profiler_active=self.profiler_active
+                1,
+                profiling__profile_freq=self.profile_freq,
+                profiling__profiler_active=self.profiler_active,
             )
             require_at_least(0, profiling__profiler_warmup=self.profiler_warmup)
             if self.profiler_warmup + self.profiler_active > self.profile_freq:
                 raise UserError(
-                    f"--profiling.profile_freq must be at least profiler_warmup + profiler_active = "
-                    f"{self.profiler_warmup} + {self.profiler_active}, not {self.profile_freq}"
+                    "--profiling.profile_freq must be at least profiler_warmup + profiler_active "
+                    f"= {self.profiler_warmup} + {self.profiler_active}, not {self.profile_freq}"
                 )
             if self.enable_memory_snapshot and device_type() != "cuda":
                 raise UserError(
-                    f"--profiling.enable_memory_snapshot requires CUDA, but the device is {device_type()}; use "
-                    "--profiling.enable_profiling, whose traces record the memory of each operator"
+                    "--profiling.enable_memory_snapshot requires CUDA, but the device is "
+                    f"{device_type()}; use --profiling.enable_profiling, whose traces record the "
+                    "memory of each operator"
                 )
 
     config: Config
@@ -99,7 +105,8 @@ class Profiler(Configurable):
         return self
 
     def step(self, step: int) -> None:
-        """Record the end of `step`. Every `profile_freq` steps, write a trace and a memory snapshot."""
+        """Record the end of `step`. Every `profile_freq` steps, write a trace and a memory
+        snapshot."""
         self._step = step
         self._n_steps += 1
         if self._trace is not None:
@@ -115,7 +122,10 @@ class Profiler(Configurable):
             self._save_snapshot(f"step-{step}")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self.config.enable_memory_snapshot:
             if isinstance(error, torch.OutOfMemoryError):
@@ -126,12 +136,14 @@ class Profiler(Configurable):
             self._trace = None
             if error is None and self._n_steps < self.config.profile_freq:
                 logger.warning(
-                    f"no trace was written, since --profiling.profile_freq is {self.config.profile_freq} and the run "
-                    f"had only {self._n_steps} steps; reduce it"
+                    "no trace was written, since --profiling.profile_freq is "
+                    f"{self.config.profile_freq} and the run had only {self._n_steps} steps; "
+                    "reduce it"
                 )
 
     def _start_trace(self) -> torch.profiler.profile:
-        """Start a cycle of wait, warm-up and recording. Each cycle has a new profiler, since reuse logs warnings."""
+        """Start a cycle of wait, warm-up and recording. Each cycle has a new profiler, since reuse
+        logs warnings."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -152,7 +164,9 @@ class Profiler(Configurable):
         folder = self.config.save_memory_snapshot_folder
         self._write("memory snapshot", folder, name, "pickle", lambda path: dump(str(path)))
 
-    def _write(self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]) -> None:
+    def _write(
+        self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]
+    ) -> None:
         """Write a file with `write`; log its path or the error."""
         path = self.dump_folder / folder / name / f"rank{self.rank}.{suffix}"
         try:
@@ -160,7 +174,9 @@ class Profiler(Configurable):
             with durable.in_place_of(path) as unfinished:
                 write(unfinished)
         except OSError as error:
-            logger.warning(f"could not write the {kind} {path}: {error.strerror or error}; training continues")
+            logger.warning(
+                f"could not write the {kind} {path}: {error.strerror or error}; training continues"
+            )
         else:
             logger.info(f"wrote the {kind} {path}")
 

@@ -15,8 +15,8 @@ from torchtitan.tools.files import json_lines
 EVENTS = "events.jsonl"
 
 Event = Mapping[str, Any]
-"""`event` (its kind), `time` (seconds since the epoch), `step`, `seconds` in each phase of the session so far, and the
-values of its kind."""
+"""`event` (its kind), `time` (seconds since the epoch), `step`, `seconds` in each phase of the
+session so far, and the values of its kind."""
 
 _TYPES: dict[str, type] = {"event": str, "time": float, "step": int, "seconds": dict}
 _TYPES_OF_KIND: dict[str, dict[str, type]] = {"start": {"begun": float}, "returned": {"to": int}}
@@ -35,8 +35,9 @@ _PARTS |= {"export": "save", "between steps": "other", "return to a checkpoint":
 
 
 def open_events(folder: Path, step: int, command: str) -> JsonLines:
-    """Open the file of a run to append events after `step`. At step 0, an earlier run's file is moved aside, unless
-    that run had the same command and did not end, as after a crash before the first checkpoint."""
+    """Open the file of a run to append events after `step`. At step 0, an earlier run's file is
+    moved aside, unless that run had the same command and did not end, as after a crash before the
+    first checkpoint."""
     events = read_events(folder)
     commands = [event.get("command") for event in events if event["event"] == "start"]
     continues = step > 0 or commands[-1:] == [command] and events[-1]["event"] != "end"
@@ -59,22 +60,27 @@ def _is_event(line: Event) -> bool:
         return False
     if not all(0 <= line[name] < most for name, most in _MOST.items() if name in types):
         return False
-    return all(type(value) is float and 0 <= value < _MOST_SECONDS for value in line["seconds"].values())
+    return all(
+        type(value) is float and 0 <= value < _MOST_SECONDS for value in line["seconds"].values()
+    )
 
 
 def goodput(events: Sequence[Event]) -> dict[str, float]:
-    """Return the time of a run in seconds by part, largest first; none without events. "training" advanced the run; the
-    parts (docs/report.md) add up to the time from the first start to the last event.
+    """Return the time of a run in seconds by part, largest first; none without events. "training"
+    advanced the run; the parts (docs/report.md) add up to the time from the first start to the last
+    event.
 
-    A session is known up to its last event: the time from there to the first step of the next one is "restart", also if
-    the session was killed between two events. Steps are lost if a later session starts before them, or the run returns
-    to an earlier checkpoint; the time between two events is divided by their steps.
+    A session is known up to its last event: the time from there to the first step of the next one
+    is "restart", also if the session was killed between two events. Steps are lost if a later
+    session starts before them, or the run returns to an earlier checkpoint; the time between two
+    events is divided by their steps.
     """
     parts: dict[str, float] = defaultdict(float)
     kept = math.inf  # the last step that later events do not undo
     for before, event in reversed([*itertools.pairwise([*events[:1], *events])]):
         is_start = event["event"] == "start"
-        if event["event"] == "returned" and event["step"] <= kept:  # otherwise, the return is undone itself
+        # otherwise, the return is undone itself
+        if event["event"] == "returned" and event["step"] <= kept:
             kept = event["to"]
         step, seconds = (event["step"], {}) if is_start else (before["step"], before["seconds"])
         share_lost = 1 - min(1.0, max(0, kept - step) / max(1, event["step"] - step))
@@ -86,31 +92,46 @@ def goodput(events: Sequence[Event]) -> dict[str, float]:
         if is_start:
             kept = min(kept, event["step"])
             if event is not before:
-                parts["restart"] += parts.pop("start-up", 0.0) + max(0.0, event["begun"] - before["time"])
+                parts["restart"] += parts.pop("start-up", 0.0) + max(
+                    0.0, event["begun"] - before["time"]
+                )
     if events:
         parts["other"] += max(0.0, events[-1]["time"] - events[0]["begun"] - sum(parts.values()))
-    return dict(sorted(((name, time) for name, time in parts.items() if time), key=lambda part: -part[1]))
+    return dict(
+        sorted(((name, time) for name, time in parts.items() if time), key=lambda part: -part[1])
+    )
 
 
 def mean_phases(events: Sequence[Event]) -> dict[str, float]:
-    """Return the mean seconds of a step by phase in the last session, without its first step, which may compile; none
-    if it took no further steps."""
+    """Return the mean seconds of a step by phase in the last session, without its first step, which
+    may compile; none if it took no further steps."""
     session = [*itertools.takewhile(lambda event: event["event"] != "start", reversed(events))]
     return mean_between(session[-1], session[0]) if session else {}
 
 
 def mean_between(first: Event, last: Event) -> dict[str, float]:
-    """Return the mean seconds by phase of the steps between two events of a session; none without steps."""
+    """Return the mean seconds by phase of the steps between two events of a session; none without
+    steps."""
     n_steps = last["step"] - first["step"]
-    spent = {phase: total - first["seconds"].get(phase, 0.0) for phase, total in last["seconds"].items()}
-    return {phase: time / n_steps for phase, time in spent.items() if time > 0} if n_steps > 0 else {}
+    spent = {
+        phase: total - first["seconds"].get(phase, 0.0) for phase, total in last["seconds"].items()
+    }
+    return (
+        {phase: time / n_steps for phase, time in spent.items() if time > 0} if n_steps > 0 else {}
+    )
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, str]:
     """Return each of these times as text, with its share of the sum."""
     total = sum(seconds.values())
-    shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
-    return {name: f"{shown[name]} ({time / total:.1%})" if total else shown[name] for name, time in seconds.items()}
+    shown = {
+        name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms"
+        for name, time in seconds.items()
+    }
+    return {
+        name: f"{shown[name]} ({time / total:.1%})" if total else shown[name]
+        for name, time in seconds.items()
+    }
 
 
 def describe_goodput(parts: Mapping[str, float]) -> str:
@@ -119,4 +140,7 @@ def describe_goodput(parts: Mapping[str, float]) -> str:
     if not 0 < wall < _MOST_SECONDS:
         return "unknown"
     rest = [f"{name} {seconds / wall:.1%}" for name, seconds in parts.items() if name != "training"]
-    return f"{parts.get('training', 0.0) / wall:.1%} of {timedelta(seconds=round(wall))}; {', '.join(rest)}"
+    return (
+        f"{parts.get('training', 0.0) / wall:.1%} of {timedelta(seconds=round(wall))}; "
+        f"{', '.join(rest)}"
+    )

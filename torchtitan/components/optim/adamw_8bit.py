@@ -14,9 +14,9 @@ from torchtitan.tools.torchao import import_torchao
 def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """Return torchao's `AdamW8bit`, with learning rates that are numbers.
 
-    Its state dict has moments in float32, which any layout can load. Each rank quantizes its shard again, in blocks of
-    256 values, to the same codes if the blocks are the same. As in torchao, a shard of fewer than 4,096 values, or with
-    an incomplete block, keeps full precision.
+    Its state dict has moments in float32, which any layout can load. Each rank quantizes its shard
+    again, in blocks of 256 values, to the same codes if the blocks are the same. As in torchao, a
+    shard of fewer than 4,096 values, or with an incomplete block, keeps full precision.
     """
     base: Any = import_torchao("torchao.optim").AdamW8bit
 
@@ -27,13 +27,15 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
         def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
             moment = base._subclass_zeros(p, signed, block_size)
             if signed:
-                moment.qmap[0] = -1.0  # in torchao -0.993, which shrinks a negative extreme each time
+                # in torchao -0.993, which shrinks a negative extreme each time
+                moment.qmap[0] = -1.0
             return moment
 
         def step(self, closure: Any = None) -> None:
             rates = [group["lr"] for group in self.param_groups]
             for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = torch.as_tensor(rate, dtype=torch.float32)  # torchao compiles it as an input
+                # torchao compiles it as an input
+                group["lr"] = torch.as_tensor(rate, dtype=torch.float32)
             parameters = (parameter for group in self.param_groups for parameter in group["params"])
             # On a CPU, compiling would take longer than it saves, and needs a compiler.
             compiles = next(parameters).is_cuda
@@ -45,7 +47,9 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
         def state_dict(self) -> dict[str, Any]:
             document = super().state_dict()
             states = document["state"].items()
-            document["state"] = {key: {name: _plain(x) for name, x in state.items()} for key, state in states}
+            document["state"] = {
+                key: {name: _plain(x) for name, x in state.items()} for key, state in states
+            }
             return document
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,11 +11,13 @@ from torchtitan.tools.torch_private import dtensor_like, write_count
 
 
 class AdamWOffload(torch.optim.AdamW):
-    """`torch.optim.AdamW` that copies each gradient to pinned CPU memory and each new weight back, so that a GPU holds
-    neither moments nor temporaries of the update. Copies overlap with the updates of other parameters.
+    """`torch.optim.AdamW` that copies each gradient to pinned CPU memory and each new weight back,
+    so that a GPU holds neither moments nor temporaries of the update. Copies overlap with the
+    updates of other parameters.
 
-    torchao's `CPUOffloadOptimizer` (0.18) copies gradients in the backward pass, before they are clipped, and weights
-    when it is built, before a checkpoint is loaded; its state belongs to its copies and not to the model's parameters.
+    torchao's `CPUOffloadOptimizer` (0.18) copies gradients in the backward pass, before they are
+    clipped, and weights when it is built, before a checkpoint is loaded; its state belongs to its
+    copies and not to the model's parameters.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any):
@@ -45,8 +47,11 @@ class AdamWOffload(torch.optim.AdamW):
         for key, parameter in zip(saved, own, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 local_part(self._hosts[parameter].state(parameter)[name]).copy_(local_part(value))
-        super().load_state_dict({**state_dict, "state": {}})  # PyTorch would copy the moments to the GPU
-        self.state.update({parameter: host.state(parameter) for parameter, host in self._hosts.items()})
+        # PyTorch would copy the moments to the GPU
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.update(
+            {parameter: host.state(parameter) for parameter, host in self._hosts.items()}
+        )
 
 
 class _Host:
@@ -61,7 +66,8 @@ class _Host:
         self.optimizer = torch.optim.AdamW([self.weight], fused=True)
 
     def fetch(self, parameter: Tensor) -> "torch.cuda.Event | None":
-        """Copy the gradient, and the weight if anything but `update` has changed it, without waiting."""
+        """Copy the gradient, and the weight if anything but `update` has changed it, without
+        waiting."""
         local, gradient = local_part(parameter), parameter.grad
         assert gradient is not None and self.weight.grad is not None
         if write_count(local) != self.written:
@@ -81,6 +87,8 @@ class _Host:
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return step and moments, in the layout of the parameter."""
         return {
-            name: dtensor_like(value, parameter) if isinstance(parameter, DTensor) and name != "step" else value
+            name: dtensor_like(value, parameter)
+            if isinstance(parameter, DTensor) and name != "step"
+            else value
             for name, value in self.optimizer.state[self.weight].items()
         }

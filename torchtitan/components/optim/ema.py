@@ -15,11 +15,12 @@ from torchtitan.tools.errors import UserError, require
 
 
 class WeightAverage(Configurable):
-    """Averages of the trained parameters in float32, sharded like these. Call `reset` once the weights are loaded, and
-    `update` after each optimizer step; its state belongs in checkpoints.
+    """Averages of the trained parameters in float32, sharded like these. Call `reset` once the
+    weights are loaded, and `update` after each optimizer step; its state belongs in checkpoints.
 
-    Update number n, from 1, is `average += (1 - d) * (weight - average)` with d = min(decay, n / (9 + n)), which lets
-    early averages forget the initial weights (`num_updates` of TensorFlow's `ExponentialMovingAverage`).
+    Update number n, from 1, is `average += (1 - d) * (weight - average)` with d = min(decay, n / (9
+    + n)), which lets early averages forget the initial weights (`num_updates` of TensorFlow's
+    `ExponentialMovingAverage`).
 
     Args:
         model_parts: the model, or this rank's stages of it.
@@ -31,7 +32,8 @@ class WeightAverage(Configurable):
         """Exponential moving average of the weights."""
 
         decay: float | None = None
-        """Weight of the old average in each step, such as 0.999, and less in the first steps. None: no average."""
+        """Weight of the old average in each step, such as 0.999, and less in the first steps. None:
+        no average."""
 
         for_validation: bool = False
         """Validate with the averages, also for checkpoint.keep_best."""
@@ -51,23 +53,37 @@ class WeightAverage(Configurable):
                     raise UserError(f"--ema.{option} needs --ema.decay, such as 0.999")
 
         def check_run(self, run: Any) -> None:
-            """Raise `UserError` if a run, a `Trainer.Config`, never writes the averages that it should write."""
+            """Raise `UserError` if a run, a `Trainer.Config`, never writes the averages that it
+            should write."""
             if self.for_export and run.checkpoint.last_kind == "full":
                 raise UserError(
-                    "--ema.for_export needs --checkpoint.last_save_in_hf or --checkpoint.last_save_model_only; full "
-                    "checkpoints contain weights and averages"
+                    "--ema.for_export needs --checkpoint.last_save_in_hf or "
+                    "--checkpoint.last_save_model_only; full checkpoints contain weights and "
+                    "averages"
                 )
 
     config: Config
 
-    def __init__(self, config: Config, model_parts: Sequence[nn.Module], follow: Callable[[], object] = lambda: None):
+    def __init__(
+        self,
+        config: Config,
+        model_parts: Sequence[nn.Module],
+        follow: Callable[[], object] = lambda: None,
+    ):
         super().__init__(config)
         self._follow = follow
-        named = [pair for part in model_parts for pair in part.named_parameters()] if config.decay is not None else []
+        named = (
+            [pair for part in model_parts for pair in part.named_parameters()]
+            if config.decay is not None
+            else []
+        )
         # Two pipeline stages of this rank may have copies of a parameter, with the same name.
         self._names = [canonical_name(name) for name, parameter in named if parameter.requires_grad]
         self._weights = [parameter for _, parameter in named if parameter.requires_grad]
-        self.averages = [torch.empty_like(weight, dtype=torch.float32, requires_grad=False) for weight in self._weights]
+        self.averages = [
+            torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
+            for weight in self._weights
+        ]
         self.n_updates = 0
 
     def reset(self) -> None:
@@ -87,7 +103,8 @@ class WeightAverage(Configurable):
 
     @contextlib.contextmanager
     def applied(self, wanted: bool) -> Iterator[None]:
-        """Replace the weights by the averages in the block if `wanted`; afterwards, they have their exact values."""
+        """Replace the weights by the averages in the block if `wanted`; afterwards, they have their
+        exact values."""
         if not wanted:
             yield
             return

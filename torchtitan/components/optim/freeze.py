@@ -22,13 +22,16 @@ class Freeze(ModelConverter):
         """Parameters to freeze."""
 
         include: list[str] = field(default_factory=list)
-        """Regular expressions searched in parameter names (layers.0.attention.wq.weight); matches are frozen."""
+        """Regular expressions searched in parameter names (layers.0.attention.wq.weight); matches
+        are frozen."""
 
         exclude: list[str] = field(default_factory=list)
         """Regular expressions searched in parameter names; matches are trained even if included."""
 
         def validate(self) -> None:
-            consequence = "nothing would be frozen; set patterns of parameter names (^tok_embeddings)"
+            consequence = (
+                "nothing would be frozen; set patterns of parameter names (^tok_embeddings)"
+            )
             check_choice(self.option, self.include, self.exclude, consequence)
 
     config: Config
@@ -42,10 +45,19 @@ class Freeze(ModelConverter):
         parameters = dict(model.named_parameters())
         frozen = choose(option, config.include, config.exclude, list(parameters), "parameters")
         if not frozen:
-            raise UserError(f"{option}: nothing to freeze, since exclude matches all included parameters; change one")
+            raise UserError(
+                f"{option}: nothing to freeze, since exclude matches all included parameters; "
+                "change one"
+            )
         for name in frozen:
             parameters[name].requires_grad_(False)
         n_frozen = sum(parameters[name].numel() for name in frozen)
         n_total = sum(parameter.numel() for parameter in parameters.values())
         names = ", ".join(without_numbers(frozen))
-        logger.info("%s: %s of %s parameters frozen: %s", config_key(config), f"{n_frozen:,}", f"{n_total:,}", names)
+        logger.info(
+            "%s: %s of %s parameters frozen: %s",
+            config_key(config),
+            f"{n_frozen:,}",
+            f"{n_total:,}",
+            names,
+        )

@@ -18,9 +18,10 @@ from torchtitan.tools.logging import logger
 class LRScheduler(Configurable):
     """Sets the learning rate of every parameter group to its peak rate times `factor(steps_taken)`.
 
-    A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the `initial_lr` of its groups,
-    or their `lr` when the schedule is built. `training_steps` is the schedule's length, unless `total_steps` is set. If
-    `unit` is tokens, steps are tokens everywhere in this class, and the step of an optimizer has many of them.
+    A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the
+    `initial_lr` of its groups, or their `lr` when the schedule is built. `training_steps` is the
+    schedule's length, unless `total_steps` is set. If `unit` is tokens, steps are tokens everywhere
+    in this class, and the step of an optimizer has many of them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -28,16 +29,19 @@ class LRScheduler(Configurable):
         """Learning-rate schedule."""
 
         unit: Literal["steps", "tokens"] = "steps"
-        """Unit of warmup_steps and total_steps. With tokens, the curve does not depend on batch sizes."""
+        """Unit of warmup_steps and total_steps. With tokens, the curve does not depend on batch
+        sizes."""
 
         warmup_steps: int = 200
         """Steps over which the rate rises linearly to its peak."""
 
         total_steps: int | None = None
-        """Length of the schedule. None: the length of the run. Set it to stop a run early on the same curve."""
+        """Length of the schedule. None: the length of the run. Set it to stop a run early on the
+        same curve."""
 
         decay_ratio: float | None = None
-        """Fraction of the schedule, at its end, over which the rate decays. None: everything after the warm-up."""
+        """Fraction of the schedule, at its end, over which the rate decays. None: everything after
+        the warm-up."""
 
         decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
         """Curve of the decay: 1 - p, 1 - sqrt(p) or (1 + cos(pi p)) / 2, with p from 0 to 1."""
@@ -55,11 +59,15 @@ class LRScheduler(Configurable):
                 require_at_least(1, lr_scheduler__total_steps=self.total_steps)
             for name in ("decay_ratio", "min_lr_factor"):
                 value = getattr(self, name)
-                require(value is None or 0 <= value <= 1, f"--lr_scheduler.{name}", value, "in [0, 1]")
+                require(
+                    value is None or 0 <= value <= 1, f"--lr_scheduler.{name}", value, "in [0, 1]"
+                )
 
     config: Config
 
-    def __init__(self, config: Config, *, optimizer: Optimizer | torch.optim.Optimizer, training_steps: int):
+    def __init__(
+        self, config: Config, *, optimizer: Optimizer | torch.optim.Optimizer, training_steps: int
+    ):
         super().__init__(config)
         self.optimizer = optimizer
         for group in optimizer.param_groups:
@@ -70,18 +78,24 @@ class LRScheduler(Configurable):
         self.set_length(training_steps)
 
     def set_length(self, training_steps: int, *, step_size: int = 1) -> None:
-        """End the schedule after `training_steps`, unless `total_steps` is set. `step_size`: as in `step`."""
+        """End the schedule after `training_steps`, unless `total_steps` is set. `step_size`: as in
+        `step`."""
         config, before = self.config, self.total_steps
         self.step_size = step_size
         self.total_steps = config.total_steps or training_steps
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps and self.total_steps != before:
             logger.warning(
-                f"--lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the schedule "
-                f"({self.total_steps}): the learning rate rises until the last step and never decays"
+                f"--lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the "
+                f"schedule ({self.total_steps}): the learning rate rises until the last step and "
+                "never decays"
             )
         after_warmup = self.total_steps - self.warmup_steps
-        decay_steps = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)
+        decay_steps = (
+            after_warmup
+            if config.decay_ratio is None
+            else round(self.total_steps * config.decay_ratio)
+        )
         self.decay_steps = min(decay_steps, after_warmup)
         self._set_steps_taken(self.steps_taken)
 
@@ -102,13 +116,15 @@ class LRScheduler(Configurable):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step for parameters outside any group, or of a torch optimizer's first group."""
+        """Learning rate of the next step for parameters outside any group, or of a torch
+        optimizer's first group."""
         if isinstance(self.optimizer, torch.optim.Optimizer):
             return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)
 
     def step(self, n_steps: int = 1, *, step_size: int = 1) -> None:
-        """Advance by `n_steps`, and set the learning rates of the next step, which advances by `step_size`."""
+        """Advance by `n_steps`, and set the learning rates of the next step, which advances by
+        `step_size`."""
         self.step_size = step_size
         self._set_steps_taken(self.steps_taken + n_steps)
 
@@ -118,11 +134,15 @@ class LRScheduler(Configurable):
             group["lr"] = group["initial_lr"] * self.factor(steps_taken)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps taken and its unit; everything else comes from the configuration."""
+        """Return the number of steps taken and its unit; everything else comes from the
+        configuration."""
         return {"steps_taken": self.steps_taken, "unit": self.config.unit}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state. Raise `UserError` if it counts in another unit."""
         if (unit := state_dict.get("unit", "steps")) != self.config.unit:
-            raise UserError(f"--lr_scheduler.unit {self.config.unit}: the run to resume has --lr_scheduler.unit {unit}")
+            raise UserError(
+                f"--lr_scheduler.unit {self.config.unit}: the run to resume has "
+                f"--lr_scheduler.unit {unit}"
+            )
         self._set_steps_taken(state_dict["steps_taken"])

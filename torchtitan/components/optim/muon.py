@@ -1,5 +1,5 @@
-"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon) on sharded and replicated matrices: one rank
-orthogonalizes the update of a matrix, and sends it to the others."""
+"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon) on sharded and replicated matrices:
+one rank orthogonalizes the update of a matrix, and sends it to the others."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,7 +28,10 @@ class Muon(torch.optim.Muon):
         super().__init__(*args, **options)
         # Found by computations on tensors, which have no values during a dry run's step.
         matrices = [matrix for group in self.param_groups for matrix in group["params"]]
-        self._own_parts = {matrix: local_slices(matrix) if isinstance(matrix, DTensor) else () for matrix in matrices}
+        self._own_parts = {
+            matrix: local_slices(matrix) if isinstance(matrix, DTensor) else ()
+            for matrix in matrices
+        }
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -36,12 +39,16 @@ class Muon(torch.optim.Muon):
             matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
             # Matrices of similar size take ranks a similar time.
             matrices.sort(key=lambda matrix: (matrix.numel(), max(matrix.shape)), reverse=True)
-            mesh = matrices[0].device_mesh if matrices and isinstance(matrices[0], DTensor) else None
+            mesh = (
+                matrices[0].device_mesh if matrices and isinstance(matrices[0], DTensor) else None
+            )
             n_ranks = mesh.size() if mesh else 1
             for first in range(0, len(matrices), n_ranks):
                 self._update(matrices[first : first + n_ranks], mesh, group)
 
-    def _update(self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]) -> None:
+    def _update(
+        self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]
+    ) -> None:
         """Update at most one matrix per rank. A collective."""
         own = _coordinates(mesh).index(tuple(mesh.get_coordinate() or ())) if mesh else 0
         update = None
@@ -50,7 +57,9 @@ class Muon(torch.optim.Muon):
             whole = self._moment(matrix, group)
             update = whole if index == own else update
         if update is not None:
-            update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            update = orthogonalize(
+                update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+            )
         for index, matrix in enumerate(matrices):
             part = _shared(update if index == own else None, matrix, index)[self._own_parts[matrix]]
             local = local_part(matrix)
@@ -59,7 +68,8 @@ class Muon(torch.optim.Muon):
             local.add_(part.to(local.device), alpha=-rate)
 
     def _moment(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """Add the gradient to the matrix's moment, and return the whole matrix of Nesterov's moment in bfloat16."""
+        """Add the gradient to the matrix's moment, and return the whole matrix of Nesterov's moment
+        in bfloat16."""
         assert matrix.grad is not None
         gradient = local_part(redistribute_like(matrix.grad, matrix))
         state = self.state[matrix]
@@ -70,7 +80,9 @@ class Muon(torch.optim.Muon):
         if not isinstance(matrix, DTensor):
             return direction
         # Weights that FSDP keeps in CPU memory are orthogonalized on the GPU.
-        return dtensor_like(direction.to(matrix.device_mesh.device_type, torch.bfloat16), matrix).full_tensor()
+        return dtensor_like(
+            direction.to(matrix.device_mesh.device_type, torch.bfloat16), matrix
+        ).full_tensor()
 
 
 def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
@@ -83,7 +95,8 @@ def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
     if update is None:
         update = torch.empty(matrix.shape, dtype=torch.bfloat16, device=mesh.device_type)
     update = update.contiguous()  # a tall matrix was transposed
-    # Along one dimension at a time, from the ranks that have the update to those that differ in this dimension.
+    # Along one dimension at a time, from the ranks that have the update to those that differ in
+    # this dimension.
     for dim in reversed(range(mesh.ndim)):
         if coordinate[:dim] == source[:dim]:
             dist.broadcast(update, group=mesh.get_group(dim), group_src=source[dim])

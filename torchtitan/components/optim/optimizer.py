@@ -45,13 +45,16 @@ def _default_param_groups() -> dict[str, ParamGroup]:
 
 
 class Optimizer(Configurable):
-    """One or more `torch.optim` optimizers over the parameters of all model parts, used as one. Hyperparameters always
-    come from the configuration, even on resume; checkpoints contain only the moments.
+    """One or more `torch.optim` optimizers over the parameters of all model parts, used as one.
+    Hyperparameters always come from the configuration, even on resume; checkpoints contain only the
+    moments.
 
     Args:
-        model_parts: the model, or this rank's pipeline stages, materialized; moments are allocated on the same devices.
-            Frozen parameters are skipped; raises `UserError` if nothing is trained.
-        all_names: canonical names of the whole model's trained parameters, if `model_parts` are pipeline stages.
+        model_parts: the model, or this rank's pipeline stages, materialized; moments are allocated
+            on the same devices. Frozen parameters are skipped; raises `UserError` if nothing is
+            trained.
+        all_names: canonical names of the whole model's trained parameters, if `model_parts` are
+            pipeline stages.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -59,8 +62,8 @@ class Optimizer(Configurable):
         """Optimizer."""
 
         name: Literal["AdamW", "AdamW8bit", "AdamWOffload", "Adam", "SGD", "Muon"] = "AdamW"
-        """AdamW8bit keeps moments in 8 bits, and needs torchao. AdamWOffload keeps moments in CPU memory, and computes
-        updates there. Muon applies to the matrices inside the layers, with
+        """AdamW8bit keeps moments in 8 bits, and needs torchao. AdamWOffload keeps moments in CPU
+        memory, and computes updates there. Muon applies to the matrices inside the layers, with
         AdamW for all other parameters."""
 
         lr: float = 8e-4
@@ -76,22 +79,24 @@ class Optimizer(Configurable):
         """Added to the root of the second moment (Adam, AdamW)."""
 
         weight_decay: float = 0.1
-        """Weight decay: decoupled from the gradient for AdamW and Muon, added to it for Adam and SGD."""
+        """Weight decay: decoupled from the gradient for AdamW and Muon, added to it for Adam and
+        SGD."""
 
         momentum: float | None = None
         """Momentum of SGD and Muon. None: 0 for SGD, 0.95 for Muon."""
 
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-        """Computation of updates: in one kernel, in batches over parameters, or parameter by parameter. SGD uses
-        foreach instead of fused; for Muon, this applies only to the parameters of AdamW; for AdamW8bit and
-        AdamWOffload, not at all."""
+        """Computation of updates: in one kernel, in batches over parameters, or parameter by
+        parameter. SGD uses foreach instead of fused; for Muon, this applies only to the parameters
+        of AdamW; for AdamW8bit and AdamWOffload, not at all."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
-        """Settings of parameters selected by name; a parameter belongs to the first group whose pattern matches."""
+        """Settings of parameters selected by name; a parameter belongs to the first group whose
+        pattern matches."""
 
         early_step_in_backward: bool = False
-        """Update each parameter during the backward pass and free its gradient immediately, which saves memory.
-        Incompatible with gradient accumulation, clipping and pipeline parallelism."""
+        """Update each parameter during the backward pass and free its gradient immediately, which
+        saves memory. Incompatible with gradient accumulation, clipping and pipeline parallelism."""
 
         @builds(lambda: Optimizer)
         def build(self) -> Any:
@@ -101,25 +106,43 @@ class Optimizer(Configurable):
             rates = {"lr": self.lr, "weight_decay": self.weight_decay}
             for key, group in self.param_groups.items():
                 option = f"param_groups.{key}"
-                rates |= {f"{option}.lr": group.lr or 0.0, f"{option}.weight_decay": group.weight_decay or 0.0}
+                rates |= {
+                    f"{option}.lr": group.lr or 0.0,
+                    f"{option}.weight_decay": group.weight_decay or 0.0,
+                }
                 check_pattern(f"--optimizer.{option}.pattern", group.pattern)
             for name, value in rates.items():
-                require(0 <= value < math.inf, f"--optimizer.{name}", value, "a number of at least 0")
-            for name, decay in {"beta1": self.beta1, "beta2": self.beta2, "momentum": self.momentum or 0.0}.items():
+                require(
+                    0 <= value < math.inf, f"--optimizer.{name}", value, "a number of at least 0"
+                )
+            for name, decay in {
+                "beta1": self.beta1,
+                "beta2": self.beta2,
+                "momentum": self.momentum or 0.0,
+            }.items():
                 require(0 <= decay < 1, f"--optimizer.{name}", decay, "in [0, 1)")
             # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
             require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
             if self.name == "AdamW8bit":
                 check_torchao("--optimizer.name AdamW8bit")
-                check_c_compiler("--optimizer.name AdamW8bit updates weights in compiled code, which")
+                check_c_compiler(
+                    "--optimizer.name AdamW8bit updates weights in compiled code, which"
+                )
             if self.momentum is not None and self.name.startswith("Adam"):
                 raise UserError(
-                    f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} set --optimizer.beta1"
+                    f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} "
+                    "set --optimizer.beta1"
                 )
 
     config: Config
 
-    def __init__(self, config: Config, *, model_parts: Sequence[nn.Module], all_names: Sequence[str] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_parts: Sequence[nn.Module],
+        all_names: Sequence[str] | None = None,
+    ):
         super().__init__(config)
         self.n_updates = 0
         """Number of times that weights have changed in this process."""
@@ -128,14 +151,18 @@ class Optimizer(Configurable):
         if not names:
             raise UserError("nothing to train: all parameters of the model are frozen")
         self._warn_of_idle_groups(names)
-        self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
+        self.optimizers_of_part = [
+            self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts
+        ]
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
         parts = zip(self.model_parts, self.optimizers_of_part, strict=True)
         # A pipeline stage may be frozen, and PyTorch has no state of a model without optimizers.
-        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts if optimizers]
+        self._states = [
+            OptimizerState(part, *optimizers) for part, optimizers in parts if optimizers
+        ]
         self._row_norms: list[Tensor] = []
         self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
@@ -159,13 +186,19 @@ class Optimizer(Configurable):
     def can_skip(self) -> bool:
         """True if `step` can skip an update that only the device knows to be unusable: fused Adam
         and AdamW."""
-        # By the configuration, since a stage of a pipeline may have no optimizer, or another one than other ranks.
+        # By the configuration, since a stage of a pipeline may have no optimizer, or another one
+        # than other ranks.
         has_own = type(self).make_optimizers is not Optimizer.make_optimizers
-        return self.config.name in ("AdamW", "Adam") and self.config.implementation == "fused" and not has_own
+        return (
+            self.config.name in ("AdamW", "Adam")
+            and self.config.implementation == "fused"
+            and not has_own
+        )
 
     def step(self, skip: Tensor | None = None) -> None:
-        """Update the parameters that have gradients; parameters updated in the backward pass have none. `skip`, a
-        float32 scalar on the device, keeps weights and moments if it is 1, not 0; it needs `can_skip`."""
+        """Update the parameters that have gradients; parameters updated in the backward pass have
+        none. `skip`, a float32 scalar on the device, keeps weights and moments if it is 1, not 0;
+        it needs `can_skip`."""
         self.n_updates += 1
         for optimizer in self.optimizers:
             if skip is not None or self.can_skip:
@@ -179,22 +212,34 @@ class Optimizer(Configurable):
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
-        """Warn about trained parameters without a gradient on any rank. A collective; call it before `zero_grad`."""
+        """Warn about trained parameters without a gradient on any rank. A collective; call it
+        before `zero_grad`."""
         named = [pair for part in self.model_parts for pair in part.named_parameters()]
-        local_names = [canonical_name(name) for name, parameter in named if self._is_idle(parameter)]
+        local_names = [
+            canonical_name(name) for name, parameter in named if self._is_idle(parameter)
+        ]
         if idle := sorted({name for names in gather_objects(local_names) for name in names}):
-            logger.warning("trained parameters without a gradient: %s", ", ".join(without_numbers(idle)))
+            logger.warning(
+                "trained parameters without a gradient: %s", ", ".join(without_numbers(idle))
+            )
 
     def _is_idle(self, parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
+        return (
+            parameter.requires_grad
+            and parameter.grad is None
+            and parameter not in self._updated_early
+        )
 
     def early_grad_norm(self) -> Tensor:
-        """Return the total norm of the gradients used in the backward pass since the last `zero_grad`, a scalar tensor.
-        It replaces `clip_grad_norm` with `early_step_in_backward`. A collective."""
+        """Return the total norm of the gradients used in the backward pass since the last
+        `zero_grad`, a scalar tensor. It replaces `clip_grad_norm` with `early_step_in_backward`. A
+        collective."""
         return total_norm(self._row_norms)
 
     @torch.no_grad()
-    def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
+    def _use_gradient(
+        self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter
+    ) -> None:
         """Update one parameter from its final gradient, and free the gradient."""
         assert parameter.grad is not None
         self.n_updates += 1
@@ -208,10 +253,12 @@ class Optimizer(Configurable):
         optimizer.param_groups = groups
         parameter.grad = None
 
-    def make_optimizers(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[torch.optim.Optimizer]:
-        """Return the `torch.optim` optimizers of one model part, with peak learning rates. `groups` maps a group's name
-        ("" for parameters that match no pattern) to (canonical name, parameter) pairs. Override this to use another
-        optimizer."""
+    def make_optimizers(
+        self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]
+    ) -> list[torch.optim.Optimizer]:
+        """Return the `torch.optim` optimizers of one model part, with peak learning rates. `groups`
+        maps a group's name ("" for parameters that match no pattern) to (canonical name, parameter)
+        pairs. Override this to use another optimizer."""
         config = self.config
         if config.name == "Muon":
             for_muon: dict[str, list[tuple[str, nn.Parameter]]] = {}
@@ -224,7 +271,9 @@ class Optimizer(Configurable):
             optimizers: list[torch.optim.Optimizer] = []
             if muon:
                 # Updates are scaled to AdamW's size, so that both can use the same learning rate.
-                optimizers.append(Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+                optimizers.append(
+                    Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+                )
             if rest:
                 optimizers.append(self._make_adam(torch.optim.AdamW, rest))
             return optimizers
@@ -238,8 +287,14 @@ class Optimizer(Configurable):
             return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
         if config.name in ("AdamW8bit", "AdamWOffload"):
             make = make_adamw_8bit if config.name == "AdamW8bit" else AdamWOffload
-            return [make(settings, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)]
-        return [self._make_adam(torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings)]
+            return [
+                make(settings, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+            ]
+        return [
+            self._make_adam(
+                torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings
+            )
+        ]
 
     def _make_adam(
         self, kind: type[torch.optim.AdamW] | type[torch.optim.Adam], groups: list[dict[str, Any]]
@@ -266,23 +321,33 @@ class Optimizer(Configurable):
         used, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
             if key not in used and group != default.get(key):
-                message = "--optimizer.param_groups.%s is empty: no remaining trained parameter matches '%s'"
+                message = (
+                    "--optimizer.param_groups.%s is empty: no remaining trained parameter matches "
+                    "'%s'"
+                )
                 logger.warning(message, key, group.pattern)
 
-    def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
+    def _group_settings(
+        self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]
+    ) -> list[dict[str, Any]]:
         settings = []
         for key, members in groups.items():
             if not members:
                 continue
             group = self.config.param_groups.get(key)
             lr = self.config.lr if group is None or group.lr is None else group.lr
-            decay = self.config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+            decay = (
+                self.config.weight_decay
+                if group is None or group.weight_decay is None
+                else group.weight_decay
+            )
             for parameters in by_mesh(parameter for _, parameter in members).values():
                 settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
         return settings
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the moments by canonical parameter name, independent of sharding and parameter groups."""
+        """Return the moments by canonical parameter name, independent of sharding and parameter
+        groups."""
         entries = (entry for state in self._states for entry in state.state_dict().items())
         return {key: value for key, value in entries if key.startswith("state.")}
 
@@ -291,76 +356,108 @@ class Optimizer(Configurable):
         loaded: set[str] = set()
         for state in self._states:
             names = state.state_dict().keys() & state_dict.keys()
-            # PyTorch keeps the given tensors, so a parameter that is in two pipeline stages needs its own.
-            state.load_state_dict({**state_dict, **{name: state_dict[name].clone() for name in names & loaded}})
+            # PyTorch keeps the given tensors, so a parameter that is in two pipeline stages needs
+            # its own.
+            state.load_state_dict(
+                {**state_dict, **{name: state_dict[name].clone() for name in names & loaded}}
+            )
             loaded |= names
 
 
 class OptimizerState:
-    """State of all torch optimizers of a model, wrapped and sharded for training, by canonical parameter name. For
-    `CheckpointManager`'s `states`."""
+    """State of all torch optimizers of a model, wrapped and sharded for training, by canonical
+    parameter name. For `CheckpointManager`'s `states`."""
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
         self.model = model
         self.optimizers = optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `state.<parameter>.<moment>` and `param_groups.<parameter>.<hyperparameter>` by parameter name."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+        """Return `state.<parameter>.<moment>` and `param_groups.<parameter>.<hyperparameter>` by
+        parameter name."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+        )
 
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizers, options=options)
+        state: dict[str, Any] = get_optimizer_state_dict(
+            self.model, self.optimizers, options=options
+        )
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the entries of `state_dict` that belong to these optimizers; other entries stay unchanged."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+        """Load the entries of `state_dict` that belong to these optimizers; other entries stay
+        unchanged."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_optimizer_state_dict,
+        )
 
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(self.model, self.optimizers, {**self.state_dict(), **state_dict}, options=options)
+        set_optimizer_state_dict(
+            self.model, self.optimizers, {**self.state_dict(), **state_dict}, options=options
+        )
 
 
 def check_early_step(
-    config: Optimizer.Config, training: TrainingConfig, parallelism: ParallelismConfig, data_parallel_degree: int
+    config: Optimizer.Config,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    data_parallel_degree: int,
 ) -> None:
-    """Raise `UserError` if `early_step_in_backward` is combined with features that need all gradients at once."""
+    """Raise `UserError` if `early_step_in_backward` is combined with features that need all
+    gradients at once."""
     if not config.early_step_in_backward:
         return
     one_pass = training.local_batch_size * data_parallel_degree
     conflicts = {
-        f"gradient accumulation (--training.global_batch_size {training.global_batch_size} in passes of {one_pass})": (
+        f"gradient accumulation (--training.global_batch_size {training.global_batch_size} in "
+        f"passes of {one_pass})": (
             training.resolve_global_batch_size(data_parallel_degree) > one_pass
         ),
         "gradient accumulation (--training.batch_schedule)": bool(training.batch_schedule),
-        f"clipping (--training.max_norm {training.max_norm}; set inf)": training.max_norm < math.inf,
-        "--training.on_nonfinite skip, since weights are already updated": training.on_nonfinite == "skip",
+        f"clipping (--training.max_norm {training.max_norm}; set inf)": training.max_norm
+        < math.inf,
+        "--training.on_nonfinite skip, since weights are already updated": training.on_nonfinite
+        == "skip",
         f"--parallelism.pipeline_parallel_degree {parallelism.pipeline_parallel_degree}": (
             parallelism.pipeline_parallel_degree > 1
         ),
     }
     for conflict, is_enabled in conflicts.items():
         if is_enabled:
-            raise UserError(f"--optimizer.early_step_in_backward cannot be combined with {conflict}")
+            raise UserError(
+                f"--optimizer.early_step_in_backward cannot be combined with {conflict}"
+            )
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the parameter is a matrix other than the embedding, the output head and routers of tokens."""
+    """Return whether the parameter is a matrix other than the embedding, the output head and
+    routers of tokens."""
     return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output|router)\.", name)
 
 
 def trained_names(model: nn.Module) -> list[str]:
     """Return the canonical names of a model's trained parameters."""
-    return [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate zero moments for parameters without moments, so that checkpoints always contain the same tensors.
-    PyTorch's own initialization in `state_dict` counts as a step, and yields nonzero moments if weight decay is part of
-    the gradient."""
+    """Allocate zero moments for parameters without moments, so that checkpoints always contain the
+    same tensors. PyTorch's own initialization in `state_dict` counts as a step, and yields nonzero
+    moments if weight decay is part of the gradient."""
     groups = optimizer.param_groups
-    missing = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
+    missing = [
+        [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
+        for group in groups
+    ]
     gradients = {parameter: parameter.grad for parameters in missing for parameter in parameters}
     if not gradients:
         return
@@ -368,7 +465,8 @@ def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     settings = {"lr": 0.0, "weight_decay": 0.0}
     optimizer.param_groups = [
-        {**group, **settings, "params": parameters} for group, parameters in zip(groups, missing, strict=True)
+        {**group, **settings, "params": parameters}
+        for group, parameters in zip(groups, missing, strict=True)
     ]
     optimizer.step()
     optimizer.param_groups = groups

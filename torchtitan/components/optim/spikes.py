@@ -15,8 +15,8 @@ _COUNTS = ("in_a_row", "n_skipped", "returned_to")
 
 
 class SpikeGuard(Configurable):
-    """Compares each step with the last `window` steps taken. It needs only numbers that are equal on all ranks, so all
-    ranks decide alike, and its state belongs in checkpoints.
+    """Compares each step with the last `window` steps taken. It needs only numbers that are equal
+    on all ranks, so all ranks decide alike, and its state belongs in checkpoints.
 
         if spike := guard.spike(loss, grad_norm):   # before the optimizer step
             guard.count_skipped()
@@ -30,15 +30,17 @@ class SpikeGuard(Configurable):
         """Steps to skip, and the response to many of them."""
 
         threshold: float | None = None
-        """Skip a step whose loss or gradient norm exceeds its mean over `window` steps by more than this many standard
-        deviations, without changing weights or optimizer state. None: take every finite step."""
+        """Skip a step whose loss or gradient norm exceeds its mean over `window` steps by more than
+        this many standard deviations, without changing weights or optimizer state. None: take every
+        finite step."""
 
         window: int = 128
         """Number of most recent steps taken that define mean and standard deviation. Before this
         number of steps, none is a spike; skipped steps do not count."""
 
         max_in_a_row: int = 10
-        """Skipped steps in a row, spikes or not finite (training.on_nonfinite skip), that lead to `action`."""
+        """Skipped steps in a row, spikes or not finite (training.on_nonfinite skip), that lead to
+        `action`."""
 
         action: Literal["stop", "leave_out", "repeat"] = "stop"
         """Response to `max_in_a_row` skipped steps: `stop` ends the run. The others load the newest
@@ -61,20 +63,26 @@ class SpikeGuard(Configurable):
             require_at_least(1, spikes__max_in_a_row=self.max_in_a_row)
 
         def check_run(self, run: Any) -> None:
-            """Raise `UserError` if a run, a `Trainer.Config`, cannot skip steps or return to a checkpoint."""
+            """Raise `UserError` if a run, a `Trainer.Config`, cannot skip steps or return to a
+            checkpoint."""
             if self.threshold is not None and run.optimizer.early_step_in_backward:
                 raise UserError(
-                    f"--optimizer.early_step_in_backward cannot be combined with --spikes.threshold {self.threshold}, "
-                    "since weights are already updated when the loss is known"
+                    "--optimizer.early_step_in_backward cannot be combined with "
+                    f"--spikes.threshold {self.threshold}, since weights are already updated when "
+                    "the loss is known"
                 )
             if self.action != "stop" and not run.checkpoint.saves:
-                raise UserError(f"--spikes.action {self.action} returns to a checkpoint, and needs --checkpoint.enable")
+                raise UserError(
+                    f"--spikes.action {self.action} returns to a checkpoint, and needs "
+                    "--checkpoint.enable"
+                )
             kept, interval = run.checkpoint.keep_latest_k, run.checkpoint.interval
             if self.action != "stop" and kept and (kept - 1) * interval < self.max_in_a_row:
                 raise UserError(
-                    f"--spikes.action {self.action}: after {self.max_in_a_row} skipped steps (--spikes.max_in_a_row), "
-                    f"the {kept} checkpoints that are kept may all be newer than the step to return to; increase "
-                    f"--checkpoint.keep_latest_k {kept} or --checkpoint.interval {interval}"
+                    f"--spikes.action {self.action}: after {self.max_in_a_row} skipped steps "
+                    f"(--spikes.max_in_a_row), the {kept} checkpoints that are kept may all be "
+                    f"newer than the step to return to; increase --checkpoint.keep_latest_k {kept} "
+                    f"or --checkpoint.interval {interval}"
                 )
 
     config: Config
@@ -97,10 +105,15 @@ class SpikeGuard(Configurable):
         if self.config.threshold is None or len(self._recent) < self.config.window:
             return ""
         numbers = {"loss": loss, "gradient norm": grad_norm}
-        for (name, value), values in zip(numbers.items(), zip(*self._recent, strict=True), strict=True):
+        for (name, value), values in zip(
+            numbers.items(), zip(*self._recent, strict=True), strict=True
+        ):
             mean, deviation = statistics.fmean(values), statistics.stdev(values)
             if deviation > 0 and value - mean > self.config.threshold * deviation:
-                return f"the {name} is a spike (the last {len(values)} steps: {mean:.4g} ± {deviation:.2g})"
+                return (
+                    f"the {name} is a spike (the last {len(values)} steps: {mean:.4g} ± "
+                    f"{deviation:.2g})"
+                )
         return ""
 
     def record(self, loss: float, grad_norm: float) -> None:
@@ -113,10 +126,15 @@ class SpikeGuard(Configurable):
         self.n_skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recent": [*map(list, self._recent)], **{name: getattr(self, name) for name in _COUNTS}}
+        return {
+            "recent": [*map(list, self._recent)],
+            **{name: getattr(self, name) for name in _COUNTS},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state, also one with another window."""
-        self._recent = deque([(loss, norm) for loss, norm in state_dict["recent"]], maxlen=self.config.window)
+        self._recent = deque(
+            [(loss, norm) for loss, norm in state_dict["recent"]], maxlen=self.config.window
+        )
         for name in _COUNTS:
             setattr(self, name, state_dict[name])

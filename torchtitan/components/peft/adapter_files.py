@@ -1,5 +1,5 @@
-"""Adapters in the format of Hugging Face's PEFT library: `adapter_model.safetensors`, whose tensors `adapter_tensors`
-lists, and `adapter_config.json`."""
+"""Adapters in the format of Hugging Face's PEFT library: `adapter_model.safetensors`, whose tensors
+`adapter_tensors` lists, and `adapter_config.json`."""
 
 import json
 import math
@@ -66,11 +66,27 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")
 """PEFT's options for the sizes of single layers."""
 
 _WITHOUT_EFFECT = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # implied by the tensor names
-    *("target_parameters", "lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
+    *(
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "task_type",
+    ),
+    # implied by the tensor names
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *(
+        "target_parameters",
+        "lora_dropout",
+        "eva_config",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+    ),
 }
-"""PEFT's options without effect on the output of a trained adapter. Any other option that is set is an error."""
+"""PEFT's options without effect on the output of a trained adapter. Any other option that is set is
+an error."""
 
 
 class AdapterSource(TensorSource):
@@ -83,24 +99,32 @@ class AdapterSource(TensorSource):
         spec: the plain model.
 
     Raises:
-        UserError: if `check_adapter_config` raises it, the file is damaged, or layers or shapes differ.
+        UserError: if `check_adapter_config` raises it, the file is damaged, or layers or shapes
+            differ.
     """
 
     def __init__(self, folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec):
         document = check_adapter_config(folder, config)
-        entries = _with_sizes_of_file(folder, config, document, make_entries(model, spec, config.size_of))
+        entries = _with_sizes_of_file(
+            folder, config, document, make_entries(model, spec, config.size_of)
+        )
         self._file = HuggingFaceSource(folder, WEIGHTS)
         _check_layers(folder, config.option, self._file.specs, entries.values(), spec)
-        self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}
+        self._entries = {
+            name: entry for name, entry in entries.items() if entry.key in self._file.specs
+        }
         self.specs = {
-            name: TensorSpec(entry.shape, self._file.specs[entry.key].dtype) for name, entry in self._entries.items()
+            name: TensorSpec(entry.shape, self._file.specs[entry.key].dtype)
+            for name, entry in self._entries.items()
         }
         self.base = {name for name, entry in self._entries.items() if entry.is_base}
         """Names of base weights in `specs`; PEFT saves some of them."""
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self._entries[name]
-        is_same = entry.transform == Identity() or (entry.rows is None and entry.transform.rows_only)
+        is_same = entry.transform == Identity() or (
+            entry.rows is None and entry.transform.rows_only
+        )
         if is_same and not isinstance(entry, ExpertsEntry):
             return self._file.read(entry.key, slices)
         tensor = entry.to_internal(self._file.read(entry.key))
@@ -108,19 +132,29 @@ class AdapterSource(TensorSource):
 
 
 def write_adapter(
-    folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec, read: Callable[[str], Tensor]
+    folder: Path,
+    config: LoRAConfig,
+    model: nn.Module,
+    spec: ModelSpec,
+    read: Callable[[str], Tensor],
 ) -> None:
-    """Write a model's adapter for `peft.PeftModel.from_pretrained(base, folder)`; `folder` is created if missing.
+    """Write a model's adapter for `peft.PeftModel.from_pretrained(base, folder)`; `folder` is
+    created if missing.
 
-    `read` returns a full tensor of the converted model by name; other arguments are as in `AdapterSource`. Raise
-    `UserError` if `folder` already has an adapter, if PEFT would open other layers, or if the family's Hugging Face
-    format is missing, splits adapted layers, or fuses adapted layers with others.
+    `read` returns a full tensor of the converted model by name; other arguments are as in
+    `AdapterSource`. Raise `UserError` if `folder` already has an adapter, if PEFT would open other
+    layers, or if the family's Hugging Face format is missing, splits adapted layers, or fuses
+    adapted layers with others.
     """
     from safetensors.torch import save
 
     if (folder / CONFIG).exists():
         raise UserError(f"{folder} already has the adapter of another converter")
-    entries = {name: entry for name, entry in make_entries(model, spec, config.size_of).items() if not entry.is_base}
+    entries = {
+        name: entry
+        for name, entry in make_entries(model, spec, config.size_of).items()
+        if not entry.is_base
+    }
     parts_of: dict[str, list[str]] = {}
     for name, entry in entries.items():
         parts_of.setdefault(entry.key, []).append(name)
@@ -130,14 +164,17 @@ def write_adapter(
     }
     if refused := refused_layers(entries.values(), spec):
         names = summarize_names(sorted(refused))
-        raise UserError(f"PEFT does not open adapters of {names}; exclude them ({config.option}.exclude)")
+        raise UserError(
+            f"PEFT does not open adapters of {names}; exclude them ({config.option}.exclude)"
+        )
     of_parameters = parameter_layers(entries.values(), spec)
     if of_parameters and config.dora:
         names = summarize_names(sorted(of_parameters))
         raise UserError(f"PEFT supports no DoRA of layers that it adapts as parameters: {names}")
     if of_parameters and config.dropout:
         logger.warning(
-            "%s has lora_dropout 0 in place of %s: PEFT has no dropout for layers that it adapts as parameters: %s",
+            "%s has lora_dropout 0 in place of %s: PEFT has no dropout for layers that it adapts "
+            "as parameters: %s",
             *(folder / CONFIG, config.dropout, summarize_names(sorted(of_parameters))),
         )
     document = {
@@ -162,11 +199,16 @@ def write_adapter(
 
 
 def read_adapter(
-    folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec, model_parts: list[nn.Module]
+    folder: Path,
+    config: LoRAConfig,
+    model: nn.Module,
+    spec: ModelSpec,
+    model_parts: list[nn.Module],
 ) -> None:
-    """Load an adapter from PEFT files into `model_parts`, this process's part of the materialized model, sharded or
-    not, with base weights loaded. All processes of the default group call this together. Other arguments and errors are
-    as in `AdapterSource`; also raise `UserError` if the base weights differ."""
+    """Load an adapter from PEFT files into `model_parts`, this process's part of the materialized
+    model, sharded or not, with base weights loaded. All processes of the default group call this
+    together. Other arguments and errors are as in `AdapterSource`; also raise `UserError` if the
+    base weights differ."""
     ranks = Ranks.of_run()
     tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
 
@@ -180,8 +222,8 @@ def read_adapter(
 
 
 def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, Any]:
-    """Return adapter_config.json. Raise `UserError` if a file is missing, or if adapter_config.json has unsupported or
-    different options. The sizes of single layers are not compared."""
+    """Return adapter_config.json. Raise `UserError` if a file is missing, or if adapter_config.json
+    has unsupported or different options. The sizes of single layers are not compared."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{config.option}.adapter_path: the folder '{folder}' has no {name}")
@@ -190,24 +232,31 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, Any]:
     document = read_object(folder / CONFIG)
     for key, supported in _SUPPORTED.items():
         if document.get(key, supported[0]) not in supported:
-            raise UserError(f"{file}: {key} {document[key]!r} is not supported (only {supported[0]!r})")
+            raise UserError(
+                f"{file}: {key} {document[key]!r} is not supported (only {supported[0]!r})"
+            )
     known = {*_SETTINGS, *_SUPPORTED, *_WITHOUT_EFFECT, *_PATTERNS}
-    if unsupported := sorted(f"{key} ({value!r})" for key, value in document.items() if value and key not in known):
+    if unsupported := sorted(
+        f"{key} ({value!r})" for key, value in document.items() if value and key not in known
+    ):
         raise UserError(f"{file}: unsupported options: {summarize_names(unsupported)}")
     for key, (field, default) in _SETTINGS.items():
         saved, configured = document.get(key, default), getattr(config, field)
         if saved != configured:
             flags = {True: field, False: f"no_{field}"}
             flag = flags[saved] if isinstance(saved, bool) else f"{field} {saved}"
-            raise UserError(f"{file}: {key} is {saved}, but {option}.{field} is {configured}; set {option}.{flag}")
+            raise UserError(
+                f"{file}: {key} is {saved}, but {option}.{field} is {configured}; set "
+                f"{option}.{flag}"
+            )
     return document
 
 
 def _with_sizes_of_file(
     folder: Path, config: LoRAConfig, document: Mapping[str, Any], entries: Mapping[str, Entry]
 ) -> dict[str, Entry]:
-    """Return the entries, of fused layers as their adapters in the file are. Raise `UserError` if the file's adapters
-    have other ranks or scales than ours."""
+    """Return the entries, of fused layers as their adapters in the file are. Raise `UserError` if
+    the file's adapters have other ranks or scales than ours."""
     ranks, alphas = (_read_patterns(folder / CONFIG, document, key) for key in _PATTERNS)
     targets = document.get("target_parameters") or []
     if not isinstance(targets, list):
@@ -223,19 +272,25 @@ def _with_sizes_of_file(
         if isinstance(entry, FusedEntry) and size.rank == entry.size.rank:
             entry = replace(entry, is_shared=True)
         expected = entry.file_size(config.rslora)
-        is_equal = size.rank == expected.rank and math.isclose(size.alpha, expected.alpha, rel_tol=1e-6)
+        is_equal = size.rank == expected.rank and math.isclose(
+            size.alpha, expected.alpha, rel_tol=1e-6
+        )
         if not is_equal:
             differing.add(entry.layer)
         required[entry.layer] = entry.size if is_equal else size
         found[name] = entry
     if differing:
-        ranks_of, alphas_of = ({layer: size[i] for layer, size in required.items()} for i in range(2))
+        ranks_of, alphas_of = (
+            {layer: size[i] for layer, size in required.items()} for i in range(2)
+        )
         advice = [
             *_advice(config, "rank_pattern", find_patterns(ranks_of, config.rank)),
             *_advice(config, "alpha_pattern", find_patterns(alphas_of, config.alpha)),
         ]
         layers = summarize_names(sorted(differing))
-        raise UserError(f"{folder / CONFIG} gives other ranks or alpha to {layers}; {' and '.join(advice)}")
+        raise UserError(
+            f"{folder / CONFIG} gives other ranks or alpha to {layers}; {' and '.join(advice)}"
+        )
     return found
 
 
@@ -249,7 +304,8 @@ def _advice(config: LoRAConfig, field: str, patterns: Mapping[str, float]) -> li
 
 
 def _read_patterns(file: Path, document: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Return PEFT's numbers by pattern. Raise `UserError` for a value that PEFT would not accept."""
+    """Return PEFT's numbers by pattern. Raise `UserError` for a value that PEFT would not
+    accept."""
     patterns = document.get(key) or {}
     if not isinstance(patterns, dict):
         raise UserError(f"{file}: {key} {patterns!r} is not an object")
@@ -260,7 +316,9 @@ def _read_patterns(file: Path, document: Mapping[str, Any], key: str) -> dict[st
         try:
             re.compile(pattern)
         except re.error as error:
-            raise UserError(f"{file}: {key} has {pattern!r}, which is no regular expression: {error}") from None
+            raise UserError(
+                f"{file}: {key} has {pattern!r}, which is no regular expression: {error}"
+            ) from None
     return patterns
 
 
@@ -271,11 +329,16 @@ def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
     if name not in source.base:
         part.copy_(values)
     elif not torch.allclose(values.float(), part.cpu().float(), rtol=_ROUNDING, atol=1e-6):
-        raise UserError(f"the adapter was trained with another base model: its {name} differs from this model's")
+        raise UserError(
+            f"the adapter was trained with another base model: its {name} differs from this model's"
+        )
 
 
-def _patterns(entries: Collection[Entry], config: LoRAConfig, spec: ModelSpec) -> dict[str, dict[str, float]]:
-    """Return PEFT's options for ranks and alphas that differ from the adapter's; none if there are no others."""
+def _patterns(
+    entries: Collection[Entry], config: LoRAConfig, spec: ModelSpec
+) -> dict[str, dict[str, float]]:
+    """Return PEFT's options for ranks and alphas that differ from the adapter's; none if there are
+    no others."""
     sizes = peft_sizes(entries, spec, config.rslora)
     ranks = find_patterns({name: size.rank for name, size in sizes.items()}, config.rank)
     alphas = find_patterns({name: size.alpha for name, size in sizes.items()}, config.alpha)
@@ -290,28 +353,45 @@ def _whole_if_possible(number: float) -> float:
 
 
 def _check_layers(
-    folder: Path, option: str, saved: Mapping[str, TensorSpec], entries: Collection[Entry], spec: ModelSpec
+    folder: Path,
+    option: str,
+    saved: Mapping[str, TensorSpec],
+    entries: Collection[Entry],
+    spec: ModelSpec,
 ) -> None:
-    """Raise `UserError` if the adapter's file has other layers than the run, or missing or unexpected tensors, or
-    tensors of the wrong shape or type."""
+    """Raise `UserError` if the adapter's file has other layers than the run, or missing or
+    unexpected tensors, or tensors of the wrong shape or type."""
     expected = {entry.key: entry for entry in entries}
     run_modules = {module_of(entry.key) for entry in entries}
     saved_modules = {module_of(key) for key in saved}
     if run_modules != saved_modules:
-        differences = {"only in the file": saved_modules - run_modules, "only in the run": run_modules - saved_modules}
+        differences = {
+            "only in the file": saved_modules - run_modules,
+            "only in the run": run_modules - saved_modules,
+        }
         internal_names = map_to_internal(spec)
         described = "; ".join(
             f"{place}: {summarize_names(sorted(internal_names.get(name, name) for name in names))}"
             for place, names in differences.items()
             if names
         )
-        raise UserError(f"{folder}: the adapter has other layers than {option}.include and exclude select: {described}")
-    faults = [f"{key} is missing" for key, entry in expected.items() if key not in saved and not entry.is_base]
+        raise UserError(
+            f"{folder}: the adapter has other layers than {option}.include and exclude select: "
+            f"{described}"
+        )
+    faults = [
+        f"{key} is missing"
+        for key, entry in expected.items()
+        if key not in saved and not entry.is_base
+    ]
     for key, tensor_spec in saved.items():
         if key not in expected:
             faults.append(f"{key} is unknown")
         elif tensor_spec.shape != expected[key].file_shape:
-            faults.append(f"{key} has shape {list(tensor_spec.shape)} instead of {list(expected[key].file_shape)}")
+            faults.append(
+                f"{key} has shape {list(tensor_spec.shape)} instead of "
+                f"{list(expected[key].file_shape)}"
+            )
         elif not (tensor_spec.dtype.is_floating_point and tensor_spec.dtype.itemsize >= 2):
             faults.append(f"{key} has type {str(tensor_spec.dtype).removeprefix('torch.')}")
     if faults:

@@ -1,12 +1,13 @@
 """The tensors that PEFT's files have for the adapted layers of a model.
 
-A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table of its class
-(`ExternalFormat.class_adapter`). With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the
-magnitudes, but not A. An embedding's rows are its tokens, which are the columns of its A.
+A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table
+of its class (`ExternalFormat.class_adapter`). With W = W₀ + s·B·A, a permutation of the rows of W
+permutes the rows of B and the magnitudes, but not A. An embedding's rows are its tokens, which are
+the columns of its A.
 
-If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written as one of their
-summed rank: their A are stacked, and their B are the blocks of a block-diagonal B. In an adapter that PEFT made, all
-parts share A, and each has its rows of B.
+If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written
+as one of their summed rank: their A are stacked, and their B are the blocks of a block-diagonal B.
+In an adapter that PEFT made, all parts share A, and each has its rows of B.
 """
 
 import itertools
@@ -41,9 +42,15 @@ _PREFIX = "base_model.model."
 """Prefix of all names in the weights file."""
 
 _BASE = "base_layer.weight"
-"""Base weight of an adapted layer, which PEFT also saves if the head or the embedding is adapted."""
+"""Base weight of an adapted layer, which PEFT also saves if the head or the embedding is
+adapted."""
 
-_LINEAR = {"weight": _BASE, "lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_LINEAR = {
+    "weight": _BASE,
+    "lora_A": "lora_A.weight",
+    "lora_B": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
 _EMBEDDING = {"weight": _BASE, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 """Parameter of an adapted layer → its name in PEFT."""
 
@@ -116,7 +123,9 @@ class FusedEntry(Entry):
         if self.is_shared:
             return self.size
         n_parts = len(self.widths)
-        return Size(n_parts * self.size.rank, self.size.alpha * (math.sqrt(n_parts) if rslora else n_parts))
+        return Size(
+            n_parts * self.size.rank, self.size.alpha * (math.sqrt(n_parts) if rslora else n_parts)
+        )
 
     @property
     def file_shape(self) -> torch.Size:
@@ -141,15 +150,17 @@ class FusedEntry(Entry):
         own = blocks.pop(self.part)
         if any(block.any() for block in blocks):
             raise UserError(
-                f"{self.module} is {n_parts} layers here, and its adapter is not one of each: {self.key} is not "
-                f"block-diagonal; a rank_pattern that gives these layers rank {tensor.shape[1]} reads it"
+                f"{self.module} is {n_parts} layers here, and its adapter is not one of each: "
+                f"{self.key} is not block-diagonal; a rank_pattern that gives these layers rank "
+                f"{tensor.shape[1]} reads it"
             )
         return own
 
 
 @dataclass(frozen=True)
 class ExpertsEntry(Entry):
-    """Tensor of experts' adapters, which PEFT has in one matrix for all experts. `module` is a parameter's name."""
+    """Tensor of experts' adapters, which PEFT has in one matrix for all experts. `module` is a
+    parameter's name."""
 
     def to_external(self, tensors: list[Tensor]) -> Tensor:
         if self.rows is None:
@@ -164,15 +175,18 @@ class ExpertsEntry(Entry):
         return self.transform.to_internal([self._ranks_last(lora_B)], [self.shape])[0]
 
     def _ranks_last(self, lora_B: Tensor) -> Tensor:
-        """Exchange the last dimensions of B (E, out, rank), in the file's layout, if weights there are transposed."""
-        is_transposed = isinstance(self.transform, Permuted) and self.transform.order[-1] != len(self.shape) - 1
+        """Exchange the last dimensions of B (E, out, rank), in the file's layout, if weights there
+        are transposed."""
+        is_transposed = (
+            isinstance(self.transform, Permuted) and self.transform.order[-1] != len(self.shape) - 1
+        )
         return lora_B.mT if is_transposed else lora_B
 
 
 @dataclass(frozen=True)
 class ExchangedEntry(ExpertsEntry):
-    """Tensor of experts whose weights (inputs, outputs) PEFT takes for (outputs, inputs): its B is our A, transposed,
-    and the other way round."""
+    """Tensor of experts whose weights (inputs, outputs) PEFT takes for (outputs, inputs): its B is
+    our A, transposed, and the other way round."""
 
     def to_external(self, tensors: list[Tensor]) -> Tensor:
         if self.rows is None:
@@ -188,12 +202,21 @@ class ExchangedEntry(ExpertsEntry):
         return self.transform.to_internal([self._ranks_last(lora_B)], [self.shape])[0]
 
 
-def make_entries(model: nn.Module, spec: ModelSpec, size_of: Callable[[str], Size]) -> dict[str, Entry]:
-    """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. `size_of`
-    returns the size of the adapter of a layer or an expert's matrix. Errors are as in `write_adapter`."""
+def make_entries(
+    model: nn.Module, spec: ModelSpec, size_of: Callable[[str], Size]
+) -> dict[str, Entry]:
+    """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in
+    order. `size_of` returns the size of the adapter of a layer or an expert's matrix. Errors are as
+    in `write_adapter`."""
     plain = model_tensor_specs(spec.model)
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
-    layers = {f"{name}.{own}": module for name, module in modules for own in getattr(module, "matrices", ["weight"])}
+    modules = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)
+    ]
+    layers = {
+        f"{name}.{own}": module
+        for name, module in modules
+        for own in getattr(module, "matrices", ["weight"])
+    }
     entries: dict[str, Entry] = {}
     unsupported: list[str] = []
     for step in _class_adapter(spec).steps:
@@ -203,15 +226,19 @@ def make_entries(model: nn.Module, spec: ModelSpec, size_of: Callable[[str], Siz
         elif adapted and step.transform.rows_only:
             (name,) = adapted
             layer_name = name.removesuffix(".weight")
-            entries |= _make_layer_entries(layer_name, layers[name], step, plain[name].shape, size_of(layer_name))
+            entries |= _make_layer_entries(
+                layer_name, layers[name], step, plain[name].shape, size_of(layer_name)
+            )
         elif len(adapted) == len(step.internal) and step.transform == Concatenated(0):
-            entries |= _make_fused_entries({name: layers[name] for name in adapted}, step, plain, size_of)
+            entries |= _make_fused_entries(
+                {name: layers[name] for name in adapted}, step, plain, size_of
+            )
         elif adapted:
             unsupported.append(f"{', '.join(adapted)} ({', '.join(step.external)})")
     if unsupported:
         raise UserError(
-            "PEFT files do not support adapters of weights that the Hugging Face format splits, or fuses with weights "
-            f"that have no adapter: {summarize_names(unsupported)}"
+            "PEFT files do not support adapters of weights that the Hugging Face format splits, "
+            f"or fuses with weights that have no adapter: {summarize_names(unsupported)}"
         )
     return entries
 
@@ -223,7 +250,11 @@ def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
 
 
 def _expert_entries(
-    weight: str, experts: AdaptedExperts, step: TensorConversion, family: str, size_of: Callable[[str], Size]
+    weight: str,
+    experts: AdaptedExperts,
+    step: TensorConversion,
+    family: str,
+    size_of: Callable[[str], Size],
 ) -> dict[str, Entry]:
     (parameter,), matrix = step.external, weight.rpartition(".")[2]
     if f"{matrix}_magnitude" in experts.adapter:
@@ -235,10 +266,14 @@ def _expert_entries(
     # Llama 4's class does not say that its weights are (inputs, outputs).
     is_exchanged = family == "llama4"
     for part, rows in (("A", None), ("B", 1)):
-        key = f"{_PREFIX}{wrapper}.lora_{part.translate(_EXCHANGED) if is_exchanged else part}.weight"
+        key = (
+            f"{_PREFIX}{wrapper}.lora_{part.translate(_EXCHANGED) if is_exchanged else part}.weight"
+        )
         shape = experts.get_parameter(f"{matrix}_{part}").shape
         entry_class = ExchangedEntry if is_exchanged else ExpertsEntry
-        entries[f"{weight}_{part}"] = entry_class(parameter, key, shape, step.transform, rows, weight, size_of(weight))
+        entries[f"{weight}_{part}"] = entry_class(
+            parameter, key, shape, step.transform, rows, weight, size_of(weight)
+        )
     return entries
 
 
@@ -252,7 +287,8 @@ def _make_fused_entries(
     sizes = {name: size_of(name.removesuffix(".weight")) for name in layers}
     if len(set(sizes.values())) > 1:
         raise UserError(
-            f"PEFT files need the same rank and alpha for layers that the Hugging Face format fuses: {', '.join(sizes)}"
+            "PEFT files need the same rank and alpha for layers that the Hugging Face format "
+            f"fuses: {', '.join(sizes)}"
         )
     return {
         name: FusedEntry(**vars(entry), part=part, widths=widths)
@@ -272,8 +308,11 @@ def _make_layer_entries(
     shapes = {parameter: layer.get_parameter(parameter).shape for parameter in layer.adapter}
     (row_features, _), module = features["weight"], step.external[0].removesuffix(".weight")
     entries: dict[str, Entry] = {}
-    for parameter, shape in {**shapes, "weight": plain_shape}.items():  # a 4-bit layer has no parameter `weight`
-        rows = features[parameter].index(row_features) if row_features in features[parameter] else None
+    # a 4-bit layer has no parameter `weight`
+    for parameter, shape in {**shapes, "weight": plain_shape}.items():
+        rows = (
+            features[parameter].index(row_features) if row_features in features[parameter] else None
+        )
         key = f"{_PREFIX}{module}.{keys[parameter]}"
         is_router = isinstance(layer, AdaptedRouter)
         entries[f"{name}.{parameter}"] = Entry(
@@ -286,7 +325,9 @@ def map_to_internal(spec: ModelSpec) -> dict[str, str]:
     """Return Hugging Face's layer name → our name (or multiple names for a fused layer)."""
     steps = _class_adapter(spec).steps
     return {
-        external.removesuffix(".weight"): " and ".join(internal.removesuffix(".weight") for internal in step.internal)
+        external.removesuffix(".weight"): " and ".join(
+            internal.removesuffix(".weight") for internal in step.internal
+        )
         for step in steps
         for external in step.external
     }
@@ -299,21 +340,27 @@ def module_of(key: str) -> str:
 
 
 def parameter_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
-    """Return the layers, by Hugging Face's names, whose weights peft adapts as parameters: those that it takes for
-    experts if `target_modules` has them, and routers, most of which are no linear layers there."""
+    """Return the layers, by Hugging Face's names, whose weights peft adapts as parameters: those
+    that it takes for experts if `target_modules` has them, and routers, most of which are no linear
+    layers there."""
     entries = list(entries)
     routers = {entry.module for entry in entries if entry.is_router}
     return _layers_named(REWRITTEN_NAMES, entries, spec) | routers
 
 
 def refused_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
-    """Return the layers, by Hugging Face's names, that peft refuses to adapt in this model, or does not find again."""
+    """Return the layers, by Hugging Face's names, that peft refuses to adapt in this model, or does
+    not find again."""
     entries = list(entries)
     lost = _class_adapter(spec).lost_in_peft
-    return _layers_named(REFUSED_NAMES, entries, spec) | {e.module for e in entries if f"{e.module}.weight" in lost}
+    return _layers_named(REFUSED_NAMES, entries, spec) | {
+        e.module for e in entries if f"{e.module}.weight" in lost
+    }
 
 
-def _layers_named(names_of_type: Mapping[str, frozenset[str]], entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
+def _layers_named(
+    names_of_type: Mapping[str, frozenset[str]], entries: Iterable[Entry], spec: ModelSpec
+) -> set[str]:
     """Return the layers whose last part is among the names of the model's type."""
     model_type = format_for(spec, "hf").to_external(spec.model).get("model_type")
     names = names_of_type.get(str(model_type), frozenset())
@@ -322,17 +369,20 @@ def _layers_named(names_of_type: Mapping[str, frozenset[str]], entries: Iterable
 
 
 def peft_sizes(entries: Collection[Entry], spec: ModelSpec, rslora: bool) -> dict[str, Size]:
-    """Return the sizes of the file's adapters, by the names that PEFT's patterns match: of layers, or of parameters."""
+    """Return the sizes of the file's adapters, by the names that PEFT's patterns match: of layers,
+    or of parameters."""
     of_parameters = parameter_layers(entries, spec)
     return {
-        f"{entry.module}.weight" if entry.module in of_parameters else entry.module: entry.file_size(rslora)
+        f"{entry.module}.weight"
+        if entry.module in of_parameters
+        else entry.module: entry.file_size(rslora)
         for entry in entries
     }
 
 
 def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[str]]:
-    """Return PEFT's `target_modules` and, if there are any, its `target_parameters`: those of experts, and the weights
-    of `parameter_layers`."""
+    """Return PEFT's `target_modules` and, if there are any, its `target_parameters`: those of
+    experts, and the weights of `parameter_layers`."""
     of_parameters = parameter_layers(entries, spec)
     parameters = {entry.module for entry in entries if isinstance(entry, ExpertsEntry)}
     modules = {entry.module for entry in entries} - parameters - of_parameters
@@ -344,11 +394,14 @@ def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[
 
 
 def _find_target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
-    """Return PEFT's `target_modules`. The last part of a name matches all modules with this suffix; if only some of
-    them are adapted, return the full names of these."""
+    """Return PEFT's `target_modules`. The last part of a name matches all modules with this suffix;
+    if only some of them are adapted, return the full names of these."""
     names = [name.removesuffix(".weight") for name in _class_adapter(spec).external_names]
-    # With modules that contain others: the last part of `layers.0.mlp.2` is that of `layers.2`, too.
-    modules_around = {around for name in names for around in itertools.accumulate(name.split("."), "{}.{}".format)}
+    # With modules that contain others: the last part of `layers.0.mlp.2` is that of `layers.2`,
+    # too.
+    modules_around = {
+        around for name in names for around in itertools.accumulate(name.split("."), "{}.{}".format)
+    }
     last_parts: dict[str, set[str]] = {}
     for module in modules_around:
         last_parts.setdefault(module.rpartition(".")[2], set()).add(module)

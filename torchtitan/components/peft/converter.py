@@ -34,13 +34,21 @@ EXPORTED = "adapter"
 
 
 class LoRA(LayerConverter):
-    """Low-rank adapters on linear layers and, if included, on the embedding, routed experts and routers."""
+    """Low-rank adapters on linear layers and, if included, on the embedding, routed experts and
+    routers."""
 
     changes_weights: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
     converts_head: ClassVar[bool] = True
-    run_options: ClassVar[frozenset[str]] = frozenset({"include", "exclude", "dropout", "adapter_path"})
-    layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Embedding, StackedExperts, LinearRouter)
+    run_options: ClassVar[frozenset[str]] = frozenset(
+        {"include", "exclude", "dropout", "adapter_path"}
+    )
+    layer_types: ClassVar[tuple[type[nn.Module], ...]] = (
+        nn.Linear,
+        nn.Embedding,
+        StackedExperts,
+        LinearRouter,
+    )
 
     linear_class: ClassVar[type[LoRALinear]] = LoRALinear
     """Class of adapted linear layers."""
@@ -49,10 +57,12 @@ class LoRA(LayerConverter):
     class Config(LayerConverter.Config):
         """Size and location of adapters."""
 
-        include: list[str] = field(default_factory=lambda: [r"\.\d+\.(?!.*\bexperts$|moe\.router$)"])
-        """Regular expressions searched in the layers' names (layers.0.attention.wq, layers.0.moe.experts,
-        layers.0.moe.router, head.output, tok_embeddings); matching layers get an adapter. Default: all linear layers
-        inside the blocks."""
+        include: list[str] = field(
+            default_factory=lambda: [r"\.\d+\.(?!.*\bexperts$|moe\.router$)"]
+        )
+        """Regular expressions searched in the layers' names (layers.0.attention.wq,
+        layers.0.moe.experts, layers.0.moe.router, head.output, tok_embeddings); matching layers get
+        an adapter. Default: all linear layers inside the blocks."""
 
         rank: int = 16
         """Rank of the adapters, at most the smaller dimension of every adapted layer."""
@@ -61,8 +71,9 @@ class LoRA(LayerConverter):
         """Adapter outputs are scaled by alpha / rank."""
 
         rank_pattern: list[str] = field(default_factory=list)
-        """Ranks of some layers, as NAME=RANK: a regular expression of the last parts of the layers' names, and of an
-        expert's matrices (attention.wq=8, experts.w13=32). The first match counts; others have `rank`."""
+        """Ranks of some layers, as NAME=RANK: a regular expression of the last parts of the layers'
+        names, and of an expert's matrices (attention.wq=8, experts.w13=32). The first match counts;
+        others have `rank`."""
 
         alpha_pattern: list[str] = field(default_factory=list)
         """Values of alpha of some layers, as NAME=ALPHA, in the same way (attention.wq=16)."""
@@ -77,8 +88,9 @@ class LoRA(LayerConverter):
         """Train the magnitude of each row of the weights separately from its direction (DoRA)."""
 
         adapter_path: str = ""
-        """Folder with a PEFT adapter (adapter_model.safetensors, adapter_config.json) to start from, with the same
-        layers, rank, alpha and kind. Empty: a new adapter, which has no effect initially."""
+        """Folder with a PEFT adapter (adapter_model.safetensors, adapter_config.json) to start
+        from, with the same layers, rank, alpha and kind. Empty: a new adapter, which has no effect
+        initially."""
 
         def size_of(self, name: str) -> Size:
             """Return the size of the adapter of a layer, or of an expert's matrix."""
@@ -86,19 +98,25 @@ class LoRA(LayerConverter):
             return Size(int(rank), look_up(self.patterns("alpha_pattern"), name, self.alpha))
 
         def patterns(self, option: str) -> dict[str, float]:
-            """Return the values of `rank_pattern` or `alpha_pattern`. Raise `UserError` for other forms."""
+            """Return the values of `rank_pattern` or `alpha_pattern`. Raise `UserError` for other
+            forms."""
             name = f"{self.option}.{option}"
             entries = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
             patterns: dict[str, float] = {}
             for entry in entries[option]:
                 pattern, _, text = entry.rpartition("=")
                 if not pattern or pattern in patterns:
-                    raise UserError(f"{name}: {entry!r} must be NAME=NUMBER, such as attention.wq=8, with a new NAME")
+                    raise UserError(
+                        f"{name}: {entry!r} must be NAME=NUMBER, such as attention.wq=8, with a "
+                        "new NAME"
+                    )
                 try:
                     re.compile(pattern)
                     patterns[pattern] = int(text) if option == "rank_pattern" else float(text)
                 except re.error as error:
-                    raise UserError(f"{name}: {pattern!r} is not a regular expression: {error}") from None
+                    raise UserError(
+                        f"{name}: {pattern!r} is not a regular expression: {error}"
+                    ) from None
                 except ValueError:
                     raise UserError(f"{name}: {text!r} in {entry!r} is not a number") from None
             return patterns
@@ -106,13 +124,20 @@ class LoRA(LayerConverter):
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
             option = self.option
-            require(1 <= self.rank <= _MAX_RANK, f"{option}.rank", self.rank, f"from 1 to {_MAX_RANK}")
+            require(
+                1 <= self.rank <= _MAX_RANK, f"{option}.rank", self.rank, f"from 1 to {_MAX_RANK}"
+            )
             require(0 < self.alpha < math.inf, f"{option}.alpha", self.alpha, "a number above 0")
             for pattern, rank in self.patterns("rank_pattern").items():
                 name = f"{option}.rank_pattern {pattern}"
                 require(1 <= rank <= _MAX_RANK, name, rank, f"from 1 to {_MAX_RANK}")
             for pattern, alpha in self.patterns("alpha_pattern").items():
-                require(0 < alpha < math.inf, f"{option}.alpha_pattern {pattern}", alpha, "a number above 0")
+                require(
+                    0 < alpha < math.inf,
+                    f"{option}.alpha_pattern {pattern}",
+                    alpha,
+                    "a number above 0",
+                )
             require(0 <= self.dropout < 1, f"{option}.dropout", self.dropout, "in [0, 1)")
 
     config: Config
@@ -134,8 +159,12 @@ class LoRA(LayerConverter):
         is_tied = is_head_tied(model)
         for name, layer in selected.items():
             if is_tied and isinstance(layer, nn.Embedding):
-                raise self._layer_error(name, "it shares its weights with the output head (--model.tie_embeddings)")
-        self._check_patterns([adapted for name, layer in selected.items() for adapted in matrices_of(name, layer)])
+                raise self._layer_error(
+                    name, "it shares its weights with the output head (--model.tie_embeddings)"
+                )
+        self._check_patterns(
+            [adapted for name, layer in selected.items() for adapted in matrices_of(name, layer)]
+        )
         return selected
 
     def _check_patterns(self, names: list[str]) -> None:
@@ -144,8 +173,8 @@ class LoRA(LayerConverter):
             for pattern in self.config.patterns(option):
                 if not any(is_match(pattern, name) for name in names):
                     raise UserError(
-                        f"{self.config.option}.{option}: {pattern!r} matches the end of no adapted layer's name: "
-                        f"{summarize_names(sorted(names))}"
+                        f"{self.config.option}.{option}: {pattern!r} matches the end of no adapted "
+                        f"layer's name: {summarize_names(sorted(names))}"
                     )
 
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
@@ -153,23 +182,35 @@ class LoRA(LayerConverter):
         assert isinstance(layer, self.layer_types)
         for matrix, weight in matrices_of(name, layer).items():
             # Of stacked experts, those of one, as a matrix.
-            shape = tuple(weight.flatten(1, -2).shape[1:] if isinstance(layer, StackedExperts) else weight.shape)
+            shape = tuple(
+                weight.flatten(1, -2).shape[1:]
+                if isinstance(layer, StackedExperts)
+                else weight.shape
+            )
             rank = config.size_of(matrix).rank
             if rank > min(shape):
                 reason = f"rank {rank} is larger than the smaller dimension of its weights, {shape}"
-                raise self._layer_error(name, reason, advice=f"set rank to at most {min(shape)}, or ")
+                raise self._layer_error(
+                    name, reason, advice=f"set rank to at most {min(shape)}, or "
+                )
         if config.dora and isinstance(layer, nn.Embedding):
             raise self._layer_error(name, "DoRA supports only linear layers")
         if config.dropout and not isinstance(layer, (nn.Linear, LinearRouter)):
             raise self._layer_error(name, f"dropout {config.dropout} supports only linear layers")
         if config.dropout and name == HEAD:
-            reason = f"dropout {config.dropout} cannot apply to the head's inputs, since the loss reads its weights"
+            reason = (
+                f"dropout {config.dropout} cannot apply to the head's inputs, since the loss reads "
+                "its weights"
+            )
             raise self._layer_error(name, reason)
         return ""
 
     def _layer_error(self, name: str, reason: str, *, advice: str = "") -> UserError:
         option = self.config.option
-        return UserError(f"{option}: {name} cannot have an adapter: {reason}; {advice}exclude it ({option}.exclude)")
+        return UserError(
+            f"{option}: {name} cannot have an adapter: {reason}; {advice}exclude it "
+            f"({option}.exclude)"
+        )
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         config = self.config
@@ -181,11 +222,15 @@ class LoRA(LayerConverter):
         size = config.size_of(name)
         scaling = size.scaling(config.rslora)
         if isinstance(layer, LinearRouter):
-            return adapt_router(layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora)
+            return adapt_router(
+                layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora
+            )
         if isinstance(layer, nn.Embedding):
             return LoRAEmbedding(layer, rank=size.rank, scaling=scaling)
         assert isinstance(layer, nn.Linear)
-        return self.linear_class(layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora)
+        return self.linear_class(
+            layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora
+        )
 
     def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
         path = self.config.adapter_path
@@ -206,12 +251,15 @@ class LoRA(LayerConverter):
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Record the names of all trained parameters, including those outside this adapter."""
-        self._trained.update(*gather_objects([name for part in model_parts for name in trained_names(part)]))
+        self._trained.update(
+            *gather_objects([name for part in model_parts for name in trained_names(part)])
+        )
 
     def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write the adapter in PEFT format into `adapter`; log a warning if other parameters were trained too."""
+        """Write the adapter in PEFT format into `adapter`; log a warning if other parameters were
+        trained too."""
         adapted = converted_model(spec.model, [self])
         try:
             check_complete(adapted, self._trained.union(trained_names(model)))
@@ -221,7 +269,8 @@ class LoRA(LayerConverter):
 
 
 class QLoRA(LoRA):
-    """Low-rank adapters on linear layers with 4-bit weights. An adapted embedding keeps its precision."""
+    """Low-rank adapters on linear layers with 4-bit weights. An adapted embedding keeps its
+    precision."""
 
     linear_class = QLoRALinear
 
@@ -234,17 +283,24 @@ class QLoRA(LoRA):
 
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         if isinstance(layer, StackedExperts):
-            raise self._layer_error(name, "4-bit weights of routed experts are not supported; LoRA adapts them")
+            raise self._layer_error(
+                name, "4-bit weights of routed experts are not supported; LoRA adapts them"
+            )
         if isinstance(layer, LinearRouter):
-            raise self._layer_error(name, "4-bit weights of routers are not supported; LoRA adapts them")
+            raise self._layer_error(
+                name, "4-bit weights of routers are not supported; LoRA adapts them"
+            )
         if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
-            reason = f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
+            reason = (
+                f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
+            )
             raise self._layer_error(name, reason)
         return super().reason_to_skip(name, layer)
 
 
 def matrices_of(name: str, layer: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Return the weights of a layer that get adapters of their own, by the names that patterns match."""
+    """Return the weights of a layer that get adapters of their own, by the names that patterns
+    match."""
     if isinstance(layer, StackedExperts):
         return {f"{name}.{matrix}": layer.get_parameter(matrix) for matrix in layer.matrices}
     return {name: layer.get_parameter("weight")}
@@ -253,4 +309,7 @@ def matrices_of(name: str, layer: nn.Module) -> Mapping[str, nn.Parameter]:
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:
     """Raise `UserError` if a run `trained` parameters outside the adapter in `adapted`."""
     if others := sorted(trained.difference(trained_names(adapted))):
-        raise UserError(f"PEFT files hold only one adapter, but other weights were trained: {summarize_names(others)}")
+        raise UserError(
+            "PEFT files hold only one adapter, but other weights were trained: "
+            f"{summarize_names(others)}"
+        )

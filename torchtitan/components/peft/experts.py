@@ -10,13 +10,20 @@ from torch import Tensor, nn
 from torchtitan.components.peft.lora import AdaptedLayer, row_scale
 from torchtitan.distributed.gradients import row_norms
 from torchtitan.protocols.experts import StackedExperts
-from torchtitan.protocols.initializer import Constant, DerivedRows, Initializer, Uniform, initializer_of
+from torchtitan.protocols.initializer import (
+    Constant,
+    DerivedRows,
+    Initializer,
+    Uniform,
+    initializer_of,
+)
 
 
 class AdaptedExperts(AdaptedLayer, StackedExperts):
-    """A mixin before a class of experts, which adapts each of their `matrices`: `w` (E, …, out, in), frozen, gets `w_A`
-    (E, rank, in), `w_B` (E, …, out, rank) and, with DoRA, `w_magnitude` (E, …, out). As in PEFT, the gate and up of an
-    expert share A. `scalings` has the factor of each matrix's adapter."""
+    """A mixin before a class of experts, which adapts each of their `matrices`: `w` (E, …, out,
+    in), frozen, gets `w_A` (E, rank, in), `w_B` (E, …, out, rank) and, with DoRA, `w_magnitude` (E,
+    …, out). As in PEFT, the gate and up of an expert share A. `scalings` has the factor of each
+    matrix's adapter."""
 
     scalings: Mapping[str, float]
 
@@ -40,20 +47,25 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
         added = added * self.scalings[name]
         if f"{name}_magnitude" not in self.adapter:
             return base + added
-        scale_E = self._scale(name, {key: getattr(self, key) for key in (name, *self.adapter)}).flatten(1)
+        scale_E = self._scale(
+            name, {key: getattr(self, key) for key in (name, *self.adapter)}
+        ).flatten(1)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         scale_R = scale_E.repeat_interleave(counts_E, dim=0, output_size=len(rows_RI))
         return base + (scale_R - 1).to(base.dtype) * base + scale_R.to(base.dtype) * added
 
     def _add_adapter(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
-        weight, lora_A, lora_B = (own[key].to(own[name].dtype) for key in (name, f"{name}_A", f"{name}_B"))
+        weight, lora_A, lora_B = (
+            own[key].to(own[name].dtype) for key in (name, f"{name}_A", f"{name}_B")
+        )
         rows, scaling = weight.flatten(1, -2), self.scalings[name]
         return torch.baddbmm(rows, lora_B.flatten(1, -2), lora_A, alpha=scaling).view_as(weight)
 
     def _scale(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
         norms = row_norms(self._add_adapter(name, own).detach())
         if self.width_group is not None and self.hidden_dims[f"{name}_A"] is not None:
-            dist.all_reduce(norms.square_(), group=self.width_group)  # of this rank's part of each row
+            # of this rank's part of each row
+            dist.all_reduce(norms.square_(), group=self.width_group)
             norms.sqrt_()
         return row_scale(own[f"{name}_magnitude"], norms)
 
@@ -61,7 +73,8 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
 def adapt_experts(
     experts: StackedExperts, *, ranks: Mapping[str, int], scalings: Mapping[str, float], dora: bool
 ) -> AdaptedExperts:
-    """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class. Return them.
+    """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class.
+    Return them.
 
     `ranks` and `scalings` have an entry for each of the `matrices`."""
     experts.requires_grad_(False)
@@ -78,13 +91,18 @@ def adapt_experts(
         if dora:
             start = initializer_of(experts, name)
             norms = DerivedRows(
-                name, weight.shape, start, lambda rows: row_norms(rows.to(next(experts.parameters()).dtype).float())
+                name,
+                weight.shape,
+                start,
+                lambda rows: row_norms(rows.to(next(experts.parameters()).dtype).float()),
             )
             added["magnitude"] = rows, norms, dim_B
         for part, (shape, start, split_dim) in added.items():
             experts.register_parameter(f"{name}_{part}", nn.Parameter(weight.new_empty(shape)))
             starts[f"{name}_{part}"], split_dims[f"{name}_{part}"] = start, split_dim
-    experts.__class__ = type(f"Adapted{type(experts).__name__}", (AdaptedExperts, type(experts)), {})
+    experts.__class__ = type(
+        f"Adapted{type(experts).__name__}", (AdaptedExperts, type(experts)), {}
+    )
     assert isinstance(experts, AdaptedExperts)
     experts.scalings = dict(scalings)
     experts.is_adapted = True

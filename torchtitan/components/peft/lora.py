@@ -1,9 +1,9 @@
-"""Low-rank adapters next to frozen weights: LoRA (Hu et al. 2021, arXiv:2106.09685), rsLoRA's scale (Kalajdzievski
-2023, arXiv:2312.03732), DoRA (Liu et al. 2024, arXiv:2402.09353), and QLoRA (Dettmers et al. 2023, arXiv:2305.14314),
-which keeps the frozen weights in 4 bits.
+"""Low-rank adapters next to frozen weights: LoRA (Hu et al. 2021, arXiv:2106.09685), rsLoRA's scale
+(Kalajdzievski 2023, arXiv:2312.03732), DoRA (Liu et al. 2024, arXiv:2402.09353), and QLoRA
+(Dettmers et al. 2023, arXiv:2305.14314), which keeps the frozen weights in 4 bits.
 
-An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. DoRA trains the length of each row, its
-magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
+An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. DoRA trains the length
+of each row, its magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
 """
 
 import contextlib
@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchtitan.components.quantization.nf4 import NF4, pack, quantized_linear, unpack, unpack_weight
+from torchtitan.components.quantization.nf4 import (
+    NF4,
+    pack,
+    quantized_linear,
+    unpack,
+    unpack_weight,
+)
 from torchtitan.distributed.gradients import redistribute_like, row_norms
 from torchtitan.protocols.initializer import (
     Constant,
@@ -33,8 +39,9 @@ from torchtitan.protocols.sharding import with_features
 
 
 class AdaptedLayer(ConvertedModule):
-    """A layer with the frozen parameters of the plain layer and an adapter with the trained parameters `lora_A` and
-    `lora_B`. `adapter` names all trained parameters; `scaling` multiplies the adapter's output."""
+    """A layer with the frozen parameters of the plain layer and an adapter with the trained
+    parameters `lora_A` and `lora_B`. `adapter` names all trained parameters; `scaling` multiplies
+    the adapter's output."""
 
     weight: Tensor
     lora_A: nn.Parameter
@@ -49,7 +56,11 @@ class AdaptedLayer(ConvertedModule):
 
     @property
     def derived(self) -> Mapping[str, DerivedRows]:
-        return {name: start for name, start in initializers_of(self).items() if isinstance(start, DerivedRows)}
+        return {
+            name: start
+            for name, start in initializers_of(self).items()
+            if isinstance(start, DerivedRows)
+        }
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -75,18 +86,21 @@ class AdaptedLayer(ConvertedModule):
 
     @abstractmethod
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
-        """Return the adapted matrix in the type of the plain `weight`; `adapter` has the trained parameters by name."""
+        """Return the adapted matrix in the type of the plain `weight`; `adapter` has the trained
+        parameters by name."""
 
     def _add_initializers(self, **initializers: Initializer) -> None:
         with_initializers(self, **initializers_of(self), **initializers)
 
 
 class LoRALinear(AdaptedLayer, nn.Linear):
-    """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; for DoRA, see `forward`.
+    """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; for DoRA, see
+    `forward`.
 
-    Parameters: `weight` (out, in) and, if present, `bias` (out,), both frozen; `lora_A` (rank, in) and `lora_B` (out,
-    rank); with `dora`, `magnitude` (out,), which is trained too. The plain layer's parameters, with their initializers,
-    are reused and frozen. `scaling` multiplies the adapter's output; `dropout` is the probability for its inputs."""
+    Parameters: `weight` (out, in) and, if present, `bias` (out,), both frozen; `lora_A` (rank, in)
+    and `lora_B` (out, rank); with `dora`, `magnitude` (out,), which is trained too. The plain
+    layer's parameters, with their initializers, are reused and frozen. `scaling` multiplies the
+    adapter's output; `dropout` is the probability for its inputs."""
 
     magnitude: nn.Parameter | None
 
@@ -99,17 +113,23 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.bias = linear.bias
         if linear.bias is not None:
             linear.bias.requires_grad_(False)
-            self._add_initializers(**{name: x for name, x in initializers_of(linear).items() if name == "bias"})
+            self._add_initializers(
+                **{name: x for name, x in initializers_of(linear).items() if name == "bias"}
+            )
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
         # As in peft: A starts like a linear layer in torch, Kaiming uniform with a = √5.
-        self._add_initializers(lora_A=Uniform(-(self.in_features**-0.5), self.in_features**-0.5), lora_B=Constant(0.0))
+        self._add_initializers(
+            lora_A=Uniform(-(self.in_features**-0.5), self.in_features**-0.5), lora_B=Constant(0.0)
+        )
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
         self.register_parameter("magnitude", None)
         if dora:
             self.adapter += ("magnitude",)
             self.magnitude = nn.Parameter(plain.new_empty(self.out_features))
-            start = DerivedRows("weight", plain.shape, _weight_initializer(linear), self._base_row_norms)
+            start = DerivedRows(
+                "weight", plain.shape, _weight_initializer(linear), self._base_row_norms
+            )
             self._add_initializers(magnitude=start)
             with_features(self, magnitude=("out",))
 
@@ -124,15 +144,17 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
     def base_rows(self, rows: Tensor) -> Tensor:
-        """Return rows of the plain weight, (n, in) in float32, rounded to this layer's storage precision."""
+        """Return rows of the plain weight, (n, in) in float32, rounded to this layer's storage
+        precision."""
         return rows.to(self.weight.dtype).float()
 
     def _base_row_norms(self, rows: Tensor) -> Tensor:
         return row_norms(self.base_rows(rows))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in) to (..., out). DoRA is computed as a change of the plain layer's output, so that the initial
-        output is exactly the same. As in peft, dropout applies to the whole change."""
+        """Map (..., in) to (..., out). DoRA is computed as a change of the plain layer's output, so
+        that the initial output is exactly the same. As in peft, dropout applies to the whole
+        change."""
         base = self.base_output(x)
         if not self.is_adapted:
             return base
@@ -147,16 +169,24 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         product = base if inputs is x else self.base_output(redistribute_like(inputs, x))
         if self.bias is not None:
             product = product - self.bias
-        return _add_product(base + (scale - 1).to(base.dtype) * product, down, scale.to(base.dtype)[:, None] * lora_B)
+        return _add_product(
+            base + (scale - 1).to(base.dtype) * product,
+            down,
+            scale.to(base.dtype)[:, None] * lora_B,
+        )
 
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         adapted = self._add_adapter(weight, adapter["lora_A"], adapter["lora_B"])
         if self.magnitude is None:
             return adapted
-        return (row_scale(adapter["magnitude"], row_norms(adapted.detach()))[:, None] * adapted).to(adapted.dtype)
+        return (row_scale(adapter["magnitude"], row_norms(adapted.detach()))[:, None] * adapted).to(
+            adapted.dtype
+        )
 
     def _add_adapter(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
-        return torch.addmm(weight, lora_B.to(weight.dtype), lora_A.to(weight.dtype), alpha=self.scaling)
+        return torch.addmm(
+            weight, lora_B.to(weight.dtype), lora_A.to(weight.dtype), alpha=self.scaling
+        )
 
     def extra_repr(self) -> str:
         adapter = f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
@@ -164,8 +194,9 @@ class LoRALinear(AdaptedLayer, nn.Linear):
 
 
 class QLoRALinear(LoRALinear):
-    """A `LoRALinear` with the three frozen tensors of `NF4` instead of `weight`: `packed` (out, in / 2), `scales` (out,
-    in / 64) and `scale_ranges` (out, 8), all uint8. Products are computed in the type of the inputs."""
+    """A `LoRALinear` with the three frozen tensors of `NF4` instead of `weight`: `packed` (out, in
+    / 2), `scales` (out, in / 64) and `scale_ranges` (out, 8), all uint8. Products are computed in
+    the type of the inputs."""
 
     packed: nn.Parameter
     scales: nn.Parameter
@@ -175,7 +206,9 @@ class QLoRALinear(LoRALinear):
         plain, start = linear.weight, _weight_initializer(linear)
         for name, tensor in pack(plain)._asdict().items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-            self._add_initializers(**{name: DerivedRows("weight", plain.shape, start, partial(_pack_tensor, name))})
+            self._add_initializers(
+                **{name: DerivedRows("weight", plain.shape, start, partial(_pack_tensor, name))}
+            )
         with_features(self, packed=("out", "in"), scales=("out", "in"), scale_ranges=("out", None))
 
     def base_weight(self) -> Tensor:
@@ -193,12 +226,14 @@ class QLoRALinear(LoRALinear):
         return super().plain_state({**own, "weight": unpack(*form, torch.float32)})
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-        """Return bfloat16, which is exact for values of the 4-bit weight; the bias keeps its type."""
+        """Return bfloat16, which is exact for values of the 4-bit weight; the bias keeps its
+        type."""
         return {"weight": torch.bfloat16, **({"bias": own["bias"].dtype} if "bias" in own else {})}
 
 
 def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return `y + x weightᵀ`, (..., out), in one pass over `y`. DTensors have none: flattening would gather them."""
+    """Return `y + x weightᵀ`, (..., out), in one pass over `y`. DTensors have none: flattening
+    would gather them."""
     if isinstance(x, DTensor):
         return y + F.linear(x, weight)
     return torch.addmm(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), weight.T).view_as(y)
@@ -212,8 +247,8 @@ def _pack_tensor(name: str, rows: Tensor) -> Tensor:
 class LoRAEmbedding(AdaptedLayer, nn.Embedding):
     """An embedding of V tokens in D features with an adapter: the rows of `W + scaling · (B A)ᵀ`.
 
-    Parameters: `weight` (V, D), the plain layer's frozen weight with its initializer; `lora_A` (rank, V) and `lora_B`
-    (D, rank).
+    Parameters: `weight` (V, D), the plain layer's frozen weight with its initializer; `lora_A`
+    (rank, V) and `lora_B` (D, rank).
     """
 
     def __init__(self, embedding: nn.Embedding, *, rank: int, scaling: float):
@@ -242,13 +277,18 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         return torch.addmm(weight, lora_A.T, lora_B.T, alpha=self.scaling)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, rank={self.rank}, scaling={self.scaling:g}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, rank={self.rank}, "
+            f"scaling={self.scaling:g}"
+        )
 
 
 @contextlib.contextmanager
 def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Compute with the base model inside the block: adapted layers leave out their adapters."""
-    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, AdaptedLayer)]
+    layers = [
+        layer for part in parts for layer in part.modules() if isinstance(layer, AdaptedLayer)
+    ]
     for layer in layers:
         layer.is_adapted = False
     try:
@@ -259,21 +299,23 @@ def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def row_scale(magnitude: Tensor, lengths: Tensor) -> Tensor:
-    """Return the scale of each row of an adapted matrix, (…, out) in float32, from the rows' norms, which are constants
-    in the backward pass (DoRA, section 4.3): rounded like the magnitude, so equal values cancel. Zero rows stay
-    zero."""
+    """Return the scale of each row of an adapted matrix, (…, out) in float32, from the rows' norms,
+    which are constants in the backward pass (DoRA, section 4.3): rounded like the magnitude, so
+    equal values cancel. Zero rows stay zero."""
     lengths = lengths.to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 
 
 def _weight_initializer(layer: nn.Module) -> Initializer | None:
-    """Return the initial distribution of a plain layer's weight; None if the model supplies its values."""
+    """Return the initial distribution of a plain layer's weight; None if the model supplies its
+    values."""
     return initializers_of(layer).get("weight")
 
 
 def _apply_dropout(x: Tensor, probability: float) -> Tensor:
-    """Apply dropout to a layer's inputs (B, L, in). Under tensor parallelism, each rank draws a mask for its own shard
-    or, if the inputs are replicated, for its part of the sequence, so that all replicas get the same mask."""
+    """Apply dropout to a layer's inputs (B, L, in). Under tensor parallelism, each rank draws a
+    mask for its own shard or, if the inputs are replicated, for its part of the sequence, so that
+    all replicas get the same mask."""
     if not isinstance(x, DTensor):
         return F.dropout(x, probability)
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
@@ -282,7 +324,8 @@ def _apply_dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _look_up(tokens: Tensor, table: Tensor) -> Tensor:
-    """Return rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism, the ranks' partial results are
-    reduce-scattered along the sequence immediately, since PyTorch cannot multiply such partial sums."""
+    """Return rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism, the ranks'
+    partial results are reduce-scattered along the sequence immediately, since PyTorch cannot
+    multiply such partial sums."""
     rows = F.embedding(tokens, table)
     return rows.redistribute(placements=[Shard(1)]) if isinstance(rows, DTensor) else rows

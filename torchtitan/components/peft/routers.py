@@ -15,8 +15,9 @@ from torchtitan.protocols.sharding import with_features
 
 
 class AdaptedRouter(AdaptedLayer, LinearRouter):
-    """A mixin before a class of routers, which adapts their `weight` (E, dim), frozen like their other parameters, with
-    `lora_A` (rank, dim), `lora_B` (E, rank) and, with DoRA, `magnitude` (E,)."""
+    """A mixin before a class of routers, which adapts their `weight` (E, dim), frozen like their
+    other parameters, with `lora_A` (rank, dim), `lora_B` (E, rank) and, with DoRA, `magnitude`
+    (E,)."""
 
     weight: nn.Parameter
     dropout: float
@@ -24,7 +25,11 @@ class AdaptedRouter(AdaptedLayer, LinearRouter):
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain = {name: own[name] for name in self.plain_types(own)}
-        return plain | {"weight": self._merge(own["weight"].float(), {key: own[key].float() for key in self.adapter})}
+        return plain | {
+            "weight": self._merge(
+                own["weight"].float(), {key: own[key].float() for key in self.adapter}
+            )
+        }
 
     def logits(self, x_BLD: Tensor) -> Tensor:
         base = super().logits(x_BLD)
@@ -35,7 +40,9 @@ class AdaptedRouter(AdaptedLayer, LinearRouter):
         added = F.linear(F.linear(inputs, self.lora_A.float()), self.lora_B.float()) * self.scaling
         if self.magnitude is None:
             return base + added
-        scale_E = self._scale(self.weight.float(), self.lora_A.float(), self.lora_B.float(), self.magnitude)
+        scale_E = self._scale(
+            self.weight.float(), self.lora_A.float(), self.lora_B.float(), self.magnitude
+        )
         return base + (scale_E - 1) * F.linear(inputs, self.weight.float()) + scale_E * added
 
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
@@ -50,8 +57,11 @@ class AdaptedRouter(AdaptedLayer, LinearRouter):
         return row_scale(magnitude, row_norms(merged))
 
 
-def adapt_router(router: LinearRouter, *, rank: int, scaling: float, dropout: float, dora: bool) -> AdaptedRouter:
-    """Freeze a router and give it an adapter, in place: it becomes an `AdaptedRouter` of its class. Return it."""
+def adapt_router(
+    router: LinearRouter, *, rank: int, scaling: float, dropout: float, dora: bool
+) -> AdaptedRouter:
+    """Freeze a router and give it an adapter, in place: it becomes an `AdaptedRouter` of its class.
+    Return it."""
     router.requires_grad_(False)
     n_experts, dim = router.weight.shape
     router.__class__ = type(f"Adapted{type(router).__name__}", (AdaptedRouter, type(router)), {})

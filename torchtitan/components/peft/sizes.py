@@ -20,7 +20,8 @@ class Size(NamedTuple):
 
 
 def is_match(pattern: str, name: str) -> bool:
-    """Return whether a regular expression matches the last parts of a layer's name, as in PEFT. Raise `re.error`."""
+    """Return whether a regular expression matches the last parts of a layer's name, as in PEFT.
+    Raise `re.error`."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
@@ -30,7 +31,8 @@ def look_up(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
 
 
 def find_patterns(values: Mapping[str, Value], default: Value) -> dict[str, Value]:
-    """Return patterns, in any order, with which `look_up` finds the value of each name: of the fewest last parts."""
+    """Return patterns, in any order, with which `look_up` finds the value of each name: of the
+    fewest last parts."""
     values_of: dict[str, set[Value]] = {}
     for name, value in values.items():
         for ending in _endings(name):

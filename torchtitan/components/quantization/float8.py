@@ -1,10 +1,11 @@
 """`Float8LinearConverter`: linear layers computed in 8-bit floating point by torchao.
 
-A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor ("tensorwise") or over each row
-of a product's operand ("rowwise"); max is the largest number of the 8-bit type: 448 in e4m3, which is used for inputs,
-weights and, with rowwise scales, gradients; 57344 in e5m2, which is used for gradients with tensorwise scales. Each
-product computes new scales and divides its result by them (arXiv:2209.05433). Weights, gradients and optimizer keep
-their types; checkpoints stay plain.
+A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor
+("tensorwise") or over each row of a product's operand ("rowwise"); max is the largest number of the
+8-bit type: 448 in e4m3, which is used for inputs, weights and, with rowwise scales, gradients;
+57344 in e5m2, which is used for gradients with tensorwise scales. Each product computes new scales
+and divides its result by them (arXiv:2209.05433). Weights, gradients and optimizer keep their
+types; checkpoints stay plain.
 """
 
 import dataclasses
@@ -26,31 +27,34 @@ from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import check_torchao, import_torchao
 
 _ALIGNMENT = 16
-"""Divisor that float8 kernels require of all sides of the matrices, except the rows of the first."""
+"""Divisor that float8 kernels require of all sides of the matrices, except the rows of the
+first."""
 
 _CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8 products (Ada)."""
 
 
 class Float8LinearConverter(LayerConverter):
-    """Computes the forward product and both backward products of linear layers in float8. On a GPU, train with
-    `--compile.enable`: casts that are not fused with other operations cost more than the products save."""
+    """Computes the forward product and both backward products of linear layers in float8. On a GPU,
+    train with `--compile.enable`: casts that are not fused with other operations cost more than the
+    products save."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
         """Layers to convert and scaling of their tensors."""
 
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-        """Scales of whole tensors (the fastest), of rows (more accurate; powers of 2), or of rows with the weights'
-        gradient in the higher precision (the most accurate)."""
+        """Scales of whole tensors (the fastest), of rows (more accurate; powers of 2), or of rows
+        with the weights' gradient in the higher precision (the most accurate)."""
 
         emulate: bool = False
-        """Round like float8, but multiply in float32: runs everywhere, slower than without float8."""
+        """Round like float8, but multiply in float32: runs everywhere, slower than without
+        float8."""
 
         fsdp_float8_all_gather: bool = False
-        """FSDP gathers weights in float8, at half the traffic of bfloat16: they are rounded before the gather, not
-        after. In float32, results are bitwise identical; in bfloat16, weights are rounded once instead of twice.
-        Tensorwise only; no effect without FSDP."""
+        """FSDP gathers weights in float8, at half the traffic of bfloat16: they are rounded before
+        the gather, not after. In float32, results are bitwise identical; in bfloat16, weights are
+        rounded once instead of twice. Tensorwise only; no effect without FSDP."""
 
         min_features: int = 2048
         """Skip layers with fewer inputs or outputs: casting costs more than their products gain."""
@@ -60,31 +64,43 @@ class Float8LinearConverter(LayerConverter):
             option = self.option
             if self.fsdp_float8_all_gather and self.recipe != "tensorwise":
                 raise UserError(
-                    f"{option}.fsdp_float8_all_gather cannot be combined with {option}.recipe {self.recipe}: its "
-                    "products round the same weights in two ways; set recipe tensorwise"
+                    f"{option}.fsdp_float8_all_gather cannot be combined with {option}.recipe "
+                    f"{self.recipe}: its products round the same weights in two ways; set recipe "
+                    "tensorwise"
                 )
-            require(self.min_features >= 0, f"{option}.min_features", self.min_features, "at least 0")
+            require(
+                self.min_features >= 0, f"{option}.min_features", self.min_features, "at least 0"
+            )
 
         def check_run(
-            self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
+            self,
+            *,
+            training: TrainingConfig,
+            parallelism: ParallelismConfig,
+            compile: CompileConfig,
         ) -> None:
             check_torchao(self.option)
             if self.emulate:
                 return
             pipelined = parallelism.pipeline_parallel_degree > 1
-            sequences = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+            sequences = (
+                parallelism.pipeline_parallel_microbatch_size
+                if pipelined
+                else training.local_batch_size
+            )
             tokens = sequences * training.seq_len // parallelism.context_parallel_degree
             if tokens % _ALIGNMENT and self.recipe != "rowwise_with_gw_hp":
                 raise UserError(
-                    f"{self.option}: float8 kernels sum over multiples of {_ALIGNMENT} tokens, and a rank has {tokens} "
-                    f"at a time; change --training.seq_len {training.seq_len}"
+                    f"{self.option}: float8 kernels sum over multiples of {_ALIGNMENT} tokens, and "
+                    f"a rank has {tokens} at a time; change --training.seq_len {training.seq_len}"
                 )
 
         def check_device(self) -> None:
             if not self.emulate and (reason := _missing_kernels_reason()) is not None:
                 raise UserError(
-                    f"{self.option}: float8 products need a GPU of compute capability 8.9 or above, and {reason}; "
-                    f"{self.option}.emulate computes the same, slowly, on any device"
+                    f"{self.option}: float8 products need a GPU of compute capability 8.9 or "
+                    f"above, and {reason}; {self.option}.emulate computes the same, slowly, on any "
+                    "device"
                 )
 
     config: Config
@@ -99,7 +115,11 @@ class Float8LinearConverter(LayerConverter):
             return f"inputs or outputs not a multiple of {_ALIGNMENT}"
         config = self.config
         is_small = min(sides) < config.min_features
-        return f"fewer than {config.min_features} inputs or outputs ({config.option}.min_features)" if is_small else ""
+        return (
+            f"fewer than {config.min_features} inputs or outputs ({config.option}.min_features)"
+            if is_small
+            else ""
+        )
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         float8 = import_torchao("torchao.float8")
@@ -116,21 +136,25 @@ class Float8LinearConverter(LayerConverter):
         return with_initializers(converted, **initializers_of(layer))
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Compute the scales for the first step if FSDP gathers float8; raise `UserError` if it cannot."""
+        """Compute the scales for the first step if FSDP gathers float8; raise `UserError` if it
+        cannot."""
         if self.config.fsdp_float8_all_gather:
             for part in model_parts:
                 self._check_shards(part)
         self.post_optimizer_hook(model_parts)
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        """Compute the scales of all weights with one all-reduce (two with tensor parallelism) if FSDP gathers float8.
-        Otherwise, each weight would need its own all-reduce when gathered. Weights in CPU memory still do, since FSDP
-        copies them to the device without the scale."""
+        """Compute the scales of all weights with one all-reduce (two with tensor parallelism) if
+        FSDP gathers float8. Otherwise, each weight would need its own all-reduce when gathered.
+        Weights in CPU memory still do, since FSDP copies them to the device without the scale."""
         if self.config.fsdp_float8_all_gather:
-            import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
+            import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(
+                nn.ModuleList(model_parts)
+            )
 
     def _check_shards(self, part: nn.Module) -> None:
-        """Reject uneven shards: torchao passes unpadded rows to FSDP, and ranks with fewer would make all hang."""
+        """Reject uneven shards: torchao passes unpadded rows to FSDP, and ranks with fewer would
+        make all hang."""
         from torchao.float8.float8_linear import Float8Linear
 
         for name, module in part.named_modules():
@@ -139,20 +163,28 @@ class Float8LinearConverter(LayerConverter):
             mesh = module.weight.device_mesh
             placements = module.weight.placements
             rows = module.weight.shape[0]
-            # By attribute: FSDP's placement of rows that tensor parallelism has sharded is not a `Shard`.
-            sizes = [n for n, place in zip(mesh.shape, placements, strict=True) if getattr(place, "dim", None) == 0]
+            # By attribute: FSDP's placement of rows that tensor parallelism has sharded is not a
+            # `Shard`.
+            sizes = [
+                n
+                for n, place in zip(mesh.shape, placements, strict=True)
+                if getattr(place, "dim", None) == 0
+            ]
             ranks = math.prod(sizes)
             if rows % ranks:
                 option = self.config.option
                 raise UserError(
-                    f"{option}.fsdp_float8_all_gather: the {rows} outputs of {canonical_name(name)} cannot be sharded "
-                    f"evenly over {ranks} ranks; remove this option, or exclude the layer ({option}.exclude)"
+                    f"{option}.fsdp_float8_all_gather: the {rows} outputs of "
+                    f"{canonical_name(name)} cannot be sharded evenly over {ranks} ranks; remove "
+                    f"this option, or exclude the layer ({option}.exclude)"
                 )
 
 
-def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Replace torchao's wrapper in a state dict with the plain tensor that it wraps, without copying. Otherwise,
-    checkpoints would refer to the wrapper's class."""
+def _give_plain_weight(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Replace torchao's wrapper in a state dict with the plain tensor that it wraps, without
+    copying. Otherwise, checkpoints would refer to the wrapper's class."""
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
     plain = local_part(weight)._tensor.detach()  # type: ignore[attr-defined]
@@ -164,4 +196,8 @@ def _missing_kernels_reason() -> str | None:
     if not torch.cuda.is_available():
         return "this machine has none"
     capability = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}" if capability < _CAPABILITY else None
+    return (
+        f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}"
+        if capability < _CAPABILITY
+        else None
+    )

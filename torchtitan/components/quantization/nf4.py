@@ -1,17 +1,21 @@
-"""NF4: weights in 4 bits with double-quantized scales (QLoRA, arXiv:2305.14314, section 3), and products with them.
+"""NF4: weights in 4 bits with double-quantized scales (QLoRA, arXiv:2305.14314, section 3), and
+products with them.
 
 A weight (out, in) becomes three plain tensors, each row depending only on itself:
 
-- `packed` (out, in / 2): two indices into the 16 `LEVELS` per byte, the first in the upper four bits;
+- `packed` (out, in / 2): two indices into the 16 `LEVELS` per byte, the first in the upper four
+  bits;
 - `scales` (out, in / 64): for each block of 64 values of a row, its scale in 8 bits;
 - `scale_ranges` (out, 8): offset and step of the row's scales, two float32 numbers as their bytes.
 
-A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounded to bfloat16, so that it is the same in
-any compute type. All three are uint8, which mixed precision does not cast. Memory per weight: 1/2 + 1/64 + 8/in bytes.
+A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounded to bfloat16, so
+that it is the same in any compute type. All three are uint8, which mixed precision does not cast.
+Memory per weight: 1/2 + 1/64 + 8/in bytes.
 
-torchao's `NF4Tensor` (0.18) quantizes scales in groups of 256 that run across rows: each shard must be a multiple of
-16,384 values (64 x 64 is rejected), values depend on the sharding, tensor parallelism is not supported, and `to_empty`
-loses it. Rows of plain tensors are sharded, saved, initialized and read like the rows of any weight.
+torchao's `NF4Tensor` (0.18) quantizes scales in groups of 256 that run across rows: each shard must
+be a multiple of 16,384 values (64 x 64 is rejected), values depend on the sharding, tensor
+parallelism is not supported, and `to_empty` loses it. Rows of plain tensors are sharded, saved,
+initialized and read like the rows of any weight.
 """
 
 import functools
@@ -32,13 +36,16 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Values of the indices: quantiles of the normal distribution, scaled to [-1, 1], with an exact 0 (appendix E)."""
+"""Values of the indices: quantiles of the normal distribution, scaled to [-1, 1], with an exact 0
+(appendix E)."""
 
 _CHUNK_VALUES = 2**23
 """Number of values packed or unpacked at a time; temporaries take about 10 bytes per value."""
 
 _LARGEST_CODE = 255
-_MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in zip(LEVELS[:-1], LEVELS[1:], strict=True)], device="cpu")
+_MIDPOINTS = torch.tensor(
+    [(a + b) / 2 for a, b in zip(LEVELS[:-1], LEVELS[1:], strict=True)], device="cpu"
+)
 _PAIRS = torch.tensor([(first, second) for first in LEVELS for second in LEVELS], device="cpu")
 """Byte → its two values."""
 
@@ -56,9 +63,9 @@ class NF4(NamedTuple):
 
 @torch.no_grad()
 def pack(rows: Tensor) -> NF4:
-    """Quantize rows (n, in) to 4 bits, with `in` divisible by `BLOCK_SIZE`, each row independently. A block's scale is
-    its largest absolute value, rounded to the nearest of 256 steps between the smallest and largest of the row; a value
-    becomes the nearest level at that scale."""
+    """Quantize rows (n, in) to 4 bits, with `in` divisible by `BLOCK_SIZE`, each row independently.
+    A block's scale is its largest absolute value, rounded to the nearest of 256 steps between the
+    smallest and largest of the row; a value becomes the nearest level at that scale."""
     n, width = rows.shape
     assert width % BLOCK_SIZE == 0, f"rows of {width} values are not whole blocks"
     bytes_per_row = (width // 2, width // BLOCK_SIZE, 2 * torch.float32.itemsize)
@@ -72,7 +79,8 @@ def pack(rows: Tensor) -> NF4:
 
 
 def unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows (n, in) of the three tensors of `pack` in `dtype`: computed in float32, rounded to bfloat16."""
+    """Return the rows (n, in) of the three tensors of `pack` in `dtype`: computed in float32,
+    rounded to bfloat16."""
     pairs = _PAIRS.to(packed.device, non_blocking=True)
     if torch.compiler.is_compiling():  # fuses the operations without temporaries
         return _unpack(packed, scales, scale_ranges, pairs).to(dtype)
@@ -90,18 +98,24 @@ def _unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, pairs: Tensor)
 
 @functools.cache
 def compiled_unpack() -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return `_unpack` as one kernel for any size. Checkpointing policies do not see it, so that they never keep its
-    result."""
+    """Return `_unpack` as one kernel for any size. Checkpointing policies do not see it, so that
+    they never keep its result."""
     return torch.compile(_unpack, dynamic=True, options={"wrap_inductor_compiled_regions": False})
 
 
-def _unpack_for_product(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
+def _unpack_for_product(
+    packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype
+) -> Tensor:
     if packed.is_cuda and not torch.compiler.is_compiling():
-        return compiled_unpack()(packed, scales, scale_ranges, _PAIRS.to(packed.device, non_blocking=True)).to(dtype)
+        return compiled_unpack()(
+            packed, scales, scale_ranges, _PAIRS.to(packed.device, non_blocking=True)
+        ).to(dtype)
     return unpack(packed, scales, scale_ranges, dtype)
 
 
-def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
+def unpack_weight(
+    packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Unpack a weight; under tensor parallelism, each rank unpacks its shard."""
     if not isinstance(packed, DTensor):
         return unpack(packed, scales, scale_ranges, dtype)
@@ -109,23 +123,34 @@ def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: t
     local = unpack(packed.to_local(), scales.to_local(), scale_ranges.to_local(), dtype)
     shape = torch.Size((packed.shape[0], 2 * packed.shape[1]))
     return DTensor.from_local(
-        local, packed.device_mesh, packed.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        local,
+        packed.device_mesh,
+        packed.placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
     )
 
 
 def quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
-    """Return `x (…, in)` times the transpose of a 4-bit weight, (…, out), with a gradient for `x`. The weight is
-    unpacked for the product and again in the backward pass. Under tensor parallelism, it is sharded by outputs or
-    inputs, and each rank multiplies its shard."""
+    """Return `x (…, in)` times the transpose of a 4-bit weight, (…, out), with a gradient for `x`.
+    The weight is unpacked for the product and again in the backward pass. Under tensor parallelism,
+    it is sharded by outputs or inputs, and each rank multiplies its shard."""
     if not isinstance(packed, DTensor):
         return _multiply(x, packed, scales, scale_ranges)
-    assert isinstance(x, DTensor) and isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
+    assert (
+        isinstance(x, DTensor) and isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
+    )
     is_colwise = packed.placements == (Shard(0),)
     last = Shard(x.ndim - 1)
-    assert x.placements == ((Replicate(),) if is_colwise else (last,)), f"{x.placements} times {packed.placements}"
+    assert x.placements == ((Replicate(),) if is_colwise else (last,)), (
+        f"{x.placements} times {packed.placements}"
+    )
     local_x = x.to_local(grad_placements=[Partial() if is_colwise else last])
     local_y = _multiply(local_x, packed.to_local(), scales.to_local(), scale_ranges.to_local())
-    return DTensor.from_local(local_y, packed.device_mesh, [last if is_colwise else Partial()], run_check=False)
+    return DTensor.from_local(
+        local_y, packed.device_mesh, [last if is_colwise else Partial()], run_check=False
+    )
 
 
 def _multiply(x: Tensor, *weight: Tensor) -> Tensor:
@@ -135,7 +160,9 @@ def _multiply(x: Tensor, *weight: Tensor) -> Tensor:
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(packed, scales, scale_ranges)
         return F.linear(x, _unpack_for_product(packed, scales, scale_ranges, x.dtype))
 
@@ -145,13 +172,18 @@ class _QuantizedLinear(torch.autograd.Function):
         packed, scales, scale_ranges = ctx.saved_tensors
         if torch.compiler.is_compiling():
             packed = _copy_after(packed, gradient)
-        return gradient @ _unpack_for_product(packed, scales, scale_ranges, gradient.dtype), None, None, None
+        return (
+            gradient @ _unpack_for_product(packed, scales, scale_ranges, gradient.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 @torch.library.custom_op("torchtitan::copy_after", mutates_args=())
 def _copy_after(tensor: Tensor, earlier: Tensor) -> Tensor:
-    """Return a copy of `tensor` that depends on `earlier`. Otherwise, the compiler would unpack a weight only once, in
-    the forward pass, and keep it for the backward pass."""
+    """Return a copy of `tensor` that depends on `earlier`. Otherwise, the compiler would unpack a
+    weight only once, in the forward pass, and keep it for the backward pass."""
     return tensor.clone()
 
 

@@ -1,16 +1,17 @@
 """`QAT`: quantization-aware training, which simulates the rounding of the quantized model.
 
-The scheme is torchao's int8 dynamic activations and int4 weights, computed in the tensor's dtype and rounded half to
-even:
+The scheme is torchao's int8 dynamic activations and int4 weights, computed in the tensor's dtype
+and rounded half to even:
 
-- a matrix of weights in groups of `group_size` neighbors within a row. Scale s = max |w| / 7.5; w becomes
-  s clamp(round(w / s), -8, 7);
-- activations token by token, with low = min(0, min x) and high = max(0, max x) over a token's features. Scale
-  s = (high - low) / 255, zero point z = clamp(-128 - round(low / s), -128, 127); x becomes
-  s (clamp(round(x / s) + z, -128, 127) - z).
+- a matrix of weights in groups of `group_size` neighbors within a row. Scale s = max |w| / 7.5; w
+  becomes s clamp(round(w / s), -8, 7);
+- activations token by token, with low = min(0, min x) and high = max(0, max x) over a token's
+  features. Scale s = (high - low) / 255, zero point z = clamp(-128 - round(low / s), -128, 127); x
+  becomes s (clamp(round(x / s) + z, -128, 127) - z).
 
-In the backward pass, rounding is the identity, and clamped values get no gradient (the straight-through estimator,
-arXiv:1308.3432). Weights and optimizer states stay in full precision, and checkpoints are the plain model's.
+In the backward pass, rounding is the identity, and clamped values get no gradient (the
+straight-through estimator, arXiv:1308.3432). Weights and optimizer states stay in full precision,
+and checkpoints are the plain model's.
 """
 
 import functools
@@ -49,20 +50,26 @@ class QAT(LayerConverter):
 
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
-            require(self.group_size >= 2, f"{self.option}.group_size", self.group_size, "at least 2")
-            require(self.start_step >= 0, f"{self.option}.start_step", self.start_step, "at least 0")
+            require(
+                self.group_size >= 2, f"{self.option}.group_size", self.group_size, "at least 2"
+            )
+            require(
+                self.start_step >= 0, f"{self.option}.start_step", self.start_step, "at least 0"
+            )
 
     config: Config
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
         selected: dict[str, Any] = super().select(model)
         size = self.config.group_size
-        if indivisible := {name: layer.in_features for name, layer in selected.items() if layer.in_features % size}:
+        if indivisible := {
+            name: layer.in_features for name, layer in selected.items() if layer.in_features % size
+        }:
             sizes = ", ".join(map(str, sorted({*indivisible.values()})))
             raise UserError(
                 f"{self.config.option}.group_size {size} does not divide the inputs ({sizes}) of "
-                f"{', '.join(without_numbers(indivisible))}; set another size, or exclude these layers "
-                f"({self.config.option}.exclude)"
+                f"{', '.join(without_numbers(indivisible))}; set another size, or exclude these "
+                f"layers ({self.config.option}.exclude)"
             )
         return selected
 
@@ -95,7 +102,8 @@ def _simulate(module: nn.Module, enabled: bool) -> None:
 
 
 def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig":
-    """Return torchao's config for training and export. Raise `UserError` if torchao is not installed."""
+    """Return torchao's config for training and export. Raise `UserError` if torchao is not
+    installed."""
     check_torchao("quantization to 4-bit weights and 8-bit activations")
     library = import_torchao("torchao.quantization")
     int4 = torch.int4  # type: ignore[attr-defined]

@@ -33,7 +33,9 @@ _NO_SUBJECT = re.compile(
     r"\b(?:wrong|incorrect|false|previous|old|first|bad|expected|alternative|another|other)\s*\Z",
     re.IGNORECASE,
 )
-_SUBJECT = re.compile(r"(?:\b(?:the|my|our|final|correct|right|numeric(?:al)?|exact)\s*|[*_])+\Z", re.I)
+_SUBJECT = re.compile(
+    r"(?:\b(?:the|my|our|final|correct|right|numeric(?:al)?|exact)\s*|[*_])+\Z", re.I
+)
 _FILLER = re.compile(
     r"(?:[\s:*_}]|(?:the|an|equal to|exactly|therefore|thus)\b|(?-i:a)(?=\s+\S))+",
     re.IGNORECASE,  # `A.` may be a choice
@@ -206,7 +208,9 @@ def _has_rival(text: str, statements: list[_Statement]) -> bool:
 
 
 def _is_joined(between: str) -> bool:
-    plain = re.sub(r"\\[()\[\]]|\b(?:the|and|or|so|final)\b|[*#]", " ", between, flags=re.IGNORECASE)
+    plain = re.sub(
+        r"\\[()\[\]]|\b(?:the|and|or|so|final)\b|[*#]", " ", between, flags=re.IGNORECASE
+    )
     return _BETWEEN.fullmatch(plain) is not None
 
 

@@ -110,7 +110,9 @@ CHANGES_CLAUSE = _compile(
 )
 """Words that change all that follows in their clause."""
 
-NO_CHANGE = _compile(r"\bnot (?:hard|difficult) to \w+", r"\b(?:no|without(?: a)?) doubt\b", r"\bno longer\b")
+NO_CHANGE = _compile(
+    r"\bnot (?:hard|difficult) to \w+", r"\b(?:no|without(?: a)?) doubt\b", r"\bno longer\b"
+)
 """Exceptions from them."""
 
 AFTER_NO_ANSWER = _compile(
@@ -155,7 +157,9 @@ _TAKING_BACK = _any_of(
     scratch that, never mind, kidding, joking, but wait, i mean, on second thought, correction,
     oops"""
 )
-_TRUE = _any_of("right, correct, true, sure, certain, it, so, quite, possible, the answer, the result")
+_TRUE = _any_of(
+    "right, correct, true, sure, certain, it, so, quite, possible, the answer, the result"
+)
 RETRACTS = _compile(
     rf"\b{_TAKING_BACK}\b",
     rf"(?:\b(?:not|never)|n't|n’t) (?:\w+ )?{_TRUE}\b",

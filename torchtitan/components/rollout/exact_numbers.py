@@ -8,7 +8,8 @@ from fractions import Fraction
 from torchtitan.components.rollout.units import Unit, find_factor, find_unit, is_known
 
 MAX_CHARACTERS = 1000
-"""Length of the longest answer, so that none takes long to read. Only the end of a longer text is searched."""
+"""Length of the longest answer, so that none takes long to read. Only the end of a longer text is
+searched."""
 
 _MAX_DIGITS = 500
 _MAX_EXPONENT = 500  # of ten: Python would compute larger powers for minutes
@@ -21,8 +22,12 @@ _VULGAR_FRACTIONS |= {"⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
 _VULGAR_FRACTION = re.compile(f"([0-9]?) ?([{''.join(_VULGAR_FRACTIONS)}])")
 _PLAIN_SIGNS = str.maketrans("\u2212\ufe63\uff0d\uff0b\uff1d\uff05\uff0e\u066b", "---+=%..")
 _DIGIT = re.compile(r"(?![0-9])\d")
-_SPACE = re.compile(r"[\u00a0\u2000-\u200a\u202f\u205f]|(?<!\\)\\[ ,;:]|\\q?quad\b|(?<=[\w.}])~(?=[A-Za-z\\])")
-_IN_WORDS = re.compile(r"\\(?:text(?:rm|bf|it|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}")
+_SPACE = re.compile(
+    r"[\u00a0\u2000-\u200a\u202f\u205f]|(?<!\\)\\[ ,;:]|\\q?quad\b|(?<=[\w.}])~(?=[A-Za-z\\])"
+)
+_IN_WORDS = re.compile(
+    r"\\(?:text(?:rm|bf|it|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
+)
 ASSIGNMENT = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*")
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
@@ -41,7 +46,9 @@ _FORMS = {
 
 _NUMBER = "|".join(re.sub(r"(?<!\\)\((?!\?)", "(?:", form.pattern) for form in _FORMS.values())
 MONEY = "$€£¥"
-NUMBER_AT_START = re.compile(rf"(?P<sign>[+-]?)(?P<money>[{MONEY}]?)(?P<late>[+-]?)(?P<number>{_NUMBER})")
+NUMBER_AT_START = re.compile(
+    rf"(?P<sign>[+-]?)(?P<money>[{MONEY}]?)(?P<late>[+-]?)(?P<number>{_NUMBER})"
+)
 
 
 @dataclass(frozen=True)

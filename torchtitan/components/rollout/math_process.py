@@ -1,7 +1,7 @@
 """The process in which math-verify compares two formulas, as SymPy may take any time and memory.
 
-It reads lines of JSON, `[seconds, gold, answer]`, and answers `true` or `false`. The kernel ends it when the seconds
-are over."""
+It reads lines of JSON, `[seconds, gold, answer]`, and answers `true` or `false`. The kernel ends it
+when the seconds are over."""
 
 import functools
 import itertools
@@ -15,12 +15,14 @@ from typing import Any
 
 _MAX_BYTES = 4 << 30
 _POINTS = (("3/7", "-11/13", "17/5"), ("-5/3", "7/11", "-2/9"), ("13/4", "8/3", "5/8"))
-"""Values of variables, in their alphabetical order, at which equal formulas must have equal values."""
+"""Values of variables, in their alphabetical order, at which equal formulas must have equal
+values."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> Any:
-    """Return the formula of a LaTeX text; None unless math-verify reads all of it: it drops what it does not know."""
+    """Return the formula of a LaTeX text; None unless math-verify reads all of it: it drops what it
+    does not know."""
     from math_verify import LatexExtractionConfig, parse
 
     found = parse(f"$${text}$$", [LatexExtractionConfig()], parsing_timeout=None)
@@ -35,7 +37,8 @@ def _characters(text: str) -> str:
 
 
 def are_equal(gold: str, answer: str) -> bool:
-    """Return whether math-verify finds two formulas equal, in both orders, and their values are equal to 30 digits."""
+    """Return whether math-verify finds two formulas equal, in both orders, and their values are
+    equal to 30 digits."""
     if not _have_letters_of_one_case(gold, answer):
         return False
     one, other = _parsed(gold), _parsed(answer)
@@ -53,8 +56,14 @@ def _equal_objects(one: Any, other: Any) -> bool:
     from sympy import Expr, MatrixBase
 
     if isinstance(one, MatrixBase) and isinstance(other, MatrixBase):
-        return one.shape == other.shape and all(itertools.starmap(_equal_objects, zip(one, other, strict=True)))
-    if not isinstance(one, Expr) or not isinstance(other, Expr) or one.free_symbols != other.free_symbols:
+        return one.shape == other.shape and all(
+            itertools.starmap(_equal_objects, zip(one, other, strict=True))
+        )
+    if (
+        not isinstance(one, Expr)
+        or not isinstance(other, Expr)
+        or one.free_symbols != other.free_symbols
+    ):
         return False
     one, other = _exact(one), _exact(other)
     both = (verify(one, other, timeout_seconds=None), verify(other, one, timeout_seconds=None))
@@ -74,7 +83,10 @@ def _equal_values(one: Any, other: Any) -> bool:
     names = sorted(one.free_symbols, key=str)
     n_compared = 0
     for point in _POINTS if names else _POINTS[:1]:
-        values = {name: Rational(value) for name, value in zip(names, itertools.cycle(point), strict=False)}
+        values = {
+            name: Rational(value)
+            for name, value in zip(names, itertools.cycle(point), strict=False)
+        }
         a, b = (complex_of.subs(values).evalf(40) for complex_of in (one, other))
         if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
             continue

@@ -1,4 +1,5 @@
-"""The reward `math`: equality of answers that are numbers, quantities, times, lists, intervals, words or formulas."""
+"""The reward `math`: equality of answers that are numbers, quantities, times, lists, intervals,
+words or formulas."""
 
 import importlib.util
 import json
@@ -42,14 +43,16 @@ _COMMANDS = (
     r"gamma|delta|epsilon|theta|lambda|mu|phi|omega|rho|sigma|tau|binom|begin\{[pbv]?matrix\}|end\{[pbv]?matrix\}|\\)"
     r"(?![A-Za-z])"
 )
-_TOKENS = rf"(?:{_COMMANDS}|(?:sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])|[A-Za-z](?![A-Za-z])|[0-9]"
+_TOKENS = (
+    rf"(?:{_COMMANDS}|(?:sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])|[A-Za-z](?![A-Za-z])|[0-9]"
+)
 _FORMULA = re.compile(rf"{_TOKENS}|[-+*/^_().{{}}!|&\[\]\s])+")
 _AMBIGUOUS = re.compile(
     r"[0-9][eE][-+]?[0-9]|[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]|[-+*/^.]\s*[*/^.]|/[^-+]*/|[0-9}]\s*_|"
     r"(?<![0-9])(?:[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}-[0-9]{1,2}-[0-9]{4})(?![0-9])"
 )
-"""Powers of ten or products with e; mixed fractions or products; digits without an operator; two divisions; numbers in
-another base, which math-verify reads as decimal; dates."""
+"""Powers of ten or products with e; mixed fractions or products; digits without an operator; two
+divisions; numbers in another base, which math-verify reads as decimal; dates."""
 
 Kind = Literal["numbers", "time", "words", "list", "formula", "other"]
 Check = Callable[[str, str], bool]
@@ -63,8 +66,9 @@ class _Reading:
 
 
 class MathReward:
-    """Return 1 if the answers of completion and reference are equal, else 0. Formulas are compared by math-verify, in a
-    process of its own that is ended after some seconds; a comparison without result counts as unequal."""
+    """Return 1 if the answers of completion and reference are equal, else 0. Formulas are compared
+    by math-verify, in a process of its own that is ended after some seconds; a comparison without
+    result counts as unequal."""
 
     def __init__(self, seconds: float = _SECONDS):
         if importlib.util.find_spec("math_verify") is None:
@@ -92,13 +96,18 @@ class MathReward:
             self.n_ended += 1
             if self.n_ended == 1:
                 what = f"{gold[:60]!r} with {answer[:60]!r}"
-                logger.warning("--rewards math: comparing %s took too long; such answers count as unequal", what)
+                logger.warning(
+                    "--rewards math: comparing %s took too long; such answers count as unequal",
+                    what,
+                )
             return False
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-P", str(Path(math_process.__file__))]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        process: subprocess.Popen[str] = subprocess.Popen(command, text=True, encoding="utf-8", **pipes)  # type: ignore[call-overload]
+        process: subprocess.Popen[str] = subprocess.Popen(
+            command, text=True, encoding="utf-8", **pipes
+        )  # type: ignore[call-overload]
         assert process.stdout
         if failure := json.loads(process.stdout.readline() or '"it ended at its start"'):
             process.kill()
@@ -116,12 +125,14 @@ class MathReward:
 
 
 def same_answers(gold: str, completion: str, check: Check) -> bool:
-    """Return whether the final answers of two texts are equal; `check` compares two formulas in LaTeX."""
+    """Return whether the final answers of two texts are equal; `check` compares two formulas in
+    LaTeX."""
     return _same(_read_answer(final_answer(gold)), _read_answer(final_answer(completion)), check)
 
 
 def _read_answer(answer: Answer) -> _Reading:
-    """Read an answer; of a sentence that is none as a whole, the formula at its end, or else its last number."""
+    """Read an answer; of a sentence that is none as a whole, the formula at its end, or else its
+    last number."""
     whole = _read(answer.text)
     if not answer.is_sentence or not _has_prose(whole):
         return whole
@@ -186,7 +197,8 @@ def _minutes(match: re.Match[str]) -> tuple[Any, ...]:
 
 
 def _elements(text: str) -> tuple[str, str, list[str]] | None:
-    """Return brackets and elements of a list, set, tuple or interval; no brackets around `1, x`; None for others."""
+    """Return brackets and elements of a list, set, tuple or interval; no brackets around `1, x`;
+    None for others."""
     text = text.replace(r"\{", "⦃").replace(r"\}", "⦄")
     opening = ""
     closing = ""
@@ -206,7 +218,11 @@ def _elements(text: str) -> tuple[str, str, list[str]] | None:
     if not opening and not elements:
         return None
     elements.append(inside[start:])
-    return opening, closing, [element.replace("⦃", r"\{").replace("⦄", r"\}") for element in elements]
+    return (
+        opening,
+        closing,
+        [element.replace("⦃", r"\{").replace("⦄", r"\}") for element in elements],
+    )
 
 
 def _closes_at_end(text: str) -> bool:
@@ -220,7 +236,8 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _folded(text: str) -> str:
-    """Return words without articles and, if they are more than symbols such as `AB`, without case."""
+    """Return words without articles and, if they are more than symbols such as `AB`, without
+    case."""
     words = text.split()
     if len(words) > 1 and words[0].lower() in ("the", "a", "an"):
         words = words[1:]
@@ -231,7 +248,9 @@ def _folded(text: str) -> str:
 
 def _latex(text: str) -> str:
     text = re.sub(r"\\[dt]frac", r"\\frac", text).replace("**", "^")
-    text = re.sub(r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])", r"\\\1", text).strip()
+    text = re.sub(
+        r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])", r"\\\1", text
+    ).strip()
     return re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
 
 
@@ -259,12 +278,16 @@ def _formula_of(reading: _Reading) -> str:
     if len(numbers) > 1 or numbers[0].unit:
         return ""
     value = numbers[0].value
-    return str(value.numerator) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return (
+        str(value.numerator)
+        if value.denominator == 1
+        else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    )
 
 
 def _same_lists(one: Any, other: Any, check: Check) -> bool:
-    """Return whether two lists have equal elements, sets in any order, and the same brackets; a list
-    without brackets is the same as one in parentheses."""
+    """Return whether two lists have equal elements, sets in any order, and the same brackets; a
+    list without brackets is the same as one in parentheses."""
     opening, closing, elements = one
     brackets, others = opening + closing or "()", other[0] + other[1] or "()"
     if brackets != others or len(elements) != len(other[2]):
@@ -273,7 +296,9 @@ def _same_lists(one: Any, other: Any, check: Check) -> bool:
         return all(_same(a, b, check) for a, b in zip(elements, other[2], strict=True))
     rest = list(other[2])
     for element in elements:
-        place = next((n for n, candidate in enumerate(rest) if _same(element, candidate, check)), None)
+        place = next(
+            (n for n, candidate in enumerate(rest) if _same(element, candidate, check)), None
+        )
         if place is None:
             return False
         del rest[place]

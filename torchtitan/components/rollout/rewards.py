@@ -35,8 +35,8 @@ def reference_answer(row: Mapping[str, Any]) -> str:
 
 
 def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if the final answers of completion and reference are the same number, exactly, or the same list of
-    numbers; else 0. Raise `UserError` without reference."""
+    """Return 1 if the final answers of completion and reference are the same number, exactly, or
+    the same list of numbers; else 0. Raise `UserError` without reference."""
     reference = reference_answer(row)
     expected = numbers_of(final_answer(reference))
     if not expected:
@@ -47,19 +47,23 @@ def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 @functools.lru_cache(maxsize=10_000)
 def _warn_of_no_number(reference: str) -> None:
     """Warn once of each reference."""
-    logger.warning("--rewards number pays nothing for the reference %r, which is no single number; use math", reference)
+    logger.warning(
+        "--rewards number pays nothing for the reference %r, which is no single number; use math",
+        reference,
+    )
 
 
 def math_match() -> Reward:
-    """Return a function that returns 1 if the final answers of completion and reference are equal, else 0. Raise
-    `UserError` if math-verify is not installed."""
+    """Return a function that returns 1 if the final answers of completion and reference are equal,
+    else 0. Raise `UserError` if math-verify is not installed."""
     equal = MathReward()
     return lambda prompt, completion, row: equal(reference_answer(row), completion)
 
 
 def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) -> Reward:
-    """Return the function of `--rewards`: number, math, pattern=REGEX (1 if it occurs in the completion), length=N (1
-    for N characters, falling linearly to 0), reward_model=DIR, or a function to import. Raise `UserError` for others.
+    """Return the function of `--rewards`: number, math, pattern=REGEX (1 if it occurs in the
+    completion), length=N (1 for N characters, falling linearly to 0), reward_model=DIR, or a
+    function to import. Raise `UserError` for others.
     """
     kind, _, value = name.partition("=")
     if name == "number":
@@ -77,17 +81,31 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
     if kind == "reward_model" and value and open_model:
         return open_model(value)
     if ":" not in name or name.startswith(BUILT_IN):
-        known = "number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function"
+        known = (
+            "number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or "
+            "file.py:function"
+        )
         raise UserError(f"{name} is unknown; use {known}")
     return cast(Reward, load_function(name))
 
 
 class Rewards:
-    """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong number of weights."""
+    """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong
+    number of weights."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float], open_model: Callable[..., Any] | None = None):
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[float],
+        open_model: Callable[..., Any] | None = None,
+    ):
         fits = not weights or (len(weights) == len(names) and all(map(math.isfinite, weights)))
-        require(fits, "--reward_weights", list(weights), f"one finite number for each of {len(names)} --rewards")
+        require(
+            fits,
+            "--reward_weights",
+            list(weights),
+            f"one finite number for each of {len(names)} --rewards",
+        )
         with errors_of("--rewards"):
             self._functions = [(name, find_reward(name, open_model)) for name in names]
         self._weights = weights or [1.0] * len(names)
@@ -104,5 +122,7 @@ class Rewards:
             except Exception:  # of any class, as the value
                 total = math.nan
             if not math.isfinite(total):
-                raise UserError(f"{subject} returned {value!r:.60}, but must return one finite number")
+                raise UserError(
+                    f"{subject} returned {value!r:.60}, but must return one finite number"
+                )
         return total

@@ -1,4 +1,5 @@
-"""Rollouts: how rows of the data become trajectories of tokens, sampled by the model and rated by rewards."""
+"""Rollouts: how rows of the data become trajectories of tokens, sampled by the model and rated by
+rewards."""
 
 import inspect
 import itertools
@@ -36,7 +37,8 @@ class Trajectory:
     reward: float = 0.0
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append tokens that the model sampled, or others, such as the prompt and the output of tools."""
+        """Append tokens that the model sampled, or others, such as the prompt and the output of
+        tools."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
         self.loss_mask += [logprobs is not None] * len(tokens)
@@ -44,8 +46,16 @@ class Trajectory:
     def check(self, most: int) -> None:
         """Raise `UserError` if it cannot be trained, or has more than `most` tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
-        if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
-            found = f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of them true"
+        if (
+            len(set(lengths)) > 1
+            or not any(self.loss_mask[1:])
+            or lengths[0] > most
+            or not math.isfinite(self.reward)
+        ):
+            found = (
+                f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of "
+                "them true"
+            )
             needed = f"it needs equal numbers, from 1 to {most}, and a finite reward"
             raise UserError(f"a trajectory has {found}, and the reward {self.reward}; {needed}")
 
@@ -55,7 +65,8 @@ class RolloutEngine:
     """The parts that a rollout may use: the model, the tokenizer and the rewards."""
 
     engine: Engine | VLLMEngine
-    """Samples by the current weights at temperature 1; another one has the same `context`, `generate` and `run`."""
+    """Samples by the current weights at temperature 1; another one has the same `context`,
+    `generate` and `run`."""
     tokenizer: Tokenizer
     rewards: Rewards
     prompt: list[int]
@@ -66,11 +77,20 @@ class RolloutEngine:
     """Seed of the rollout's random numbers."""
     n_calls: int = 0
 
-    async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Generation:
-        """Return a sampled continuation, which ends with the end of the turn or within the context."""
-        most = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens, self.engine.context - len(tokens))
+    async def generate(
+        self, tokens: Sequence[int], max_new_tokens: int | None = None
+    ) -> Generation:
+        """Return a sampled continuation, which ends with the end of the turn or within the
+        context."""
+        most = min(
+            max_new_tokens or self.max_new_tokens,
+            self.max_new_tokens,
+            self.engine.context - len(tokens),
+        )
         self.n_calls += 1
-        return await self.engine.generate(tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}")
+        return await self.engine.generate(
+            tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}"
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return text without special tokens."""
@@ -82,7 +102,8 @@ class RolloutEngine:
 
 
 Group = list[Trajectory]  # of one prompt
-Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]  # of a row; many run at a time
+# of a row; many run at a time
+Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
 
 
 async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
@@ -100,7 +121,8 @@ class RolloutConfig:
     """Sampling of trajectories, at temperature 1."""
 
     function: CodeReference = ""
-    """Rollout, package.module:function or file.py:function. Empty: one answer, rated by the rewards."""
+    """Rollout, package.module:function or file.py:function. Empty: one answer, rated by the
+    rewards."""
 
     group_size: int = 8
     """Trajectories per prompt."""
@@ -122,36 +144,56 @@ class RolloutConfig:
         with errors_of("--rollout.function"):
             function: Any = load_function(self.function) if self.function else single_turn
             if not inspect.iscoroutinefunction(function):
-                raise UserError(f"{self.function} must be defined as async def rollout(row, engine)")
+                raise UserError(
+                    f"{self.function} must be defined as async def rollout(row, engine)"
+                )
         return cast(Rollout, function)
 
 
-def log_completions(step: int, groups: Iterable[Group], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def log_completions(
+    step: int, groups: Iterable[Group], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
     """Log the first two trajectories of a step, and return them as lines of `completions.jsonl`."""
     lines = []
     for trajectory in itertools.islice(itertools.chain(*groups), 2):
         start = trajectory.loss_mask.index(True)
-        prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
+        prompt, completion = map(
+            tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:])
+        )
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
         texts = {"prompt": prompt, "completion": completion}
-        lines.append({"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens, **texts})
+        lines.append(
+            {"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens, **texts}
+        )
     return lines
 
 
-def to_batches(samples: Sequence[tuple[Trajectory, float]], seq_len: int, batch_size: int, ranks: Ranks) -> list[Batch]:
-    """Pack trajectories and their advantages into batches of windows of `seq_len` tokens, equally many on each rank.
-    Labels also have `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and trajectory numbers, `samples`."""
-    packed: list[Any] = first_fit_decreasing(np.array([len(t.tokens) - 1 for t, _ in samples], np.int64), seq_len)
+def to_batches(
+    samples: Sequence[tuple[Trajectory, float]], seq_len: int, batch_size: int, ranks: Ranks
+) -> list[Batch]:
+    """Pack trajectories and their advantages into batches of windows of `seq_len` tokens, equally
+    many on each rank. Labels also have `logprobs` of the sampler, `old_logprobs` (0), `advantages`,
+    and trajectory numbers, `samples`."""
+    packed: list[Any] = first_fit_decreasing(
+        np.array([len(t.tokens) - 1 for t, _ in samples], np.int64), seq_len
+    )
     n_windows = batch_size * max(ranks.gather(-(-len(packed) // batch_size)))
     windows = []
     for numbers in [*packed, *[[]] * (n_windows - len(packed))]:
         trajectories = [samples[number][0] for number in numbers]
-        window = pack_samples([EncodedSample(np.array(t.tokens), np.array(t.loss_mask)) for t in trajectories], seq_len)
+        window = pack_samples(
+            [EncodedSample(np.array(t.tokens), np.array(t.loss_mask)) for t in trajectories],
+            seq_len,
+        )
         sample_of = np.cumsum(window["positions"] == 0) - 1  # the last one is of padding
         logprobs = [logprob for t in trajectories for logprob in t.logprobs[1:]]
         window["logprobs"] = np.array(logprobs + [0.0] * (seq_len - len(logprobs)), np.float32)
         window["old_logprobs"] = np.zeros(seq_len, np.float32)
-        window["advantages"] = np.array([*(samples[number][1] for number in numbers), 0.0], np.float32)[sample_of]
+        window["advantages"] = np.array(
+            [*(samples[number][1] for number in numbers), 0.0], np.float32
+        )[sample_of]
         window["samples"] = np.array([*numbers, 0], np.int64)[sample_of]
         windows.append(window)
-    return [to_batch(windows[start : start + batch_size]) for start in range(0, n_windows, batch_size)]
+    return [
+        to_batch(windows[start : start + batch_size]) for start in range(0, n_windows, batch_size)
+    ]

@@ -36,7 +36,9 @@ _UNIT_AFTER = re.compile(
     rf"\s?(?P<unit>[%{MONEY}]|(?:(?:square|cubic) )?(?:[A-Za-zµ]+|°[CF]?(?![A-Za-z]))"
     r"(?:/[A-Za-z]+| per [A-Za-z]+)?(?:\^\{?[23]\}?)?)"
 )
-_IN_TEXT = re.compile(rf"(?<![\w.,:/^#√|–])(?<![\w)\]}}][+-]){NUMBER_AT_START.pattern}(?:{_UNIT_AFTER.pattern})?")
+_IN_TEXT = re.compile(
+    rf"(?<![\w.,:/^#√|–])(?<![\w)\]}}][+-]){NUMBER_AT_START.pattern}(?:{_UNIT_AFTER.pattern})?"
+)
 _ASSIGNMENT_AT_END = re.compile(rf"(?<!\w){ASSIGNMENT.pattern}\$?\Z")
 
 _EDGE_BEFORE = re.compile(r"(?:\A|[\s=:：,，(\[{}*_`$]|(?:\A|[\s(])[\"'“‘])\Z")
@@ -181,7 +183,11 @@ def is_equal_to_all(before: str, number: Number) -> bool:
     assert formula
     start, *parts, _ = formula[0].split("=") if formula[0].count("=") > 0 else ("", "")
     prose = before[: formula.start()]
-    if not start.strip() and prose and not re.search(r"[A-Za-z]{2}\s*[*:]*\s*\Z|[.,:;]\s*\Z", prose):
+    if (
+        not start.strip()
+        and prose
+        and not re.search(r"[A-Za-z]{2}\s*[*:]*\s*\Z|[.,:;]\s*\Z", prose)
+    ):
         return False  # such as `|x| = 4`
     if not start.strip() and re.search(r"(?<![A-Za-z0-9])(?<![0-9] )[a-z]{2}\s*\Z", prose):
         return not re.search(r"(?<![A-Za-z])(?!is|be)[b-df-hj-np-tv-z][a-z]\s*\Z", prose)

@@ -49,7 +49,11 @@ _KNOWN: dict[str, dict[str, str]] = {
     "celsius": {"°C": "1", "degree celsius": "1", "celsius": "1"},
     "fahrenheit": {"°F": "1", "degree fahrenheit": "1", "fahrenheit": "1"},
 }
-_UNITS = {name: Unit(kind, Fraction(factor)) for kind, names in _KNOWN.items() for name, factor in names.items()}
+_UNITS = {
+    name: Unit(kind, Fraction(factor))
+    for kind, names in _KNOWN.items()
+    for name, factor in names.items()
+}
 
 _IN_BOTH = set("cent ¢ eurocent pence rad radian fortnight decade century centurie".split())
 """Known units that a reference without a unit does not mean."""

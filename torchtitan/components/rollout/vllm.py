@@ -1,4 +1,5 @@
-"""`VLLMEngine`: rollouts sampled by a server of vLLM, which gets the weights before. It has not run on a GPU yet."""
+"""`VLLMEngine`: rollouts sampled by a server of vLLM, which gets the weights before. It has not run
+on a GPU yet."""
 
 import asyncio
 import json
@@ -16,12 +17,15 @@ from torchtitan.components.generation.sampling import generator_of
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
 
-_START = 'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
+_START = (
+    'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
+)
 
 
 def request(url: str, path: str, body: Any = None, *, seconds: float = 3600.0) -> Any:
-    """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it does not within some
-    seconds, by default an hour, since a continuation may wait for many others."""
+    """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it
+    does not within some seconds, by default an hour, since a continuation may wait for many
+    others."""
     data = None if body is None else json.dumps(body).encode()
     try:
         message = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
@@ -33,13 +37,17 @@ def request(url: str, path: str, body: Any = None, *, seconds: float = 3600.0) -
 
 
 def check_server(url: str) -> tuple[str, int, int]:
-    """Return a server's model, the length of its context, and the number of its processes. Raise `UserError` if vLLM is
-    not installed here, or if the server cannot be reached or does not take weights."""
+    """Return a server's model, the length of its context, and the number of its processes. Raise
+    `UserError` if vLLM is not installed here, or if the server cannot be reached or does not take
+    weights."""
     try:
         import vllm.distributed.weight_transfer  # noqa: F401
     except ImportError as error:
         raise UserError(f"--rollout.engine vllm: {error}; install torchtitan[vllm]") from error
-    models, workers = request(url, "/v1/models", seconds=10), request(url, "/get_world_size", seconds=10)
+    models, workers = (
+        request(url, "/v1/models", seconds=10),
+        request(url, "/get_world_size", seconds=10),
+    )
     try:
         return models["data"][0]["id"], models["data"][0]["max_model_len"], workers["world_size"]
     except (KeyError, TypeError, IndexError) as error:
@@ -47,11 +55,19 @@ def check_server(url: str) -> tuple[str, int, int]:
 
 
 class VLLMEngine:
-    """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at temperature 1, with at
-    most `max_rows` requests at a time; `stop_ids` end a text. `weights` have Hugging Face's names, and are sent in the
-    types of their specifications; all ranks read them in one order. Raises as `check_server` and `request`."""
+    """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at
+    temperature 1, with at most `max_rows` requests at a time; `stop_ids` end a text. `weights` have
+    Hugging Face's names, and are sent in the types of their specifications; all ranks read them in
+    one order. Raises as `check_server` and `request`."""
 
-    def __init__(self, url: str, weights: TensorSource, stop_ids: AbstractSet[int], max_rows: int, ranks: Ranks):
+    def __init__(
+        self,
+        url: str,
+        weights: TensorSource,
+        stop_ids: AbstractSet[int],
+        max_rows: int,
+        ranks: Ranks,
+    ):
         self._url = url
         self._ranks = ranks
         self._max_rows = max_rows
@@ -60,10 +76,16 @@ class VLLMEngine:
         self._transfer = _transfer(url, weights, ranks.rank, n_workers)
 
     async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
-        """Return a continuation of token ids, at most `context` with the prompt, with random numbers that depend on
-        `key`; await it in a coroutine that `run` runs."""
+        """Return a continuation of token ids, at most `context` with the prompt, with random
+        numbers that depend on `key`; await it in a coroutine that `run` runs."""
         # Explicit, since the model's generation_config.json changes the server's defaults.
-        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        sampling = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
         sampling |= {"seed": generator_of(key).initial_seed(), "max_tokens": max_new_tokens}
         wanted = {"stop_token_ids": self._stop_ids, "logprobs": 1, "return_token_ids": True}
         body = {"model": self._model, "prompt": list(prompt), **sampling, **wanted}
@@ -73,14 +95,15 @@ class VLLMEngine:
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
 
     def run(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Send the weights, then return the results, in order, of coroutines that await `generate`, in an asyncio loop
-        of its own. All processes call this together, and raise the error of any. Raise `UserError` in a loop."""
+        """Send the weights, then return the results, in order, of coroutines that await `generate`,
+        in an asyncio loop of its own. All processes call this together, and raise the error of any.
+        Raise `UserError` in a loop."""
         if _is_in_loop():
             for text in texts:
                 text.close()
             raise UserError(
-                "VLLMEngine.run starts an asyncio loop, and one runs in this thread already; "
-                "use await asyncio.to_thread(engine.run, texts)"
+                "VLLMEngine.run starts an asyncio loop, and one runs in this thread already; use "
+                "await asyncio.to_thread(engine.run, texts)"
             )
 
         async def together() -> None:
@@ -89,7 +112,8 @@ class VLLMEngine:
 
         results: list[Any] = []
         self._transfer.send_weights()
-        # Its cache of prompts is of the weights before. All ranks wait, since they share the server.
+        # Its cache of prompts is of the weights before. All ranks wait, since they share the
+        # server.
         self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))
         self._ranks.all_ranks_or_raise(lambda: asyncio.run(together()))
         return results
@@ -106,7 +130,10 @@ def _is_in_loop() -> bool:
 
 def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any:
     """Return vLLM's sender of weights, to which rank 0 connects the server."""
-    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient,
+        WeightTransferTrainerFactory,
+    )
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     from vllm.utils.network_utils import get_ip, get_open_port
@@ -115,11 +142,18 @@ def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any
         """The model's weights in the order in which all ranks read them."""
 
         def metadata(self) -> list[Any]:
-            return [ParamMeta(name, spec.dtype, tuple(spec.shape)) for name, spec in weights.specs.items()]
+            return [
+                ParamMeta(name, spec.dtype, tuple(spec.shape))
+                for name, spec in weights.specs.items()
+            ]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return ((name, weights.read(name).to(spec.dtype)) for name, spec in weights.specs.items())
+            return (
+                (name, weights.read(name).to(spec.dtype)) for name, spec in weights.specs.items()
+            )
 
     meeting = NCCLTrainerInitInfo(get_ip(), get_open_port(), n_workers + 1, rank=rank)
     client = HTTPVLLMWeightSyncClient(url)
-    return WeightTransferTrainerFactory.trainer_init(init_info=meeting, client=client, source=Source())
+    return WeightTransferTrainerFactory.trainer_init(
+        init_info=meeting, client=client, source=Source()
+    )

@@ -1,4 +1,5 @@
-"""Token ids of many texts as arrays, by the library gigatoken where its ids equal those of `Tokenizer.tokenize`."""
+"""Token ids of many texts as arrays, by the library gigatoken where its ids equal those of
+`Tokenizer.tokenize`."""
 
 import contextlib
 import os
@@ -23,19 +24,19 @@ from torchtitan.tools.logging import logger
 Array = np.ndarray[Any, np.dtype[Any]]
 
 WORTH_OPENING = {HuggingFace: 1 << 20, Tiktoken: 1 << 24}
-"""Characters from which gigatoken saves more time than opening it takes: about 1 s, and 4 s for files of ranks, which
-are converted, and which tiktoken encodes faster than `tokenizers` does."""
+"""Characters from which gigatoken saves more time than opening it takes: about 1 s, and 4 s for
+files of ranks, which are converted, and which tiktoken encodes faster than `tokenizers` does."""
 
 BATCH_CHARACTERS = 1 << 23
 """Characters after which a sample is compared again."""
 SAMPLED_TEXTS = 4
 SAMPLED_CHARACTERS = 2048
-"""Texts of a sample, and characters of each. The tokenizer takes about a tenth of the time for them that gigatoken
-takes for `BATCH_CHARACTERS`."""
+"""Texts of a sample, and characters of each. The tokenizer takes about a tenth of the time for them
+that gigatoken takes for `BATCH_CHARACTERS`."""
 
 REOPENED_CHARACTERS = 1 << 28
-"""Characters after which gigatoken is opened anew, since it remembers all words that it has seen: about 1 byte per
-character of usual text, and 10 to 20 of random words."""
+"""Characters after which gigatoken is opened anew, since it remembers all words that it has seen:
+about 1 byte per character of usual text, and 10 to 20 of random words."""
 
 _N_VOCABULARY = 2000
 
@@ -50,17 +51,19 @@ class TokenArrays(NamedTuple):
 
 
 class DifferentIds(Exception):
-    """gigatoken has other ids than `Tokenizer.tokenize`. Its earlier ids of the same data may be wrong, too."""
+    """gigatoken has other ids than `Tokenizer.tokenize`. Its earlier ids of the same data may be
+    wrong, too."""
 
 
 class ArrayEncoder:
     """Encodes texts like `Tokenizer.tokenize` without recognizing special tokens, but much faster.
 
-    gigatoken is opened when the texts so far are worth it (see `WORTH_OPENING`), and compared with the tokenizer: then
-    on texts of the vocabulary, several scripts and code, and on a sample of every batch of `BATCH_CHARACTERS`. It
-    parses special and added tokens within a text, so the texts in which it finds one are encoded by the tokenizer.
-    Tokenizers that gigatoken refuses, or whose ids it changes, are used as they are. A pickled copy opens gigatoken
-    again; forked processes share it.
+    gigatoken is opened when the texts so far are worth it (see `WORTH_OPENING`), and compared with
+    the tokenizer: then on texts of the vocabulary, several scripts and code, and on a sample of
+    every batch of `BATCH_CHARACTERS`. It parses special and added tokens within a text, so the
+    texts in which it finds one are encoded by the tokenizer. Tokenizers that gigatoken refuses, or
+    whose ids it changes, are used as they are. A pickled copy opens gigatoken again; forked
+    processes share it.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -104,7 +107,8 @@ class ArrayEncoder:
             self._open(self._backend)
 
     def encode(self, texts: Sequence[str]) -> TokenArrays:
-        """Return the ids of texts. Raise `DifferentIds`, after which gigatoken is no longer used."""
+        """Return the ids of texts. Raise `DifferentIds`, after which gigatoken is no longer
+        used."""
         n_characters = sum(map(len, texts))
         self.expect(n_characters)
         if self._fast is None or not texts:
@@ -122,8 +126,11 @@ class ArrayEncoder:
             self.close()
             raise
 
-    def encode_documents(self, texts: Sequence[str], prefix: Sequence[int], suffix: Sequence[int]) -> list[Array]:
-        """Return the ids of `Tokenizer.encode_documents`, int64 (n,) for each text. Raise `DifferentIds` like `encode`.
+    def encode_documents(
+        self, texts: Sequence[str], prefix: Sequence[int], suffix: Sequence[int]
+    ) -> list[Array]:
+        """Return the ids of `Tokenizer.encode_documents`, int64 (n,) for each text. Raise
+        `DifferentIds` like `encode`.
 
         Args:
             texts: documents.
@@ -131,10 +138,15 @@ class ArrayEncoder:
             suffix: the same for the end.
         """
         kind = type(self.tokenizer)
-        if (kind.encode_documents, kind.encode_batch) != (Tokenizer.encode_documents, Tokenizer.encode_batch):
+        if (kind.encode_documents, kind.encode_batch) != (
+            Tokenizer.encode_documents,
+            Tokenizer.encode_batch,
+        ):
             return [np.array(ids, np.int64) for ids in self.tokenizer.encode_documents(texts)]
         found = self.encode(texts)
-        of_texts = np.split(found.ids.astype(np.int64), np.cumsum(found.lengths)[:-1]) if texts else []
+        of_texts = (
+            np.split(found.ids.astype(np.int64), np.cumsum(found.lengths)[:-1]) if texts else []
+        )
         return [_with_ends(ids, [*prefix], [*suffix]) for ids in of_texts]
 
     def _encode_slowly(self, texts: Sequence[str]) -> TokenArrays:
@@ -176,15 +188,19 @@ class ArrayEncoder:
         return TokenArrays(ids, lengths)
 
     def _parse_contents(self, contents: list[bytes]) -> TokenArrays:
-        # The variable means one thread per process, as for `tokenizers`. gigatoken itself notices forked processes,
-        # which must not use the threads of their parent.
+        # The variable means one thread per process, as for `tokenizers`. gigatoken itself notices
+        # forked processes, which must not use the threads of their parent.
         if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
             # As fast as a batch, and without importing awkward, which takes 0.5 s.
             arrays = [self._fast.encode(content) for content in contents]
-            return TokenArrays(np.concatenate(arrays), np.fromiter(map(len, arrays), np.int64, len(arrays)))
+            return TokenArrays(
+                np.concatenate(arrays), np.fromiter(map(len, arrays), np.int64, len(arrays))
+            )
         rows = self._fast.encode_batch(contents)
         offsets = np.asarray(rows.layout.offsets.data, np.int64)
-        return TokenArrays(np.asarray(rows.layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
+        return TokenArrays(
+            np.asarray(rows.layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+        )
 
     def _compare(self, texts: Sequence[str]) -> None:
         fast, slow = self._encode_fast(texts), self._encode_slowly(texts)
@@ -193,7 +209,8 @@ class ArrayEncoder:
         raise DifferentIds(f"other ids for {self._first_different(texts)!r}")
 
     def _first_different(self, texts: Sequence[str]) -> str:
-        """Return the beginning of the first text with other ids, or of the first text if they differ only together."""
+        """Return the beginning of the first text with other ids, or of the first text if they
+        differ only together."""
         for text in texts:
             if self._encode_fast([text]).ids.tolist() != self._encode_slowly([text]).ids.tolist():
                 return text[:60]
@@ -214,7 +231,9 @@ class ArrayEncoder:
             self._compare(probe_texts([], vocabulary))
         except DifferentIds as error:
             self.close()
-            logger.info(f"text is encoded by the tokenizer's own library, since gigatoken has {error}")
+            logger.info(
+                f"text is encoded by the tokenizer's own library, since gigatoken has {error}"
+            )
 
     def _reopen(self) -> None:
         assert self._load is not None
@@ -224,21 +243,26 @@ class ArrayEncoder:
         self._n_remembered = 0
 
     def _find_added(self, added: Mapping[str, int]) -> None:
-        """Set the ids of special and added tokens: texts with them are encoded by the tokenizer. Raise `DifferentIds`
-        for a token that gigatoken does not find within a text, unless it is ordinary text for the tokenizer, too."""
+        """Set the ids of special and added tokens: texts with them are encoded by the tokenizer.
+        Raise `DifferentIds` for a token that gigatoken does not find within a text, unless it is
+        ordinary text for the tokenizer, too."""
         self._is_added[[*added.values()]] = True
         names = [name for name in added if name]
         if not names:
             return
         found = self._parse([f"a{name}b" for name in names])
-        counts = np.diff(np.cumsum(self._is_added[found.ids])[np.cumsum(found.lengths) - 1], prepend=0)
+        counts = np.diff(
+            np.cumsum(self._is_added[found.ids])[np.cumsum(found.lengths) - 1], prepend=0
+        )
         for number in np.flatnonzero(counts == 0).tolist():
-            self._compare([f"a{names[number]}b", names[number], f" {names[number]} {names[number]}"])
+            self._compare(
+                [f"a{names[number]}b", names[number], f" {names[number]} {names[number]}"]
+            )
 
 
 def _open_backend(backend: HuggingFace | Tiktoken) -> tuple[Callable[[], Any], Any]:
-    """Return a function that opens a backend with gigatoken, and its first result. Raise an error of any kind if there
-    is none."""
+    """Return a function that opens a backend with gigatoken, and its first result. Raise an error
+    of any kind if there is none."""
     from gigatoken import Tokenizer as Fast
 
     if isinstance(backend, Tiktoken):
@@ -250,7 +274,8 @@ def _open_backend(backend: HuggingFace | Tiktoken) -> tuple[Callable[[], Any], A
     except RuntimeError:
         if backend.path.suffix == ".json":
             raise
-        # It refuses how `convert_sentencepiece` writes the dummy prefix, but reads the model itself.
+        # It refuses how `convert_sentencepiece` writes the dummy prefix, but reads the model
+        # itself.
         load = partial(Fast.from_sentencepiece, backend.path)
         return load, load()
 
@@ -267,14 +292,19 @@ def _as_different_ids() -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = error.__cause__ or error
-        raise DifferentIds(f"an error: {str(cause).partition(chr(10))[0] or type(cause).__name__}") from error
+        raise DifferentIds(
+            f"an error: {str(cause).partition(chr(10))[0] or type(cause).__name__}"
+        ) from error
 
 
 def _sample(texts: Sequence[str]) -> list[str]:
     """Return some of the texts, long ones cut."""
     sampled = texts[:: max(1, len(texts) // SAMPLED_TEXTS)][:SAMPLED_TEXTS]
     starts = [max(0, len(text) - SAMPLED_CHARACTERS) // 2 for text in sampled]
-    return [text[start : start + SAMPLED_CHARACTERS] for text, start in zip(sampled, starts, strict=True)]
+    return [
+        text[start : start + SAMPLED_CHARACTERS]
+        for text, start in zip(sampled, starts, strict=True)
+    ]
 
 
 def _with_ends(ids: Array, prefix: list[int], suffix: list[int]) -> Array:

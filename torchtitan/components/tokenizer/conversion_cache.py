@@ -30,7 +30,8 @@ def cached_conversion(key: str, convert: Callable[[], bytes]) -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of a file of the cache; None if it is missing, or not as it was written."""
+    """Return the content of a file of the cache; None if it is missing, or not as it was
+    written."""
     try:
         digest, _, content = read_regular(path, most=_MOST_BYTES).partition(b"\n")
     except (OSError, UserError):
@@ -43,4 +44,6 @@ def _write(path: Path, content: bytes) -> None:
         durable.make_folder(path.parent)
         durable.write(path, bytes_digest(content).encode() + b"\n" + content)
     except OSError as error:
-        logger.warning(f"the converted tokenizer is not kept, so each start converts it again: {error}")
+        logger.warning(
+            f"the converted tokenizer is not kept, so each start converts it again: {error}"
+        )

@@ -8,12 +8,14 @@ from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError
 
 Offsets = list[tuple[int, int]]
-"""Start and end of each token's text, in characters. Tokens that share a character include all of it."""
+"""Start and end of each token's text, in characters. Tokens that share a character include all of
+it."""
 
 
 class Tokenizer(Configurable, ABC):
-    """Converts text to token ids and back, with BOS and EOS as configured by the model. The trainer builds it as
-    `config.build(path=hf_assets_path)`. Subclasses set the attributes below and define `tokenize` and `decode`."""
+    """Converts text to token ids and back, with BOS and EOS as configured by the model. The trainer
+    builds it as `config.build(path=hf_assets_path)`. Subclasses set the attributes below and define
+    `tokenize` and `decode`."""
 
     vocab_size: int
     """Largest token id plus one, including added tokens."""
@@ -28,7 +30,8 @@ class Tokenizer(Configurable, ABC):
     n_added: int = 0
     """Number of added token ids, for which published weights have no rows."""
     fingerprint: str
-    """Hexadecimal digest of everything that affects token ids (files, BOS and EOS, class), for cache keys."""
+    """Hexadecimal digest of everything that affects token ids (files, BOS and EOS, class), for
+    cache keys."""
 
     @property
     def added(self) -> range:
@@ -42,21 +45,26 @@ class Tokenizer(Configurable, ABC):
 
     @abstractmethod
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
-        """Return the token ids of each text, without BOS and EOS. With `allow_special`, special tokens in the text are
-        recognized. (Added tokens not marked as special in the model's file, such as Qwen's "<think>", always are.)"""
+        """Return the token ids of each text, without BOS and EOS. With `allow_special`, special
+        tokens in the text are recognized. (Added tokens not marked as special in the model's file,
+        such as Qwen's "<think>", always are.)"""
 
-    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
-        """Return ids and their character spans, for loss masks of conversations; surrogate pairs are joined first.
-        Raise `UserError` if not supported."""
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], *, allow_special: bool
+    ) -> list[tuple[list[int], Offsets]]:
+        """Return ids and their character spans, for loss masks of conversations; surrogate pairs
+        are joined first. Raise `UserError` if not supported."""
         raise UserError(
-            f"the tokenizer {type(self).__name__} does not support offsets, which loss masks need; define its "
-            "tokenize_with_offsets"
+            f"the tokenizer {type(self).__name__} does not support offsets, which loss masks need; "
+            "define its tokenize_with_offsets"
         )
 
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens."""
-        return frozenset(token_id for token_id in (self.bos_id, self.eos_id) if token_id is not None)
+        return frozenset(
+            token_id for token_id in (self.bos_id, self.eos_id) if token_id is not None
+        )
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token given as text; None if it is not a single token."""
@@ -68,17 +76,25 @@ class Tokenizer(Configurable, ABC):
         """Return the text of `ids`. Invalid UTF-8 (a partial character) becomes U+FFFD."""
 
     def encode(
-        self, text: str, *, add_bos: bool | None = None, add_eos: bool | None = None, allow_special: bool = False
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        add_eos: bool | None = None,
+        allow_special: bool = False,
     ) -> list[int]:
-        """Return the token ids of `text`. Raise `UserError` if BOS or EOS should be added but does not exist.
+        """Return the token ids of `text`. Raise `UserError` if BOS or EOS should be added but does
+        not exist.
 
         Args:
             add_bos: add BOS unless it is already there; None: as configured by the model.
             add_eos: the same for EOS.
-            allow_special: recognize special tokens in the text, such as "<|end_of_text|>". Use only for trusted text,
-                since other text must not be able to end a document.
+            allow_special: recognize special tokens in the text, such as "<|end_of_text|>". Use only
+                for trusted text, since other text must not be able to end a document.
         """
-        return self.encode_batch([text], add_bos=add_bos, add_eos=add_eos, allow_special=allow_special)[0]
+        return self.encode_batch(
+            [text], add_bos=add_bos, add_eos=add_eos, allow_special=allow_special
+        )[0]
 
     def encode_batch(
         self,
@@ -91,18 +107,23 @@ class Tokenizer(Configurable, ABC):
         """Return `encode` of each text, in parallel over the cores."""
         prefix = self._added("BOS", self.bos_id, self.adds_bos if add_bos is None else add_bos)
         suffix = self._added("EOS", self.eos_id, self.adds_eos if add_eos is None else add_eos)
-        return [_wrap(ids, prefix, suffix) for ids in self.tokenize(texts, allow_special=allow_special)]
+        return [
+            _wrap(ids, prefix, suffix) for ids in self.tokenize(texts, allow_special=allow_special)
+        ]
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of pre-training documents, in parallel over the cores, without recognizing special
-        tokens. Add BOS as configured by the model, and EOS if it exists, to learn to stop."""
+        """Return the token ids of pre-training documents, in parallel over the cores, without
+        recognizing special tokens. Add BOS as configured by the model, and EOS if it exists, to
+        learn to stop."""
         return self.encode_batch(texts, add_eos=self.eos_id is not None)
 
     def _added(self, name: str, token_id: int | None, add: bool) -> list[int]:
         if not add:
             return []
         if token_id is None:
-            raise UserError(f"cannot add {name}: the tokenizer has none; set add_{name.lower()} to False")
+            raise UserError(
+                f"cannot add {name}: the tokenizer has none; set add_{name.lower()} to False"
+            )
         return [token_id]
 
 

@@ -44,14 +44,15 @@ _USUAL_NAMES = {
 
 
 class PretrainedTokenizer(Tokenizer):
-    """Tokenizer in the folder `path`, or the embedded one if `path` is empty. Raises `UserError` if the folder contains
-    no usable tokenizer, or tokens cannot be added to it.
+    """Tokenizer in the folder `path`, or the embedded one if `path` is empty. Raises `UserError` if
+    the folder contains no usable tokenizer, or tokens cannot be added to it.
 
-    `tokenizer.json` (read by the library `tokenizers`) takes precedence over `tekken.json` and files in tiktoken's
-    format (read by tiktoken), and over SentencePiece models (converted to tokenizer.json, checked against the library
-    sentencepiece, and saved with checkpoints). BOS and EOS are read from tokenizer_config.json,
-    special_tokens_map.json, config.json or generation_config.json; if none sets them, the usual names are tried.
-    `add_bos_token` and `add_eos_token` of tokenizer_config.json decide whether to add them; if they are missing, the
+    `tokenizer.json` (read by the library `tokenizers`) takes precedence over `tekken.json` and
+    files in tiktoken's format (read by tiktoken), and over SentencePiece models (converted to
+    tokenizer.json, checked against the library sentencepiece, and saved with checkpoints). BOS and
+    EOS are read from tokenizer_config.json, special_tokens_map.json, config.json or
+    generation_config.json; if none sets them, the usual names are tried. `add_bos_token` and
+    `add_eos_token` of tokenizer_config.json decide whether to add them; if they are missing, the
     post-processor decides.
     """
 
@@ -60,10 +61,12 @@ class PretrainedTokenizer(Tokenizer):
         """Tokens added to a tokenizer."""
 
         added_tokens: list[str] = field(default_factory=list)
-        """Special tokens to add to the vocabulary and the model if they are missing, such as <|im_start|>."""
+        """Special tokens to add to the vocabulary and the model if they are missing, such as
+        <|im_start|>."""
         split_pattern: str = ""
-        """Regular expression that splits text before merging, for a file in tiktoken's format, which lacks it; in the
-        model's code, it is usually called pat_str. Empty: Llama 3's, if the ranks are Llama 3's."""
+        """Regular expression that splits text before merging, for a file in tiktoken's format,
+        which lacks it; in the model's code, it is usually called pat_str. Empty: Llama 3's, if the
+        ranks are Llama 3's."""
 
         @builds(lambda: PretrainedTokenizer)
         def build(self) -> Any:
@@ -71,7 +74,9 @@ class PretrainedTokenizer(Tokenizer):
 
         def validate(self) -> None:
             if blank := [token for token in self.added_tokens if not token.strip()]:
-                raise UserError(f"--tokenizer.added_tokens contains {blank[0]!r}; tokens must not be blank")
+                raise UserError(
+                    f"--tokenizer.added_tokens contains {blank[0]!r}; tokens must not be blank"
+                )
 
     eos_is_guess: bool
     """True if EOS is the first of several stop tokens, for want of a better one."""
@@ -80,18 +85,28 @@ class PretrainedTokenizer(Tokenizer):
         super().__init__(config)
         self.folder = folder = Path(path) if str(path) else EMBEDDED_TOKENIZER
         self._backend = _load_backend(folder, config.split_pattern)
-        self.n_added = self._backend.add_special_tokens(config.added_tokens) if config.added_tokens else 0
+        self.n_added = (
+            self._backend.add_special_tokens(config.added_tokens) if config.added_tokens else 0
+        )
         settings = read_object(folder / "tokenizer_config.json")
         prefix, suffix = self._backend.added_ids()
         self.vocab_size = self._backend.vocab_size
         self.bos_id, _ = _special_id(folder, "bos", self._backend)
         self.eos_id, self.eos_is_guess = _special_id(folder, "eos", self._backend)
         adds = []
-        for key, token_id, added in (("add_bos_token", self.bos_id, prefix), ("add_eos_token", self.eos_id, suffix)):
+        for key, token_id, added in (
+            ("add_bos_token", self.bos_id, prefix),
+            ("add_eos_token", self.eos_id, suffix),
+        ):
             declared = settings.get(key)
             if not isinstance(declared, bool | None):
-                raise UserError(f"'{folder / 'tokenizer_config.json'}' has {key} {declared!r}, not true or false")
-            adds.append(token_id is not None and (token_id in added if declared is None else declared))
+                raise UserError(
+                    f"'{folder / 'tokenizer_config.json'}' has {key} {declared!r}, not true or "
+                    "false"
+                )
+            adds.append(
+                token_id is not None and (token_id in added if declared is None else declared)
+            )
         self.adds_bos, self.adds_eos = adds
         parts = [type(self).__module__, type(self).__qualname__, type(self._backend).__name__]
         parts += [hashlib.sha256(self._backend.content).hexdigest()]
@@ -110,15 +125,18 @@ class PretrainedTokenizer(Tokenizer):
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
         return self._backend.tokenize(texts, allow_special=allow_special)
 
-    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
-        """Like `Tokenizer.tokenize_with_offsets`. Spans include whitespace at the start of a token."""
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], *, allow_special: bool
+    ) -> list[tuple[list[int], Offsets]]:
+        """Like `Tokenizer.tokenize_with_offsets`. Spans include whitespace at the start of a
+        token."""
         if type(self).tokenize is not PretrainedTokenizer.tokenize:  # a subclass changes the ids
             return super().tokenize_with_offsets(texts, allow_special=allow_special)
         return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)
 
     def as_hugging_face(self) -> Any:
-        """Return a new `tokenizers.Tokenizer` with the same ids, apart from BOS and EOS. Raise `UserError` if a file in
-        another format cannot be converted."""
+        """Return a new `tokenizers.Tokenizer` with the same ids, apart from BOS and EOS. Raise
+        `UserError` if a file in another format cannot be converted."""
         return self._backend.as_hugging_face()
 
     @cached_property
@@ -144,49 +162,68 @@ def _load_backend(folder: Path, split_pattern: str) -> HuggingFace | Tiktoken:
     path = tokenizer_file(folder)
     if path is None:
         raise UserError(
-            f"no tokenizer in '{folder}': found neither tokenizer.json (Hugging Face), tekken.json (Mistral), nor "
-            "tokenizer.model, tiktoken.model or *.tiktoken (SentencePiece or tiktoken)"
+            f"no tokenizer in '{folder}': found neither tokenizer.json (Hugging Face), tekken.json "
+            "(Mistral), nor tokenizer.model, tiktoken.model or *.tiktoken (SentencePiece or "
+            "tiktoken)"
         )
     is_piece_model = path.suffix != ".json" and is_sentencepiece(path)
     is_ranks = path.suffix != ".json" and not is_piece_model
     if split_pattern and not is_ranks:
         raise UserError(
-            f"--tokenizer.split_pattern applies to files in tiktoken's format, but the tokenizer is '{path}'; remove it"
+            "--tokenizer.split_pattern applies to files in tiktoken's format, but the tokenizer "
+            f"is '{path}'; remove it"
         )
     if path.name == "tekken.json":
         return Tiktoken(read_tekken(path))
     if is_ranks:
         file = read_tiktoken(path, split_pattern)
         # Without the pattern, checkpoints need a tokenizer.json.
-        return HuggingFace(path, convert_ranks(file).to_str(pretty=True).encode()) if split_pattern else Tiktoken(file)
+        return (
+            HuggingFace(path, convert_ranks(file).to_str(pretty=True).encode())
+            if split_pattern
+            else Tiktoken(file)
+        )
     if is_piece_model:
         return HuggingFace(path, convert_sentencepiece(path))
     return HuggingFace(path)
 
 
-def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> tuple[int | None, bool]:
-    """Return the id of BOS or EOS (`kind` "bos" or "eos") from the first file that sets it, even to null, and whether
-    it is a guess among several."""
+def _special_id(
+    folder: Path, kind: str, backend: HuggingFace | Tiktoken
+) -> tuple[int | None, bool]:
+    """Return the id of BOS or EOS (`kind` "bos" or "eos") from the first file that sets it, even to
+    null, and whether it is a guess among several."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         content = read_object(path)
         if f"{kind}_token" in content:
             return _named_id(content[f"{kind}_token"], path, kind, backend), False
-    named = [token_id for name in _USUAL_NAMES[kind] if (token_id := backend.id_of(name)) is not None]
+    named = [
+        token_id for name in _USUAL_NAMES[kind] if (token_id := backend.id_of(name)) is not None
+    ]
     for path in (folder / "config.json", folder / "generation_config.json"):
         declared = read_object(path).get(f"{kind}_token_id")
         if declared in (None, []):
             continue
         ids = declared if isinstance(declared, list) else [declared]
-        if any(type(token_id) is not int or token_id not in range(backend.vocab_size) for token_id in ids):
-            raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer in this folder")
+        if any(
+            type(token_id) is not int or token_id not in range(backend.vocab_size)
+            for token_id in ids
+        ):
+            raise UserError(
+                f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer in this "
+                "folder"
+            )
         # A list contains all stop tokens; the one with a usual name is the model's end of text.
         chosen = next((token_id for token_id in named if token_id in ids), ids[0])
         is_guess = len(ids) > 1 and chosen not in named
         if is_guess:
-            texts = [repr(backend.decode([token_id], skip_special_tokens=False)) for token_id in ids]
+            texts = [
+                repr(backend.decode([token_id], skip_special_tokens=False)) for token_id in ids
+            ]
             logger.warning(
-                f"'{path}' has the tokens {', '.join(texts)} as {kind}_token_id, and does not say which one ends a "
-                f"text; {texts[0]} is used; to choose, set {kind}_token in tokenizer_config.json"
+                f"'{path}' has the tokens {', '.join(texts)} as {kind}_token_id, and does not say "
+                f"which one ends a text; {texts[0]} is used; to choose, set {kind}_token in "
+                "tokenizer_config.json"
             )
         return chosen, is_guess
     return next(iter(named), None), False
@@ -199,5 +236,8 @@ def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken
         return None
     token_id = backend.id_of(name) if isinstance(name, str) else None
     if token_id is None:
-        raise UserError(f"'{path}' has {kind}_token {name!r}, which is not a token of the tokenizer in this folder")
+        raise UserError(
+            f"'{path}' has {kind}_token {name!r}, which is not a token of the tokenizer in this "
+            "folder"
+        )
     return token_id

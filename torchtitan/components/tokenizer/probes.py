@@ -1,4 +1,5 @@
-"""Texts that reveal differences between a converted tokenizer and the library that defines its ids."""
+"""Texts that reveal differences between a converted tokenizer and the library that defines its
+ids."""
 
 from collections.abc import Sequence
 
@@ -23,8 +24,8 @@ _N_MIXTURES = 50
 
 
 def probe_texts(added: Sequence[str], vocabulary: Sequence[str]) -> list[str]:
-    """Return texts with runs of spaces, digits, code and several scripts, each of (at most 300) `added` tokens within
-    text, and mixtures of (about 2,000) texts of the vocabulary."""
+    """Return texts with runs of spaces, digits, code and several scripts, each of (at most 300)
+    `added` tokens within text, and mixtures of (about 2,000) texts of the vocabulary."""
     sampled = vocabulary[:: max(1, len(vocabulary) // _N_SAMPLED)]
     mixtures = ["".join(sampled[start::_N_MIXTURES]) for start in range(_N_MIXTURES)]
     return [*_TEXTS, *(f"a{text}b {text} c" for text in added[:_N_ADDED]), *mixtures]

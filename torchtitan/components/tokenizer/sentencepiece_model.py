@@ -1,4 +1,5 @@
-"""Conversion of SentencePiece models to tokenizer.json, checked against the library sentencepiece."""
+"""Conversion of SentencePiece models to tokenizer.json, checked against the library
+sentencepiece."""
 
 import importlib.metadata
 from collections.abc import Iterator
@@ -30,27 +31,31 @@ _UNUSED = 5
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Return whether a file is a SentencePiece model: a protobuf that begins with tag 0x0A, the list of pieces."""
+    """Return whether a file is a SentencePiece model: a protobuf that begins with tag 0x0A, the
+    list of pieces."""
     with open_regular(path) as file:
         return file.read(1) == b"\x0a"
 
 
 def convert_sentencepiece(path: Path) -> bytes:
-    """Return the tokenizer.json of a SentencePiece model, with the tokens that tokenizer_config.json and
-    added_tokens.json in its folder add. It is converted once, and then read from the cache folder.
+    """Return the tokenizer.json of a SentencePiece model, with the tokens that
+    tokenizer_config.json and added_tokens.json in its folder add. It is converted once, and then
+    read from the cache folder.
 
-    The ids of texts without special tokens are those of the library sentencepiece, which is compared on texts with runs
-    of spaces, digits, code, several scripts, all added pieces and parts of the vocabulary. BOS is added if the model
-    has one. sentencepiece knows no special tokens within a text; after one, the text begins with the dummy prefix, as
-    in separate texts, unless tokenizer_config.json has `legacy` false or the model has user-defined pieces. Raise
-    `UserError` if the library is missing, the file is not a usable model, or the ids differ.
+    The ids of texts without special tokens are those of the library sentencepiece, which is
+    compared on texts with runs of spaces, digits, code, several scripts, all added pieces and parts
+    of the vocabulary. BOS is added if the model has one. sentencepiece knows no special tokens
+    within a text; after one, the text begins with the dummy prefix, as in separate texts, unless
+    tokenizer_config.json has `legacy` false or the model has user-defined pieces. Raise `UserError`
+    if the library is missing, the file is not a usable model, or the ids differ.
     """
     try:
         import sentencepiece  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"'{path}' is a SentencePiece model, which needs the package sentencepiece (pip install "
-            "'torchtitan[sentencepiece]', or EXTRA=sentencepiece ./run_train.sh); or use the model's tokenizer.json"
+            f"'{path}' is a SentencePiece model, which needs the package sentencepiece (pip "
+            "install 'torchtitan[sentencepiece]', or EXTRA=sentencepiece ./run_train.sh); or use "
+            "the model's tokenizer.json"
         ) from error
     content = read_regular(path, most=_MOST_BYTES)
     folder = path.parent
@@ -76,7 +81,9 @@ def _converted(path: Path, content: bytes) -> bytes:
         model.ParseFromString(content)
         reference = sentencepiece.SentencePieceProcessor(model_proto=content)
     except Exception as error:  # DecodeError of protobuf, RuntimeError of sentencepiece
-        raise unreadable_file_error(path, f"'{path}' is not a valid SentencePiece model: {error}") from error
+        raise unreadable_file_error(
+            path, f"'{path}' is not a valid SentencePiece model: {error}"
+        ) from error
     _check_supported(path, model)
     settings = read_object(path.parent / "tokenizer_config.json")
     with suppress_native_errors(path):
@@ -90,8 +97,8 @@ def _converted(path: Path, content: bytes) -> bytes:
 
 def _check_supported(path: Path, model: Any) -> None:
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    # tokenizer.json's unigram finds control pieces such as <s> in text, and its normalization by rules treats
-    # characters of several code points differently; sentencepiece does neither.
+    # tokenizer.json's unigram finds control pieces such as <s> in text, and its normalization by
+    # rules treats characters of several code points differently; sentencepiece does neither.
     reasons = {
         "another algorithm than BPE": trainer.model_type != _BPE,
         f"the normalization rules {normalizer.name}": bool(normalizer.precompiled_charsmap),
@@ -104,8 +111,8 @@ def _check_supported(path: Path, model: Any) -> None:
     }
     if reason := next((reason for reason, applies in reasons.items() if applies), None):
         raise UserError(
-            f"'{path}' is a SentencePiece model with {reason}, which tokenizer.json cannot express exactly; use the "
-            "model's tokenizer.json"
+            f"'{path}' is a SentencePiece model with {reason}, which tokenizer.json cannot express "
+            "exactly; use the model's tokenizer.json"
         )
 
 
@@ -118,8 +125,9 @@ def _convert(model: Any, *, prefix_everywhere: bool) -> Any:
     user_defined = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
     strip = []
     if normalizer.add_dummy_prefix:
-        # Metaspace adds no prefix to text that begins with its replacement, but sentencepiece always does. After
-        # normalization there are no spaces, so a first Metaspace with a space as replacement always adds one.
+        # Metaspace adds no prefix to text that begins with its replacement, but sentencepiece
+        # always does. After normalization there are no spaces, so a first Metaspace with a space as
+        # replacement always adds one.
         scheme = "always" if prefix_everywhere and not user_defined else "first"
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -131,11 +139,17 @@ def _convert(model: Any, *, prefix_everywhere: bool) -> Any:
     fallback = [decoders.ByteFallback()] if model.trainer_spec.byte_fallback else []
     parts = [decoders.Replace(_SPACE, " "), *fallback, decoders.Fuse(), *strip]
     tokenizer.decoder = decoders.Sequence(parts)
-    tokenizer.add_tokens([AddedToken(text, normalized=True, special=False) for text in user_defined])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=True, special=False) for text in user_defined]
+    )
     special = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False, special=True) for text in special]
+    )
     if model.trainer_spec.bos_id >= 0:
-        tokenizer.post_processor = _bos_processor(pieces[model.trainer_spec.bos_id].piece, model.trainer_spec.bos_id)
+        tokenizer.post_processor = _bos_processor(
+            pieces[model.trainer_spec.bos_id].piece, model.trainer_spec.bos_id
+        )
     return tokenizer
 
 
@@ -151,7 +165,8 @@ def _normalizers(spec: Any) -> Iterator[Any]:
 
 
 def _bpe(model: Any) -> Any:
-    """Every split of a piece into two pieces becomes a merge, with the priority of the piece's score."""
+    """Every split of a piece into two pieces becomes a merge, with the priority of the piece's
+    score."""
     from tokenizers import models
 
     ids = {piece.piece: i for i, piece in enumerate(model.pieces) if piece.type == _NORMAL}
@@ -188,27 +203,29 @@ def _check_ids(path: Path, tokenizer: Any, reference: Any, model: Any) -> None:
         ids, expected = tokenizer.encode(text, add_special_tokens=False).ids, reference.encode(text)
         if ids != expected:
             raise UserError(
-                f"'{path}' cannot be converted to tokenizer.json: the ids of {text[:60]!r} would differ from those of "
-                "the library sentencepiece; use the model's tokenizer.json"
+                f"'{path}' cannot be converted to tokenizer.json: the ids of {text[:60]!r} would "
+                "differ from those of the library sentencepiece; use the model's tokenizer.json"
             )
     tokenizer.encode_special_tokens = False
 
 
 def _add_declared(folder: Path, tokenizer: Any) -> None:
-    """Add the tokens that the folder's files declare, and mark the special ones. Raise `UserError` for other ids than
-    the next ones."""
+    """Add the tokens that the folder's files declare, and mark the special ones. Raise `UserError`
+    for other ids than the next ones."""
     from tokenizers import AddedToken
 
     decoder = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    flags = {token["content"]: token for token in decoder.values()} if isinstance(decoder, dict) else {}
+    flags = (
+        {token["content"]: token for token in decoder.values()} if isinstance(decoder, dict) else {}
+    )
     for text, token_id in sorted(declared_tokens(folder).items(), key=lambda item: item[1]):
         n_ids = tokenizer.get_vocab_size(with_added_tokens=True)
         present = tokenizer.token_to_id(text)
         if present not in (None, token_id) or present is None and token_id != n_ids:
             given = n_ids if present is None else present
             raise UserError(
-                f"'{folder}' declares the added token {text!r} with id {token_id}, but the SentencePiece model gives "
-                f"it {given}; use the model's tokenizer.json"
+                f"'{folder}' declares the added token {text!r} with id {token_id}, but the "
+                f"SentencePiece model gives it {given}; use the model's tokenizer.json"
             )
         declared = flags.get(text, {})
         token = AddedToken(

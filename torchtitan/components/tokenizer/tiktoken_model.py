@@ -1,4 +1,5 @@
-"""Files of byte-pair ranks, encoded by the library tiktoken: tiktoken's own format and Mistral's tekken.json."""
+"""Files of byte-pair ranks, encoded by the library tiktoken: tiktoken's own format and Mistral's
+tekken.json."""
 
 import base64
 import hashlib
@@ -56,7 +57,8 @@ _LONG_BLANK = re.compile(r"(\s{500000})")
 
 @dataclass(frozen=True)
 class RankFile:
-    """Content of a file of ranks. Two tokens are merged first if the id of their union is lowest."""
+    """Content of a file of ranks. Two tokens are merged first if the id of their union is
+    lowest."""
 
     path: Path
     content: bytes
@@ -99,8 +101,9 @@ class Tiktoken:
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
         if absent := [token for token in tokens if token not in self.file.special]:
             raise UserError(
-                f"--tokenizer.added_tokens: cannot add {', '.join(absent)} to '{self.file.path}', a file in tiktoken "
-                "format; use the model's tokenizer.json, or a chat template with special tokens of this tokenizer"
+                f"--tokenizer.added_tokens: cannot add {', '.join(absent)} to '{self.file.path}', "
+                "a file in tiktoken format; use the model's tokenizer.json, or a chat template "
+                "with special tokens of this tokenizer"
             )
         return 0
 
@@ -121,7 +124,9 @@ class Tiktoken:
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._texts)
 
-    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], *, allow_special: bool
+    ) -> list[tuple[list[int], Offsets]]:
         batch = self.tokenize(texts, allow_special=allow_special)
         return [(ids, self._offsets(text, ids)) for text, ids in zip(texts, batch, strict=True)]
 
@@ -138,19 +143,27 @@ class Tiktoken:
         size = math.ceil(len(texts) / n_threads) or 1
         slices = [texts[i : i + size] for i in range(0, len(texts), size)]
         encode = (
-            partial(self._encoding.encode, allowed_special="all") if allow_special else self._encoding.encode_ordinary
+            partial(self._encoding.encode, allowed_special="all")
+            if allow_special
+            else self._encoding.encode_ordinary
         )
 
         def tokenize(texts: Sequence[str]) -> list[list[int]]:
-            return [[token for piece in _LONG_BLANK.split(text) for token in encode(piece)] for text in texts]
+            return [
+                [token for piece in _LONG_BLANK.split(text) for token in encode(piece)]
+                for text in texts
+            ]
 
         with ThreadPoolExecutor(n_threads) as pool:
             return [ids for slice_ids in pool.map(tokenize, slices) for ids in slice_ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # Models may have more rows than tokens; ids of unused rows have no text, as with tokenizer.json.
+        # Models may have more rows than tokens; ids of unused rows have no text, as with
+        # tokenizer.json.
         def has_text(token_id: int) -> bool:
-            return token_id in self._ordinary or (token_id in self._texts and not skip_special_tokens)
+            return token_id in self._ordinary or (
+                token_id in self._texts and not skip_special_tokens
+            )
 
         return self._encoding.decode([token_id for token_id in ids if has_text(token_id)])
 
@@ -158,9 +171,10 @@ class Tiktoken:
 def read_tiktoken(path: Path, split_pattern: str = "") -> RankFile:
     """Read a file in tiktoken's format, lines of `<base64 of the token's bytes> <rank>`.
 
-    The format has neither the split pattern nor the special tokens. Llama 3's are known, and used if the ranks are
-    Llama 3's. Otherwise, `split_pattern` is required, and the special tokens come from tokenizer_config.json or
-    added_tokens.json in the same folder. Raise `UserError` for other content.
+    The format has neither the split pattern nor the special tokens. Llama 3's are known, and used
+    if the ranks are Llama 3's. Otherwise, `split_pattern` is required, and the special tokens come
+    from tokenizer_config.json or added_tokens.json in the same folder. Raise `UserError` for other
+    content.
     """
     content = read_regular(path)
     ids = _parse_ranks(path, content)
@@ -169,19 +183,23 @@ def read_tiktoken(path: Path, split_pattern: str = "") -> RankFile:
         return RankFile(path, content, ids, special, _LLAMA3_PATTERN, "<|begin_of_text|>")
     if not split_pattern:
         raise UserError(
-            f"'{path}' has {len(ids):,} ranks in tiktoken's format, which are not Llama 3's, and the format lacks the "
-            "pattern that splits text before merging; use the model's tokenizer.json, or set "
-            "--tokenizer.split_pattern to the pattern in the model's code (usually called pat_str)"
+            f"'{path}' has {len(ids):,} ranks in tiktoken's format, which are not Llama 3's, and "
+            "the format lacks the pattern that splits text before merging; use the model's "
+            "tokenizer.json, or set --tokenizer.split_pattern to the pattern in the model's code "
+            "(usually called pat_str)"
         )
     special = declared_tokens(path.parent)
     if clashes := sorted(set(special.values()) & set(ids.values())):
-        raise UserError(f"'{path.parent}' declares a special token with id {clashes[0]}, which '{path}' uses as a rank")
+        raise UserError(
+            f"'{path.parent}' declares a special token with id {clashes[0]}, which '{path}' uses "
+            "as a rank"
+        )
     return RankFile(path, content, ids, special, split_pattern, None)
 
 
 def read_tekken(path: Path) -> RankFile:
-    """Read Mistral's tekken.json: the ids of special tokens come first, those of ranks after them. Raise `UserError`
-    for other content."""
+    """Read Mistral's tekken.json: the ids of special tokens come first, those of ranks after them.
+    Raise `UserError` for other content."""
     content = read_regular(path)
     document = parse_json(content, f"'{path}'")
     try:
@@ -189,14 +207,24 @@ def read_tekken(path: Path) -> RankFile:
         n_special = int(config["default_num_special_tokens"])
         n_ranks = int(config["default_vocab_size"]) - n_special
         pattern, version = str(config["pattern"]), str(config.get("version"))
-        ranks = {base64.b64decode(token["token_bytes"], validate=True): int(token["rank"]) for token in vocab[:n_ranks]}
+        ranks = {
+            base64.b64decode(token["token_bytes"], validate=True): int(token["rank"])
+            for token in vocab[:n_ranks]
+        }
         listed = document.get("special_tokens")
-        named = None if listed is None else {int(token["rank"]): str(token["token_str"]) for token in listed}
+        named = (
+            None
+            if listed is None
+            else {int(token["rank"]): str(token["token_str"]) for token in listed}
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise unreadable_file_error(path, f"'{path}' is not a tekken.json: {error!r}") from error
     if named is None:
         if version not in _TEKKEN_VERSIONS_WITHOUT_LIST:
-            raise UserError(f"'{path}' has version {version} and no special_tokens; use the model's own tekken.json")
+            raise UserError(
+                f"'{path}' has version {version} and no special_tokens; use the model's own "
+                "tekken.json"
+            )
         named = dict(enumerate(_TEKKEN_SPECIAL))
     _check_ranks(path, ranks)
     if len(ranks) != n_ranks or not named.keys() <= set(range(n_special)):
@@ -209,8 +237,9 @@ def read_tekken(path: Path) -> RankFile:
 
 
 def declared_tokens(folder: Path) -> dict[str, int]:
-    """Return the tokens that tokenizer_config.json (`added_tokens_decoder`) and added_tokens.json of a folder declare,
-    with their ids. Raise `UserError` if one of the files has another structure."""
+    """Return the tokens that tokenizer_config.json (`added_tokens_decoder`) and added_tokens.json
+    of a folder declare, with their ids. Raise `UserError` if one of the files has another
+    structure."""
     tokens: dict[str, int] = {}
     path = folder / "added_tokens.json"
     for text, token_id in read_object(path).items():
@@ -232,14 +261,18 @@ def _checked_id(value: Any, path: Path) -> int:
 
 
 def convert_ranks(file: RankFile) -> Any:
-    """Convert `Tiktoken(file)` to a tokenizer of the library `tokenizers`, without BOS. Like transformers'
-    `TikTokenConverter`, every split of a token into two tokens becomes a merge, ordered by id. Raise `UserError` if the
-    ids of a text differ from tiktoken's (see `probe_texts`)."""
+    """Convert `Tiktoken(file)` to a tokenizer of the library `tokenizers`, without BOS. Like
+    transformers' `TikTokenConverter`, every split of a token into two tokens becomes a merge,
+    ordered by id. Raise `UserError` if the ids of a text differ from tiktoken's (see
+    `probe_texts`)."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = file.ids
     characters = _byte_characters()
-    written = {token: "".join(characters[byte] for byte in token) for token in sorted(ids, key=ids.__getitem__)}
+    written = {
+        token: "".join(characters[byte] for byte in token)
+        for token in sorted(ids, key=ids.__getitem__)
+    }
     merges = []
     for token in written:
         halves = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -255,7 +288,9 @@ def convert_ranks(file: RankFile) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
         tokenizer.decoder = decoders.ByteLevel()
         special = sorted(file.special, key=file.special.__getitem__)
-        tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+        tokenizer.add_special_tokens(
+            [AddedToken(name, normalized=False, special=True) for name in special]
+        )
         _check_conversion(file, tokenizer)
     return tokenizer
 
@@ -269,14 +304,15 @@ def _check_conversion(file: RankFile, tokenizer: Any) -> None:
         for text, ids in zip(texts, expected, strict=True):
             if tokenizer.encode(text, add_special_tokens=False).ids != ids:
                 raise UserError(
-                    f"'{file.path}' {_CANNOT_CONVERT}: the ids of {text[:60]!r} would differ from tiktoken's; use the "
-                    "model's tokenizer.json"
+                    f"'{file.path}' {_CANNOT_CONVERT}: the ids of {text[:60]!r} would differ from "
+                    "tiktoken's; use the model's tokenizer.json"
                 )
     tokenizer.encode_special_tokens = False
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that represents each byte in `tokenizers`: itself if printable, else the next from 256."""
+    """Return the character that represents each byte in `tokenizers`: itself if printable, else the
+    next from 256."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unused = count(256)
     return [chr(byte if byte in printable else next(unused)) for byte in range(256)]
@@ -299,11 +335,17 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 def _check_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
     has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
     if not has_all_bytes or sorted(ranks.values()) != list(range(len(ranks))):
-        raise UserError(f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single bytes")
+        raise UserError(
+            f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single "
+            "bytes"
+        )
 
 
 def _llama3_special_tokens(first_id: int) -> dict[str, int]:
-    """Return name → id of Llama 3's 256 special tokens: the named ones, and the numbered reserved ones."""
+    """Return name → id of Llama 3's 256 special tokens: the named ones, and the numbered reserved
+    ones."""
     unnamed = [offset for offset in range(_LLAMA3_N_SPECIAL) if offset not in _LLAMA3_NAMED]
     reserved = {offset: f"<|reserved_special_token_{n}|>" for n, offset in enumerate(unnamed)}
-    return {name: first_id + offset for offset, name in sorted({**_LLAMA3_NAMED, **reserved}.items())}
+    return {
+        name: first_id + offset for offset, name in sorted({**_LLAMA3_NAMED, **reserved}.items())
+    }

@@ -19,7 +19,8 @@ _UNUSABLE = "is not a valid tokenizer of the library `tokenizers`"
 
 @contextlib.contextmanager
 def wrap_errors(path: Path, problem: str = _UNUSABLE) -> Iterator[None]:
-    """Turn errors of the library `tokenizers` in the block into a `UserError` with the file and `problem`."""
+    """Turn errors of the library `tokenizers` in the block into a `UserError` with the file and
+    `problem`."""
     try:
         yield
     except UserError:
@@ -33,8 +34,8 @@ def wrap_errors(path: Path, problem: str = _UNUSABLE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def suppress_native_errors(path: Path) -> Iterator[None]:
-    """Like `wrap_errors`, but also discard standard error on failure, since a panic prints several lines there. Not
-    thread-safe, since threads share standard error."""
+    """Like `wrap_errors`, but also discard standard error on failure, since a panic prints several
+    lines there. Not thread-safe, since threads share standard error."""
     if sys.stderr is None:  # closed when Python started: its descriptor may belong to another file
         with wrap_errors(path):
             yield
@@ -59,7 +60,8 @@ def replace_surrogates(text: str) -> str:
 
 
 class HuggingFace:
-    """Tokenizer of a tokenizer.json. `Tiktoken` has the same interface; `PretrainedTokenizer` uses either.
+    """Tokenizer of a tokenizer.json. `Tiktoken` has the same interface; `PretrainedTokenizer` uses
+    either.
 
     Args:
         path: the file, or the one that `content` was converted from.
@@ -76,8 +78,11 @@ class HuggingFace:
         self.vocab_size = max(vocab.values()) + 1
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled `tokenizers.Tokenizer` loses `encode_special_tokens`, so the copy parses the content again.
-        return {name: self.__dict__[name] for name in ("path", "content", "is_changed", "vocab_size")}
+        # A pickled `tokenizers.Tokenizer` loses `encode_special_tokens`, so the copy parses the
+        # content again.
+        return {
+            name: self.__dict__[name] for name in ("path", "content", "is_changed", "vocab_size")
+        }
 
     @property
     def changed_files(self) -> dict[str, bytes]:
@@ -85,7 +90,8 @@ class HuggingFace:
         return {"tokenizer.json": self.content} if self.is_changed else {}
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
-        """Make `tokens` special tokens, with new ids after the last one if necessary. Return the number of new ids."""
+        """Make `tokens` special tokens, with new ids after the last one if necessary. Return the
+        number of new ids."""
         from tokenizers import AddedToken
 
         tokenizer = self._read()
@@ -93,9 +99,15 @@ class HuggingFace:
         present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         missing = [token for token in dict.fromkeys(tokens) if token not in present]
         new = [token for token in missing if tokenizer.token_to_id(token) is None]
-        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in missing])
-        if [tokenizer.token_to_id(token) for token in new] != list(range(self.vocab_size, self.vocab_size + len(new))):
-            raise UserError(f"'{self.path}' has unused ids below its last one, so no tokens can be added")
+        tokenizer.add_special_tokens(
+            [AddedToken(token, normalized=False, special=True) for token in missing]
+        )
+        if [tokenizer.token_to_id(token) for token in new] != list(
+            range(self.vocab_size, self.vocab_size + len(new))
+        ):
+            raise UserError(
+                f"'{self.path}' has unused ids below its last one, so no tokens can be added"
+            )
         if missing:
             # Parsed again from the content, as checkpoints are.
             self.content, self.is_changed = tokenizer.to_str(pretty=True).encode(), True
@@ -111,7 +123,8 @@ class HuggingFace:
 
     @cached_property
     def _parsing(self) -> Any:
-        """Tokenizer that recognizes special tokens in a text; separate because switching modes is not thread-safe."""
+        """Tokenizer that recognizes special tokens in a text; separate because switching modes is
+        not thread-safe."""
         return self._load(literal=False)
 
     def _read(self) -> Any:
@@ -151,23 +164,32 @@ class HuggingFace:
         return token_id
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
-        return [encoding.ids for encoding in self._encode("encode_batch_fast", texts, allow_special)]
+        return [
+            encoding.ids for encoding in self._encode("encode_batch_fast", texts, allow_special)
+        ]
 
-    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
-        return [(encoding.ids, encoding.offsets) for encoding in self._encode("encode_batch", texts, allow_special)]
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], *, allow_special: bool
+    ) -> list[tuple[list[int], Offsets]]:
+        return [
+            (encoding.ids, encoding.offsets)
+            for encoding in self._encode("encode_batch", texts, allow_special)
+        ]
 
     def _encode(self, method: str, texts: Sequence[str], allow_special: bool) -> Any:
         tokenizer = self._parsing if allow_special else self._literal
         with wrap_errors(self.path, "cannot encode a text"):
-            return getattr(tokenizer, method)([replace_surrogates(text) for text in texts], add_special_tokens=False)
+            return getattr(tokenizer, method)(
+                [replace_surrogates(text) for text in texts], add_special_tokens=False
+            )
 
     def added_tokens(self) -> dict[str, int]:
         """Return the text and the id of each special or added token."""
         return {token.content: i for i, token in self._literal.get_added_tokens_decoder().items()}
 
     def setting_beyond_strings(self) -> str:
-        """Return a setting with which ids depend on more than the vocabulary, and on where a text has the strings of
-        added tokens; empty if there is none."""
+        """Return a setting with which ids depend on more than the vocabulary, and on where a text
+        has the strings of added tokens; empty if there is none."""
         tokenizer = self._literal
         if getattr(tokenizer.model, "dropout", None):
             return "dropout of merges"
@@ -188,14 +210,18 @@ class HuggingFace:
 
 
 def _marks_spaces_alone(normalizer: Any, texts: Sequence[str]) -> bool:
-    """Return whether a normalizer does nothing, or only replaces spaces, which do not occur in `texts` before or after
-    that. Then, they are in a normalized text where they are in the text itself."""
+    """Return whether a normalizer does nothing, or only replaces spaces, which do not occur in
+    `texts` before or after that. Then, they are in a normalized text where they are in the text
+    itself."""
     if normalizer is None:
         return True
     state = json.loads(normalizer.__getstate__())
     parts = state["normalizers"] if state["type"] == "Sequence" else [state]
     is_marker = all(
-        part["type"] == "Prepend" or part["type"] == "Replace" and part["pattern"] == {"String": " "} for part in parts
+        part["type"] == "Prepend"
+        or part["type"] == "Replace"
+        and part["pattern"] == {"String": " "}
+        for part in parts
     )
     marks = {" "}.union(*(part.get("content", part.get("prepend", "")) for part in parts))
     return is_marker and not any(marks & set(text) for text in texts)

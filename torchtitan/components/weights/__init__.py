@@ -1,8 +1,8 @@
 """Reading, writing and loading DCP, Hugging Face and Meta checkpoints, one tensor at a time.
 
-A tensor source has the names and shapes of its files. `InternalView` and `ExternalView` apply a family's state-dict
-adapter (`torchtitan.protocols.state_dict_adapter`) to map them to our models. `components.checkpoint` does not use this
-package.
+A tensor source has the names and shapes of its files. `InternalView` and `ExternalView` apply a
+family's state-dict adapter (`torchtitan.protocols.state_dict_adapter`) to map them to our models.
+`components.checkpoint` does not use this package.
 """
 
 from torchtitan.components.weights.export import export_checkpoint
@@ -20,6 +20,20 @@ from torchtitan.components.weights.views import (
 )
 from torchtitan.protocols.tensor_source import TensorSource
 
-__all__ = ["ChainedSource", "InternalView", "ConvertedView", "ExternalView", "Format", "HuggingFaceSource"]
-__all__ += ["MetaSource", "PlainView", "ResizedEmbedding", "TensorSource", "export_checkpoint", "format_of"]
+__all__ = [
+    "ChainedSource",
+    "InternalView",
+    "ConvertedView",
+    "ExternalView",
+    "Format",
+    "HuggingFaceSource",
+]
+__all__ += [
+    "MetaSource",
+    "PlainView",
+    "ResizedEmbedding",
+    "TensorSource",
+    "export_checkpoint",
+    "format_of",
+]
 __all__ += ["load_weights", "open_source", "write_huggingface", "write_meta"]

@@ -1,4 +1,5 @@
-"""Files of a checkpoint other than weights: the model description, the tokenizer and the chat template."""
+"""Files of a checkpoint other than weights: the model description, the tokenizer and the chat
+template."""
 
 import json
 import shutil
@@ -32,7 +33,13 @@ _MODEL_KEYS = {
 }
 
 FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *(
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    ),
     *("generation_config.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
 """Files next to a model's weights that are copied unchanged between checkpoints."""
@@ -48,20 +55,33 @@ class CheckpointAssets:
     """Files in the `assets` folder of a checkpoint."""
 
     model: Mapping[str, Any]
-    """`module` (the family's import path), `flavor`, the `model`'s class and its `config`; also `converters`
-    (`ConverterRecord`s) for a converted model, and `simulated` for weights trained with simulated quantization."""
+    """`module` (the family's import path), `flavor`, the `model`'s class and its `config`; also
+    `converters` (`ConverterRecord`s) for a converted model, and `simulated` for weights trained
+    with simulated quantization."""
 
     files: Mapping[str, AssetFile]
     """File name → file or content."""
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, files: Mapping[str, AssetFile], *, converters: Sequence[Configurable.Config] = ()
+        cls,
+        spec: ModelSpec,
+        files: Mapping[str, AssetFile],
+        *,
+        converters: Sequence[Configurable.Config] = (),
     ) -> "CheckpointAssets":
         """Describe a model to which the `converters` were applied."""
         owner = spec.model._owner.__name__
-        model = {"module": spec.module, "flavor": spec.flavor, "model": owner, "config": spec.model.to_dict()}
-        records = {"converters": converter_records(converters), "simulated": converter_records(converters, "simulates")}
+        model = {
+            "module": spec.module,
+            "flavor": spec.flavor,
+            "model": owner,
+            "config": spec.model.to_dict(),
+        }
+        records = {
+            "converters": converter_records(converters),
+            "simulated": converter_records(converters, "simulates"),
+        }
         return cls({**model, **{key: value for key, value in records.items() if value}}, files)
 
     def write(self, folder: Path) -> None:
@@ -76,18 +96,20 @@ class CheckpointAssets:
 
 
 def asset_folder(checkpoint: Path) -> Path:
-    """Return the folder with the `FILES` of a checkpoint in any format: `assets`, or the checkpoint itself. Raise
-    `UserError` if `assets` is a link to a path outside the checkpoint."""
+    """Return the folder with the `FILES` of a checkpoint in any format: `assets`, or the checkpoint
+    itself. Raise `UserError` if `assets` is a link to a path outside the checkpoint."""
     is_external = (checkpoint / "config.json").is_file() or not (checkpoint / FOLDER).is_dir()
     return checkpoint if is_external else file_to_copy(checkpoint, FOLDER)
 
 
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
-    """Return `bos_token_id`, `eos_token_id` (an id or a list) and `pad_token_id` of the model with files in `folder`,
-    from generation_config.json, `config` (a config.json, which may be absent) or the tokenizer, in this order. Unknown
-    ids are omitted, with a warning if the tokenizer cannot be read. Raise `UserError` if a JSON file cannot be read."""
+    """Return `bos_token_id`, `eos_token_id` (an id or a list) and `pad_token_id` of the model with
+    files in `folder`, from generation_config.json, `config` (a config.json, which may be absent) or
+    the tokenizer, in this order. Unknown ids are omitted, with a warning if the tokenizer cannot be
+    read. Raise `UserError` if a JSON file cannot be read."""
     ids: dict[str, Any] = {}
-    for file in (config, folder / "generation_config.json"):  # the second overrides: it lists all end tokens
+    # the second overrides: it lists all end tokens
+    for file in (config, folder / "generation_config.json"):
         content = read_object(file)
         ids |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
     if not {"bos_token_id", "eos_token_id"} <= ids.keys() and tokenizer_file(folder):
@@ -96,7 +118,8 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
 
 
 def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
-    """Return the model description of a checkpoint. Raise `UserError` if it is missing or invalid."""
+    """Return the model description of a checkpoint. Raise `UserError` if it is missing or
+    invalid."""
     path = Path(checkpoint) / DESCRIPTION
     if not path.is_file():
         raise UserError(f"{checkpoint} has no model description ({DESCRIPTION})")
@@ -110,20 +133,25 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
 def read_converters(
     checkpoint: str | Path, key: Literal["converters", "simulated"] = "converters"
 ) -> list[ConverterRecord]:
-    """Return the `converters` (or `simulated`) in `CheckpointAssets.model` of a checkpoint in a folder or at a URL.
-    Raise `UserError` if they cannot be read."""
+    """Return the `converters` (or `simulated`) in `CheckpointAssets.model` of a checkpoint in a
+    folder or at a URL. Raise `UserError` if they cannot be read."""
     folder, name = folder_at(checkpoint), DESCRIPTION
     with os_errors_as(f"{checkpoint}/{name} cannot be read"):
-        content = parse_json(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
+        content = (
+            parse_json(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
+        )
     converters = content.get(key, []) if isinstance(content, dict) else None
-    if not (isinstance(converters, list) and all(isinstance(converter, dict) for converter in converters)):
+    if not (
+        isinstance(converters, list)
+        and all(isinstance(converter, dict) for converter in converters)
+    ):
         raise UserError(f"{checkpoint}/{name}: {key} must be a list of objects, not {converters!r}")
     return converters
 
 
 def files_in(folder: Path | None) -> dict[str, AssetFile]:
-    """Return the `FILES` and the vocabulary in `folder` by name; none if `folder` is None. Raise `UserError` if one is
-    a link to a path outside the folder or a damaged JSON file."""
+    """Return the `FILES` and the vocabulary in `folder` by name; none if `folder` is None. Raise
+    `UserError` if one is a link to a path outside the folder or a damaged JSON file."""
     if folder is None:
         return {}
     names = [name for name in FILES if (folder / name).is_file()]
@@ -157,9 +185,10 @@ def _read_tokenizer_ids(folder: Path) -> dict[str, int]:
 
 
 def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """Return the files (name → text) that let other tools chat in a model's training format: the template and, unless
-    the tokenizer's files already have them, its stops as EOS tokens and its `bos_token` and `eos_token`. Raise
-    `UserError` if one of the tokenizer's JSON files is unreadable."""
+    """Return the files (name → text) that let other tools chat in a model's training format: the
+    template and, unless the tokenizer's files already have them, its stops as EOS tokens and its
+    `bos_token` and `eos_token`. Raise `UserError` if one of the tokenizer's JSON files is
+    unreadable."""
     files = {"chat_template.jinja": template.source}
     files |= _make_generation_config(tokenizer, template)
     files |= _make_tokenizer_config(tokenizer.folder, template)
@@ -177,14 +206,21 @@ def _make_generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dic
     if not stops:
         return {}
     settings = _read_json(tokenizer.folder, "generation_config.json")
-    return {"generation_config.json": _to_json({**settings, **ids, "eos_token_id": [*eos_ids, *stops]})}
+    return {
+        "generation_config.json": _to_json({**settings, **ids, "eos_token_id": [*eos_ids, *stops]})
+    }
 
 
 def _make_tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, str]:
-    """Return tokenizer_config.json if it must be extended with special tokens that the template uses."""
+    """Return tokenizer_config.json if it must be extended with special tokens that the template
+    uses."""
     settings = _read_json(folder, "tokenizer_config.json")
     known = settings.keys() | _read_json(folder, "special_tokens_map.json").keys()
-    missing = {k: text for k, text in template.variables.items() if text and k in template.source and k not in known}
+    missing = {
+        k: text
+        for k, text in template.variables.items()
+        if text and k in template.source and k not in known
+    }
     if not missing:
         return {}
     return {"tokenizer_config.json": _to_json({**settings, **missing})}

@@ -1,9 +1,11 @@
-"""Quantized weights of Hugging Face checkpoints, read as bfloat16: products of values and scales in float32, rounded.
+"""Quantized weights of Hugging Face checkpoints, read as bfloat16: products of values and scales in
+float32, rounded.
 
-In FP8, there is a scale for a whole weight, for each row or column, or for each block of rows and columns. In FP4, a
-byte holds two values (E2M1, the lower half first), and 32 values of a row share a power of two, stored as its exponent
-plus 127 (Open Compute Project, "Microscaling Formats Specification", 2023). gpt-oss's files name these bytes `X_blocks`
-(experts, outputs, groups, 16) and the scales `X_scales`; its weight `X` is (experts, inputs, outputs).
+In FP8, there is a scale for a whole weight, for each row or column, or for each block of rows and
+columns. In FP4, a byte holds two values (E2M1, the lower half first), and 32 values of a row share
+a power of two, stored as its exponent plus 127 (Open Compute Project, "Microscaling Formats
+Specification", 2023). gpt-oss's files name these bytes `X_blocks` (experts, outputs, groups, 16)
+and the scales `X_scales`; its weight `X` is (experts, inputs, outputs).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices, slice_shape
+from torchtitan.protocols.tensor_source import (
+    Slices,
+    TensorSource,
+    TensorSpec,
+    full_slices,
+    slice_shape,
+)
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 
@@ -23,7 +31,14 @@ _METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors (float-quantized)"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _POWERS = (torch.float8_e8m0fnu, torch.uint8)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, *_POWERS)
-_OTHER_SCALES = ("activation_scale", ".input_scale", ".input_scale_ub", ".qscale_act", ".k_scale", ".v_scale")
+_OTHER_SCALES = (
+    "activation_scale",
+    ".input_scale",
+    ".input_scale_ub",
+    ".qscale_act",
+    ".k_scale",
+    ".v_scale",
+)
 """Name endings of unused scales, which are not for weights."""
 
 _COMPUTED_ELEMENTS = 2**24
@@ -43,29 +58,39 @@ class _Weight(NamedTuple):
 
 
 def check_quantization(folder: Path) -> None:
-    """Raise `UserError` if the config.json in `folder` names an unsupported method of quantization."""
+    """Raise `UserError` if the config.json in `folder` names an unsupported method of
+    quantization."""
     method, _ = read_method(folder)
     if method and method not in _METHODS:
         raise UserError(
-            f"config.json: quantization_config has '{method}', and only weights of {', '.join(_METHODS)} "
-            "can be loaded; use the model before quantization"
+            f"config.json: quantization_config has '{method}', and only weights of "
+            f"{', '.join(_METHODS)} can be loaded; use the model before quantization"
         )
 
 
 def dequantized(source: TensorSource, folder: Path) -> TensorSource:
-    """Return the tensors of the Hugging Face checkpoint in `folder`: a `DequantizedSource` if its config.json names
-    a supported method, otherwise `source`. Raise `UserError` if the config.json is invalid, and as that class."""
+    """Return the tensors of the Hugging Face checkpoint in `folder`: a `DequantizedSource` if its
+    config.json names a supported method, otherwise `source`. Raise `UserError` if the config.json
+    is invalid, and as that class."""
     method, section = read_method(folder)
     if method not in _METHODS:
         return source
     block = section.get("weight_block_size", [128, 128]) if method == "fp8" else None
-    if not (block is None or isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0):
-        raise UserError(f"config.json: weight_block_size is {block!r}, but must be two whole numbers above 0")
+    if not (
+        block is None
+        or isinstance(block, list)
+        and [type(n) for n in block] == [int, int]
+        and min(block) > 0
+    ):
+        raise UserError(
+            f"config.json: weight_block_size is {block!r}, but must be two whole numbers above 0"
+        )
     return DequantizedSource(source, method, block)
 
 
 def read_method(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """Return the method of quantization ("" for none; with the format, if it has several) and its configuration."""
+    """Return the method of quantization ("" for none; with the format, if it has several) and its
+    configuration."""
     document = read_object(folder / "config.json")
     text = document.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
@@ -73,12 +98,16 @@ def read_method(folder: Path) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(section, dict):
         return str(section or ""), {}
     method = str(section.get("quant_method", "unknown"))
-    return f"{method} ({section.get('format')})" if method == "compressed-tensors" else method, section
+    return (
+        f"{method} ({section.get('format')})" if method == "compressed-tensors" else method,
+        section,
+    )
 
 
 class DequantizedSource(TensorSource):
-    """Tensors of `source` with bfloat16 weights instead of quantized weights and their scales. Only the requested items
-    of the first dimension are read, in chunks. Raises `UserError`, naming the tensor, if a scale is missing or wrong.
+    """Tensors of `source` with bfloat16 weights instead of quantized weights and their scales. Only
+    the requested items of the first dimension are read, in chunks. Raises `UserError`, naming the
+    tensor, if a scale is missing or wrong.
 
     Args:
         source: tensors of a Hugging Face checkpoint.
@@ -92,8 +121,12 @@ class DequantizedSource(TensorSource):
         found = [_find_weight(name, source.specs, block or (1, 1)) for name in source.specs]
         self._weights = {weight.values.removesuffix(_PACKED): weight for weight in found if weight}
         used = {name for weight in self._weights.values() for name in (weight.values, weight.scale)}
-        others = (name for name in source.specs if name not in used and not name.endswith(_OTHER_SCALES))
-        weights = {name: TensorSpec(weight.shape, torch.bfloat16) for name, weight in self._weights.items()}
+        others = (
+            name for name in source.specs if name not in used and not name.endswith(_OTHER_SCALES)
+        )
+        weights = {
+            name: TensorSpec(weight.shape, torch.bfloat16) for name, weight in self._weights.items()
+        }
         self.specs = {**{name: source.specs[name] for name in others}, **weights}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -112,12 +145,19 @@ class DequantizedSource(TensorSource):
         """Return `items` of the first dimension of a weight."""
         values = self._read(weight.values, items)
         if values.dtype not in _FP8:
-            pairs = functional.embedding(values.view(torch.uint8).int(), _PAIRS)  # faster than indexing
+            # faster than indexing
+            pairs = functional.embedding(values.view(torch.uint8).int(), _PAIRS)
             values = pairs.flatten(len(weight.shape) - 1)
         if not weight.steps:
-            return values.float().mul_(_to_float(self._source.read(weight.scale)).reshape(())).bfloat16()
+            return (
+                values.float()
+                .mul_(_to_float(self._source.read(weight.scale)).reshape(()))
+                .bfloat16()
+            )
         step = weight.steps[0]
-        scale = _to_float(self._read(weight.scale, slice(items.start // step, ceil(items.stop / step))))
+        scale = _to_float(
+            self._read(weight.scale, slice(items.start // step, ceil(items.stop / step)))
+        )
         for dim, step in enumerate(weight.steps):
             if scale.shape[dim] > 1:
                 start = items.start % step if dim == 0 else 0
@@ -133,11 +173,17 @@ def _to_float(scale: Tensor) -> Tensor:
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
 
 
-def _find_weight(name: str, specs: Mapping[str, TensorSpec], block: Sequence[int]) -> _Weight | None:
+def _find_weight(
+    name: str, specs: Mapping[str, TensorSpec], block: Sequence[int]
+) -> _Weight | None:
     """Return the quantized weight with the values `name`; None for other tensors."""
     spec, (layer, _, kind) = specs[name], name.rpartition(".")
     is_packed = name.endswith(_PACKED) and spec.dtype == torch.uint8 and len(spec.shape) == 4
-    names = [name.removesuffix(_PACKED) + "_scales"] if is_packed else [f"{name}_scale_inv", f"{name}_scale"]
+    names = (
+        [name.removesuffix(_PACKED) + "_scales"]
+        if is_packed
+        else [f"{name}_scale_inv", f"{name}_scale"]
+    )
     names += [f"{layer}.scale", f"{layer}.qscale_weight"] if kind == "weight" else []
     scale = next((each for each in names if each in specs), "")
     # DeepSeek-V4's experts are FP4 in bytes of type int8.
@@ -151,15 +197,24 @@ def _find_weight(name: str, specs: Mapping[str, TensorSpec], block: Sequence[int
     steps = _find_steps(stored.shape, shape, (1, 32) if is_fp4 else block)
     if steps is None or stored.dtype not in _SCALES or is_packed and stored.shape != spec.shape[:3]:
         dtype = str(stored.dtype).removeprefix("torch.")
-        raise UserError(f"{scale}, {dtype} {list(stored.shape)}, cannot scale the weight {name} {list(shape)}")
-    return _Weight(name, scale, torch.Size((shape[0], *shape[:0:-1]) if is_packed else shape), steps)
+        raise UserError(
+            f"{scale}, {dtype} {list(stored.shape)}, cannot scale the weight {name} {list(shape)}"
+        )
+    return _Weight(
+        name, scale, torch.Size((shape[0], *shape[:0:-1]) if is_packed else shape), steps
+    )
 
 
-def _find_steps(scale: torch.Size, shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...] | None:
-    """Return `_Weight.steps` for scales of blocks, or of whole rows, columns or tensors; None if the shape is wrong."""
+def _find_steps(
+    scale: torch.Size, shape: Sequence[int], block: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return `_Weight.steps` for scales of blocks, or of whole rows, columns or tensors; None if
+    the shape is wrong."""
     if len(scale) != len(shape):
         return () if scale.numel() == 1 else None
     blocks = (*[1] * (len(shape) - 2), *block)
-    possible = [{ceil(size / n): n, size: 1, 1: max(1, size)} for size, n in zip(shape, blocks, strict=True)]
+    possible = [
+        {ceil(size / n): n, size: 1, 1: max(1, size)} for size, n in zip(shape, blocks, strict=True)
+    ]
     steps = tuple(found.get(n_scales, 0) for found, n_scales in zip(possible, scale, strict=True))
     return steps if all(steps) else None

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
-from torchtitan.components.weights.assets import FOLDER, AssetFile, CheckpointAssets, files_in, token_ids, write_files
+from torchtitan.components.weights.assets import (
+    FOLDER,
+    AssetFile,
+    CheckpointAssets,
+    files_in,
+    token_ids,
+    write_files,
+)
 from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
 from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
@@ -40,21 +47,24 @@ def export_checkpoint(
     advance: Callable[[int], None] = lambda n_bytes: None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write a model into `folder` in the format `to`, one tensor at a time, then the converters' additional files.
+    """Write a model into `folder` in the format `to`, one tensor at a time, then the converters'
+    additional files.
 
     Args:
         folder: an existing, empty folder; the caller commits a DCP checkpoint (`catalog.commit`).
         source: the weights under our names; a `PlainView` for a converted model.
-        assets: folder with the files to copy (`assets.FILES`) and, for a Hugging Face checkpoint, a config.json.
+        assets: folder with the files to copy (`assets.FILES`) and, for a Hugging Face checkpoint, a
+            config.json.
         changed_files: name → content of files that override or extend the files in `assets`.
         dtype: dtype of the written floating-point weights; None: unchanged.
         max_file_bytes: maximum size of a Hugging Face weights file.
         advance: called with the number of bytes after each tensor is read.
-        ranks: processes that call this together and divide the work, each with a source of the whole model; None: this
-            process alone.
+        ranks: processes that call this together and divide the work, each with a source of the
+            whole model; None: this process alone.
 
     Raises:
-        UserError: if the format or dtype cannot represent the model; names the tensor whose values are too large.
+        UserError: if the format or dtype cannot represent the model; names the tensor whose values
+            are too large.
         OSError: if a file cannot be written.
     """
     view = source if to == "dcp" else ExternalView(source, format_for(spec, to).adapter(spec.model))
@@ -69,7 +79,9 @@ def export_checkpoint(
         return tensor
 
     group = ranks or Ranks()
-    group.broadcast_from_rank0(lambda: _write_description(folder, to, spec, assets, changed_files or {}, specs))
+    group.broadcast_from_rank0(
+        lambda: _write_description(folder, to, spec, assets, changed_files or {}, specs)
+    )
     if to == "hf":
         write_huggingface(folder, specs, make, max_file_bytes=max_file_bytes, ranks=group)
         if isinstance(source, PlainView):
@@ -77,7 +89,8 @@ def export_checkpoint(
     elif to == "meta":
         group.broadcast_from_rank0(lambda: write_meta(folder, specs, make))
     else:
-        from torchtitan.components.checkpoint.dcp import write_dcp  # deferred: DCP takes a second to import
+        # deferred: DCP takes a second to import
+        from torchtitan.components.checkpoint.dcp import write_dcp
 
         group.broadcast_from_rank0(lambda: write_dcp(folder, specs, make))
 
@@ -93,37 +106,56 @@ def export_huggingface(
     converters: Sequence[ModelConverter] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model into `target` in Hugging Face format. All ranks call this together and divide the files. Other
-    parameters are as in `export_checkpoint`.
+    """Write a model into `target` in Hugging Face format. All ranks call this together and divide
+    the files. Other parameters are as in `export_checkpoint`.
 
     Args:
         source: DCP checkpoint of the model.
-        converters: converters applied to the model; the plain model and the converters' additional files are written.
-        dtype: dtype of the floating-point weights of a converted model; None: the types of the plain model.
+        converters: converters applied to the model; the plain model and the converters' additional
+            files are written.
+        dtype: dtype of the floating-point weights of a converted model; None: the types of the
+            plain model.
     """
-    from torchtitan.components.checkpoint.dcp import DcpSource  # deferred: DCP takes a second to import
+    # deferred: DCP takes a second to import
+    from torchtitan.components.checkpoint.dcp import DcpSource
 
     weights: TensorSource = DcpSource(source)
     if converters:
         weights = PlainView(weights, converted_model(spec.model, converters), converters)
-    export_checkpoint(target, "hf", spec, weights, assets, changed_files=changed_files, dtype=dtype, ranks=ranks)
+    export_checkpoint(
+        target, "hf", spec, weights, assets, changed_files=changed_files, dtype=dtype, ranks=ranks
+    )
 
 
 def format_for(spec: ModelSpec, to: Format) -> ExternalFormat:
-    """Return the format `to` of the family of `spec`. Raise `UserError` if the family does not support it."""
+    """Return the format `to` of the family of `spec`. Raise `UserError` if the family does not
+    support it."""
     if to not in spec.formats:
-        raise UserError(f"{spec.name} does not support the format '{to}'; use {' or '.join(['dcp', *spec.formats])}")
+        raise UserError(
+            f"{spec.name} does not support the format '{to}'; use "
+            f"{' or '.join(['dcp', *spec.formats])}"
+        )
     return spec.formats[to]
 
 
 def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a model's config.json, for transformers 4 and 5. `ids` come from `assets.token_ids`; `dtype` is the type
-    of the weights."""
+    """Return a model's config.json, for transformers 4 and 5. `ids` come from `assets.token_ids`;
+    `dtype` is the type of the weights."""
     name = str(dtype).removeprefix("torch.")
     if spec.model.scores:  # transformers reads the last token that is not padding, so EOS is none
         pads = (ids.get("pad_token_id"), ids.get("bos_token_id"))
-        ids = {**ids, "pad_token_id": next((id for id in pads if id not in (None, ids.get("eos_token_id"))), None)}
-    return {**format_for(spec, "hf").to_external(spec.model), **ids, "dtype": name, "torch_dtype": name}
+        ids = {
+            **ids,
+            "pad_token_id": next(
+                (id for id in pads if id not in (None, ids.get("eos_token_id"))), None
+            ),
+        }
+    return {
+        **format_for(spec, "hf").to_external(spec.model),
+        **ids,
+        "dtype": name,
+        "torch_dtype": name,
+    }
 
 
 def _write_description(
@@ -136,7 +168,9 @@ def _write_description(
 ) -> None:
     files: dict[str, AssetFile] = {**files_in(assets), **changed_files}
     if to == "hf":
-        write_hf_description(folder, files, assets, partial(config_json, spec, dtype=prevailing_dtype(specs)))
+        write_hf_description(
+            folder, files, assets, partial(config_json, spec, dtype=prevailing_dtype(specs))
+        )
     elif to == "meta":
         write_files(folder, files)
         _write_json(folder / META_PARAMETERS, format_for(spec, "meta").to_external(spec.model))
@@ -147,9 +181,13 @@ def _write_description(
 
 
 def write_hf_description(
-    folder: Path, files: Mapping[str, AssetFile], assets: Path | None, config: Callable[[Mapping[str, Any]], Any]
+    folder: Path,
+    files: Mapping[str, AssetFile],
+    assets: Path | None,
+    config: Callable[[Mapping[str, Any]], Any],
 ) -> None:
-    """Write `files` and config.json of a Hugging Face folder; `config` creates the latter from `token_ids`."""
+    """Write `files` and config.json of a Hugging Face folder; `config` creates the latter from
+    `token_ids`."""
     write_files(folder, files)
     _write_json(folder / "config.json", config(_write_token_ids(folder, assets)))
     make_loadable_by_auto_tokenizer(folder)

@@ -1,7 +1,8 @@
 """Hugging Face checkpoints: safetensors files, and an index if there is more than one.
 
-File format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little endian; the
-header, a JSON object of name → dtype, shape and offsets; then the data of all tensors.
+File format (https://github.com/huggingface/safetensors#format): the length of the header in 8
+bytes, little endian; the header, a JSON object of name → dtype, shape and offsets; then the data of
+all tensors.
 """
 
 import json
@@ -50,9 +51,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class HuggingFaceSource(TensorSource):
-    """Tensors of `model.safetensors`, or of the files listed in `model.safetensors.index.json`. Raises `UserError` if a
-    file is missing, damaged or outside the folder `path`, or if tensors listed in the index are missing. `weights` is
-    another name of the single file."""
+    """Tensors of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
+    Raises `UserError` if a file is missing, damaged or outside the folder `path`, or if tensors
+    listed in the index are missing. `weights` is another name of the single file."""
 
     def __init__(self, path: str | Path, weights: str = WEIGHTS):
         self._files: dict[str, Path] = {}
@@ -62,20 +63,27 @@ class HuggingFaceSource(TensorSource):
                 for name in listed(file, opened.keys(), names, INDEX):
                     part = opened.get_slice(name)
                     if part.get_dtype() not in _DTYPES:
-                        raise UserError(f"{file}: {name} has the unsupported type {part.get_dtype()}")
-                    self.specs[name] = TensorSpec(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
+                        raise UserError(
+                            f"{file}: {name} has the unsupported type {part.get_dtype()}"
+                        )
+                    self.specs[name] = TensorSpec(
+                        torch.Size(part.get_shape()), _DTYPES[part.get_dtype()]
+                    )
                     self._files[name] = file
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         # Reopened each time, since pages of the memory-mapped file stay resident once read.
         with _open(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
+            tensor: Tensor = (
+                file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
+            )
         return tensor
 
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
-    """Return file → names of its tensors in the file `index`; only `weights` → None (all tensors) if that file exists.
-    Raise `UserError` if files are missing or outside the folder, or the index is damaged."""
+    """Return file → names of its tensors in the file `index`; only `weights` → None (all tensors)
+    if that file exists. Raise `UserError` if files are missing or outside the folder, or the index
+    is damaged."""
     if (folder / weights).is_file():
         return {folder / weights: None}
     if not (folder / index).is_file():
@@ -85,16 +93,22 @@ def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | N
     for name, file in weight_map.items():
         files.setdefault(file, []).append(name)
     if missing := sorted(file for file in files if not (folder / file).is_file()):
-        raise UserError(f"{folder} is incomplete: {index} lists missing files: {summarize_names(missing)}")
+        raise UserError(
+            f"{folder} is incomplete: {index} lists missing files: {summarize_names(missing)}"
+        )
     return {folder / file: files[file] for file in sorted(files)}
 
 
-def listed(file: Path, stored: Collection[str], names: list[str] | None, index: str) -> Collection[str]:
-    """Return the `names` of a file's tensors in the file `index`; None: all that are `stored`. Raise `UserError` if
-    some are not."""
+def listed(
+    file: Path, stored: Collection[str], names: list[str] | None, index: str
+) -> Collection[str]:
+    """Return the `names` of a file's tensors in the file `index`; None: all that are `stored`.
+    Raise `UserError` if some are not."""
     known = set(stored)
     if missing := [name for name in names or [] if name not in known]:
-        raise UserError(f"{file} has no tensors {summarize_names(missing)}, which {index} lists in it")
+        raise UserError(
+            f"{file} has no tensors {summarize_names(missing)}, which {index} lists in it"
+        )
     return stored if names is None else names
 
 
@@ -106,9 +120,10 @@ def write_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write tensors as safetensors files into the existing folder `path`, with one tensor in memory at a time. Files
-    are renamed once complete, and the index is written last, so an interrupted export cannot be opened. Raise
-    `UserError` if safetensors does not support a dtype, or a dtype is too narrow for a value.
+    """Write tensors as safetensors files into the existing folder `path`, with one tensor in memory
+    at a time. Files are renamed once complete, and the index is written last, so an interrupted
+    export cannot be opened. Raise `UserError` if safetensors does not support a dtype, or a dtype
+    is too narrow for a value.
 
     Args:
         specs: name → spec to write; tensors of other dtypes are converted.
@@ -118,8 +133,13 @@ def write_huggingface(
     """
     for name, spec in specs.items():
         if spec.dtype not in _DTYPE_NAMES:
-            raise UserError(f"{name} has type {spec.dtype}, which safetensors does not support; export another type")
-    assignment = assign_to_files({name: spec.n_bytes for name, spec in specs.items()}, max_file_bytes)
+            raise UserError(
+                f"{name} has type {spec.dtype}, which safetensors does not support; export another "
+                "type"
+            )
+    assignment = assign_to_files(
+        {name: spec.n_bytes for name, spec in specs.items()}, max_file_bytes
+    )
     files = {file: {name: specs[name] for name in names} for file, names in assignment.items()}
     ranks = ranks or Ranks()
 
@@ -132,7 +152,8 @@ def write_huggingface(
 
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, TensorSpec]]) -> None:
-    """Write the index of `files` (name → contents) into the folder `path`, unless there is only one file."""
+    """Write the index of `files` (name → contents) into the folder `path`, unless there is only one
+    file."""
     if len(files) == 1:
         return
     total = sum(spec.n_bytes for members in files.values() for spec in members.values())
@@ -153,14 +174,20 @@ def assign_to_files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str
         total += size
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+    return {
+        f"model-{i:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups, start=1)
+    }
 
 
 def write_file(
-    path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor, metadata: Mapping[str, str] | None = None
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    make: MakeTensor,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file and rename it once complete. `make` is called for wide dtypes first; `metadata`
-    extends the header; other arguments are as in `write_huggingface`."""
+    """Write one safetensors file and rename it once complete. `make` is called for wide dtypes
+    first; `metadata` extends the header; other arguments are as in `write_huggingface`."""
     # Wide dtypes first, as in the safetensors library, so that all values are aligned.
     names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -195,12 +222,21 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = read_object(path).get("weight_map")
     except UserError as error:
         raise damaged_file_error(path, error) from error
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
         raise damaged_file_error(path, "it has no valid weight_map")
     if wrong := sorted({repr(file)[:80] for file in weight_map.values() if not is_file_name(file)}):
-        raise damaged_file_error(path, f"it lists {summarize_names(wrong)}, which cannot be the name of a file")
-    # Names are checked, not link targets, since all files in the Hub's cache are links to files outside the folder.
-    outside = {file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts}
+        raise damaged_file_error(
+            path, f"it lists {summarize_names(wrong)}, which cannot be the name of a file"
+        )
+    # Names are checked, not link targets, since all files in the Hub's cache are links to files
+    # outside the folder.
+    outside = {
+        file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts
+    }
     if outside:
-        raise UserError(f"{path} lists files outside its folder: {summarize_names(sorted(outside))}")
+        raise UserError(
+            f"{path} lists files outside its folder: {summarize_names(sorted(outside))}"
+        )
     return weight_map

@@ -19,9 +19,9 @@ _QUANTIZED = "quantized (at least 16-bit floating point is required)"
 def load_weights(
     source: TensorSource, model_parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy all tensors of `source` into a model, one at a time; each process reads only its shards. Tensors added by a
-    converted module keep their values if `source` does not have them. Raise `UserError` on every process if the weights
-    do not fit (`check_fit`) or cannot be read.
+    """Copy all tensors of `source` into a model, one at a time; each process reads only its shards.
+    Tensors added by a converted module keep their values if `source` does not have them. Raise
+    `UserError` on every process if the weights do not fit (`check_fit`) or cannot be read.
 
     Args:
         source: weights under the model's names; they are converted to the parameters' dtypes.
@@ -35,12 +35,14 @@ def load_weights(
     check_fit(source.specs, tensors, ranks, optional=state.added)
     # The source's order keeps related tensors together.
     names = [name for name in source.specs if name in tensors]
-    ranks.all_ranks_or_raise(lambda: [_load_tensor(copy, name, source) for name in names for copy in copies[name]])
+    ranks.all_ranks_or_raise(
+        lambda: [_load_tensor(copy, name, source) for name in names for copy in copies[name]]
+    )
 
 
 def find_quantized(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return names and types of floating-point tensors that `specs` store as integers or with fewer than 16 bits, and
-    which are therefore useless without their scales."""
+    """Return names and types of floating-point tensors that `specs` store as integers or with fewer
+    than 16 bits, and which are therefore useless without their scales."""
     return [
         f"{name} ({str(specs[name].dtype).removeprefix('torch.')})"
         for name, tensor in tensors.items()
@@ -57,9 +59,9 @@ def check_fit(
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that weights with these `specs` fit the model with these `tensors` (this rank's, if `ranks` call this
-    together); `optional` names may be absent. Raise `UserError` on every process, naming the tensors that are missing,
-    unexpected, quantized or of the wrong shape."""
+    """Check that weights with these `specs` fit the model with these `tensors` (this rank's, if
+    `ranks` call this together); `optional` names may be absent. Raise `UserError` on every process,
+    naming the tensors that are missing, unexpected, quantized or of the wrong shape."""
     local_mismatches = [
         f"{name} {list(specs[name].shape)} (the model has {list(tensor.shape)})"
         for name, tensor in tensors.items()
@@ -99,7 +101,8 @@ def _load_tensor(tensor: Tensor, name: str, source: TensorSource) -> None:
 
 
 def read_part(source: TensorSource, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this process's shard of a model's tensor, and its values in `source`, in CPU memory."""
+    """Return this process's shard of a model's tensor, and its values in `source`, in CPU
+    memory."""
     part = local_part(tensor)
     if part.numel() == 0:
         return part, part.cpu()

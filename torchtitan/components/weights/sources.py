@@ -44,8 +44,8 @@ def format_of(path: str | Path) -> Format:
     if len(formats) > 1:
         names = " and ".join(f"{FORMAT_NAMES[format]} ({file})" for format, file in formats.items())
         raise UserError(
-            f"{folder} holds weights in {len(formats)} formats: {names}; keep one of them and move the other files to "
-            "another folder"
+            f"{folder} holds weights in {len(formats)} formats: {names}; keep one of them and move "
+            "the other files to another folder"
         )
     if formats:
         return next(iter(formats))
@@ -53,25 +53,31 @@ def format_of(path: str | Path) -> Format:
         outer = folder.absolute().parent
         is_merged = any((outer / name).is_file() for name in _SAFETENSORS)
         merged = outer if is_merged else "the step-N folder of its run, or that folder converted"
-        raise UserError(f"{folder} holds only an adapter, not a model; use the merged model ({merged})")
+        raise UserError(
+            f"{folder} holds only an adapter, not a model; use the merged model ({merged})"
+        )
     if catalog.has_marker(folder):
         catalog.raise_if_damaged(folder)
     inside = sorted(item.name for item in folder.iterdir())
     contents = f"contains {summarize_names(inside)}" if inside else "is empty"
     raise UserError(
         f"{folder} holds no checkpoint: it {contents}, and has neither {DCP_METADATA} (DCP), "
-        f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face) nor {torch_files.META_FILES} (Meta)"
+        f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face) nor {torch_files.META_FILES} "
+        "(Meta)"
     )
 
 
 def formats_in(folder: Path) -> dict[Format, str]:
-    """Return each format with files in `folder` and the name of one file. Safetensors and pytorch_model.bin count as
-    one format, since many models on the Hub have both."""
+    """Return each format with files in `folder` and the name of one file. Safetensors and
+    pytorch_model.bin count as one format, since many models on the Hub have both."""
     huggingface_files = (name for name in (*_SAFETENSORS, *_PICKLED) if (folder / name).is_file())
     files: dict[Format, str | None] = {
         "dcp": DCP_METADATA if (folder / DCP_METADATA).is_file() else None,
         "hf": next(huggingface_files, None),
-        "meta": next((file.name for file in sorted(folder.glob(torch_files.META_FILES)) if file.is_file()), None),
+        "meta": next(
+            (file.name for file in sorted(folder.glob(torch_files.META_FILES)) if file.is_file()),
+            None,
+        ),
     }
     return {format: name for format, name in files.items() if name}
 
@@ -108,7 +114,8 @@ def weights_at(path: str) -> BaseWeights:
 
 
 def base_weights(initial_load_path: str) -> dict[str, str]:
-    """Return a run's initial weights as an identity property. The files may no longer exist when the run resumes."""
+    """Return a run's initial weights as an identity property. The files may no longer exist when
+    the run resumes."""
     if not initial_load_path:
         return identify_content("none", "")
     base = weights_at(initial_load_path)
@@ -131,11 +138,17 @@ def _digest(path: str) -> str:
         return marker.manifest
     source_format = format_of(path)
     files = _files_of(folder.path, source_format)
-    return remembered(cache_root(), "tensors, XXH3-128", files, lambda: _tensors_digest(folder.path, source_format))
+    return remembered(
+        cache_root(),
+        "tensors, XXH3-128",
+        files,
+        lambda: _tensors_digest(folder.path, source_format),
+    )
 
 
 def _files_of(folder: Path, source_format: Format) -> list[Path]:
-    """Return the files that determine the tensors of a checkpoint in Hugging Face's or Meta's format."""
+    """Return the files that determine the tensors of a checkpoint in Hugging Face's or Meta's
+    format."""
     described = [folder / torch_files.META_PARAMETERS]
     if source_format == "meta":
         weights = sorted(folder.glob(torch_files.META_FILES))
@@ -162,7 +175,9 @@ def _tensors_digest(folder: Path, source_format: Format) -> str:
 
     with ExitStack() as stack:
         is_large = sum(sizes) >= _LARGE
-        advance = stack.enter_context(progress(f"reading {folder}", sum(sizes))) if is_large else None
+        advance = (
+            stack.enter_context(progress(f"reading {folder}", sum(sizes))) if is_large else None
+        )
         pool = stack.enter_context(ThreadPoolExecutor(min(4, threads())))  # each holds a tensor
         for name, size, values in zip(names, sizes, pool.map(value_digest, names), strict=True):
             spec = source.specs[name]

@@ -1,8 +1,10 @@
-"""Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's `consolidated.00.pth`.
+"""Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's
+`consolidated.00.pth`.
 
-Only tensors are loaded from these files, and they are located without reading their values. Multiple Meta files are
-tensor-parallel shards, dicts with the same names. As in Meta's reference code, linear layers are sharded along their
-outputs or inputs, the embedding along the vocabulary (Llama 3) or the features (Llama 1 and 2); norms are replicated.
+Only tensors are loaded from these files, and they are located without reading their values.
+Multiple Meta files are tensor-parallel shards, dicts with the same names. As in Meta's reference
+code, linear layers are sharded along their outputs or inputs, the embedding along the vocabulary
+(Llama 3) or the features (Llama 1 and 2); norms are replicated.
 """
 
 import pickle
@@ -64,14 +66,17 @@ class TensorLocation:
 
 
 class PickledSource(TensorSource):
-    """Tensors of `pytorch_model.bin`, or of the files in its index. Raises `UserError` if a file is missing, damaged or
-    outside the folder `path`, holds other objects, or does not have all tensors listed in the index."""
+    """Tensors of `pytorch_model.bin`, or of the files in its index. Raises `UserError` if a file is
+    missing, damaged or outside the folder `path`, holds other objects, or does not have all tensors
+    listed in the index."""
 
     def __init__(self, path: str | Path):
         self._locations: dict[str, TensorLocation] = {}
         for file, names in files_of(Path(path), PICKLED_WEIGHTS, PICKLED_INDEX).items():
             locations = locate_tensors(file)
-            self._locations |= {name: locations[name] for name in listed(file, locations, names, PICKLED_INDEX)}
+            self._locations |= {
+                name: locations[name] for name in listed(file, locations, names, PICKLED_INDEX)
+            }
         self.specs = {name: location.spec for name, location in self._locations.items()}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -79,9 +84,9 @@ class PickledSource(TensorSource):
 
 
 def locate_tensors(file: Path) -> dict[str, TensorLocation]:
-    """Locate the tensors in a file written by `torch.save` without reading them. Storages loaded as fake tensors record
-    their offset in the file (PyTorch notes, "Serialization semantics"). Raise `UserError` if the file is damaged, or is
-    not a dict of tensors."""
+    """Locate the tensors in a file written by `torch.save` without reading them. Storages loaded as
+    fake tensors record their offset in the file (PyTorch notes, "Serialization semantics"). Raise
+    `UserError` if the file is damaged, or is not a dict of tensors."""
     from torchtitan.tools.torch_private import FakeTensorMode
 
     try:
@@ -91,12 +96,13 @@ def locate_tensors(file: Path) -> dict[str, TensorLocation]:
     except UserError:
         raise
     except pickle.UnpicklingError as error:
-        # The first line of PyTorch's message advises loading the file anyway; the second names the object.
+        # The first line of PyTorch's message advises loading the file anyway; the second names the
+        # object.
         reason = [line for line in str(error).splitlines() if line.strip()][:2][-1]
         raise unreadable_file_error(
             file,
-            f"{file} contains objects other than tensors, which could run code, and is not loaded ({reason}); "
-            "use safetensors files",
+            f"{file} contains objects other than tensors, which could run code, and is not loaded "
+            f"({reason}); use safetensors files",
         ) from error
     except Exception as error:  # damaged bytes may raise any error
         reason = str(error).split("\n")[0] or type(error).__name__
@@ -109,8 +115,12 @@ def locate_tensors(file: Path) -> dict[str, TensorLocation]:
         is_dense = tensor.layout == torch.strided
         start = offset_in_file(tensor.untyped_storage()) if is_dense else None
         if start is None or not tensor.is_contiguous():
-            raise UserError(f"{file}: {name} is not contiguous; load the file with PyTorch and save it again")
-        location = TensorLocation(file, start + tensor.storage_offset() * tensor.itemsize, TensorSpec.of(tensor))
+            raise UserError(
+                f"{file}: {name} is not contiguous; load the file with PyTorch and save it again"
+            )
+        location = TensorLocation(
+            file, start + tensor.storage_offset() * tensor.itemsize, TensorSpec.of(tensor)
+        )
         if not 0 <= location.offset <= n_bytes - location.spec.n_bytes:
             raise damaged_file_error(file, f"{name} is outside the file")
         locations[name] = location
@@ -118,41 +128,49 @@ def locate_tensors(file: Path) -> dict[str, TensorLocation]:
 
 
 def _check_uncompressed(file: Path) -> None:
-    """Reject compressed records: their tensors have no offset in the file, and may unpack to any size."""
+    """Reject compressed records: their tensors have no offset in the file, and may unpack to any
+    size."""
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as records:
         if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
             raise UserError(
-                f"{file} has compressed records, unlike files of torch.save; load it with PyTorch and save it again"
+                f"{file} has compressed records, unlike files of torch.save; load it with PyTorch "
+                "and save it again"
             )
 
 
 class MetaSource(TensorSource):
-    """Tensors of the `consolidated.*.pth` files in the folder `path`, with shards joined. Raises `UserError` if a file
-    is missing or damaged, or files are inconsistent."""
+    """Tensors of the `consolidated.*.pth` files in the folder `path`, with shards joined. Raises
+    `UserError` if a file is missing or damaged, or files are inconsistent."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         files = sorted(self.path.glob(META_FILES))
-        expected = [self.path / f"consolidated.{index:02d}.pth" for index in range(max(1, len(files)))]
+        expected = [
+            self.path / f"consolidated.{index:02d}.pth" for index in range(max(1, len(files)))
+        ]
         if files != expected:
             missing = [file.name for file in expected if file not in files]
             raise UserError(
-                f"{self.path} is incomplete: {summarize_names(missing)} is missing (it has {len(files)} files)"
+                f"{self.path} is incomplete: {summarize_names(missing)} is missing (it has "
+                f"{len(files)} files)"
             )
         if invalid := [file.name for file in files if not file.is_file()]:
             raise UserError(f"{self.path} is incomplete: {summarize_names(invalid)} is not a file")
         shards = [locate_tensors(file) for file in files]
         for file, shard in zip(files, shards, strict=True):
             if differing := sorted(shards[0].keys() ^ shard.keys()):
-                raise UserError(f"{file} and {files[0]} contain different tensors: {summarize_names(differing)}")
+                raise UserError(
+                    f"{file} and {files[0]} contain different tensors: {summarize_names(differing)}"
+                )
         self._locations = {name: [shard[name] for shard in shards] for name in shards[0]}
         self._axes = {name: self._find_axis(name) for name in self._locations}
         self.specs = {name: self._join_specs(name) for name in self._locations}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """Like `TensorSource.read`; also raise `UserError` if replicas of a tensor differ between files."""
+        """Like `TensorSource.read`; also raise `UserError` if replicas of a tensor differ between
+        files."""
         bounds = slices or full_slices(self.specs[name].shape)
         locations, axis = self._locations[name], self._axes[name]
         if axis is None:
@@ -171,10 +189,13 @@ class MetaSource(TensorSource):
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding, since params.json may omit it. Raises `UserError` without an embedding."""
+        """Number of rows of the embedding, since params.json may omit it. Raises `UserError`
+        without an embedding."""
         name = f"{_EMBEDDING}.weight"
         if name not in self.specs or len(self.specs[name].shape) != 2:
-            raise UserError(f"{self.path}: unknown vocabulary size, since the matrix {name} is missing")
+            raise UserError(
+                f"{self.path}: unknown vocabulary size, since the matrix {name} is missing"
+            )
         return self.specs[name].shape[0]
 
     def _read_replicated(self, name: str, slices: Slices) -> Tensor:
@@ -182,7 +203,9 @@ class MetaSource(TensorSource):
         values = first.read(slices)
         for other in others:
             if not torch.equal(values, other.read(slices)):
-                raise UserError(f"{name} must be the same in {first.file} and {other.file}, but differs")
+                raise UserError(
+                    f"{name} must be the same in {first.file} and {other.file}, but differs"
+                )
         return values
 
     def _find_axis(self, name: str) -> int | None:
@@ -195,17 +218,23 @@ class MetaSource(TensorSource):
         if module == _EMBEDDING:
             dim = read_object(self.path / META_PARAMETERS).get("dim")
             if type(dim) is not int:
-                raise UserError(f"{self.path / META_PARAMETERS}: dim must be an integer, not {dim!r}")
+                raise UserError(
+                    f"{self.path / META_PARAMETERS}: dim must be an integer, not {dim!r}"
+                )
             return 0 if shape[1] == dim else 1
         if module not in _AXES:
-            raise UserError(f"{self.path}: the sharded dimension of {name} ({len(locations)} shards) is unknown")
+            raise UserError(
+                f"{self.path}: the sharded dimension of {name} ({len(locations)} shards) is unknown"
+            )
         return _AXES[module]
 
     def _join_specs(self, name: str) -> TensorSpec:
         specs, axis = [location.spec for location in self._locations[name]], self._axes[name]
         if any(spec.dtype != specs[0].dtype for spec in specs):
             raise UserError(f"{self.path}: {name} has different types in different files")
-        other_sizes = [[size for dim, size in enumerate(spec.shape) if dim != axis] for spec in specs]
+        other_sizes = [
+            [size for dim, size in enumerate(spec.shape) if dim != axis] for spec in specs
+        ]
         if any(sizes != other_sizes[0] for sizes in other_sizes):
             raise UserError(f"{self.path}: the shapes of {name} in the files are inconsistent")
         shape = list(specs[0].shape)
@@ -215,11 +244,13 @@ class MetaSource(TensorSource):
 
 
 def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
-    """Write tensors as `consolidated.00.pth` into the folder `path`; arguments are as in `write_huggingface`.
+    """Write tensors as `consolidated.00.pth` into the folder `path`; arguments are as in
+    `write_huggingface`.
 
-    One tensor is in memory at a time. `torch.load` opens the file, memory-mapped or not. The checksums in its zip
-    directory do not match the values; PyTorch ignores them, but other zip tools do not. Raise `UserError` if a dtype is
-    too narrow for a value, `OSError` if the file cannot be written."""
+    One tensor is in memory at a time. `torch.load` opens the file, memory-mapped or not. The
+    checksums in its zip directory do not match the values; PyTorch ignores them, but other zip
+    tools do not. Raise `UserError` if a dtype is too narrow for a value, `OSError` if the file
+    cannot be written."""
     from torchtitan.tools.torch_private import FakeTensorMode
 
     with FakeTensorMode():
@@ -229,10 +260,14 @@ def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) ->
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(tensors, partial)
         except RuntimeError as error:  # torch.save's class for system errors
-            raise OSError(f"{partial} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
+            raise OSError(
+                f"{partial} cannot be written ({str(error).splitlines()[0]}); is the disk full?"
+            ) from error
         with open(partial, "r+b") as file:
             for name, location in locate_tensors(partial).items():
                 file.seek(location.offset)
                 for chunk in value_chunks(name, make(name), location.spec.dtype):
                     file.write(chunk)
-                assert file.tell() == location.offset + location.spec.n_bytes, f"{name} does not match its spec"
+                assert file.tell() == location.offset + location.spec.n_bytes, (
+                    f"{name} does not match its spec"
+                )

@@ -38,10 +38,12 @@ class Recipe(NamedTuple):
 
 
 class View(TensorSource):
-    """Computes tensors from another source by recipes. The outputs of the last recipe are cached, since they are
-    usually read one after another and each requires all inputs."""
+    """Computes tensors from another source by recipes. The outputs of the last recipe are cached,
+    since they are usually read one after another and each requires all inputs."""
 
-    def __init__(self, source: TensorSource, specs: Mapping[str, TensorSpec], recipes: Iterable[Recipe]):
+    def __init__(
+        self, source: TensorSource, specs: Mapping[str, TensorSpec], recipes: Iterable[Recipe]
+    ):
         self.specs = specs
         self._source = source
         self._recipes = {name: recipe for recipe in recipes for name in recipe.outputs}
@@ -81,22 +83,37 @@ class RenamedView(View):
             if known is not None and given.setdefault(known, name) != name:
                 raise UserError(f"the checkpoint has {known} twice: {given[known]} and {name}")
         specs = {known: source.specs[name] for known, name in given.items()}
-        super().__init__(source, specs, [Recipe((name,), (known,), None) for known, name in given.items()])
+        super().__init__(
+            source, specs, [Recipe((name,), (known,), None) for known, name in given.items()]
+        )
 
 
 class InternalView(View):
-    """An external format's tensors with our names and layout (`internal_specs`) and the dtypes of `source`. Raises
-    `UserError`, naming the tensors, if any are missing, unexpected or of the wrong shape, or if tied tensors differ."""
+    """An external format's tensors with our names and layout (`internal_specs`) and the dtypes of
+    `source`. Raises `UserError`, naming the tensors, if any are missing, unexpected or of the wrong
+    shape, or if tied tensors differ."""
 
-    def __init__(self, source: TensorSource, adapter: StateDictAdapter, internal_specs: Mapping[str, TensorSpec]):
+    def __init__(
+        self,
+        source: TensorSource,
+        adapter: StateDictAdapter,
+        internal_specs: Mapping[str, TensorSpec],
+    ):
         specs: dict[str, TensorSpec] = {}
         recipes = []
         match = adapter.plan(source.specs, internal_specs)
         for step in match.steps:
             shapes = [internal_specs[name].shape for name in step.internal]
             dtype = source.specs[step.external[0]].dtype
-            specs |= {name: TensorSpec(shape, dtype) for name, shape in zip(step.internal, shapes, strict=True)}
-            compute = None if step.transform == Identity() else partial(step.transform.to_internal, shapes=shapes)
+            specs |= {
+                name: TensorSpec(shape, dtype)
+                for name, shape in zip(step.internal, shapes, strict=True)
+            }
+            compute = (
+                None
+                if step.transform == Identity()
+                else partial(step.transform.to_internal, shapes=shapes)
+            )
             n_rows = shapes[0][0] if shapes[0] else 1
             of_rows = partial(step.transform.inputs_of_rows, n_rows=n_rows, names=step.external)
             recipes.append(Recipe(step.external, step.internal, compute, of_rows))
@@ -111,7 +128,11 @@ class ExternalView(View):
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter):
         recipes = [
-            Recipe(step.internal, step.external, None if step.transform == Identity() else step.transform.to_external)
+            Recipe(
+                step.internal,
+                step.external,
+                None if step.transform == Identity() else step.transform.to_external,
+            )
             for step in adapter.steps
         ]
         super().__init__(source, adapter.external_specs(source.specs), recipes)
@@ -126,11 +147,14 @@ def _check_tied_tensors(source: TensorSource, name: str, tied_to: str) -> None:
 
 
 class PlainView(View):
-    """Tensors of a plain model, computed from a converted one's in `source`, module by module. They may be more
-    precise than the dtypes in `specs`, which are the default dtypes to write. `model` is the converted one on the meta
-    device, with trained parameters marked if known. Raises `UserError`, naming tensors, if `source` does not fit it."""
+    """Tensors of a plain model, computed from a converted one's in `source`, module by module. They
+    may be more precise than the dtypes in `specs`, which are the default dtypes to write. `model`
+    is the converted one on the meta device, with trained parameters marked if known. Raises
+    `UserError`, naming tensors, if `source` does not fit it."""
 
-    def __init__(self, source: TensorSource, model: nn.Module, converters: Sequence[ModelConverter]):
+    def __init__(
+        self, source: TensorSource, model: nn.Module, converters: Sequence[ModelConverter]
+    ):
         self._model, self._converters = model, converters
         tensors = model.state_dict()
         check_fit(source.specs, tensors)
@@ -159,24 +183,26 @@ class PlainView(View):
 def _make_recipe(
     prefix: str, module: ConvertedModule, inputs: Sequence[str], specs: Mapping[str, TensorSpec]
 ) -> tuple[dict[str, TensorSpec], Recipe]:
-    """Return the specs of the plain module's tensors, and the recipe that computes them from the converted module's
-    tensors `inputs`."""
+    """Return the specs of the plain module's tensors, and the recipe that computes them from the
+    converted module's tensors `inputs`."""
 
     def add_names(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return {_split(name)[1]: tensor for name, tensor in zip(inputs, tensors, strict=True)}
 
     state = add_names([specs[name].on_meta() for name in inputs])
     plain, types = module.plain_state(state), module.plain_types(state)
-    plain_specs = {_join(prefix, name): TensorSpec(tensor.shape, types[name]) for name, tensor in plain.items()}
+    plain_specs = {
+        _join(prefix, name): TensorSpec(tensor.shape, types[name]) for name, tensor in plain.items()
+    }
     return plain_specs, Recipe(
         inputs, list(plain_specs), lambda tensors: module.plain_state(add_names(tensors)).values()
     )
 
 
 class ConvertedView(TensorSource):
-    """Tensors of a converted model, except the `added` ones, computed from the plain model in `source`. `model` is the
-    converted model on the meta device. Only the requested rows of a derived tensor are computed, from the same rows of
-    the plain tensor."""
+    """Tensors of a converted model, except the `added` ones, computed from the plain model in
+    `source`. `model` is the converted model on the meta device. Only the requested rows of a
+    derived tensor are computed, from the same rows of the plain tensor."""
 
     def __init__(self, source: TensorSource, model: nn.Module):
         self._source = source
@@ -202,7 +228,10 @@ class ConvertedView(TensorSource):
         rows, *columns = slices or full_slices(self.specs[name].shape)
         source = self._source.read(plain, (rows, *full_slices(derived.shape)[1:]))
         n_rows = max(1, _COMPUTED_ELEMENTS // derived.shape[1:].numel())
-        parts = [derived.from_rows(part.float())[(slice(None), *columns)] for part in source.split(n_rows)]
+        parts = [
+            derived.from_rows(part.float())[(slice(None), *columns)]
+            for part in source.split(n_rows)
+        ]
         return torch.cat(parts)
 
 
@@ -216,10 +245,14 @@ def _join(prefix: str, suffix: str) -> str:
 
 
 class LiveSource(TensorSource):
-    """Tensors of a model, on its device. All ranks read them in the same order, since DTensors are gathered."""
+    """Tensors of a model, on its device. All ranks read them in the same order, since DTensors are
+    gathered."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self.specs, self._tensors = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, tensors
+        self.specs, self._tensors = (
+            {name: TensorSpec.of(tensor) for name, tensor in tensors.items()},
+            tensors,
+        )
 
     @torch.no_grad()
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -241,12 +274,13 @@ class ChainedSource(TensorSource):
 
 
 class ResizedEmbedding(TensorSource):
-    """Tensors of `source` (our names and layout). In the tensors `names`, which have a row per token, the rows of
-    `added` ids are the mean of the preceding rows. A tensor with too few rows for the first id is unchanged.
+    """Tensors of `source` (our names and layout). In the tensors `names`, which have a row per
+    token, the rows of `added` ids are the mean of the preceding rows. A tensor with too few rows
+    for the first id is unchanged.
 
-    Existing rows of `added` ids are padding, since published vocabularies are rounded up to a multiple. With the mean,
-    a new token gets the logit of an average token, so the loss hardly changes (J. Hewitt, "Initializing New Word
-    Embeddings for Pretrained Language Models", 2021).
+    Existing rows of `added` ids are padding, since published vocabularies are rounded up to a
+    multiple. With the mean, a new token gets the logit of an average token, so the loss hardly
+    changes (J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
     """
 
     def __init__(self, source: TensorSource, names: Collection[str], added: range):
@@ -256,7 +290,9 @@ class ResizedEmbedding(TensorSource):
         self.specs = dict(source.specs)
         for name in self._names:
             shape, dtype = source.specs[name].shape, source.specs[name].dtype
-            self.specs[name] = TensorSpec(torch.Size([max(shape[0], added.stop), *shape[1:]]), dtype)
+            self.specs[name] = TensorSpec(
+                torch.Size([max(shape[0], added.stop), *shape[1:]]), dtype
+            )
 
     @property
     def growth(self) -> str:
@@ -277,7 +313,8 @@ class ResizedEmbedding(TensorSource):
         return torch.cat(parts)
 
     def _mean_row(self, name: str, columns: Slices) -> Tensor:
-        """Return the mean of the rows before the added tokens, summed in float64 in chunks of rows."""
+        """Return the mean of the rows before the added tokens, summed in float64 in chunks of
+        rows."""
         total = torch.zeros([part.stop - part.start for part in columns], dtype=torch.float64)
         for start in range(0, self._added.start, _READ_ROWS):
             rows = slice(start, min(start + _READ_ROWS, self._added.start))
@@ -290,4 +327,6 @@ def with_new_score(source: TensorSource, dim: int) -> TensorSource:
     its output head."""
     score = Recipe([], ["score.weight"], lambda tensors: [torch.zeros(1, dim)])
     new = View(source, {"score.weight": TensorSpec(torch.Size([1, dim]), torch.float32)}, [score])
-    return ChainedSource(new, RenamedView(source, lambda name: None if name == "lm_head.weight" else name))
+    return ChainedSource(
+        new, RenamedView(source, lambda name: None if name == "lm_head.weight" else name)
+    )

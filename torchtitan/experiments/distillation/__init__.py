@@ -1,1 +1,2 @@
-"""Distillation: a student learns the next-token distributions of a teacher (docs/post_training.md)."""
+"""Distillation: a student learns the next-token distributions of a teacher
+(docs/post_training.md)."""

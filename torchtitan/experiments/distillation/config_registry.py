@@ -13,7 +13,8 @@ from .trainer import DistillationTrainer, OnPolicyTrainer
 
 
 def distillation_debugmodel() -> DistillationTrainer.Config:
-    """A small student on the built-in stories: `--teacher.path` is a checkpoint of `llama3`'s `debugmodel`."""
+    """A small student on the built-in stories: `--teacher.path` is a checkpoint of `llama3`'s
+    `debugmodel`."""
     student = dataclasses.replace(FLAVORS["debugmodel"], n_layers=2)
     config = small_run(model_spec(student, "debugmodel"), DistillationTrainer.Config)
     config.loss = DistillationLoss.Config()
@@ -22,21 +23,30 @@ def distillation_debugmodel() -> DistillationTrainer.Config:
 
 def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
     """Distill on plain text into the model in a Hugging Face folder, as `auto`'s `pretrain`."""
-    return DistillationTrainer.Config.based_on(auto.pretrain(hf_assets_path, family), loss=DistillationLoss.Config())
+    return DistillationTrainer.Config.based_on(
+        auto.pretrain(hf_assets_path, family), loss=DistillationLoss.Config()
+    )
 
 
 def scratch(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
-    """Distill on plain text into the model that config.json describes, from random weights, as `auto`'s `scratch`."""
-    return DistillationTrainer.Config.based_on(auto.scratch(hf_assets_path, family), loss=DistillationLoss.Config())
+    """Distill on plain text into the model that config.json describes, from random weights, as
+    `auto`'s `scratch`."""
+    return DistillationTrainer.Config.based_on(
+        auto.scratch(hf_assets_path, family), loss=DistillationLoss.Config()
+    )
 
 
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
     """Distill on conversations or instructions, as `auto`'s `sft`."""
-    return DistillationTrainer.Config.based_on(auto.sft(hf_assets_path, family), loss=DistillationLoss.Config())
+    return DistillationTrainer.Config.based_on(
+        auto.sft(hf_assets_path, family), loss=DistillationLoss.Config()
+    )
 
 
 def on_policy(hf_assets_path: str, family: ModuleType | None = None) -> OnPolicyTrainer.Config:
     """Distill on the student's own answers to prompts: `--dataloader.dataset prompts.jsonl`."""
     loss = DistillationLoss.Config(kind="reverse_kl")
     loader = PromptDataLoader.Config(dataset=[], too_long="error")
-    return OnPolicyTrainer.Config.based_on(auto.sft(hf_assets_path, family), loss=loss, dataloader=loader)
+    return OnPolicyTrainer.Config.based_on(
+        auto.sft(hf_assets_path, family), loss=loss, dataloader=loader
+    )

@@ -1,5 +1,5 @@
-"""The trainers of distillation: `DistillationTrainer`, with a frozen teacher that runs with the student or is read
-from a cache, and `OnPolicyTrainer` for the student's own answers."""
+"""The trainers of distillation: `DistillationTrainer`, with a frozen teacher that runs with the
+student or is read from a cache, and `OnPolicyTrainer` for the student's own answers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +32,8 @@ from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 
 class DistillationTrainer(FrozenModelTrainer):
-    """Train a student to predict what `models["teacher"]` predicts, or what a cache holds of its predictions."""
+    """Train a student to predict what `models["teacher"]` predicts, or what a cache holds of its
+    predictions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FrozenModelTrainer.Config):
@@ -43,7 +44,9 @@ class DistillationTrainer(FrozenModelTrainer):
 
         def validate(self) -> None:
             if type(self.chosen_loss) is not DistillationLoss.Config:
-                raise UserError("--module distillation has its own loss (--loss.kind), and takes no other")
+                raise UserError(
+                    "--module distillation has its own loss (--loss.kind), and takes no other"
+                )
             self.parallelism.require_one("pipeline", user="--module distillation")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
@@ -59,14 +62,22 @@ class DistillationTrainer(FrozenModelTrainer):
                 self.parallelism.require_one("tensor", user=vocabularies)
             if teacher.cache:
                 check_cache(self, "--teacher.cache", dry_run=dry_run)
-                valid = f"from 1 to the student's vocabulary, {size}, which the teacher's, {taught}, must cover"
-                require(0 < teacher.top_k <= size <= taught, "--teacher.top_k", teacher.top_k, valid)
+                valid = (
+                    f"from 1 to the student's vocabulary, {size}, which the teacher's, {taught}, "
+                    "must cover"
+                )
+                require(
+                    0 < teacher.top_k <= size <= taught, "--teacher.top_k", teacher.top_k, valid
+                )
             return preflight
 
         def teacher_spec(self) -> ModelSpec:
-            """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
+            """Return the teacher's specification. Raise `UserError` if its folder holds no whole
+            model."""
             if not self.teacher.path:
-                raise UserError("--teacher.path is not set; name the folder of the model to learn from")
+                raise UserError(
+                    "--teacher.path is not set; name the folder of the model to learn from"
+                )
             with errors_of("--teacher.path"):
                 return internal_source(self.teacher.path)[0]
 
@@ -97,8 +108,12 @@ class DistillationTrainer(FrozenModelTrainer):
 
         if self.cache:
             learn_from(TopTokens(batch["ids"], batch["log_probs"]))
-        else:  # FSDP gathers output weights only while a head runs, so the student runs within the teacher's
-            self.models["teacher"](*inputs, head=lambda *outputs, **changes: learn_from(Outputs(*outputs, **changes)))
+        # FSDP gathers output weights only while a head runs, so the student runs within the
+        # teacher's
+        else:
+            self.models["teacher"](
+                *inputs, head=lambda *outputs, **changes: learn_from(Outputs(*outputs, **changes))
+            )
         n_tokens = (labels_BL != IGNORE_INDEX).sum()
         for name, total in zip(self.measures_named, sums[1:], strict=True):
             self.measure(name, total, n_tokens)
@@ -110,10 +125,13 @@ class DistillationTrainer(FrozenModelTrainer):
             return None
         setting = [*self.setting(model), config.top_k, vocabulary, self.loss.config.temperature]
         results = TopTokens.cached(vocabulary or 0, config.top_k)
-        return SequenceCache(Path(config.cache), setting, results=results, verify=self.verifies_caches)
+        return SequenceCache(
+            Path(config.cache), setting, results=results, verify=self.verifies_caches
+        )
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the fields of `TopTokens`. Raise `UserError` if the vocabulary or the windows are sharded."""
+        """Return the fields of `TopTokens`. Raise `UserError` if the vocabulary or the windows are
+        sharded."""
         self.config.parallelism.require_one("tensor", "context", user="writing --teacher.cache")
         size, k = self.config.model_spec.model.vocab_size or 0, self.config.teacher.top_k
 
@@ -124,8 +142,8 @@ class DistillationTrainer(FrozenModelTrainer):
 
 
 class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
-    """Let the student answer prompts and learn the teacher's distributions at the tokens of its answers, which count as
-    given (Agarwal et al., arXiv:2306.13649, with lambda = 1)."""
+    """Let the student answer prompts and learn the teacher's distributions at the tokens of its
+    answers, which count as given (Agarwal et al., arXiv:2306.13649, with lambda = 1)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistillationTrainer.Config):
@@ -146,7 +164,9 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
         prompts = super().next_micro_batches(batches)
         self.watchdog.phase("rollouts")
         answers = self.packed(self.sample(lambda: prompts, str(self.step + 1)))
-        self.tokens_per_step = sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
+        self.tokens_per_step = (
+            sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
+        )
         return answers
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:

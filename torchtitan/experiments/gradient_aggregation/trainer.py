@@ -20,14 +20,18 @@ class MicroBatchClippingTrainer(Trainer):
         """A whole run, and the norm limit of a micro-batch's gradient."""
 
         micro_batch_max_norm: float = 1.0
-        """Maximum norm of the gradient of a micro-batch's mean loss; larger gradients are scaled down to it."""
+        """Maximum norm of the gradient of a micro-batch's mean loss; larger gradients are scaled
+        down to it."""
 
         def validate(self) -> None:
             if not self.micro_batch_max_norm > 0:
-                raise UserError(f"--micro_batch_max_norm is {self.micro_batch_max_norm}, but must be above 0")
+                raise UserError(
+                    f"--micro_batch_max_norm is {self.micro_batch_max_norm}, but must be above 0"
+                )
             if self.optimizer.early_step_in_backward:
                 raise UserError(
-                    "--optimizer.early_step_in_backward keeps no gradients for gradient_aggregation to clip"
+                    "--optimizer.early_step_in_backward keeps no gradients for "
+                    "gradient_aggregation to clip"
                 )
 
     config: Config
@@ -39,7 +43,8 @@ class MicroBatchClippingTrainer(Trainer):
         for parameter in parameters:
             parameter.grad = None
         loss = super().forward_backward_step(batch, n_tokens)
-        # The gradient is this micro-batch's share of the global mean, so scale the norm limit by the same share.
+        # The gradient is this micro-batch's share of the global mean, so scale the norm limit by
+        # the same share.
         share = (self.count_tokens_on_all_ranks(batch) / n_tokens.clamp(min=1)).item()
         clip = self.pipeline.clip_grad_norm if self.pipeline else clip_grad_norm
         clip(parameters, self.config.micro_batch_max_norm * share)
@@ -49,7 +54,10 @@ class MicroBatchClippingTrainer(Trainer):
         return loss
 
     def count_tokens_on_all_ranks(self, batch: Batch) -> Tensor:
-        """Count a micro-batch's valid tokens over all ranks, without counting replicated tokens twice."""
+        """Count a micro-batch's valid tokens over all ranks, without counting replicated tokens
+        twice."""
         n_tokens = (batch["labels"] != IGNORE_INDEX).sum().to(self.statistics_dtype)
-        is_counting = self.parallel_dims.is_tensor_leader and self.parallel_dims.coordinate("pp") == 0
+        is_counting = (
+            self.parallel_dims.is_tensor_leader and self.parallel_dims.coordinate("pp") == 0
+        )
         return sum_over_ranks(n_tokens if is_counting else n_tokens * 0)

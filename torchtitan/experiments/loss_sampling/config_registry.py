@@ -10,9 +10,12 @@ from .sampler import LossSampler
 
 
 def loss_sampling_debugmodel() -> Trainer.Config:
-    """Train the small Llama 3 on the built-in conversations, drawing conversations with a high loss more often."""
+    """Train the small Llama 3 on the built-in conversations, drawing conversations with a high loss
+    more often."""
     config = llama3_debugmodel_sft()
     assert isinstance(config.dataloader, SFTDataLoader.Config)
     # With small chunks, the losses of a step take effect sooner.
-    config.dataloader = dataclasses.replace(config.dataloader, sampler=LossSampler.Config(), pack_chunk=128)
+    config.dataloader = dataclasses.replace(
+        config.dataloader, sampler=LossSampler.Config(), pack_chunk=128
+    )
     return config

@@ -30,8 +30,15 @@ class LossSampler(Sampler):
 
         def validate(self) -> None:
             require_at_least(0, dataloader__sampler__power=self.power)
-            require(0 <= self.explore <= 1, "--dataloader.sampler.explore", self.explore, "from 0 to 1")
-            require(0 <= self.momentum < 1, "--dataloader.sampler.momentum", self.momentum, "from 0 to below 1")
+            require(
+                0 <= self.explore <= 1, "--dataloader.sampler.explore", self.explore, "from 0 to 1"
+            )
+            require(
+                0 <= self.momentum < 1,
+                "--dataloader.sampler.momentum",
+                self.momentum,
+                "from 0 to below 1",
+            )
 
     config: Config
     needs_sample_losses: ClassVar[bool] = True
@@ -55,10 +62,12 @@ class LossSampler(Sampler):
         return (1 - self.config.explore) * by_loss + self.config.explore / self.n_samples
 
     def draw(self, n: int) -> Array:
-        """Draw the next samples, distinct within a call, as the first arrivals of exponential clocks at the rates of
-        their chances (Efraimidis and Spirakis, 2006)."""
+        """Draw the next samples, distinct within a call, as the first arrivals of exponential
+        clocks at the rates of their chances (Efraimidis and Spirakis, 2006)."""
         n = min(n, self.n_samples - self._drawn % self.n_samples)
-        raw = np.random.PCG64(np.random.SeedSequence((self.seed, self._drawn))).random_raw(self.n_samples)
+        raw = np.random.PCG64(np.random.SeedSequence((self.seed, self._drawn))).random_raw(
+            self.n_samples
+        )
         uniform = ((raw >> 11) + 0.5) * 2.0**-53
         with np.errstate(divide="ignore"):  # a sample with chance 0 never arrives
             samples = np.argsort(-np.log(uniform) / self.chances(), kind="stable")[:n]
@@ -69,7 +78,9 @@ class LossSampler(Sampler):
         samples, losses = statistics.samples, statistics.sample_losses
         before, momentum = self._losses[samples], self.config.momentum
         self._losses = self._losses.copy()  # saved states keep the old array
-        self._losses[samples] = np.where(before < 0, losses, momentum * before + (1 - momentum) * losses)
+        self._losses[samples] = np.where(
+            before < 0, losses, momentum * before + (1 - momentum) * losses
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "drawn": self._drawn, "losses": self._losses}

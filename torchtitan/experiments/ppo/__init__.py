@@ -1,1 +1,2 @@
-"""Proximal policy optimization: reinforcement learning with a value head on the policy (docs/post_training.md)."""
+"""Proximal policy optimization: reinforcement learning with a value head on the policy
+(docs/post_training.md)."""

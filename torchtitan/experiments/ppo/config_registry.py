@@ -10,7 +10,8 @@ from .trainer import PPOTrainer
 
 
 def ppo(hf_assets_path: str, family: ModuleType | None = None) -> PPOTrainer.Config:
-    """As `rl`'s `grpo`, with a critic: `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
+    """As `rl`'s `grpo`, with a critic: `--dataloader.dataset prompts.jsonl --rewards
+    my_rewards.py:score`."""
     return _with_critic(rl.grpo(hf_assets_path, family), lr=1e-4)
 
 
@@ -21,5 +22,7 @@ def ppo_debugmodel() -> PPOTrainer.Config:
 
 def _with_critic(config: rl.RLTrainer.Config, lr: float) -> PPOTrainer.Config:
     # Adam moves each weight of the head by its learning rate, and the head begins at 0.
-    config.optimizer.param_groups["value"] = ParamGroup(pattern=r"^value\.", lr=lr, weight_decay=0.0)
+    config.optimizer.param_groups["value"] = ParamGroup(
+        pattern=r"^value\.", lr=lr, weight_decay=0.0
+    )
     return PPOTrainer.Config.based_on(config, policy=PolicyLoss.Config(method="ppo"))

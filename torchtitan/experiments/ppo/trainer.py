@@ -32,14 +32,20 @@ class ValueHead(SmallModel):
 
 
 class PPOTrainer(RLTrainer):
-    """Estimate the advantage of each token by a linear function of the policy's last hidden states, a second model."""
+    """Estimate the advantage of each token by a linear function of the policy's last hidden states,
+    a second model."""
 
     has_critic = True
 
     def build_models(self) -> dict[str, RunModel]:
         spec, sharding = self.config.model_spec, ShardingPlan({"output": "whole"}, attention="")
-        head = replace(spec, flavor="value head", model=ValueHead.Config(dim=spec.model.dim), sharding=sharding)
-        return {**super().build_models(), "value": self.build_other_model(head, trained=True, saved=True)}
+        head = replace(
+            spec, flavor="value head", model=ValueHead.Config(dim=spec.model.dim), sharding=sharding
+        )
+        return {
+            **super().build_models(),
+            "value": self.build_other_model(head, trained=True, saved=True),
+        }
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
@@ -50,25 +56,36 @@ class PPOTrainer(RLTrainer):
         return super().update(micro_batches)
 
     def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> tuple[Tensor, Tensor]:
-            return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes), self.models["value"](hidden_BLD)
+        def head(
+            hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any
+        ) -> tuple[Tensor, Tensor]:
+            return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes), self.models[
+                "value"
+            ](hidden_BLD)
 
-        outputs: tuple[Tensor, Tensor] = self.models["model"](batch["input"], batch["attention"], head=head)
+        outputs: tuple[Tensor, Tensor] = self.models["model"](
+            batch["input"], batch["attention"], head=head
+        )
         return outputs
 
 
 def estimate_advantages(batches: Sequence[Batch], decay: float) -> None:
-    """Replace the `advantages` of batches, which are rewards, with advantages by `old_values`, and add `returns`, the
-    targets of the values. The advantages have mean 0 and deviation 1 over the sampled tokens of all ranks, which are
-    computed one after the other: the mean of squares minus the square of the mean would cancel."""
+    """Replace the `advantages` of batches, which are rewards, with advantages by `old_values`, and
+    add `returns`, the targets of the values. The advantages have mean 0 and deviation 1 over the
+    sampled tokens of all ranks, which are computed one after the other: the mean of squares minus
+    the square of the mean would cancel."""
     device, every = batches[0]["labels"].device, []
     for batch in batches:
         is_trained = batch["labels"] != IGNORE_INDEX
-        rewards, values, samples = (batch[name][is_trained] for name in ("advantages", "old_values", "samples"))
+        rewards, values, samples = (
+            batch[name][is_trained] for name in ("advantages", "old_values", "samples")
+        )
         every.append(advantages := generalized_advantages(rewards, values, samples, decay))
         returns = values.to("cpu", torch.float64) + advantages
         batch["returns"] = batch["old_values"].masked_scatter(is_trained, returns.to(values))
-    total, number = _sum_over_ranks([torch.cat(every).sum(), torch.tensor(sum(map(len, every)))], device)
+    total, number = _sum_over_ranks(
+        [torch.cat(every).sum(), torch.tensor(sum(map(len, every)))], device
+    )
     mean = total / max(number, 1)
     (squares,) = _sum_over_ranks([(torch.cat(every) - mean).square().sum()], device)
     deviation = (squares / max(number, 1)) ** 0.5

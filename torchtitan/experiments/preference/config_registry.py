@@ -16,7 +16,8 @@ from .trainer import KTOTrainer, PreferenceTrainer
 
 
 def dpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
-    """Direct preference optimization of the model in a Hugging Face folder: `--dataloader.dataset pairs.jsonl`."""
+    """Direct preference optimization of the model in a Hugging Face folder: `--dataloader.dataset
+    pairs.jsonl`."""
     return PreferenceTrainer.Config.based_on(
         sft(hf_assets_path, family),
         dataloader=PreferenceDataLoader.Config(dataset=[]),
@@ -26,7 +27,8 @@ def dpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrai
 
 
 def dpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
-    """Direct preference optimization of low-rank adapters; the reference is the model without them."""
+    """Direct preference optimization of low-rank adapters; the reference is the model without
+    them."""
     config = with_adapters(dpo(hf_assets_path, family), LoRA.Config(), lr=5e-6)
     return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
 
@@ -38,18 +40,23 @@ def ipo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrai
 
 def simpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
     """As `dpo`, with SimPO's loss: no reference, rewards per token."""
-    return dataclasses.replace(dpo(hf_assets_path, family), loss=PreferenceLoss.Config(kind="simpo", beta=2.0))
+    return dataclasses.replace(
+        dpo(hf_assets_path, family), loss=PreferenceLoss.Config(kind="simpo", beta=2.0)
+    )
 
 
 def kto(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Config:
     """Training on single answers with labels, or on pairs: `--dataloader.dataset answers.jsonl`."""
     loader = AnswerDataLoader.Config(dataset=[])
-    return KTOTrainer.Config.based_on(dpo(hf_assets_path, family), dataloader=loader, loss=KTOLoss.Config())
+    return KTOTrainer.Config.based_on(
+        dpo(hf_assets_path, family), dataloader=loader, loss=KTOLoss.Config()
+    )
 
 
 def dpo_debugmodel() -> PreferenceTrainer.Config:
-    """Direct preference optimization of the small Llama 3 on built-in pairs: minutes on two CPU cores, no network.
-    `--checkpoint.initial_load_path` starts from a checkpoint of llama3's `debugmodel_sft`."""
+    """Direct preference optimization of the small Llama 3 on built-in pairs: minutes on two CPU
+    cores, no network. `--checkpoint.initial_load_path` starts from a checkpoint of llama3's
+    `debugmodel_sft`."""
     config = llama3_debugmodel_sft()
     return PreferenceTrainer.Config.based_on(
         config,

@@ -1,4 +1,5 @@
-"""The trainers of preference optimization: `PreferenceTrainer` for pairs, `KTOTrainer` for single answers."""
+"""The trainers of preference optimization: `PreferenceTrainer` for pairs, `KTOTrainer` for single
+answers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,11 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.preference import SEQUENCES_PER_SAMPLE, PreferenceDataLoader, sum_answers
+from torchtitan.components.data.finetuning.preference import (
+    SEQUENCES_PER_SAMPLE,
+    PreferenceDataLoader,
+    sum_answers,
+)
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.losses.preference_losses import KTOLoss, PreferenceLoss, RewardMeasures
 from torchtitan.distributed.process_group import sum_over_ranks
@@ -34,18 +39,26 @@ class PreferenceTrainer(ReferenceTrainer):
     loss: Any
     sequences_per_sample = SEQUENCES_PER_SAMPLE
     measures_class = RewardMeasures
-    measures_named: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "kl")
+    measures_named: tuple[str, ...] = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "kl",
+    )
 
     def __init__(self, config: Config):
         self.needs_reference = config.chosen_loss.needs_reference  # type: ignore[attr-defined]
         super().__init__(config)
 
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-ratios of model and reference, and lengths (0 without an answer), of all answers, (B, W, 2)."""
+        """Return log-ratios of model and reference, and lengths (0 without an answer), of all
+        answers, (B, W, 2)."""
         reference = self.reference_log_probs(batch)  # first, before the model stores activations
         log_ratios_BW = self.log_probs("model", batch) - reference
         lengths_BW = (batch["labels"] != IGNORE_INDEX).float()
-        return sum_answers(log_ratios_BW, batch["sequences"]), sum_answers(lengths_BW, batch["sequences"])
+        return sum_answers(log_ratios_BW, batch["sequences"]), sum_answers(
+            lengths_BW, batch["sequences"]
+        )
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""
@@ -53,7 +66,9 @@ class PreferenceTrainer(ReferenceTrainer):
         losses, rewards = self.loss(log_ratios, lengths)
         chosen, rejected = rewards.unbind(-1)
         is_pair = lengths[..., 0] > 0
-        for name, values in zip(self.measures_named, (chosen, rejected, chosen > rejected), strict=False):
+        for name, values in zip(
+            self.measures_named, (chosen, rejected, chosen > rejected), strict=False
+        ):
             self.measure(name, (values * is_pair).sum(), is_pair.sum())
         if self.needs_reference:
             self.measure("kl", -log_ratios.sum(), lengths.sum())
@@ -61,8 +76,9 @@ class PreferenceTrainer(ReferenceTrainer):
 
 
 class KTOTrainer(PreferenceTrainer):
-    """Train the model on single answers that are desirable or not. The rewards are compared with the divergence of the
-    model from the reference, which answers to other prompts of the same global batch estimate."""
+    """Train the model on single answers that are desirable or not. The rewards are compared with
+    the divergence of the model from the reference, which answers to other prompts of the same
+    global batch estimate."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PreferenceTrainer.Config):
@@ -71,9 +87,17 @@ class KTOTrainer(PreferenceTrainer):
         def validate(self) -> None:
             PreferenceTrainer.Config.validate(self)
             if self.reference.kind == "cached":
-                raise UserError("--reference.kind cached has no answers to other prompts, which KTO needs; use model")
-            if isinstance(self.dataloader, PreferenceDataLoader.Config) and self.dataloader.packing == "none":
-                raise UserError("--dataloader.packing none leaves no answers to other prompts, which KTO needs")
+                raise UserError(
+                    "--reference.kind cached has no answers to other prompts, which KTO needs; use "
+                    "model"
+                )
+            if (
+                isinstance(self.dataloader, PreferenceDataLoader.Config)
+                and self.dataloader.packing == "none"
+            ):
+                raise UserError(
+                    "--dataloader.packing none leaves no answers to other prompts, which KTO needs"
+                )
 
     measures_named = (*PreferenceTrainer.measures_named, "kl_answers")
 
@@ -91,28 +115,35 @@ class KTOTrainer(PreferenceTrainer):
 
     @torch.no_grad()
     def estimate_kl(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the mean log-ratio of answers to other prompts in the batches of all ranks, at least 0."""
+        """Return the mean log-ratio of answers to other prompts in the batches of all ranks, at
+        least 0."""
         total, number, n_answers = torch.zeros(3, device=self.device, dtype=self.statistics_dtype)
         for batch in map(self.post_dataloading_process, batches):
-            answers = {name: batch.get(f"mismatched_{name}") for name in ("input", "labels", "attention")}
+            answers = {
+                name: batch.get(f"mismatched_{name}") for name in ("input", "labels", "attention")
+            }
             with self.mixed_precision():
                 ratios = self.log_probs("model", answers) - self.reference_log_probs(answers)
             self.measure("kl_answers", batch["n_mismatched"].sum(), batch["n_answers"].sum())
             total, number = total + ratios.sum(), number + batch["n_mismatched"].sum()
             n_answers = n_answers + batch["n_answers"].sum()
         total, number, n_answers = sum_over_ranks(torch.stack([total, number, n_answers]))
-        if self.step == 0 and self.has_data and type(number) is Tensor:  # fake tensors have no values
+        # fake tensors have no values
+        if self.step == 0 and self.has_data and type(number) is Tensor:
             self._warn_of_answers_left_out(int(number), int(n_answers))
         return (total / number.clamp(min=1)).clamp(min=0).float()
 
     def _warn_of_answers_left_out(self, number: int, n_answers: int) -> None:
         """Warn if the windows of the first step have too few prompts for the estimate."""
         if not number:
-            logger.warning("KTO: no window has answers to two prompts, so z is 0; increase --training.seq_len")
+            logger.warning(
+                "KTO: no window has answers to two prompts, so z is 0; increase --training.seq_len"
+            )
         elif number < n_answers:
             logger.warning(
-                "KTO: %d of %d answers of the first step have no answer to another prompt in their window, and are "
-                "left out of z (the metric kl_answers is the share of those that count); increase --training.seq_len",
+                "KTO: %d of %d answers of the first step have no answer to another prompt in their "
+                "window, and are left out of z (the metric kl_answers is the share of those that "
+                "count); increase --training.seq_len",
                 n_answers - number,
                 n_answers,
             )

@@ -20,7 +20,8 @@ from torchtitan.trainer import Trainer
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Return -log sigmoid(chosen - rejected - margin) of rewards (Llama 2, arXiv:2307.09288, equation 2)."""
+    """Return -log sigmoid(chosen - rejected - margin) of rewards (Llama 2, arXiv:2307.09288,
+    equation 2)."""
     return -F.logsigmoid(chosen - rejected - margin)
 
 
@@ -35,7 +36,10 @@ class RewardTrainer(Trainer):
 
         def validate(self) -> None:
             if any(converter._owner.freezes for converter in self.model_converters):  # type: ignore[attr-defined]
-                raise UserError("--model_converters would freeze the new head of a reward model; train all weights")
+                raise UserError(
+                    "--model_converters would freeze the new head of a reward model; train all "
+                    "weights"
+                )
             self.parallelism.require_one("tensor", "context", "pipeline", user="--module reward")
 
     sequences_per_sample = SEQUENCES_PER_SAMPLE
@@ -45,12 +49,19 @@ class RewardTrainer(Trainer):
         """Return the summed loss of a batch's pairs, and their number."""
         scores_BL1 = self.models["model"](batch["input"], batch.get("attention"), head=F.linear)
         sequences = batch["sequences"]
-        is_last = sequences != sequences.roll(-1, dims=1)  # of an answer; padding counts to the first one
-        chosen, rejected = sum_answers(scores_BL1[..., 0].float().where(is_last, 0), sequences).unbind(-1)
+        # of an answer; padding counts to the first one
+        is_last = sequences != sequences.roll(-1, dims=1)
+        chosen, rejected = sum_answers(
+            scores_BL1[..., 0].float().where(is_last, 0), sequences
+        ).unbind(-1)
         is_pair, margins = sum_answers(is_last.float(), sequences)[..., 0], chosen - rejected
-        for name, values in zip(self.measures_named, (chosen, rejected, margins, margins > 0), strict=True):
+        for name, values in zip(
+            self.measures_named, (chosen, rejected, margins, margins > 0), strict=True
+        ):
             self.measure(name, (values * is_pair).sum(), is_pair.sum())
-        return (bradley_terry_loss(chosen, rejected, batch["margins"]) * is_pair).sum(), is_pair.sum()
+        return (
+            bradley_terry_loss(chosen, rejected, batch["margins"]) * is_pair
+        ).sum(), is_pair.sum()
 
 
 def check_reward_model(folder: str) -> None:
@@ -60,8 +71,9 @@ def check_reward_model(folder: str) -> None:
 
 
 def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], float]:
-    """Return a function of prompt, completion and row: the reward of a completion as the answer to the row's prompt,
-    with tokenizer and chat template of the reward model in `folder`. Raise `UserError` if there is none."""
+    """Return a function of prompt, completion and row: the reward of a completion as the answer to
+    the row's prompt, with tokenizer and chat template of the reward model in `folder`. Raise
+    `UserError` if there is none."""
     check_reward_model(folder)
     loaded = load_model(folder, device=device_type())
     tokenizer = PretrainedTokenizer.Config().build(path=loaded.tokenizer_path)

@@ -1,1 +1,2 @@
-"""Reinforcement learning: the model samples answers, and learns from their rewards (docs/post_training.md)."""
+"""Reinforcement learning: the model samples answers, and learns from their rewards
+(docs/post_training.md)."""

@@ -13,22 +13,26 @@ from .trainer import RLTrainer
 
 
 def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
-    """Group relative policy optimization of the model in a Hugging Face folder, or another `--policy.method`:
-    `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
+    """Group relative policy optimization of the model in a Hugging Face folder, or another
+    `--policy.method`: `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
     config = sft(hf_assets_path, family)
     training = dataclasses.replace(config.training, local_batch_size=8)
     optimizer = Optimizer.Config(lr=1e-6, weight_decay=0.0)
     loader = prompts.PromptDataLoader.Config(dataset=[], too_long="error")
-    return RLTrainer.Config.based_on(config, dataloader=loader, training=training, optimizer=optimizer)
+    return RLTrainer.Config.based_on(
+        config, dataloader=loader, training=training, optimizer=optimizer
+    )
 
 
 def rl_debugmodel() -> RLTrainer.Config:
-    """Reward the small Llama 3, with random weights, for 50 characters in reply to the built-in chats. Its first
-    answers have 55 to 90, so that rewards differ from the first step on."""
+    """Reward the small Llama 3, with random weights, for 50 characters in reply to the built-in
+    chats. Its first answers have 55 to 90, so that rewards differ from the first step on."""
     config, first_message = llama3_debugmodel_sft(), f"{prompts.__name__}:first_message"
     return RLTrainer.Config.based_on(
         config,
-        dataloader=prompts.PromptDataLoader.Config(dataset=["chats"], format=first_message, chat_template="chatml"),
+        dataloader=prompts.PromptDataLoader.Config(
+            dataset=["chats"], format=first_message, chat_template="chatml"
+        ),
         rollout=RolloutConfig(group_size=4, max_new_tokens=16),
         rewards=["length=50"],
         training=dataclasses.replace(config.training, steps=20),

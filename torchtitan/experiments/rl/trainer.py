@@ -23,8 +23,9 @@ from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 
 class RLTrainer(ReferenceTrainer, RolloutTrainer):
-    """Raise the probability of trajectories that are better than their group. In a step, `next_micro_batches` samples,
-    rates and packs them, and `update` trains on them once or more; `compute_loss` calls the `PolicyLoss`."""
+    """Raise the probability of trajectories that are better than their group. In a step,
+    `next_micro_batches` samples, rates and packs them, and `update` trains on them once or more;
+    `compute_loss` calls the `PolicyLoss`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ReferenceTrainer.Config):
@@ -37,8 +38,8 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         """Sampling of trajectories."""
 
         rewards: list[RewardName] = field(default_factory=list)
-        """Rewards: number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or
-        file.py:function."""
+        """Rewards: number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function
+        or file.py:function."""
 
         reward_weights: list[float] = field(default_factory=list)
         """Weight of each reward function; empty: 1."""
@@ -46,13 +47,19 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         def validate(self) -> None:
             ReferenceTrainer.Config.validate(self)
             if self.reference.kind == "cached":
-                raise UserError("--reference.kind cached holds no answers that are sampled later; use model")
+                raise UserError(
+                    "--reference.kind cached holds no answers that are sampled later; use model"
+                )
             if type(self.chosen_loss) is not CrossEntropyLoss.Config:
-                raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
+                raise UserError(
+                    "reinforcement learning computes log-probabilities, and takes no other --loss"
+                )
             self.policy.validate()
             check_rollouts(self)
             if (has_critic := self.policy.method == "ppo") != cast(Any, self._owner).has_critic:
-                raise UserError("--policy.method ppo needs --module ppo, and the other methods --module rl")
+                raise UserError(
+                    "--policy.method ppo needs --module ppo, and the other methods --module rl"
+                )
             size = self.rollout.group_size
             require(size >= 2 or has_critic, "--rollout.group_size", size, "2 or more")
             if not (self.rewards or self.rollout.function):
@@ -73,7 +80,8 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         self.rewards = Rewards(config.rewards, config.reward_weights, reward_function)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Sample trajectories for the next prompts, and return them in packed windows, equally many on each rank."""
+        """Sample trajectories for the next prompts, and return them in packed windows, equally many
+        on each rank."""
         self.is_first_update = True
         try:
             groups = self.sample_groups(batches)
@@ -81,17 +89,30 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             raise SharedError(str(error)) from error
         if n_tokens := self.measure_trajectories(groups, percents=(10, 50, 90)):
             self.tokens_per_step = n_tokens
-        rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-        advantages = group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist() if groups else []
-        if on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages)) and groups and self.rank == 0:
-            logger.warning("all rewards in each group are equal, so this step has no learning signal")
+        rewards_PG = torch.tensor(
+            [[t.reward for t in group] for group in groups], dtype=torch.float64
+        )
+        advantages = (
+            group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist()
+            if groups
+            else []
+        )
+        if (
+            on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages))
+            and groups
+            and self.rank == 0
+        ):
+            logger.warning(
+                "all rewards in each group are equal, so this step has no learning signal"
+            )
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
             self.completions.write(log_completions(self.step + 1, groups, self.tokenizer))
         return self.packed(groups, advantages)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
-        """Return the groups of this rank's prompts. With a method that resamples, only groups with unequal rewards,
-        fewer at the end of the data; raise `UserError` if there is none in ten global batches."""
+        """Return the groups of this rank's prompts. With a method that resamples, only groups with
+        unequal rewards, fewer at the end of the data; raise `UserError` if there is none in ten
+        global batches."""
         load = super().next_micro_batches
         step = self.step + 1
         resamples = self.policy.method.resample
@@ -100,13 +121,19 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         self.watchdog.phase("rollouts")
         for number in range(10):
             sampled = self.sample(lambda: load(batches), f"{step}/{number}")
-            groups += [group for group in sampled if not resamples or len({t.reward for t in group}) > 1]
+            groups += [
+                group for group in sampled if not resamples or len({t.reward for t in group}) > 1
+            ]
             if not resamples or on_all_ranks(len(groups) >= wanted or not sampled):
                 return groups[:wanted]
         if on_all_ranks(not groups):
-            equal = f"the rewards of each prompt's answers were equal in {number + 1} global batches"
+            equal = (
+                f"the rewards of each prompt's answers were equal in {number + 1} global batches"
+            )
             method = f"--policy.method {self.config.policy.method}"
-            raise UserError(f"{equal}, from which {method} learns nothing; use an easier reward, or grpo")
+            raise UserError(
+                f"{equal}, from which {method} learns nothing; use an easier reward, or grpo"
+            )
         return groups[:wanted]
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
@@ -123,36 +150,48 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         return outcome
 
     def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
-        """Skip the rest of a step whose first update was taken; such a step does not count as skipped."""
-        if self.is_first_update or not (outcome.is_finite or self.config.training.on_nonfinite == "skip"):
+        """Skip the rest of a step whose first update was taken; such a step does not count as
+        skipped."""
+        if self.is_first_update or not (
+            outcome.is_finite or self.config.training.on_nonfinite == "skip"
+        ):
             super().skip_step(outcome, micro_batches)
         else:
-            logger.warning("step %d: a further update has %s. The step ends before it.", self.step + 1, outcome)
+            logger.warning(
+                "step %d: a further update has %s. The step ends before it.", self.step + 1, outcome
+            )
 
     def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probability of each label (B, L) and, with a critic, the value of the state before it."""
+        """Return the log-probability of each label (B, L) and, with a critic, the value of the
+        state before it."""
         return self.log_probs("model", batch), None
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of tokens."""
+        """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of
+        tokens."""
         is_trained = batch["labels"] != IGNORE_INDEX
         reference_BL = self.reference_log_probs(batch) if self.needs_reference else None
         log_probs_BL, values_BL = self.policy_outputs(batch)
         if self.is_first_update:
             batch["old_logprobs"].copy_(log_probs_BL.detach())
         known = {**batch, "reference": reference_BL, "values": values_BL}
-        tokens = {name: values[is_trained] for name, values in known.items() if isinstance(values, Tensor)}
+        tokens = {
+            name: values[is_trained] for name, values in known.items() if isinstance(values, Tensor)
+        }
         loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens)
         for name, values in measures.items():
             self.measure(name, values.sum(), is_trained.sum())
         return loss, weight
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
+        """Return the negative rewards of one trajectory for each held-out prompt, and their
+        number."""
         try:
             groups = self.sample(lambda: [batch], "validation", size=1)
         except UserError as error:
             raise SharedError(str(error)) from error
         self.measure_trajectories(groups)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
-        return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))
+        return self.local_addend(rewards.sum()), self.local_addend(
+            torch.full_like(rewards.sum(), len(groups))
+        )

@@ -1,7 +1,9 @@
-"""Training configurations for the model in a Hugging Face folder: `--module auto --config sft --hf_assets_path DIR`.
+"""Training configurations for the model in a Hugging Face folder: `--module auto --config sft
+--hf_assets_path DIR`.
 
-The config.json determines family, sizes and data type. `--module PATH` of a family offers these configurations too, and
-prefers that family (argument `family`). Each function raises `UserError` for a missing file or an unsupported model.
+The config.json determines family, sizes and data type. `--module PATH` of a family offers these
+configurations too, and prefers that family (argument `family`). Each function raises `UserError`
+for a missing file or an unsupported model.
 """
 
 from pathlib import Path
@@ -15,35 +17,47 @@ from torchtitan.trainer import Trainer
 
 
 def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Continue pre-training on plain text: `--dataloader.dataset my.txt`, default C4. The learning rate is low, with a
-    short warm-up, and windows have at most 2048 tokens."""
+    """Continue pre-training on plain text: `--dataloader.dataset my.txt`, default C4. The learning
+    rate is low, with a short warm-up, and windows have at most 2048 tokens."""
     spec, document = huggingface_model(Path(hf_assets_path), family)
     seq_len = min(2048, spec.model.max_seq_len)
-    config = large_run(spec, hf_assets_path, lr=2e-5, local_batch_size=1, steps=1000, seq_len=seq_len, warmup_steps=50)
-    config.training.mixed_precision_param = precision_of(document, config.training.mixed_precision_param)
+    config = large_run(
+        spec,
+        hf_assets_path,
+        lr=2e-5,
+        local_batch_size=1,
+        steps=1000,
+        seq_len=seq_len,
+        warmup_steps=50,
+    )
+    config.training.mixed_precision_param = precision_of(
+        document, config.training.mixed_precision_param
+    )
     config.checkpoint.initial_load_path, config.checkpoint.initial_load_in_hf = hf_assets_path, True
     return config
 
 
 def scratch(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Pre-train the model that config.json describes from random weights, on C4 or `--dataloader.dataset my.txt`. The
-    folder holds config.json and the tokenizer."""
+    """Pre-train the model that config.json describes from random weights, on C4 or
+    `--dataloader.dataset my.txt`. The folder holds config.json and the tokenizer."""
     spec, document = huggingface_model(Path(hf_assets_path), family)
     seq_len = min(2048, spec.model.max_seq_len)
     config = large_run(spec, hf_assets_path, lr=3e-4, local_batch_size=1, seq_len=seq_len)
-    config.training.mixed_precision_param = precision_of(document, config.training.mixed_precision_param)
+    config.training.mixed_precision_param = precision_of(
+        document, config.training.mixed_precision_param
+    )
     return balanced(config) if hasattr(spec.model, "moe") else config
 
 
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Fine-tune on conversations or instructions, `--dataloader.dataset my.jsonl`, for `--training.steps` or `.epochs`.
-    The last checkpoint is a Hugging Face folder again."""
+    """Fine-tune on conversations or instructions, `--dataloader.dataset my.jsonl`, for
+    `--training.steps` or `.epochs`. The last checkpoint is a Hugging Face folder again."""
     return for_conversations(pretrain(hf_assets_path, family))
 
 
 def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Fine-tune low-rank adapters, as `sft` does the model. Checkpoints contain only the adapters, except the last: the
-    merged model, with a subfolder `adapter` that peft loads on top of DIR."""
+    """Fine-tune low-rank adapters, as `sft` does the model. Checkpoints contain only the adapters,
+    except the last: the merged model, with a subfolder `adapter` that peft loads on top of DIR."""
     return with_adapters(sft(hf_assets_path, family), LoRA.Config())
 
 

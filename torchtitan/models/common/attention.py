@@ -1,4 +1,5 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), causal within packed documents and windows."""
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), causal within packed documents
+and windows."""
 
 import functools
 from collections.abc import Callable
@@ -42,7 +43,9 @@ def choose_kernel(
         return attention.kernel
     if attention.key_places_S is not None:
         return "flex" if is_cuda else "dense"  # a rank's queries are at several places
-    one_per_row = attention.positions_BL is None or (not static and len(attention.lengths) == attention.n_rows)
+    one_per_row = attention.positions_BL is None or (
+        not static and len(attention.lengths) == attention.n_rows
+    )
     is_cut = attention.window is not None and attention.window < attention.max_seqlen
     if one_per_row and not is_cut and not (capped and is_cuda):
         return "causal"
@@ -52,7 +55,12 @@ def choose_kernel(
             return "dense"
         return "causal" if one_per_row else "documents"
     # `varlen_attn` uses FlashAttention 2, which supports these.
-    is_supported = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256 and not capped
+    is_supported = (
+        dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and not capped
+    )
     is_new = torch.cuda.get_device_capability(device) >= (8, 0)
     return "varlen" if is_supported and is_new and not static else "flex"
 
@@ -73,7 +81,9 @@ def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMet
     return replace(attention, kernel=kernel, mask=mask)
 
 
-def _seen_ranges(attention: AttentionMetadata, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _seen_ranges(
+    attention: AttentionMetadata, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the first place that each token sees, (B or 1, L), the place of each token, (L,), and
     the places of all keys, (S,). Documents are contiguous, so a token sees every place from the
     first one to its own."""
@@ -83,7 +93,9 @@ def _seen_ranges(attention: AttentionMetadata, device: torch.device) -> tuple[Te
     if queries_L is None or keys_S is None:
         length = attention.max_seqlen if positions_BL is None else positions_BL.shape[1]
         queries_L = keys_S = torch.arange(length, device=device)
-    starts_BL = torch.zeros_like(queries_L)[None] if positions_BL is None else queries_L - positions_BL
+    starts_BL = (
+        torch.zeros_like(queries_L)[None] if positions_BL is None else queries_L - positions_BL
+    )
     if attention.window is not None:
         starts_BL = torch.maximum(starts_BL, queries_L - (attention.window - 1))
     return starts_BL, queries_L, keys_S
@@ -94,7 +106,9 @@ def _block_mask(starts_BL: Tensor, queries_L: Tensor, keys_S: Tensor) -> Any:
         return (keys_S[k] >= starts_BL[b, q]) & (keys_S[k] <= queries_L[q])
 
     rows, length = starts_BL.shape
-    return _compiled("create_block_mask")(is_seen, rows, None, length, len(keys_S), device=str(starts_BL.device))
+    return _compiled("create_block_mask")(
+        is_seen, rows, None, length, len(keys_S), device=str(starts_BL.device)
+    )
 
 
 class Attention(nn.Module):
@@ -103,24 +117,33 @@ class Attention(nn.Module):
 
     Args:
         scale: factor of scores; None: 1 / sqrt(head_dim).
-        softcap: bound c of the scaled scores s, which become `c tanh(s / c)` (Gemma 2, arXiv:2408.00118).
+        softcap: bound c of the scaled scores s, which become `c tanh(s / c)` (Gemma 2,
+            arXiv:2408.00118).
         has_sinks: queries are from `Sinks`.
     """
 
-    def __init__(self, *, scale: float | None = None, softcap: float | None = None, has_sinks: bool = False):
+    def __init__(
+        self, *, scale: float | None = None, softcap: float | None = None, has_sinks: bool = False
+    ):
         super().__init__()
         assert not (softcap and has_sinks), "no kernel has both"
         self.scale = scale
         self.softcap = softcap
         self.has_sinks = has_sinks
         products = _attend if softcap is None else partial(_capped_attention, softcap=softcap)
-        self._products = partial(_attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True)
+        self._products = partial(
+            _attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True
+        )
 
-    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim). If
-        values are narrower than keys, so is the result."""
+    def forward(
+        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata
+    ) -> Tensor:
+        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L,
+        H, head_dim). If values are narrower than keys, so is the result."""
         if padding := k_BLKD.shape[-1] - v_BLKD.shape[-1]:  # the fast kernels need equal widths
-            return Attention.forward(self, q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[..., :-padding]
+            return Attention.forward(self, q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[
+                ..., :-padding
+            ]
         if attention.kernel == "documents":
             return _attend_each_document(self._products, q_BLHD, k_BLKD, v_BLKD, attention)
         if attention.kernel == "varlen":
@@ -136,8 +159,12 @@ class Attention(nn.Module):
             if self.has_sinks:
                 from torch.nn.attention.flex_attention import AuxRequest
 
-                attended = _compiled("flex_attention")(q[..., :-1], k, v, return_aux=AuxRequest(lse=True), **options)
-                out_BHLD = (attended[0] * torch.sigmoid(attended[1].lse - q[..., -1])[..., None]).type_as(v)
+                attended = _compiled("flex_attention")(
+                    q[..., :-1], k, v, return_aux=AuxRequest(lse=True), **options
+                )
+                out_BHLD = (
+                    attended[0] * torch.sigmoid(attended[1].lse - q[..., -1])[..., None]
+                ).type_as(v)
             else:
                 score_mod = None if self.softcap is None else _soft_cap(self.softcap)
                 out_BHLD = _compiled("flex_attention")(q, k, v, score_mod=score_mod, **options)
@@ -147,30 +174,39 @@ class Attention(nn.Module):
 class GivingAttention(Attention):
     """Attention that also returns its keys and values, including other ranks' and cached ones."""
 
-    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Any:
+    def forward(
+        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata
+    ) -> Any:
         return super().forward(q_BLHD, k_BLKD, v_BLKD, attention), k_BLKD, v_BLKD
 
 
 class TemperedAttention(Attention):
-    """Attention whose queries grow with the logarithm of the position (Llama 4, after arXiv:2501.19399)."""
+    """Attention whose queries grow with the logarithm of the position (Llama 4, after
+    arXiv:2501.19399)."""
 
     def __init__(self, floor_scale: int, attn_scale: float):
         super().__init__()
         self.floor_scale, self.attn_scale = floor_scale, attn_scale
 
-    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
+    def forward(
+        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata
+    ) -> Tensor:
         positions_BL = attention.positions_BL
         if positions_BL is None:
             positions_BL = torch.arange(q_BLHD.shape[1], device=q_BLHD.device)[None]
         factor_BL = 1 + self.attn_scale * torch.log1p((positions_BL + 1) // self.floor_scale)
-        return super().forward((q_BLHD * factor_BL[..., None, None]).type_as(q_BLHD), k_BLKD, v_BLKD, attention)
+        return super().forward(
+            (q_BLHD * factor_BL[..., None, None]).type_as(q_BLHD), k_BLKD, v_BLKD, attention
+        )
 
 
 Products = Callable[..., Tensor]
 """The arguments and result of `scaled_dot_product_attention`, from (B, heads, L, head_dim)."""
 
 
-def _attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, scale: float | None, **options: Any) -> Tensor:
+def _attend(
+    q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, scale: float | None, **options: Any
+) -> Tensor:
     if options.get("is_causal") and supports(q_BHLD):
         scale = q_BHLD.shape[-1] ** -0.5 if scale is None else scale
         out_BHLD: Tensor = BFloat16CausalAttention.apply(q_BHLD, k_BKSD, v_BKSD, scale)
@@ -179,7 +215,13 @@ def _attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, scale: float | No
 
 
 def _capped_attention(
-    q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, softcap: float, scale: float | None, **options: Any
+    q_BHLD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    softcap: float,
+    scale: float | None,
+    **options: Any,
 ) -> Tensor:
     """Attend with soft-capped scores, all in memory: PyTorch's kernels have no cap, and
     FlexAttention has no backward pass on CPUs."""
@@ -197,7 +239,13 @@ def _capped_attention(
 
 
 def _attend_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, attn_mask: Tensor | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Attend to one more key, first and without a value, whose score is the query's last
     element."""
@@ -208,7 +256,9 @@ def _attend_with_sinks(
         mask = F.pad(attn_mask, (1, 0), value=True)
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)[..., :-1]
     # Prepending a query as well keeps the other queries aligned with the keys that they see.
-    return F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, scale=scale, **options)[:, :, 1:, :-1]
+    return F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, scale=scale, **options)[
+        :, :, 1:, :-1
+    ]
 
 
 @functools.cache
@@ -219,7 +269,9 @@ def _soft_cap(softcap: float) -> Callable[..., Tensor]:
     return cap
 
 
-def _attend_causally(products: Products, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
+def _attend_causally(
+    products: Products, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None
+) -> Tensor:
     """Attend within rows of one document each. With a window of W tokens, each block of W queries
     takes the 2 W - 1 keys that it sees, so that the cost grows with L W, not with L squared."""
     length = q_BHLD.shape[2]
@@ -251,7 +303,11 @@ def _attend_each_document(
 
 
 def _attend_varlen(
-    q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata, scale: float | None
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    attention: AttentionMetadata,
+    scale: float | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -259,14 +315,17 @@ def _attend_varlen(
     # PyTorch counts the tokens before a token's own, -1 for all, and after it.
     window_size = (-1 if attention.window is None else attention.window - 1, 0)
     ends, longest = attention.mask, attention.max_seqlen
-    out_THD = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window_size, enable_gqa=True, scale=scale)
+    out_THD = varlen_attn(
+        q, k, v, ends, ends, longest, longest, window_size=window_size, enable_gqa=True, scale=scale
+    )
     assert isinstance(out_THD, Tensor)
     return out_THD.view_as(q_BLHD)
 
 
 @functools.cache
 def _compiled(name: str) -> Any:
-    """Compile a function of FlexAttention, which uncompiled would hold scores of all token pairs in memory."""
+    """Compile a function of FlexAttention, which uncompiled would hold scores of all token pairs in
+    memory."""
     import torch.nn.attention.flex_attention as flex_attention
 
     return torch.compile(getattr(flex_attention, name))
@@ -324,7 +383,8 @@ class GroupedQueryAttention(nn.Module):
         qk_wide_norm: makes the norms of all heads' queries, and of all keys; None: no norms.
         v_norm: makes the norm of each head's values; None: no norm.
         keys_as_values: the values are the keys before norm and RoPE; `wv` is None.
-        gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.
+        gated: multiply the result by the sigmoid of gates, which follow the queries of each head in
+            `wq`.
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
     """
@@ -351,7 +411,9 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = Sinks(sizes.n_heads) if attend.has_sinks else None
         self.wq = make_linear(dim, 2 * q_width if gated else q_width, init_std, bias="q" in biases)
         self.wk = make_linear(dim, kv_width, init_std, bias="k" in biases)
-        self.wv = None if keys_as_values else make_linear(dim, kv_width, init_std, bias="v" in biases)
+        self.wv = (
+            None if keys_as_values else make_linear(dim, kv_width, init_std, bias="v" in biases)
+        )
         self.q_norm = _make_norm(qk_norm, head_dim)
         self.k_norm = _make_norm(qk_norm, head_dim)
         self.q_wide_norm = _make_norm(qk_wide_norm, q_width)
@@ -359,17 +421,23 @@ class GroupedQueryAttention(nn.Module):
         self.v_norm = _make_norm(v_norm, head_dim)
         self.wo = make_linear(q_width, dim, out_init_std, bias="o" in biases)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Any:
-        """(B, L, dim) → (B, L, dim), and keys and values with `gives_keys`. Without `rope`, queries and keys have no
-        positions."""
+    def forward(
+        self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata
+    ) -> Any:
+        """(B, L, dim) → (B, L, dim), and keys and values with `gives_keys`. Without `rope`, queries
+        and keys have no positions."""
         q_BLE, k_BLE = self.wq(x_BLD), self.wk(x_BLD)
         v_BLE = k_BLE if self.wv is None else self.wv(x_BLD)
         if self.gated:
-            q_BLE, gate_BLE = (x.flatten(-2) for x in q_BLE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
+            q_BLE, gate_BLE = (
+                x.flatten(-2) for x in q_BLE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+            )
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
             q_BLE, k_BLE = self.q_wide_norm(q_BLE), self.k_wide_norm(k_BLE)
         # -1, because a rank holds only some of the heads under tensor parallelism.
-        q_BLHD, k_BLKD, v_BLKD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q_BLE, k_BLE, v_BLE))
+        q_BLHD, k_BLKD, v_BLKD = (
+            x.unflatten(-1, (-1, self.head_dim)) for x in (q_BLE, k_BLE, v_BLE)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHD, k_BLKD = self.q_norm(q_BLHD), self.k_norm(k_BLKD)
         if self.v_norm is not None:
@@ -391,7 +459,8 @@ def _make_norm(norm: NormFactory | None, width: int) -> nn.Module | None:
 
 
 class SharedKeyAttention(GroupedQueryAttention):
-    """Attention of a layer's own queries to the keys and values of an earlier layer (Gemma 3n, 4)."""
+    """Attention of a layer's own queries to the keys and values of an earlier layer (Gemma 3n,
+    4)."""
 
     def __init__(self, *parts: Any, **options: Any):
         super().__init__(*parts, **options)
@@ -400,8 +469,11 @@ class SharedKeyAttention(GroupedQueryAttention):
         for name in ("attend", "wk", "wv", "k_norm", "v_norm"):
             setattr(self, name, None)
 
-    def forward(self, x_BLD: Tensor, rope: Any, attention: AttentionMetadata, *shared_BSKD: Tensor) -> Any:
-        """(B, L, dim) → (B, L, dim). `shared_BSKD`: keys and values, with the layer's `rope` and window."""
+    def forward(
+        self, x_BLD: Tensor, rope: Any, attention: AttentionMetadata, *shared_BSKD: Tensor
+    ) -> Any:
+        """(B, L, dim) → (B, L, dim). `shared_BSKD`: keys and values, with the layer's `rope` and
+        window."""
         q_BLHD = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         q_BLHD = apply_rope(q_BLHD if self.q_norm is None else self.q_norm(q_BLHD), rope)
         return self.wo(self.scores(q_BLHD, *shared_BSKD, attention).flatten(-2))

@@ -24,7 +24,8 @@ class PreNormBlock(nn.Module):
 
     Args:
         attention: `attention(x_BLD, rope, attention_metadata)`.
-        feed_forward: `feed_forward(x_BLD)`; experts become `moe`, since they are split over ranks in another way.
+        feed_forward: `feed_forward(x_BLD)`; experts become `moe`, since they are split over ranks
+            in another way.
         dim: width of the residual stream.
         norm: makes the block's norms.
         multiplier: factor of both parts before they are added.
@@ -34,7 +35,13 @@ class PreNormBlock(nn.Module):
     """True if both parts have norms of their inputs; the same for their results."""
 
     def __init__(
-        self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory, multiplier: float = 1.0
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        dim: int,
+        norm: NormFactory,
+        multiplier: float = 1.0,
     ):
         super().__init__()
         self.multiplier = multiplier
@@ -67,26 +74,32 @@ class PreNormBlock(nn.Module):
     def _mix(self, x_BLD: Tensor, attention: AttentionMetadata) -> Any:
         """Return the result of the feed-forward network or of experts; their statistics skip
         padding."""
-        return self.feed_forward(x_BLD) if self.moe is None else self.moe(x_BLD, attention.documents)
+        return (
+            self.feed_forward(x_BLD) if self.moe is None else self.moe(x_BLD, attention.documents)
+        )
 
     def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
         return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
 
 
 class MultiTokenBlock(PreNormBlock):
-    """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 21 and 22). Its input is the state
-    of the previous one, or of the last layer, after the final norm, as in the code published with DeepSeek's weights
-    and in vLLM; the paper draws it before the norm."""
+    """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 21 and 22). Its
+    input is the state of the previous one, or of the last layer, after the final norm, as in the
+    code published with DeepSeek's weights and in vLLM; the paper draws it before the norm."""
 
     def __init__(self, *parts: nn.Module, dim: int, norm: NormFactory):
         super().__init__(*parts, dim=dim, norm=norm)
         norms = {name: norm(dim) for name in ("enorm", "hnorm", "norm")}
         self.mtp = nn.ModuleDict({**norms, "eh_proj": make_linear(2 * dim, dim, init_std=0.02)})
 
-    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *embedded_BLD: Tensor) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *embedded_BLD: Tensor
+    ) -> Tensor:
         """(B, L, dim) → (B, L, dim), normalized; also takes the embeddings of later tokens."""
         parts = *map(self.mtp["enorm"], embedded_BLD), self.mtp["hnorm"](x_BLD)
-        return self.mtp["norm"](super().forward(self.mtp["eh_proj"](torch.cat(parts, dim=-1)), rope, attention))
+        return self.mtp["norm"](
+            super().forward(self.mtp["eh_proj"](torch.cat(parts, dim=-1)), rope, attention)
+        )
 
 
 class PostNormBlock(PreNormBlock):
@@ -127,14 +140,20 @@ class PerLayerEmbeddings(nn.Module):
         super().__init__()
         self.width, embedding = width, _Lookup(first.num_embeddings, n_layers * width)
         self.tok_embeddings = with_initializers(embedding, weight=TruncatedNormal(width**-0.5))
-        self.projection, self.norm = make_linear(first.embedding_dim, n_layers * width, 0.02), norm(width)
+        self.projection, self.norm = (
+            make_linear(first.embedding_dim, n_layers * width, 0.02),
+            norm(width),
+        )
 
     def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Any:
         """(B, L), (B, L, D) → (B, L, N, P)."""
         token_BLE = self.tok_embeddings(tokens_BL)
         state_BLE = self.projection(hidden_BLD) * hidden_BLD.shape[-1] ** -0.5
-        root = torch.tensor(self.width**0.5, dtype=token_BLE.dtype).item()  # rounded, as in the reference
-        token_BLNP, state_BLNP = (x.unflatten(-1, (-1, self.width)) for x in (token_BLE * root, state_BLE))
+        # rounded, as in the reference
+        root = torch.tensor(self.width**0.5, dtype=token_BLE.dtype).item()
+        token_BLNP, state_BLNP = (
+            x.unflatten(-1, (-1, self.width)) for x in (token_BLE * root, state_BLE)
+        )
         return (self.norm(state_BLNP) + token_BLNP) * 2**-0.5
 
 
@@ -147,7 +166,9 @@ class PerLayerBlock(ScaledSandwichBlock):
         gate, out = make_linear(dim, input_dim, 0.02), make_linear(input_dim, dim, 0.02)
         self.own = nn.ModuleDict({"gate": gate, "out": out, "norm": norm(dim)})
 
-    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *inputs: Tensor) -> Any:
+    def forward(
+        self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *inputs: Tensor
+    ) -> Any:
         """(B, L, dim) → the same, and attention's other results; `inputs`: (B, L, P), and those of
         attention."""
         assert self.attention_norm and self.attention_post_norm
@@ -160,8 +181,8 @@ class PerLayerBlock(ScaledSandwichBlock):
 
 
 class ParallelBlock(PreNormBlock):
-    """Both parts take the same normalized residual stream, and are added together (GPT-J, Cohere). With
-    `separate_norms`, each has its own norm (GPT-NeoX)."""
+    """Both parts take the same normalized residual stream, and are added together (GPT-J, Cohere).
+    With `separate_norms`, each has its own norm (GPT-NeoX)."""
 
     def __init__(self, *parts: nn.Module, separate_norms: bool = False, **options: Any):
         super().__init__(*parts, **options)

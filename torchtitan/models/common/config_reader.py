@@ -1,4 +1,5 @@
-"""Checked access to the file that describes a model in another format, config.json or params.json."""
+"""Checked access to the file that describes a model in another format, config.json or
+params.json."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from torchtitan.models.common.decoder import MOST_LAYERS
 from torchtitan.tools.errors import UserError
 
 _LARGEST = 2**32
-"""Maximum of any size or context of a model; `Decoder.Config.validate` bounds each one more tightly."""
+"""Maximum of any size or context of a model; `Decoder.Config.validate` bounds each one more
+tightly."""
 
 _FURTHEST = 1e18
 """Maximum factor or base; its inverse is the minimum."""
@@ -30,7 +32,9 @@ class ConfigReader:
         """Return whether the key is present and not null."""
         return self.values.get(key) is not None
 
-    def whole_number(self, key: str, default: int | None = None, hint: str = "", least: int = 1) -> int:
+    def whole_number(
+        self, key: str, default: int | None = None, hint: str = "", least: int = 1
+    ) -> int:
         """Return a whole number from `least` to `_LARGEST`; `hint` ends the error's message."""
         value = self.values.get(key, default)
         if type(value) is not int or not least <= value <= _LARGEST:
@@ -48,7 +52,9 @@ class ConfigReader:
         """Return a number from `1 / _FURTHEST` to `_FURTHEST`."""
         value = self.values.get(key, default)
         if type(value) not in (int, float) or not 1 / _FURTHEST <= value <= _FURTHEST:
-            raise self.wrong(key, value, f"a number above 0, from {1 / _FURTHEST:g} to {_FURTHEST:g}")
+            raise self.wrong(
+                key, value, f"a number above 0, from {1 / _FURTHEST:g} to {_FURTHEST:g}"
+            )
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
@@ -66,13 +72,21 @@ class ConfigReader:
         return ConfigReader(self.file, value or {})
 
     def value(self, key: str, declared: Any) -> Any:
-        """Return a value of the type that a model's field declares; of a list, only the repeating part."""
-        value, types = self.values.get(key), [kind for kind in get_args(declared) if kind is not NoneType]
+        """Return a value of the type that a model's field declares; of a list, only the repeating
+        part."""
+        value, types = (
+            self.values.get(key),
+            [kind for kind in get_args(declared) if kind is not NoneType],
+        )
         is_optional = NoneType in get_args(declared)
         if value is None and (is_optional or key == "num_key_value_heads"):
             return None
         plain = types[0] if is_optional else declared
-        readers: dict[Any, Callable[[str], Any]] = {bool: self.flag, int: self.whole_number, float: self.number}
+        readers: dict[Any, Callable[[str], Any]] = {
+            bool: self.flag,
+            int: self.whole_number,
+            float: self.number,
+        }
         if plain in readers:
             return readers[plain](key)
         if not fits(value, plain, quoted=False):
@@ -80,11 +94,16 @@ class ConfigReader:
         return self._shortest_period(key) if get_origin(plain) is list else value
 
     def _shortest_period(self, key: str) -> list[Any]:
-        """Return the fewest first items that a list repeats. Raise `UserError` unless it has one item per layer."""
+        """Return the fewest first items that a list repeats. Raise `UserError` unless it has one
+        item per layer."""
         items, n_layers = self.values[key], self.whole_number("num_hidden_layers")
         if len(items) != n_layers:
             raise self.wrong(key, items, f"a list with num_hidden_layers = {n_layers} items")
-        periods = (n for n in range(1, n_layers + 1) if all(items[i] == items[i % n] for i in range(n_layers)))
+        periods = (
+            n
+            for n in range(1, n_layers + 1)
+            if all(items[i] == items[i % n] for i in range(n_layers))
+        )
         return items[: next(periods)]
 
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:

@@ -1,11 +1,12 @@
 """Causal bfloat16 attention for CPUs, from batched matrix products, which PyTorch's kernel does not
 use.
 
-The scores of a query are computed twice: for their maximum, and minus it. With S the scaled scores, l their
-log-sum-exp, P = exp(S - l), O = P V and G the gradient of O, the gradients are V: P^T G, and S: P * (G V^T - d) with d
-the row sums of G * O (FlashAttention 2, Dao 2023, arXiv:2307.08691, algorithm 2). The products round to bfloat16. So
-that the differences S - l and G V^T - d are rounded, and not the terms, l and d are two further columns of the factors,
-high and low bits of each.
+The scores of a query are computed twice: for their maximum, and minus it. With S the scaled scores,
+l their log-sum-exp, P = exp(S - l), O = P V and G the gradient of O, the gradients are V: P^T G,
+and S: P * (G V^T - d) with d the row sums of G * O (FlashAttention 2, Dao 2023, arXiv:2307.08691,
+algorithm 2). The products round to bfloat16. So that the differences S - l and G V^T - d are
+rounded, and not the terms, l and d are two further columns of the factors, high and low bits of
+each.
 """
 
 from typing import Any
@@ -22,11 +23,17 @@ _QUERIES = 128
 def supports(q_BHLD: Tensor) -> bool:
     """Return whether queries are in bfloat16 on a CPU that multiplies bfloat16."""
     is_plain = type(q_BHLD) is Tensor and not torch.compiler.is_compiling()
-    return is_plain and q_BHLD.device.type == "cpu" and q_BHLD.dtype == torch.bfloat16 and multiplies(torch.bfloat16)
+    return (
+        is_plain
+        and q_BHLD.device.type == "cpu"
+        and q_BHLD.dtype == torch.bfloat16
+        and multiplies(torch.bfloat16)
+    )
 
 
 class BFloat16CausalAttention(torch.autograd.Function):
-    """Causal attention of H query heads to K key/value heads (K divides H), (B, heads, L, head_dim) each."""
+    """Causal attention of H query heads to K key/value heads (K divides H), (B, heads, L, head_dim)
+    each."""
 
     @staticmethod
     def forward(ctx: Any, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, scale: float) -> Tensor:
@@ -40,8 +47,9 @@ class BFloat16CausalAttention(torch.autograd.Function):
             end = min(start + _QUERIES, length)
             q = queries[..., start:end, :].flatten(2, 3).flatten(0, 1)
             scores = _causal_scores(q, keys[:, :end, :-1], scale, start)
-            # One more column of the factors subtracts the maximum before the scores are rounded. The rest of it
-            # (it was rounded itself) could overflow if scores are in the thousands, so it is subtracted later.
+            # One more column of the factors subtracts the maximum before the scores are rounded.
+            # The rest of it (it was rounded itself) could overflow if scores are in the thousands,
+            # so it is subtracted later.
             shifted = torch.cat((q, -scores.amax(dim=-1, keepdim=True) / scale), dim=-1)
             scores = _causal_scores(shifted, keys[:, :end], scale, start)
             rest = scores.amax(dim=-1, keepdim=True)
@@ -49,7 +57,9 @@ class BFloat16CausalAttention(torch.autograd.Function):
             sums = weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
             block = out[..., start:end, :]
             block.copy_((torch.bmm(weights, values[:, :end]) / sums).view_as(block))
-            lse[..., start:end] = (sums.log() + rest - scale * shifted[..., -1:].float()).view_as(lse[..., start:end])
+            lse[..., start:end] = (sums.log() + rest - scale * shifted[..., -1:].float()).view_as(
+                lse[..., start:end]
+            )
         ctx.scale = scale
         ctx.save_for_backward(q_BHLD, k_BKLD, v_BKLD, out_BHLD, lse_BHL)
         return out_BHLD
@@ -61,8 +71,9 @@ class BFloat16CausalAttention(torch.autograd.Function):
         n_samples, _, length, dim = q_BHLD.shape
         n_kv_heads = k_BKLD.shape[1]
         scale = ctx.scale
-        # Probabilities times the square root of the number of keys, between diffuse and peaked attention, so that their
-        # logarithms are small and have small rounding errors. The gradient is divided by it instead.
+        # Probabilities times the square root of the number of keys, between diffuse and peaked
+        # attention, so that their logarithms are small and have small rounding errors. The gradient
+        # is divided by it instead.
         weight_L1 = torch.arange(1, length + 1, dtype=torch.float32).rsqrt()[:, None]
         shift_BHL1 = (lse_BHL[..., None] + weight_L1.log()) / scale
         weighted_BHLD = grad_BHLD * weight_L1
@@ -75,7 +86,9 @@ class BFloat16CausalAttention(torch.autograd.Function):
         ones = k_BKLD.new_ones(*k_BKLD.shape[:3], 2)
         keys, values = (torch.cat((x, ones), dim=-1).flatten(0, 1) for x in (k_BKLD, v_BKLD))
         grad_q = torch.empty_like(queries[..., :dim], memory_format=torch.contiguous_format)
-        grad_k, grad_v = (torch.zeros_like(x[..., :dim], dtype=torch.float32) for x in (keys, values))
+        grad_k, grad_v = (
+            torch.zeros_like(x[..., :dim], dtype=torch.float32) for x in (keys, values)
+        )
         for start in range(0, length, _QUERIES):
             end = min(start + _QUERIES, length)
             q, g = (x[..., start:end, :].flatten(2, 3).flatten(0, 1) for x in (queries, grads))
@@ -85,7 +98,9 @@ class BFloat16CausalAttention(torch.autograd.Function):
             grad_scores = torch.bmm(g, values[:, :end].mT).mul_(weights)
             grad_k[:, :end] += _product(grad_scores.mT, q[..., :dim], scale)
             grad_q_block = _product(grad_scores, keys[:, :end, :dim], scale)
-            grad_q[..., start:end, :] = grad_q_block.view(n_samples, n_kv_heads, -1, end - start, dim)
+            grad_q[..., start:end, :] = grad_q_block.view(
+                n_samples, n_kv_heads, -1, end - start, dim
+            )
         return (
             grad_q.flatten(1, 2),
             grad_k.type_as(k_BKLD).view_as(k_BKLD),
@@ -95,7 +110,8 @@ class BFloat16CausalAttention(torch.autograd.Function):
 
 
 def _causal_scores(q: Tensor, keys: Tensor, scale: float, start: int) -> Tensor:
-    """Return the scores of the queries from `start` on, (batch, heads * queries, keys), for all keys up to them."""
+    """Return the scores of the queries from `start` on, (batch, heads * queries, keys), for all
+    keys up to them."""
     scores, n_queries = _product(q, keys.mT, scale), keys.shape[1] - start
     unseen = torch.ones(n_queries, n_queries, dtype=torch.bool).triu(1)
     scores.unflatten(1, (-1, n_queries))[..., start:].masked_fill_(unseen, -torch.inf)

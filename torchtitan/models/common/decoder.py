@@ -57,7 +57,8 @@ DENSE_SHARDING = ShardingPlan(
         "layers.*.feed_forward.w3": "columns",
         "layers.*.feed_forward.w2": "rows",
         "layers.*.ffn_post_norm": "sequence",
-        "layers.*.moe": "local tokens",  # each rank has whole experts, for its own part of the tokens
+        # each rank has whole experts, for its own part of the tokens
+        "layers.*.moe": "local tokens",
         "layers.*.dense_post_norm": "sequence",
         "layers.*.own": "local tokens",
         "head.norm": "final norm",
@@ -119,7 +120,11 @@ class Decoder(BaseModel):
             return {name: getattr(self, name) for name in (*heads, "ffn_dim")}
 
         def pipeline_modules(self) -> list[str]:
-            return ["tok_embeddings", *(f"layers.{index}" for index in range(self.n_layers)), "head"]
+            return [
+                "tok_embeddings",
+                *(f"layers.{index}" for index in range(self.n_layers)),
+                "head",
+            ]
 
         @property
         def shared_modules(self) -> list[str]:
@@ -132,30 +137,44 @@ class Decoder(BaseModel):
                 require(value is None or 0 < value < math.inf, f"--model.{name}", value, "above 0")
 
         def check_sizes(self, most: int, *names: str, least: int = 1) -> None:
-            """Raise `UserError` for the first of these fields that is neither None nor from `least` to `most`."""
+            """Raise `UserError` for the first of these fields that is neither None nor from `least`
+            to `most`."""
             for name in names:
                 size = getattr(self, name)
-                require(size is None or least <= size <= most, f"--model.{name}", size, f"from {least} to {most}")
+                require(
+                    size is None or least <= size <= most,
+                    f"--model.{name}",
+                    size,
+                    f"from {least} to {most}",
+                )
 
         def validate(self) -> None:
             for name, most in _MOST.items():
                 self.check_sizes(most, name)
             self.check_positive("norm_eps")
             if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
-                raise UserError(f"--model.head_dim is {self.head_dim}, but must be even and at least 2")
+                raise UserError(
+                    f"--model.head_dim is {self.head_dim}, but must be even and at least 2"
+                )
             if self.head_dim is None and (self.dim % self.n_heads or self.resolved_head_dim % 2):
                 raise UserError(
-                    f"--model.dim {self.dim} must give each of --model.n_heads {self.n_heads} an even width"
+                    f"--model.dim {self.dim} must give each of --model.n_heads {self.n_heads} an "
+                    "even width"
                 )
             if self.n_heads % self.n_kv_heads:
-                raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must divide --model.n_heads {self.n_heads}")
-            matrices = self.resolved_head_dim * 2 * (self.n_heads + self.n_kv_heads) + 3 * self.ffn_dim
+                raise UserError(
+                    f"--model.n_kv_heads {self.n_kv_heads} must divide --model.n_heads "
+                    f"{self.n_heads}"
+                )
+            matrices = (
+                self.resolved_head_dim * 2 * (self.n_heads + self.n_kv_heads) + 3 * self.ffn_dim
+            )
             n_parameters = self.dim * (self.n_layers * matrices + 2 * (self.vocab_size or 0))
             if n_parameters > _MOST_PARAMETERS:
                 raise UserError(
-                    f"--model.dim {self.dim}, n_layers {self.n_layers}, n_heads {self.n_heads}, ffn_dim {self.ffn_dim} "
-                    f"and vocab_size {self.vocab_size} make a model of {n_parameters:.1e} parameters, and "
-                    f"{_MOST_PARAMETERS:.1e} are the most"
+                    f"--model.dim {self.dim}, n_layers {self.n_layers}, n_heads {self.n_heads}, "
+                    f"ffn_dim {self.ffn_dim} and vocab_size {self.vocab_size} make a model of "
+                    f"{n_parameters:.1e} parameters, and {_MOST_PARAMETERS:.1e} are the most"
                 )
             self.rope.validate(self.resolved_head_dim)
 
@@ -186,29 +205,41 @@ class Decoder(BaseModel):
         super().__init__(config)
         if config.vocab_size is None:
             raise UserError(
-                "model.vocab_size is None: set it before the model is built, as in config.vocab_size = "
-                "tokenizer.vocab_size (the Trainer takes it from its tokenizer)"
+                "model.vocab_size is None: set it before the model is built, as in "
+                "config.vocab_size = tokenizer.vocab_size (the Trainer takes it from its tokenizer)"
             )
         init = with_initializers
-        # Values would be drawn twice, and on the meta device this would import the compiler, which takes a second.
-        embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
+        # Values would be drawn twice, and on the meta device this would import the compiler, which
+        # takes a second.
+        embedding = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.dim), freeze=False
+        )
         self.tok_embeddings: nn.Embedding | None = init(embedding, weight=self.embedding_init())
         self.per_layer: Any = None
         # A dictionary, so that layers keep their names if a pipeline stage drops others.
-        self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(index): self.make_block(index) for index in range(config.n_layers)}
+        )
         output = None
         if config.scores or not config.tie_embeddings:
             width = 1 if config.scores else config.vocab_size
             output = init(nn.Linear(config.dim, width, bias=False), weight=self.output_init())
-        self.head: OutputHead | None = OutputHead(self.make_norm(config.dim), output, self.logit_transform())
+        self.head: OutputHead | None = OutputHead(
+            self.make_norm(config.dim), output, self.logit_transform()
+        )
         self.is_compiled = False
         """True if blocks are compiled, so that attention needs kernels with constant shapes."""
 
-    def make_block(self, index: int, *, kind: type[nn.Module] | None = None, **options: Any) -> nn.Module:
-        """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`; `options` are arguments of
-        its `kind`, by default `block_kind`. `rope` is None if the layer has no positions."""
+    def make_block(
+        self, index: int, *, kind: type[nn.Module] | None = None, **options: Any
+    ) -> nn.Module:
+        """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`;
+        `options` are arguments of its `kind`, by default `block_kind`. `rope` is None if the layer
+        has no positions."""
         parts = self.make_attention(index), self.make_feed_forward(index)
-        return (kind or self.block_kind)(*parts, dim=self.config.dim, norm=self.make_norm, **options)
+        return (kind or self.block_kind)(
+            *parts, dim=self.config.dim, norm=self.make_norm, **options
+        )
 
     def make_attention(
         self,
@@ -243,9 +274,17 @@ class Decoder(BaseModel):
     def make_feed_forward(
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
     ) -> nn.Module:
-        """Return the feed-forward network of a layer; `options` are arguments of its `kind` (`common.feed_forward`)."""
+        """Return the feed-forward network of a layer; `options` are arguments of its `kind`
+        (`common.feed_forward`)."""
         options = {"bias": True, **options} if self.config.mlp_bias else options
-        return kind(**{"dim": self.config.dim, "hidden_dim": self.config.ffn_dim, **self.init_stds(index), **options})
+        return kind(
+            **{
+                "dim": self.config.dim,
+                "hidden_dim": self.config.ffn_dim,
+                **self.init_stds(index),
+                **options,
+            }
+        )
 
     def make_norm(self, dim: int) -> nn.Module:
         """Return a norm over `dim` elements, of a block or of the head."""
@@ -266,7 +305,8 @@ class Decoder(BaseModel):
         return self.config.rope
 
     def window_of_layer(self, index: int) -> int | None:
-        """Return the number of tokens that a token sees in a layer, including itself; None: all earlier ones."""
+        """Return the number of tokens that a token sees in a layer, including itself; None: all
+        earlier ones."""
         return None
 
     def score_softcap(self) -> float | None:
@@ -278,17 +318,19 @@ class Decoder(BaseModel):
         return UNCHANGED
 
     def init_stds(self, index: int) -> dict[str, Any]:
-        """Return the standard deviations of the initial input and output projections of a layer. The latter fall
-        with depth, so that the residual stream's variance grows slowly (like GPT-2's 1 / sqrt(N))."""
+        """Return the standard deviations of the initial input and output projections of a layer.
+        The latter fall with depth, so that the residual stream's variance grows slowly (like
+        GPT-2's 1 / sqrt(N))."""
         return {"init_std": _INIT_STD, "out_init_std": _INIT_STD / (2 * (index + 1)) ** 0.5}
 
     def output_init(self) -> TruncatedNormal:
-        """Return the initial distribution of untied output weights. Logits have standard deviation 1/4 at any width, so
-        the first loss is close to the logarithm of the vocabulary size."""
+        """Return the initial distribution of untied output weights. Logits have standard deviation
+        1/4 at any width, so the first loss is close to the logarithm of the vocabulary size."""
         return TruncatedNormal(self.config.dim**-0.5 / 4)
 
     def embedding_init(self) -> TruncatedNormal:
-        """Return the initial distribution of the embedding, which has unit variance; if tied, the logits have it."""
+        """Return the initial distribution of the embedding, which has unit variance; if tied, the
+        logits have it."""
         return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
 
     def forward(
@@ -299,11 +341,13 @@ class Decoder(BaseModel):
         head: Head = compute_logits,
         **head_inputs: Any,
     ) -> Tensor:
-        """Return logits (B, L, V), or the result of `head`. A loss passed as `head` never needs to hold all logits.
+        """Return logits (B, L, V), or the result of `head`. A loss passed as `head` never needs to
+        hold all logits.
 
         Args:
             tokens_BL: token ids; in a pipeline stage other than the first, hidden states (B, L, D).
-            attention: positions and documents; positions are on the tokens' device. None: each row is one document.
+            attention: positions and documents; positions are on the tokens' device. None: each row
+                is one document.
             head: called with hidden states, output weights and `head_inputs`.
         """
         device = tokens_BL.device
@@ -330,7 +374,9 @@ class Decoder(BaseModel):
             return hidden_BLD
         tied_VD = None
         if self.config.tie_embeddings:
-            assert self.tok_embeddings is not None, "the stage with the head has a copy (shared_modules)"
+            assert self.tok_embeddings is not None, (
+                "the stage with the head has a copy (shared_modules)"
+            )
             tied_VD = effective_weight(self.tok_embeddings)
         if self.training and len(self.layers) > self.config.n_layers and "labels_BL" in head_inputs:
             last = calls[-1]
@@ -349,14 +395,22 @@ class Decoder(BaseModel):
                 calls.append(LayerCall(block, rope, attention))
         return calls
 
-    def run_blocks(self, calls: Sequence[LayerCall], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
-        """Return the hidden states after the last block; `calls`: each block, with its inputs besides hidden states."""
+    def run_blocks(
+        self, calls: Sequence[LayerCall], tokens_BL: Tensor, hidden_BLD: Tensor
+    ) -> Tensor:
+        """Return the hidden states after the last block; `calls`: each block, with its inputs
+        besides hidden states."""
         for call in calls:
             hidden_BLD = call.block(hidden_BLD, call.rope, call.attention)
         return hidden_BLD
 
     def training_head(
-        self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, rope: Rope, attention: AttentionMetadata
+        self,
+        head: Head,
+        tokens_BL: Tensor,
+        positions_BL: Tensor,
+        rope: Rope,
+        attention: AttentionMetadata,
     ) -> Head:
         """Return the training loss of a model with layers after the last one; they get the same
         `rope` and `attention` as the last layer."""
@@ -368,34 +422,51 @@ class Decoder(BaseModel):
     def units(self) -> list[nn.Module]:
         # The head also uses a tied embedding, so it belongs to the root unit.
         embedding = None if self.config.tie_embeddings else self.tok_embeddings
-        return [unit for unit in (embedding, self.per_layer, *self.layers.values(), self.head) if unit is not None]
+        return [
+            unit
+            for unit in (embedding, self.per_layer, *self.layers.values(), self.head)
+            if unit is not None
+        ]
 
     def cache_boundaries(self) -> frozenset[int]:
         ropes = (self.rope_of_layer(int(index)) for index in self.layers)
-        return frozenset(rope.original_max_seq_len for rope in ropes if rope and rope.scaling == "longrope")
+        return frozenset(
+            rope.original_max_seq_len for rope in ropes if rope and rope.scaling == "longrope"
+        )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return operations per token, forward and backward, after PaLM (arXiv:2204.02311, B): `6 N + 12 L H Q T`.
+        """Return operations per token, forward and backward, after PaLM (arXiv:2204.02311, B): `6 N
+        + 12 L H Q T`.
 
-        N counts the parameters that multiply every token, so an embedding that is only looked up does not count.
-        Attention (L layers, H heads of width Q, T = seq_len) has two matrix products per layer, each with 2 H Q T
-        operations forward and twice that number backward. By convention, the causal mask and packed documents do not
-        reduce these numbers; in a layer with a window, T is at most the window.
+        N counts the parameters that multiply every token, so an embedding that is only looked up
+        does not count. Attention (L layers, H heads of width Q, T = seq_len) has two matrix
+        products per layer, each with 2 H Q T operations forward and twice that number backward. By
+        convention, the causal mask and packed documents do not reduce these numbers; in a layer
+        with a window, T is at most the window.
 
-        Of the 6 operations, 2 belong to the forward pass, 2 to the gradient of the parameter (absent if it is frozen),
-        and 2 to the gradient of its input. The backward pass ends at the first trained parameter, in order of
-        registration within a layer; in layers before it, attention takes only the forward 4 H Q T.
+        Of the 6 operations, 2 belong to the forward pass, 2 to the gradient of the parameter
+        (absent if it is frozen), and 2 to the gradient of its input. The backward pass ends at the
+        first trained parameter, in order of registration within a layer; in layers before it,
+        attention takes only the forward 4 H Q T.
         """
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         scores = [self.score_flops(int(index), seq_len) for index in self.layers]
-        behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
+        behind = [
+            module for module in self.children() if module not in (self.tok_embeddings, self.layers)
+        ]
         output: Any = getattr(self.head, "output", None) or self.tok_embeddings
-        n_uses = len(self.layers) - self.config.n_layers  # of the output weights, by layers after the last
+        # of the output weights, by layers after the last
+        n_uses = len(self.layers) - self.config.n_layers
         if output is self.tok_embeddings:
             n_uses += 1
         behind += [output] * n_uses
-        parts = [*zip(self.layers.values(), scores, strict=True), *((module, 0) for module in behind)]
-        has_gradient = any(parameter.requires_grad for parameter in self.tok_embeddings.parameters())
+        parts = [
+            *zip(self.layers.values(), scores, strict=True),
+            *((module, 0) for module in behind),
+        ]
+        has_gradient = any(
+            parameter.requires_grad for parameter in self.tok_embeddings.parameters()
+        )
         flops = 0.0
         for module, attention in parts:
             for n_elements, is_trained in count_elements(module):
@@ -406,24 +477,30 @@ class Decoder(BaseModel):
         return flops
 
     def score_flops(self, index: int, seq_len: int) -> float:
-        """Return the operations per token of a layer's attention, without its weights, in the forward pass."""
+        """Return the operations per token of a layer's attention, without its weights, in the
+        forward pass."""
         window = self.window_of_layer(index) or seq_len
         return 4 * self.config.n_heads * self.head_dim_of_layer(index) * min(seq_len, window)
 
 
 class OutputHead(nn.Module):
-    """Final norm and output weights, with the loss as its result in training, so that data parallelism gathers its
-    weights and reduces their gradients while blocks compute. With tied embeddings, `output` is None. `output` is never
-    called, since a loss reads its weights."""
+    """Final norm and output weights, with the loss as its result in training, so that data
+    parallelism gathers its weights and reduces their gradients while blocks compute. With tied
+    embeddings, `output` is None. `output` is never called, since a loss reads its weights."""
 
-    def __init__(self, norm: nn.Module, output: nn.Linear | None, transform: LogitTransform = UNCHANGED):
+    def __init__(
+        self, norm: nn.Module, output: nn.Linear | None, transform: LogitTransform = UNCHANGED
+    ):
         super().__init__()
         self.norm = norm
         self.output = output
         self.transform = transform
 
-    def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
-        """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of a tied embedding."""
+    def forward(
+        self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any
+    ) -> Tensor:
+        """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of
+        a tied embedding."""
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
         gives_scores = head is F.linear
         if weight_VD is not None and (len(weight_VD) == 1) != gives_scores:

@@ -1,7 +1,8 @@
-"""Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464), with the parameters of Qwen3-Next's and Qwen3.5's layers,
-and decoders with them in some layers.
+"""Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464), with the parameters of Qwen3-Next's
+and Qwen3.5's layers, and decoders with them in some layers.
 
-Dimensions: H value heads with keys of E and values of F elements; J channels of the convolution; N chunks of C tokens.
+Dimensions: H value heads with keys of E and values of F elements; J channels of the convolution; N
+chunks of C tokens.
 """
 
 from dataclasses import dataclass, field
@@ -24,11 +25,13 @@ _CHUNK = 64
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention with a state of constant size, a matrix per head: each token multiplies it by a decay, and moves
-    the value that it returns for the token's key toward the token's value. States are not shared by documents.
+    """Linear attention with a state of constant size, a matrix per head: each token multiplies it
+    by a decay, and moves the value that it returns for the token's key toward the token's value.
+    States are not shared by documents.
 
     Args:
-        num_key_heads: heads of queries and keys; divides num_value_heads. Each serves neighboring value heads.
+        num_key_heads: heads of queries and keys; divides num_value_heads. Each serves neighboring
+            value heads.
         conv_kernel_dim: tokens that the convolution of queries, keys and values sees, including the
             current one.
         init_std: standard deviation of the initial input projections.
@@ -60,9 +63,12 @@ class GatedDeltaNet(nn.Module):
         self.repeats = num_value_heads // num_key_heads
         key_dim, value_dim = num_key_heads * key_head_dim, num_value_heads * value_head_dim
 
-        # Names that attention does not use: a model has both kinds of layers, and its tables tell them by names.
+        # Names that attention does not use: a model has both kinds of layers, and its tables tell
+        # them by names.
         self.widths = [key_dim, key_dim, value_dim]
-        self.in_qkv, self.in_z = (make_linear(dim, width, init_std) for width in (sum(self.widths), value_dim))
+        self.in_qkv, self.in_z = (
+            make_linear(dim, width, init_std) for width in (sum(self.widths), value_dim)
+        )
         self.in_a, self.in_b = (make_linear(dim, num_value_heads, init_std) for _ in range(2))
         self.conv = DocumentConv(sum(self.widths), conv_kernel_dim)
         self.A_log, self.dt_bias = (nn.Parameter(torch.ones(num_value_heads)) for _ in range(2))
@@ -70,17 +76,25 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(value_head_dim, norm_eps)
         self.out = make_linear(value_dim, dim, out_init_std)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
-        """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is not used."""
+    def forward(
+        self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata
+    ) -> Tensor:
+        """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is
+        not used."""
         documents_BL = _documents(x_BLD, attention)
         precise = torch.promote_types(x_BLD.dtype, torch.float32)
         inputs_BWJ, state_BHEF = (attention.states or {}).get(self, (None, None))
         qkv_BLJ, inputs_BWJ = self.conv(self.in_qkv(x_BLD).to(precise), documents_BL, inputs_BWJ)
         q, k, v = F.silu(qkv_BLJ).split(self.widths, dim=-1)
         q_BLHE, k_BLHE = (
-            _normalized(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(self.repeats, dim=2) for x in (q, k)
+            _normalized(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(
+                self.repeats, dim=2
+            )
+            for x in (q, k)
         )
-        decay_BLH = -self.A_log.to(precise).exp() * F.softplus(self.in_a(x_BLD).to(precise) + self.dt_bias)
+        decay_BLH = -self.A_log.to(precise).exp() * F.softplus(
+            self.in_a(x_BLD).to(precise) + self.dt_bias
+        )
         out_BLHF, state_BHEF = gated_delta_rule(
             q_BLHE * self.key_head_dim**-0.5,
             k_BLHE,
@@ -98,14 +112,17 @@ class GatedDeltaNet(nn.Module):
 
 
 class DocumentConv(nn.Module):
-    """Causal convolution of each channel within its document. The weights are a `Conv1d`'s, and start like them."""
+    """Causal convolution of each channel within its document. The weights are a `Conv1d`'s, and
+    start like them."""
 
     def __init__(self, channels: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, width))
         with_initializers(self, weight=Uniform(-(width**-0.5), width**-0.5))
 
-    def forward(self, x_BLJ: Tensor, documents_BL: Tensor, earlier_BWJ: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_BLJ: Tensor, documents_BL: Tensor, earlier_BWJ: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the result and the last inputs, (B, width - 1, J), to pass as `earlier_BWJ` with
         the next tokens. None: no earlier tokens."""
         (batch, length, channels), n_earlier = x_BLJ.shape, self.weight.shape[-1] - 1
@@ -117,7 +134,9 @@ class DocumentConv(nn.Module):
         for start, weight_J in enumerate(self.weight[:, 0].unbind(-1)):
             is_same_BL = documents_BS[:, start : start + length] == documents_BL
             # In this order, the backward pass needs no masked copies of the inputs.
-            out_BLJ = out_BLJ + is_same_BL[..., None] * (weight_J * x_BSJ[:, start : start + length])
+            out_BLJ = out_BLJ + is_same_BL[..., None] * (
+                weight_J * x_BSJ[:, start : start + length]
+            )
         is_last_BW = documents_BS[:, length:] == documents_BL[:, -1:]
         return out_BLJ, x_BSJ[:, length:] * is_last_BW[..., None]
 
@@ -135,20 +154,27 @@ def gated_delta_rule(
 
         S_t = a_t (1 - b_t k_t k_tᵀ) S_(t-1) + b_t k_t v_tᵀ,  o_t = S_tᵀ q_t,
 
-    with a = exp(decay), which starts from 0 in each document, computed in chunks (arXiv:2412.06464, 3.3): in a chunk,
-    the tokens' changes of the state solve a triangular system.
+    with a = exp(decay), which starts from 0 in each document, computed in chunks (arXiv:2412.06464,
+    3.3): in a chunk, the tokens' changes of the state solve a triangular system.
 
     Args:
-        documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of `state_BHEF`.
+        documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of
+            `state_BHEF`.
         state_BHEF: state before the first token; None: zeros.
     """
     length = q_BLHE.shape[1]
-    chunk = min(_CHUNK, (length + 1) // 2)  # torch 2.13 does not compile the backward pass of a single chunk
+    # torch 2.13 does not compile the backward pass of a single chunk
+    chunk = min(_CHUNK, (length + 1) // 2)
     padding = -length % chunk
 
     def split(x: Tensor) -> Tensor:
-        """(B, L, H, …) → (B, N, H, C, …). The padding has no effect on the state: its decay and its beta are 0."""
-        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding)).unflatten(1, (-1, chunk)).transpose(2, 3)
+        """(B, L, H, …) → (B, N, H, C, …). The padding has no effect on the state: its decay and its
+        beta are 0."""
+        return (
+            F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
+            .unflatten(1, (-1, chunk))
+            .transpose(2, 3)
+        )
 
     q, k, v = map(split, (q_BLHE, k_BLHE, v_BLHF))
     decay, beta = split(decay_BLH), split(beta_BLH)
@@ -158,24 +184,32 @@ def gated_delta_rule(
     continues_BN1C = (documents_BNC == before_BN[..., None])[:, :, None]
     sees_BN1CC = (documents_BNC[..., None] == documents_BNC[..., None, :]).tril()[:, :, None]
 
-    # Factors by which the state decays from a token of the chunk, and from the chunk before, to each token. Sums of
-    # only the decays in between are more precise than differences of cumulative sums.
+    # Factors by which the state decays from a token of the chunk, and from the chunk before, to
+    # each token. Sums of only the decays in between are more precise than differences of cumulative
+    # sums.
     later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril(-1)
     between_BNHCC = (decay[..., None] * later_CC).cumsum(-2).exp() * sees_BN1CC
     before_BNHC1 = (decay.cumsum(-1).exp() * continues_BN1C)[..., None]
 
     k_beta = k * beta[..., None]
     sides = torch.cat((v * beta[..., None], k_beta * before_BNHC1), dim=-1)
-    system_BNHCC = k_beta @ k.mT * between_BNHCC  # the solver reads only the part below the diagonal
+    # the solver reads only the part below the diagonal
+    system_BNHCC = k_beta @ k.mT * between_BNHCC
     solved = torch.linalg.solve_triangular(system_BNHCC, sides, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores_BNHCC = q @ k.mT * between_BNHCC
     # Only the last token's document reaches the next chunk.
     chunks = (values, reads, scores_BNHCC, q * before_BNHC1, k * between_BNHCC[..., -1, :, None])
-    state = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1]) if state_BHEF is None else state_BHEF
+    state = (
+        q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
+        if state_BHEF is None
+        else state_BHEF
+    )
     outs = []
     kept = before_BNHC1[..., -1:, :]
-    for v_new, read, score, q_before, k_after, keep in zip(*(x.unbind(1) for x in (*chunks, kept)), strict=True):
+    for v_new, read, score, q_before, k_after, keep in zip(
+        *(x.unbind(1) for x in (*chunks, kept)), strict=True
+    ):
         changes_BHCF = v_new - read @ state
         outs.append(q_before @ state + score @ changes_BHCF)
         state = keep * state + k_after.mT @ changes_BHCF
@@ -195,7 +229,12 @@ def _normalized(x_BLHE: Tensor) -> Tensor:
 
 
 _SIZES = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *(
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    ),
     "linear_conv_kernel_dim",
 )
 
@@ -203,13 +242,19 @@ DELTA_NET_KEYS = {name: name for name in ("layer_types", *_SIZES)}
 """`ModelType.keys` of gated delta nets."""
 
 _NAMES = {f"in_{name}.weight": f"in_proj_{name}.weight" for name in ("qkv", "z", "a", "b")}
-_NAMES |= {"conv.weight": "conv1d.weight", "norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
+_NAMES |= {
+    "conv.weight": "conv1d.weight",
+    "norm.weight": "norm.weight",
+    "out.weight": "out_proj.weight",
+}
 _NAMES |= {"A_log": "A_log", "dt_bias": "dt_bias"}
 
 DELTA_NET_ROWS = tuple(
-    KeyMapping(f"layers.*.attention.{ours}", f"model.layers.*.linear_attn.{theirs}") for ours, theirs in _NAMES.items()
+    KeyMapping(f"layers.*.attention.{ours}", f"model.layers.*.linear_attn.{theirs}")
+    for ours, theirs in _NAMES.items()
 )
-"""Names of the weights of gated delta nets. No layer has tensors of both these rows and attention's rows."""
+"""Names of the weights of gated delta nets. No layer has tensors of both these rows and attention's
+rows."""
 
 
 class HybridDecoder(Decoder):
@@ -218,7 +263,12 @@ class HybridDecoder(Decoder):
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
         layer_types: list[Literal["linear_attention", "full_attention"]] = field(
-            default_factory=lambda: ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+            default_factory=lambda: [
+                "linear_attention",
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+            ]
         )
         """Types of the first layers, repeated for the others."""
 
@@ -247,7 +297,9 @@ class HybridDecoder(Decoder):
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
-            require(bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type")
+            require(
+                bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type"
+            )
             self.check_sizes(2**16, *_SIZES)
             n_keys, n_values = self.linear_num_key_heads, self.linear_num_value_heads
             must = f"a divisor of linear_num_value_heads {n_values}"
@@ -271,9 +323,15 @@ class HybridDecoder(Decoder):
         )
 
     def score_flops(self, index: int, seq_len: int) -> float:
-        """A gated delta net multiplies a key and a query with each state, and adds the product of a key and a value to
-        it (arXiv:2412.06464, equation 10): 2 operations each per element. The chunked computation needs more."""
+        """A gated delta net multiplies a key and a query with each state, and adds the product of a
+        key and a value to it (arXiv:2412.06464, equation 10): 2 operations each per element. The
+        chunked computation needs more."""
         config = self.config
         if not config.is_linear(index):
             return super().score_flops(index, seq_len)
-        return 6 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        return (
+            6
+            * config.linear_num_value_heads
+            * config.linear_key_head_dim
+            * config.linear_value_head_dim
+        )

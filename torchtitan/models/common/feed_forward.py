@@ -17,12 +17,14 @@ gelu_tanh: Activation = partial(F.gelu, approximate="tanh")
 def make_linear(n_in: int, n_out: int, init_std: float, *, bias: bool = False) -> nn.Linear:
     """Return a linear layer with initial values: weights normal, biases 0."""
     biases = {"bias": Constant(0.0)} if bias else {}
-    return with_initializers(nn.Linear(n_in, n_out, bias=bias), weight=TruncatedNormal(init_std), **biases)
+    return with_initializers(
+        nn.Linear(n_in, n_out, bias=bias), weight=TruncatedNormal(init_std), **biases
+    )
 
 
 class GatedFeedForward(nn.Module):
-    """`w2(activation(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202): SwiGLU with `F.silu`, GeGLU with `F.gelu` or
-    `gelu_tanh`. `init_std`: of `w1`; `out_init_std`: of `w2`, `w3`."""
+    """`w2(activation(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202): SwiGLU with `F.silu`, GeGLU
+    with `F.gelu` or `gelu_tanh`. `init_std`: of `w1`; `out_init_std`: of `w2`, `w3`."""
 
     def __init__(
         self,
@@ -46,7 +48,8 @@ class GatedFeedForward(nn.Module):
 
 
 class FeedForward(GatedFeedForward):
-    """`w2(activation(w1 x))`, the plain network of GPT and StarCoder. `w3` is None, for the plan of gated networks."""
+    """`w2(activation(w1 x))`, the plain network of GPT and StarCoder. `w3` is None, for the plan of
+    gated networks."""
 
     def __init__(self, *, activation: Activation = gelu_tanh, bias: bool = True, **sizes: Any):
         super().__init__(activation=activation, bias=bias, **sizes)

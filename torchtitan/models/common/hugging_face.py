@@ -1,4 +1,5 @@
-"""Decoders in Hugging Face's format: names of weights and config.json, from a table of each family."""
+"""Decoders in Hugging Face's format: names of weights and config.json, from a table of each
+family."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,12 @@ from typing import Any, get_type_hints
 from torchtitan.models.common import hugging_face_keys as shared
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
+from torchtitan.models.common.hugging_face_rope import (
+    check_sections,
+    read_rope,
+    write_rope,
+    write_rope_section,
+)
 from torchtitan.models.common.moe.rows import fused_expert_rows
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
@@ -50,11 +56,12 @@ class ModelType:
     """Field without a key → its value in all models of this type."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Key that changes the computation → the only supported value, which is also the default of an absent key."""
+    """Key that changes the computation → the only supported value, which is also the default of an
+    absent key."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key → value if the key is absent, for keys whose default in transformers differs from the field's. With a
-    `partial_rotary_factor`, the type supports other values of it too."""
+    """Key → value if the key is absent, for keys whose default in transformers differs from the
+    field's. With a `partial_rotary_factor`, the type supports other values of it too."""
 
     ignored: Sequence[str] = ()
     """Keys without effect on the computation."""
@@ -72,7 +79,11 @@ class ModelType:
         """Field of `config` → its section of `rope_parameters`, if layers with windows have their
         own RoPE."""
         has_local = any(field.name == "local_rope" for field in dataclasses.fields(self.config))
-        return {"rope": "full_attention", "local_rope": "sliding_attention"} if has_local else {"rope": None}
+        return (
+            {"rope": "full_attention", "local_rope": "sliding_attention"}
+            if has_local
+            else {"rope": None}
+        )
 
 
 def write_if(
@@ -83,14 +94,24 @@ def write_if(
 
 
 def module_rows(our: str, their: str, names: Mapping[str, str]) -> tuple[KeyMapping, ...]:
-    """Return the rows of weights and biases of the modules in `our` and `their` module with these names."""
-    return tuple(KeyMapping(f"{our}.{o}.{k}", f"{their}.{t}.{k}") for o, t in names.items() for k in ("weight", "bias"))
+    """Return the rows of weights and biases of the modules in `our` and `their` module with these
+    names."""
+    return tuple(
+        KeyMapping(f"{our}.{o}.{k}", f"{their}.{t}.{k}")
+        for o, t in names.items()
+        for k in ("weight", "bias")
+    )
 
 
 def attention_rows() -> tuple[KeyMapping, ...]:
     """Return the rows of grouped-query attention with all its options."""
     projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-    norms = {"q_norm": "q_norm", "k_norm": "k_norm", "q_wide_norm": "q_norm", "k_wide_norm": "k_norm"}
+    norms = {
+        "q_norm": "q_norm",
+        "k_norm": "k_norm",
+        "q_wide_norm": "q_norm",
+        "k_wide_norm": "k_norm",
+    }
     return module_rows("layers.*.attention", "model.layers.*.self_attn", projections | norms)
 
 
@@ -99,17 +120,27 @@ def interleaved(rows: Sequence[KeyMapping], config: Decoder.Config) -> list[KeyM
     head_dim = config.resolved_head_dim
     permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
     starts = ("layers.*.attention.wq.", "layers.*.attention.wk.")
-    return [dataclasses.replace(r, transform=permutation) if str(r.internal).startswith(starts) else r for r in rows]
+    return [
+        dataclasses.replace(r, transform=permutation) if str(r.internal).startswith(starts) else r
+        for r in rows
+    ]
 
 
-def feed_forward_rows(w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj") -> tuple[KeyMapping, ...]:
+def feed_forward_rows(
+    w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj"
+) -> tuple[KeyMapping, ...]:
     """Return the rows of a feed-forward network; a plain one has no `w3`."""
-    return module_rows("layers.*.feed_forward", "model.layers.*.mlp", {"w1": w1, "w2": w2, "w3": w3})
+    return module_rows(
+        "layers.*.feed_forward", "model.layers.*.mlp", {"w1": w1, "w2": w2, "w3": w3}
+    )
 
 
 def norm_rows(**names: str) -> tuple[KeyMapping, ...]:
-    """Return the rows of a block's norms, `attention_norm="input_layernorm"`, and of the last norm."""
-    return module_rows("layers.*", "model.layers.*", names) + module_rows("head", "model", {"norm": "norm"})
+    """Return the rows of a block's norms, `attention_norm="input_layernorm"`, and of the last
+    norm."""
+    return module_rows("layers.*", "model.layers.*", names) + module_rows(
+        "head", "model", {"norm": "norm"}
+    )
 
 
 FUSED_QKV = tuple(
@@ -133,13 +164,21 @@ EMBEDDING = KeyMapping("tok_embeddings.weight", "model.embed_tokens.weight")
 
 
 def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
-    """Return the rows of a decoder with Llama's names, except of the norms of a block (`norm_rows`)."""
+    """Return the rows of a decoder with Llama's names, except of the norms of a block
+    (`norm_rows`)."""
     return (EMBEDDING, *attention_rows(), *feed_forward_rows(), *norm_rows(**norms))
 
 
-_PER_LAYER = {"tok_embeddings": "embed_tokens_per_layer", "projection": "per_layer_model_projection"}
+_PER_LAYER = {
+    "tok_embeddings": "embed_tokens_per_layer",
+    "projection": "per_layer_model_projection",
+}
 _PER_LAYER |= {"norm": "per_layer_projection_norm"}
-_OWN = {"gate": "per_layer_input_gate", "out": "per_layer_projection", "norm": "post_per_layer_input_norm"}
+_OWN = {
+    "gate": "per_layer_input_gate",
+    "out": "per_layer_projection",
+    "norm": "post_per_layer_input_norm",
+}
 
 SANDWICH_ROWS = (
     *dense_rows(
@@ -169,24 +208,36 @@ def replaced(rows: Sequence[KeyMapping], *others: KeyMapping) -> tuple[KeyMappin
 
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
-_SCORE_HEAD, _CLASSIFIER = KeyMapping("head.output.weight", "score.weight"), "ForSequenceClassification"
+_SCORE_HEAD, _CLASSIFIER = (
+    KeyMapping("head.output.weight", "score.weight"),
+    "ForSequenceClassification",
+)
 
 
-def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()) -> ExternalFormat:
-    """Return the format of a family from its `model_type`s, the preferred one for writing first. A type NAME besides
-    NAME_text has vision too; only its language model is read, `without` tensors whose names start like this. A type
-    NAME:KEY is for files of NAME in which KEY is neither false nor 0 after the `prepare` of NAME."""
+def dense_format(
+    model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()
+) -> ExternalFormat:
+    """Return the format of a family from its `model_type`s, the preferred one for writing first. A
+    type NAME besides NAME_text has vision too; only its language model is read, `without` tensors
+    whose names start like this. A type NAME:KEY is for files of NAME in which KEY is neither false
+    nor 0 after the `prepare` of NAME."""
     for kind in model_types.values():
         named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
         unknown = named - {field.name for field in dataclasses.fields(kind.config)}
-        assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
+        assert not unknown, (
+            f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
+        )
     return ExternalFormat(
         adapter=lambda config: _adapter_of(_rows_of(model_types, config), config),
         other_adapter=partial(_fused_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
-        model_types={name: kind.architecture for name, kind in model_types.items() if ":" not in name},
-        name_of=lambda name: None if name.startswith(without) else name.replace("language_model.", ""),
+        model_types={
+            name: kind.architecture for name, kind in model_types.items() if ":" not in name
+        },
+        name_of=lambda name: (
+            None if name.startswith(without) else name.replace("language_model.", "")
+        ),
     )
 
 
@@ -196,15 +247,22 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
         if kind.config is type(config) and kind.write(config) is not None:
             known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
             values = {name: attrgetter(name)(config) for name in known}
-            values |= {kind.keys[key]: value for key, value in kind.fixed.items() if key in kind.keys}
+            values |= {
+                kind.keys[key]: value for key, value in kind.fixed.items() if key in kind.keys
+            }
             values |= kind.values
             if kind.config(**_nested(kind.config, values)) == config:
                 return model_type
-    raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
+    raise UserError(
+        f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}"
+    )
 
 
-def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
-    """Return the table of files with the experts of a layer in one tensor; None if no others have experts."""
+def _fused_adapter(
+    model_types: Mapping[str, ModelType], config: Decoder.Config
+) -> StateDictAdapter | None:
+    """Return the table of files with the experts of a layer in one tensor; None if no others have
+    experts."""
     rows = _rows_of(model_types, config)
     is_fused = not any(isinstance(row.transform, Stacked) for row in rows)
     return None if is_fused else _adapter_of(replaced(rows, *fused_expert_rows()), config)
@@ -221,7 +279,11 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     tied = {output: embedding} if config.tie_embeddings and not config.scores else {}
     copies = {"embed_tokens": embedding, "shared_head.head": tied.get(output, output)}
-    tied |= {f"model.layers.{i}.{k}.weight": copies[k] for i in range(config.n_layers, n_layers) for k in copies}
+    tied |= {
+        f"model.layers.{i}.{k}.weight": copies[k]
+        for i in range(config.n_layers, n_layers)
+        for k in copies
+    }
     # Files have keys and values of layers that use an earlier layer's (Gemma 4).
     with_queries = {name.split(".")[1] for name in specs if ".attention.wq." in name}
     with_keys = {name.split(".")[1] for name in specs if ".attention.wk" in name}
@@ -247,23 +309,38 @@ class _Adapter(StateDictAdapter):
         found, further = super().match(external), f"model.layers.{self.n_layers}."
         if f"{further}eh_proj.weight" not in external:
             return found
-        return found._replace(unexpected=[name for name in found.unexpected if not name.startswith(further)])
+        return found._replace(
+            unexpected=[name for name in found.unexpected if not name.startswith(further)]
+        )
 
 
-def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[str, Any]) -> Decoder.Config:
-    """Return the model that a config.json of transformers 4 or 5 describes; warn of keys with unknown effect. Raise
-    `UserError` for another model type, a missing size, or an unsupported value."""
+def _from_config_json(
+    model_types: Mapping[str, ModelType], document: Mapping[str, Any]
+) -> Decoder.Config:
+    """Return the model that a config.json of transformers 4 or 5 describes; warn of keys with
+    unknown effect. Raise `UserError` for another model type, a missing size, or an unsupported
+    value."""
     name = document.get("model_type")
     if name not in list(model_types):
-        raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
+        raise UserError(
+            f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}"
+        )
     kind = model_types[name]
     if f"{name}_text" in model_types:
         document = shared.language_model(document, f"{name}_text")
-    said = {key: value for key, value in document.items() if value is not None or key not in shared.OPTIONAL}
+    said = {
+        key: value
+        for key, value in document.items()
+        if value is not None or key not in shared.OPTIONAL
+    }
     document = kind.prepare(said)
-    for (own_name, _, key), other in ((own_name.partition(":"), kind) for own_name, kind in model_types.items()):
+    for (own_name, _, key), other in (
+        (own_name.partition(":"), kind) for own_name, kind in model_types.items()
+    ):
         kind = other if key and own_name == document["model_type"] and document.get(key) else kind
-    reader = ConfigReader(shared.FILE, {**shared.DEFAULTS, **kind.fixed, **kind.defaults, **document})
+    reader = ConfigReader(
+        shared.FILE, {**shared.DEFAULTS, **kind.fixed, **kind.defaults, **document}
+    )
     keys = _keys_of(kind)
     shared.check_values(document, kind.fixed, {*keys, *kind.ignored})
     values = {
@@ -273,12 +350,17 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     }
     if values["n_kv_heads"] is None:
         values["n_kv_heads"] = values["n_heads"]
-    if values.get("head_dim") is not None and values["head_dim"] * values["n_heads"] == values["dim"]:
+    if (
+        values.get("head_dim") is not None
+        and values["head_dim"] * values["n_heads"] == values["dim"]
+    ):
         values["head_dim"] = None
     if sections := [section for section in kind.ropes.values() if section]:
         check_sections(reader, sections)
     for name, section in kind.ropes.items():
-        values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
+        values[name] = read_rope(
+            reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section
+        )
     values |= kind.values
     values["scores"] = _CLASSIFIER in str(document.get("architectures"))
     if values["scores"]:
@@ -306,13 +388,18 @@ def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of fields; nested fields become one object."""
     plain = {name: value for name, value in values.items() if "." not in name}
     for own in {name.partition(".")[0] for name in values.keys() - plain.keys()}:
-        part = {name.removeprefix(f"{own}."): values[name] for name in values if name.startswith(f"{own}.")}
+        part = {
+            name.removeprefix(f"{own}."): values[name]
+            for name in values
+            if name.startswith(f"{own}.")
+        }
         plain[own] = _type_of(owner, own)(**part)
     return plain
 
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
-    """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
+    """Return the keys of config.json that the model determines, readable by transformers 4 and
+    5."""
     name = _written_type(model_types, config)
     model_type, kind = name.partition(":")[0], model_types[name]
     written = {key: attrgetter(name)(config) for key, name in _keys_of(kind).items()}
@@ -320,24 +407,37 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
     for key, value in written.items():
         if isinstance(value, list):
             written[key] = [value[index % len(value)] for index in range(config.n_layers)]
-    if written.get("layer_types") and written.get("sliding_window") is None:  # else refused by transformers
-        written["layer_types"] = [layer.replace("sliding", "full") for layer in written["layer_types"]]
+    # else refused by transformers
+    if written.get("layer_types") and written.get("sliding_window") is None:
+        written["layer_types"] = [
+            layer.replace("sliding", "full") for layer in written["layer_types"]
+        ]
     if None in kind.ropes.values():
         rope = write_rope(config.rope, config.max_seq_len)
         if "partial_rotary_factor" in kind.defaults:
             rope["partial_rotary_factor"] = config.rope.rotated_fraction
     else:
-        written_ropes = {s: write_rope_section(getattr(config, n), config.max_seq_len) for n, s in kind.ropes.items()}
+        written_ropes = {
+            s: write_rope_section(getattr(config, n), config.max_seq_len)
+            for n, s in kind.ropes.items()
+        }
         rope = {"rope_parameters": written_ropes}
     if config.scores:
         ending = ("Text" if model_type.endswith("_text") else "") + _CLASSIFIER
-        written |= {"architectures": [kind.architecture.replace("ForCausalLM", ending)], "num_labels": 1}
+        written |= {
+            "architectures": [kind.architecture.replace("ForCausalLM", ending)],
+            "num_labels": 1,
+        }
     return {
         "architectures": [kind.architecture],
         "model_type": model_type,
         **written,
         "head_dim": config.resolved_head_dim,
         **rope,
-        **{key: value for key, value in {**shared.FIXED, **kind.fixed}.items() if key != "is_causal"},
+        **{
+            key: value
+            for key, value in {**shared.FIXED, **kind.fixed}.items()
+            if key != "is_causal"
+        },
         **(kind.write(config) or {}),
     }

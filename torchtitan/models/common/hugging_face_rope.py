@@ -1,4 +1,5 @@
-"""RoPE in config.json, in the spellings of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
+"""RoPE in config.json, in the spellings of transformers 4 (`rope_theta`, `rope_scaling`) and 5
+(`rope_parameters`)."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -12,7 +13,11 @@ _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _CONTEXT = "max_position_embeddings"
 
 _FACTOR = {"factor": "scaling_factor"}
-_FACTORS = {**_FACTOR, _ORIGINAL_CONTEXT: "original_max_seq_len", "attention_factor": "attention_factor"}
+_FACTORS = {
+    **_FACTOR,
+    _ORIGINAL_CONTEXT: "original_max_seq_len",
+    "attention_factor": "attention_factor",
+}
 
 _FIELDS: dict[Scaling, dict[str, str]] = {
     "linear": _FACTOR,
@@ -42,16 +47,20 @@ def check_sections(reader: ConfigReader, names: Collection[str]) -> None:
         for name, value in reader.section(key).values.items():
             if name not in names:
                 raise UserError(
-                    f"config.json: {key} has {name!r}: {value!r}, but must have only the sections {' and '.join(names)}"
+                    f"config.json: {key} has {name!r}: {value!r}, but must have only the sections "
+                    f"{' and '.join(names)}"
                 )
 
 
-def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | None = None) -> RoPEConfig:
+def read_rope(
+    reader: ConfigReader, *, rotates_part: bool, layer_type: str | None = None
+) -> RoPEConfig:
     """Return the RoPE of a config.json. Raise `UserError` if its keys contradict each other, or
     need an unsupported feature.
 
     Args:
-        rotates_part: the model type supports `partial_rotary_factor`, which proportional RoPE always does.
+        rotates_part: the model type supports `partial_rotary_factor`, which proportional RoPE
+            always does.
         layer_type: its section of `rope_parameters`; None: without sections.
     """
     given = [key for key in ("rope_scaling", "rope_parameters") if reader.section(key).values]
@@ -61,8 +70,8 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
         for section in sections:
             if section.has("type") and not section.has("rope_type"):
                 raise UserError(
-                    f"config.json: RoPE's type is {section.values['type']!r}, which transformers 5 ignores in a model "
-                    "with several RoPEs; rename the key to rope_type"
+                    f"config.json: RoPE's type is {section.values['type']!r}, which transformers 5 "
+                    "ignores in a model with several RoPEs; rename the key to rope_type"
                 )
     ropes = [_read(reader, section, rotates_part) for section in sections]
     if any(rope != ropes[0] for rope in ropes):
@@ -79,18 +88,24 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
         raise UnsupportedModelError(
             f"config.json: RoPE of type {said!r}, which this family does not support ({supported})"
         )
-    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FIELDS[kind], *_ONLY_READ.get(kind, ())}
+    known = (
+        _COMMON_KEYS
+        if kind == "default"
+        else {*_COMMON_KEYS, *_FIELDS[kind], *_ONLY_READ.get(kind, ())}
+    )
     for key, value in parameters.values.items():
         if key not in known and value is not None:
-            raise UnsupportedModelError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
+            raise UnsupportedModelError(
+                f"config.json: RoPE's {key} is {value!r}, which this family does not support"
+            )
     outer = ConfigReader(reader.file, {**reader.values, **parameters.values})
     rope = RoPEConfig(theta=outer.number("rope_theta", default=10_000.0))
     if outer.has("partial_rotary_factor"):
         rope.rotated_fraction = outer.number("partial_rotary_factor")
         if rope.rotated_fraction != 1.0 and not rotates_part and kind != "proportional":
             raise UnsupportedModelError(
-                f"config.json: partial_rotary_factor is {rope.rotated_fraction}, which this family does not support "
-                "(only 1.0)"
+                f"config.json: partial_rotary_factor is {rope.rotated_fraction}, which this family "
+                "does not support (only 1.0)"
             )
     if kind != "default":
         rope.scaling = kind
@@ -101,9 +116,15 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
 def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigReader) -> None:
     context, keys = reader.whole_number(_CONTEXT), _FIELDS[rope.scaling]
     if _ORIGINAL_CONTEXT in keys or rope.scaling == "dynamic":
-        rope.original_max_seq_len = _original_context(reader, parameters) if _ORIGINAL_CONTEXT in keys else context
+        rope.original_max_seq_len = (
+            _original_context(reader, parameters) if _ORIGINAL_CONTEXT in keys else context
+        )
     ratio = context / rope.original_max_seq_len
-    implied = {"factor": 1.0 if rope.scaling == "proportional" else ratio, "beta_slow": 1.0, "beta_fast": 32.0}
+    implied = {
+        "factor": 1.0 if rope.scaling == "proportional" else ratio,
+        "beta_slow": 1.0,
+        "beta_fast": 32.0,
+    }
     implied = implied if rope.scaling in ("yarn", "longrope", "proportional") else {}
     for key in (key for key in keys if key not in (_ORIGINAL_CONTEXT, "attention_factor")):
         read = _numbers if key in ("short_factor", "long_factor") else ConfigReader.number
@@ -112,7 +133,9 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
     if parameters.has("attention_factor"):
         rope.attention_factor = parameters.number("attention_factor")
     elif parameters.has("mscale") and parameters.has("mscale_all_dim"):
-        rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(rope, parameters, "mscale_all_dim")
+        rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(
+            rope, parameters, "mscale_all_dim"
+        )
     if parameters.has("truncate") and not parameters.flag("truncate"):
         rope.scaling = "yarn_untruncated"
 
@@ -131,13 +154,14 @@ def _numbers(parameters: ConfigReader, key: str) -> list[float]:
 
 
 def _original_context(reader: ConfigReader, parameters: ConfigReader) -> int:
-    """Return the context before scaling, inside or outside the section of the scaling. transformers 4 reads it inside;
-    5 prefers it outside, and defaults to the whole context."""
+    """Return the context before scaling, inside or outside the section of the scaling. transformers
+    4 reads it inside; 5 prefers it outside, and defaults to the whole context."""
     key = _ORIGINAL_CONTEXT
     found = [where.whole_number(key) for where in (parameters, reader) if where.has(key)]
     if len(set(found)) > 1:
         raise UserError(
-            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; remove the wrong one"
+            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; remove the "
+            "wrong one"
         )
     return found[0] if found else reader.whole_number(_CONTEXT)
 
@@ -155,8 +179,12 @@ def write_rope(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
 
 
 def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
-    """Return a section of `rope_parameters` of transformers 5. Raise `UserError` like `write_rope`."""
-    section = {"rope_theta": rope.theta, **(_scaling(rope, max_seq_len) or {"rope_type": "default"})}
+    """Return a section of `rope_parameters` of transformers 5. Raise `UserError` like
+    `write_rope`."""
+    section = {
+        "rope_theta": rope.theta,
+        **(_scaling(rope, max_seq_len) or {"rope_type": "default"}),
+    }
     if rope.rotated_fraction != 1.0:
         section["partial_rotary_factor"] = rope.rotated_fraction
     return section
@@ -167,10 +195,12 @@ def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
         return None
     if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
         raise UserError(
-            f"config.json cannot express dynamic RoPE with original_max_seq_len {rope.original_max_seq_len} and "
-            f"max_seq_len {max_seq_len}: there they are equal"
+            "config.json cannot express dynamic RoPE with original_max_seq_len "
+            f"{rope.original_max_seq_len} and max_seq_len {max_seq_len}: there they are equal"
         )
     kind: Scaling = "yarn" if rope.scaling == "yarn_untruncated" else rope.scaling
     values = {key: getattr(rope, field) for key, field in _FIELDS[kind].items()}
-    scaling = {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
+    scaling = {"rope_type": kind} | {
+        key: value for key, value in values.items() if value is not None
+    }
     return scaling if kind == rope.scaling else {**scaling, "truncate": False}

@@ -1,5 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads come from one short
-vector per token, the latent of width R, which is all that caches and other ranks need."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads
+come from one short vector per token, the latent of width R, which is all that caches and other
+ranks need."""
 
 from functools import partial
 from typing import Any
@@ -18,15 +19,20 @@ from torchtitan.protocols.attention import AttentionMetadata
 class LatentScores(nn.Module):
     """Attention of queries to latents, which context parallelism gathers and generation stores."""
 
-    def __init__(self, config: Decoder.Config, rank: int, v_dim: int, scale: float, init_std: float):
+    def __init__(
+        self, config: Decoder.Config, rank: int, v_dim: int, scale: float, init_std: float
+    ):
         super().__init__()
         head_dim, self.v_dim = config.resolved_head_dim, v_dim
         self.plain_dim = head_dim - config.rope.rotated_dim(head_dim)
         self.wkv_b = make_linear(rank, config.n_heads * (self.plain_dim + v_dim), init_std)
         self.scores = Attention(scale=scale)
 
-    def forward(self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Return (B, L, H, v_dim). `k_BS1P` is the part of the keys with positions, the same for all heads."""
+    def forward(
+        self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata
+    ) -> Tensor:
+        """Return (B, L, H, v_dim). `k_BS1P` is the part of the keys with positions, the same for
+        all heads."""
         kv_BSHE = self.wkv_b(latent_BS1R[:, :, 0]).unflatten(-1, (-1, self.plain_dim + self.v_dim))
         plain_BSHD, v_BSHD = kv_BSHE.split([self.plain_dim, self.v_dim], dim=-1)
         k_BSHD = torch.cat((plain_BSHD, k_BS1P.expand(-1, -1, plain_BSHD.shape[2], -1)), dim=-1)
@@ -50,7 +56,8 @@ class LatentAttention(nn.Module):
         **stds: float,
     ):
         super().__init__()
-        norm = partial(RMSNorm, eps=1e-6)  # in the published models, independent of their other norms
+        # in the published models, independent of their other norms
+        norm = partial(RMSNorm, eps=1e-6)
         dim = config.dim
         bias = config.attention_bias
         init_std = stds["init_std"]
@@ -62,11 +69,14 @@ class LatentAttention(nn.Module):
         self.q_latent: Any = nn.Sequential(*down, wq) if q_rank else None
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
         self.kv_norm = norm(rank)
-        self.latents = nn.Identity()  # tensor parallelism gathers its input, the latents of each rank's tokens
+        # tensor parallelism gathers its input, the latents of each rank's tokens
+        self.latents = nn.Identity()
         self.attend = LatentScores(config, rank, v_dim, scale, init_std)
         self.wo = make_linear(config.n_heads * v_dim, dim, stds["out_init_std"], bias=bias)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata
+    ) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         latent_BLR, k_BLP = self.wkv_a(x_BLD).split(self.widths, dim=-1)
         latents_BLE = self.latents(torch.cat((self.kv_norm(latent_BLR), k_BLP), dim=-1))
@@ -74,7 +84,9 @@ class LatentAttention(nn.Module):
         q_BLHD = (self.wq or self.q_latent)(x_BLD).unflatten(-1, (-1, self.head_dim))
         plain_BLHE, q_BLHP = q_BLHD.tensor_split([-self.widths[1]], dim=-1)
         q_BLHD = torch.cat((plain_BLHE, self._rotate(q_BLHP, rope)), dim=-1)
-        return self.wo(self.attend(q_BLHD, latent_BL1R, self._rotate(k_BL1P, rope), attention).flatten(-2))
+        return self.wo(
+            self.attend(q_BLHD, latent_BL1R, self._rotate(k_BL1P, rope), attention).flatten(-2)
+        )
 
     def _rotate(self, x_BLHP: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         if self.interleaved:  # the result keeps the new order, the same in queries and keys

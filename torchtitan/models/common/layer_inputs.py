@@ -31,7 +31,12 @@ class BatchInputs:
     """
 
     def __init__(
-        self, attention: AttentionMetadata, positions_BL: Tensor, *, has_chunks: bool, **properties: Any
+        self,
+        attention: AttentionMetadata,
+        positions_BL: Tensor,
+        *,
+        has_chunks: bool,
+        **properties: Any,
     ) -> None:
         self.positions_BL = positions_BL
         self._attention = attention

@@ -34,14 +34,16 @@ class WindowedDecoder(Decoder):
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
         sliding_window: int | None = None
-        """Tokens that a token sees in layers of type sliding_attention, including itself. None: all earlier ones."""
+        """Tokens that a token sees in layers of type sliding_attention, including itself. None: all
+        earlier ones."""
 
         layer_types: list[LayerType] = field(default_factory=lambda: ["sliding_attention"])
         """Types of the first layers, repeated for the others."""
 
         @property
         def local_rope(self) -> RoPEConfig:
-            """Rotary position embedding of layers of type sliding_attention; a field in families where it differs."""
+            """Rotary position embedding of layers of type sliding_attention; a field in families
+            where it differs."""
             return self.rope
 
         def has_window(self, index: int) -> bool:
@@ -51,7 +53,9 @@ class WindowedDecoder(Decoder):
         def validate(self) -> None:
             Decoder.Config.validate(self)
             self.check_sizes(2**32, "sliding_window")
-            require(bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type")
+            require(
+                bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type"
+            )
             self.local_rope.validate(self.resolved_head_dim)
 
     config: Config
@@ -64,7 +68,8 @@ class WindowedDecoder(Decoder):
 
 
 class ScaledEmbeddingDecoder(WindowedDecoder):
-    """A decoder with embeddings times the square root of `dim`, GeGLU, and a soft cap of the logits."""
+    """A decoder with embeddings times the square root of `dim`, GeGLU, and a soft cap of the
+    logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(WindowedDecoder.Config):
@@ -93,17 +98,29 @@ class ScaledEmbeddingDecoder(WindowedDecoder):
 
 
 def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with `layer_types` if it has windows, and without the keys that Qwen's older files use
-    instead (`ModelType.prepare`). Raise `UserError` for contradictory keys."""
-    reader = ConfigReader("config.json", {"sliding_window": 4096, "max_window_layers": 28, **document})
+    """Return a config.json with `layer_types` if it has windows, and without the keys that Qwen's
+    older files use instead (`ModelType.prepare`). Raise `UserError` for contradictory keys."""
+    reader = ConfigReader(
+        "config.json", {"sliding_window": 4096, "max_window_layers": 28, **document}
+    )
     has_window = reader.flag("use_sliding_window", False) and reader.has("sliding_window")
-    others = {k: v for k, v in document.items() if k not in (*WINDOW_KEYS, "use_sliding_window", "max_window_layers")}
+    others = {
+        k: v
+        for k, v in document.items()
+        if k not in (*WINDOW_KEYS, "use_sliding_window", "max_window_layers")
+    }
     types = document.get("layer_types")
     if not has_window:
-        if types and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
-            raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
+        if types and not (
+            isinstance(types, list) and all(kind == "full_attention" for kind in types)
+        ):
+            raise UserError(
+                f"config.json: layer_types is {types!r}, but use_sliding_window is not true"
+            )
         return others
     if types is None:
         first, n_layers = reader.whole_number("max_window_layers", least=0), reader.n_layers()
-        types = ["full_attention" if index < first else "sliding_attention" for index in range(n_layers)]
+        types = [
+            "full_attention" if index < first else "sliding_attention" for index in range(n_layers)
+        ]
     return {**others, "sliding_window": reader.values["sliding_window"], "layer_types": types}

@@ -21,7 +21,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class OffsetRMSNorm(nn.Module):
-    """RMSNorm times `1 + weight`, in float32, as in Gemma; weights start at 0, so that weight decay pulls to 1."""
+    """RMSNorm times `1 + weight`, in float32, as in Gemma; weights start at 0, so that weight decay
+    pulls to 1."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -31,11 +32,14 @@ class OffsetRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, dim) → (…, dim)."""
-        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).type_as(x)
+        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).type_as(
+            x
+        )
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` (Ba et al. 2016, arXiv:1607.06450), with or without bias; weights start at 1."""
+    """`torch.nn.LayerNorm` (Ba et al. 2016, arXiv:1607.06450), with or without bias; weights start
+    at 1."""
 
     def __init__(self, dim: int, eps: float, *, bias: bool = True):
         super().__init__(dim, eps=eps, bias=bias)

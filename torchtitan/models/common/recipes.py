@@ -1,4 +1,5 @@
-"""Training configurations shared by families; a family's `config_registry.py` supplies models and numbers."""
+"""Training configurations shared by families; a family's `config_registry.py` supplies models and
+numbers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,12 +30,17 @@ def small_run(
     spec: ModelSpec,
     trainer: type[ConfigT] = Trainer.Config,  # type: ignore[assignment]
 ) -> ConfigT:
-    """Pre-train a small model on the built-in stories with `trainer`: a minute on two CPU cores, no network."""
+    """Pre-train a small model on the built-in stories with `trainer`: a minute on two CPU cores, no
+    network."""
     return trainer(
         model_spec=spec,
-        training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
+        training=TrainingConfig(
+            steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"
+        ),
         optimizer=Optimizer.Config(lr=2e-3),
-        lr_scheduler=LRScheduler.Config(warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1),
+        lr_scheduler=LRScheduler.Config(
+            warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1
+        ),
         validator=Validator.Config(enable=True, freq=50, steps=10),
         checkpoint=CheckpointManager.Config(interval=50),
     )
@@ -57,7 +63,9 @@ def large_run(
         dataloader=PretrainDataLoader.Config(dataset=["c4"], num_workers=2),
         training=TrainingConfig(steps=steps, seq_len=seq_len, local_batch_size=local_batch_size),
         optimizer=Optimizer.Config(lr=lr),
-        lr_scheduler=LRScheduler.Config(warmup_steps=warmup_steps, decay_type="cosine", min_lr_factor=0.1),
+        lr_scheduler=LRScheduler.Config(
+            warmup_steps=warmup_steps, decay_type="cosine", min_lr_factor=0.1
+        ),
         activation_checkpoint=ActivationCheckpointConfig(mode="auto"),
         # On a CPU, compilation takes longer than a short run gains.
         compile=CompileConfig(enable=torch.cuda.is_available()),
@@ -71,13 +79,19 @@ def small(family: Family, flavor: str) -> Callable[[], Trainer.Config]:
     return _configuration(family, flavor, small_run)
 
 
-def published(family: Family, flavor: str, assets: str, **options: Any) -> Callable[[], Trainer.Config]:
-    """Return a configuration function for `config_registry.py`: a `large_run` of a flavor with these `options`, and the
-    tokenizer in ./assets/hf/`assets`."""
-    return _configuration(family, flavor, partial(large_run, assets=f"./assets/hf/{assets}", **options))
+def published(
+    family: Family, flavor: str, assets: str, **options: Any
+) -> Callable[[], Trainer.Config]:
+    """Return a configuration function for `config_registry.py`: a `large_run` of a flavor with
+    these `options`, and the tokenizer in ./assets/hf/`assets`."""
+    return _configuration(
+        family, flavor, partial(large_run, assets=f"./assets/hf/{assets}", **options)
+    )
 
 
-def _configuration(family: Family, flavor: str, run: Callable[..., Trainer.Config]) -> Callable[[], Trainer.Config]:
+def _configuration(
+    family: Family, flavor: str, run: Callable[..., Trainer.Config]
+) -> Callable[[], Trainer.Config]:
     def configuration() -> Trainer.Config:
         config = run(family.registry(flavor))
         return balanced(config) if hasattr(config.model_spec.model, "moe") else config
@@ -87,8 +101,9 @@ def _configuration(family: Family, flavor: str, run: Callable[..., Trainer.Confi
 
 
 def balanced(config: Trainer.Config) -> Trainer.Config:
-    """Return `config` for training a model with experts from its beginning: its router's bias or an auxiliary loss
-    balances them. A short run needs more than DeepSeek-V3's rate of 0.001 and Switch's weight of 0.01."""
+    """Return `config` for training a model with experts from its beginning: its router's bias or an
+    auxiliary loss balances them. A short run needs more than DeepSeek-V3's rate of 0.001 and
+    Switch's weight of 0.01."""
     moe: MoEConfig = config.model_spec.model.moe  # type: ignore[attr-defined]
     is_short = config.training.steps < 1000
     if moe.selection_bias:
@@ -100,8 +115,11 @@ def balanced(config: Trainer.Config) -> Trainer.Config:
 
 
 def for_conversations(config: Trainer.Config) -> Trainer.Config:
-    """Return `config` for user-supplied conversations. The run starts from a Hugging Face folder and exports one."""
-    training = dataclasses.replace(config.training, steps=300, seq_len=min(2048, config.model_spec.model.max_seq_len))
+    """Return `config` for user-supplied conversations. The run starts from a Hugging Face folder
+    and exports one."""
+    training = dataclasses.replace(
+        config.training, steps=300, seq_len=min(2048, config.model_spec.model.max_seq_len)
+    )
     return dataclasses.replace(
         config,
         dataloader=SFTDataLoader.Config(dataset=[]),
@@ -121,8 +139,9 @@ def for_conversations(config: Trainer.Config) -> Trainer.Config:
 
 
 def with_adapters(config: ConfigT, adapters: LoRA.Config, lr: float = 2e-4) -> ConfigT:
-    """Return `config` for training adapters only, without weight decay, which would pull the adapted weights back to
-    the original ones. Checkpoints for resuming contain only the adapters."""
+    """Return `config` for training adapters only, without weight decay, which would pull the
+    adapted weights back to the original ones. Checkpoints for resuming contain only the
+    adapters."""
     return dataclasses.replace(
         config,
         model_converters=[adapters],

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with its scalings for long contexts."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with its scalings for long
+contexts."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from torch import Tensor
 from torchtitan.config.configurable import Section
 from torchtitan.tools.errors import require
 
-Scaling = Literal["llama3", "linear", "dynamic", "yarn", "yarn_untruncated", "longrope", "proportional"]
+Scaling = Literal[
+    "llama3", "linear", "dynamic", "yarn", "yarn_untruncated", "longrope", "proportional"
+]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,8 +25,8 @@ class RoPEConfig(Section):
     """Base of the geometric series of wavelengths."""
 
     rotated_fraction: float = 1.0
-    """Part of each head that is rotated, from its first element (`proportional`: of both halves; latent attention: the
-    last elements); other elements have no position."""
+    """Part of each head that is rotated, from its first element (`proportional`: of both halves;
+    latent attention: the last elements); other elements have no position."""
 
     scaling: Scaling = "llama3"
     """Change of frequencies for long contexts; see the function of each one in
@@ -34,16 +37,19 @@ class RoPEConfig(Section):
     `longrope` and `proportional`."""
 
     low_freq_factor: float = 1.0
-    """Pairs with fewer turns than this in the original context are scaled in full (`llama3`; `yarn`: beta_slow)."""
+    """Pairs with fewer turns than this in the original context are scaled in full (`llama3`;
+    `yarn`: beta_slow)."""
 
     high_freq_factor: float = 4.0
-    """Pairs with more turns than this in the original context are not scaled (`llama3`; `yarn`: beta_fast)."""
+    """Pairs with more turns than this in the original context are not scaled (`llama3`; `yarn`:
+    beta_fast)."""
 
     original_max_seq_len: int = 8192
     """Context in tokens that the model was trained with before scaling."""
 
     attention_factor: float | None = None
-    """Factor of queries and keys (`yarn`, `longrope`). None: the published function of scaling_factor."""
+    """Factor of queries and keys (`yarn`, `longrope`). None: the published function of
+    scaling_factor."""
 
     short_factors: list[float] | None = None
     """Divisor of each pair's frequency in documents up to original_max_seq_len (`longrope`)."""
@@ -53,7 +59,11 @@ class RoPEConfig(Section):
 
     def rotated_dim(self, head_dim: int) -> int:
         """Return how many of a head's first elements form pairs with a frequency."""
-        return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated_fraction + 1e-6)
+        return (
+            head_dim
+            if self.scaling == "proportional"
+            else int(head_dim * self.rotated_fraction + 1e-6)
+        )
 
     @property
     def is_scaled(self) -> bool:
@@ -67,27 +77,43 @@ class RoPEConfig(Section):
 
     def validate(self, head_dim: int) -> None:
         """Raise `UserError` for values that heads of this width cannot use."""
-        for name in ("theta", "scaling_factor", "low_freq_factor", "high_freq_factor", "attention_factor"):
+        for name in (
+            "theta",
+            "scaling_factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+        ):
             value = getattr(self, name)
             require(value is None or 0 < value < math.inf, f"--model.rope.{name}", value, "above 0")
         low, high = self.low_freq_factor, self.high_freq_factor
-        require(low <= high, "--model.rope.high_freq_factor", high, f"at least low_freq_factor {low}")
+        require(
+            low <= high, "--model.rope.high_freq_factor", high, f"at least low_freq_factor {low}"
+        )
         length = self.original_max_seq_len
-        require(1 <= length <= 2**32, "--model.rope.original_max_seq_len", length, f"from 1 to {2**32}")
+        require(
+            1 <= length <= 2**32, "--model.rope.original_max_seq_len", length, f"from 1 to {2**32}"
+        )
         rotated = self.rotated_dim(head_dim)
         fits = 0 < self.rotated_fraction <= 1 and rotated >= 2 and rotated % 2 == 0
-        must = f"such that an even number from 2 to the head width {head_dim} is rotated, not {rotated}"
+        must = (
+            f"such that an even number from 2 to the head width {head_dim} is rotated, not "
+            f"{rotated}"
+        )
         require(fits, "--model.rope.rotated_fraction", self.rotated_fraction, must)
         if self.scaling == "longrope":
             for name in ("short_factors", "long_factors"):
                 factors = getattr(self, name) or []
-                fits = len(factors) == rotated // 2 and all(0 < factor < math.inf for factor in factors)
+                fits = len(factors) == rotated // 2 and all(
+                    0 < factor < math.inf for factor in factors
+                )
                 must = f"{rotated // 2} numbers above 0, one for each rotated pair"
                 require(fits, f"--model.rope.{name}", f"{len(factors)} numbers", must)
 
 
 Frequencies = Callable[[RoPEConfig, Tensor, Any], Tensor]
-"""(configuration, unscaled frequencies (R / 2,), lengths of documents (B, L, 1, 1) or None) → frequencies."""
+"""(configuration, unscaled frequencies (R / 2,), lengths of documents (B, L, 1, 1) or None) →
+frequencies."""
 
 
 def _linear(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
@@ -96,21 +122,29 @@ def _linear(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _llama3(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
-    """Divide low frequencies, keep high ones, and interpolate in 1 / wavelength in between (Llama 3.1)."""
+    """Divide low frequencies, keep high ones, and interpolate in 1 / wavelength in between (Llama
+    3.1)."""
     # Turns of a pair within the original context: many for high frequencies, few for low ones.
     turns = config.original_max_seq_len * frequencies / (2 * math.pi)
-    kept = (turns - config.low_freq_factor) / max(config.high_freq_factor - config.low_freq_factor, 1e-9)
+    kept = (turns - config.low_freq_factor) / max(
+        config.high_freq_factor - config.low_freq_factor, 1e-9
+    )
     kept = kept.clamp(0, 1)
     return (1 - kept) * frequencies / config.scaling_factor + kept * frequencies
 
 
 def _yarn(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
-    """Divide low frequencies, keep high ones, and interpolate in the number of the pair in between (YaRN, Peng et al.
-    2023, arXiv:2309.00071, 3.2). `yarn_untruncated`: its bounds are not rounded to whole pairs (gpt-oss)."""
+    """Divide low frequencies, keep high ones, and interpolate in the number of the pair in between
+    (YaRN, Peng et al. 2023, arXiv:2309.00071, 3.2). `yarn_untruncated`: its bounds are not rounded
+    to whole pairs (gpt-oss)."""
     n_pairs = len(frequencies)
 
     def pair_with(turns: float) -> float:
-        return n_pairs * math.log(config.original_max_seq_len / (turns * 2 * math.pi)) / math.log(config.theta)
+        return (
+            n_pairs
+            * math.log(config.original_max_seq_len / (turns * 2 * math.pi))
+            / math.log(config.theta)
+        )
 
     floor, ceil = (math.floor, math.ceil) if config.scaling == "yarn" else (float, float)
     first = max(floor(pair_with(config.high_freq_factor)), 0)
@@ -121,7 +155,8 @@ def _yarn(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _dynamic(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
-    """Raise the base with the length of a document beyond the original context (NTK-aware; YaRN, 3.4)."""
+    """Raise the base with the length of a document beyond the original context (NTK-aware; YaRN,
+    3.4)."""
     n_pairs, factor = len(frequencies), config.scaling_factor
     stretch = (factor * lengths / config.original_max_seq_len).clamp(min=factor) - (factor - 1)
     # The base is multiplied by stretch ** (d / (d - 2)), and pair i has the base's power -2 i / d.
@@ -130,15 +165,23 @@ def _dynamic(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor
 
 
 def _longrope(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
-    """Divide each frequency by its own factor, in long documents another (LongRoPE, arXiv:2402.13753)."""
-    short, long = (torch.tensor(f, device=frequencies.device) for f in (config.short_factors, config.long_factors))
-    return torch.where(lengths > config.original_max_seq_len, frequencies / long, frequencies / short)
+    """Divide each frequency by its own factor, in long documents another (LongRoPE,
+    arXiv:2402.13753)."""
+    short, long = (
+        torch.tensor(f, device=frequencies.device)
+        for f in (config.short_factors, config.long_factors)
+    )
+    return torch.where(
+        lengths > config.original_max_seq_len, frequencies / long, frequencies / short
+    )
 
 
 def _proportional(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
     """Divide all frequencies, and rotate only the fastest pairs of a head (Gemma 4)."""
     n_rotated = int(len(frequencies) * config.rotated_fraction)
-    return torch.cat((frequencies[:n_rotated] / config.scaling_factor, torch.zeros_like(frequencies[n_rotated:])))
+    return torch.cat(
+        (frequencies[:n_rotated] / config.scaling_factor, torch.zeros_like(frequencies[n_rotated:]))
+    )
 
 
 _SCALINGS: dict[Scaling, Frequencies] = {
@@ -153,9 +196,13 @@ _SCALINGS: dict[Scaling, Frequencies] = {
 
 
 def rope_frequencies(
-    config: RoPEConfig, head_dim: int, lengths_BL: Tensor | None = None, device: torch.device | None = None
+    config: RoPEConfig,
+    head_dim: int,
+    lengths_BL: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Return the angular frequency of each of the R / 2 rotated pairs, float32, broadcastable to (B, L, 1, R / 2).
+    """Return the angular frequency of each of the R / 2 rotated pairs, float32, broadcastable to
+    (B, L, 1, R / 2).
 
     Args:
         lengths_BL: length of each token's document, if `config.depends_on_length`.
@@ -180,7 +227,11 @@ def rope_cos_sin(
     frequencies = rope_frequencies(config, head_dim, lengths_BL, positions_BL.device)
     angles = positions_BL[:, :, None, None].float() * frequencies
     factor = _attention_factor(config)
-    return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+    return (
+        (angles.cos(), angles.sin())
+        if factor == 1.0
+        else (angles.cos() * factor, angles.sin() * factor)
+    )
 
 
 def _attention_factor(config: RoPEConfig) -> float:
@@ -197,8 +248,8 @@ def _attention_factor(config: RoPEConfig) -> float:
 
 
 def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R elements of each head of queries or keys in float32; return them in their own type. As in
-    Hugging Face, i pairs with i + R/2."""
+    """Rotate the first R elements of each head of queries or keys in float32; return them in their
+    own type. As in Hugging Face, i pairs with i + R/2."""
     cos, sin = cos_sin
     rotated_dim = 2 * cos.shape[-1]
     first, second = x_BLHD[..., :rotated_dim].float().chunk(2, dim=-1)

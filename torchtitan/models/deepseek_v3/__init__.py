@@ -1,4 +1,5 @@
-"""DeepSeek-V2, V3 and R1, and Kimi K2 in their published sizes, and a small one that trains on a laptop."""
+"""DeepSeek-V2, V3 and R1, and Kimi K2 in their published sizes, and a small one that trains on a
+laptop."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,25 +12,48 @@ from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
 
-def _published(kind: str, sizes: Sequence[int], factor: float, mscale: float, fast: float = 32.0, **keys: Any) -> Any:
+def _published(
+    kind: str, sizes: Sequence[int], factor: float, mscale: float, fast: float = 32.0, **keys: Any
+) -> Any:
     """Return the model of a published config.json, whose other keys are DeepSeek-V3's."""
-    yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 4096, "beta_fast": fast}
+    yarn = {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": fast,
+    }
     keys["rope_scaling"] = {**yarn, "mscale": mscale, "mscale_all_dim": mscale}
     return of_sizes(FORMAT, kind, *sizes, max_seq_len=4096 * int(factor), **keys)
 
 
 _LITE: Any = {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}
-_V2: Any = {**_LITE, "n_routed_experts": 160, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+_V2: Any = {
+    **_LITE,
+    "n_routed_experts": 160,
+    "topk_method": "group_limited_greedy",
+    "n_group": 8,
+    "topk_group": 3,
+}
 _V2 |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
 _K2: Any = {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _K2 |= {"routed_scaling_factor": 2.827, "rope_theta": 50_000.0}
-_SMALL: Any = {"head_dim": 48, "v_head_dim": 32, "q_lora_rank": 128, "kv_lora_rank": 64, "n_kv_heads": 8}
+_SMALL: Any = {
+    "head_dim": 48,
+    "v_head_dim": 32,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "n_kv_heads": 8,
+}
 
 FLAVORS = {
     "debugmodel": DeepSeekModel.Config(
-        **{**SMALL, **_SMALL}, rope=RoPEConfig(theta=10_000.0, rotated_fraction=1 / 3), moe=SMALL_SIGMOID
+        **{**SMALL, **_SMALL},
+        rope=RoPEConfig(theta=10_000.0, rotated_fraction=1 / 3),
+        moe=SMALL_SIGMOID,
     ),
-    "V2-Lite-16B": _published("deepseek_v2", (2048, 10944, 27, 16, 102_400), 40.0, 0.707, q_lora_rank=None, **_LITE),
+    "V2-Lite-16B": _published(
+        "deepseek_v2", (2048, 10944, 27, 16, 102_400), 40.0, 0.707, q_lora_rank=None, **_LITE
+    ),
     "V2-236B": _published("deepseek_v2", (5120, 12288, 60, 128, 102_400), 40.0, 0.707, **_V2),
     "V3-671B": _published("deepseek_v3", (7168, 18432, 61, 128, 129_280), 40.0, 1.0),
     "Kimi-K2-1T": _published("kimi_k2", (7168, 18432, 61, 64, 163_840), 32.0, 1.0, 1.0, **_K2),
@@ -40,10 +64,21 @@ _LATENT: Any = {
     **dict.fromkeys(("wq", "q_latent.2"), "parts to columns"),
     **{"latents": "parts to shared", "attend.wkv_b": "shared to columns", "wo": "rows"},
 }
-_OTHERS = {name: kind for name, kind in DENSE_SHARDING.tensor.items() if "attention" not in name.split(".")}
+_OTHERS = {
+    name: kind for name, kind in DENSE_SHARDING.tensor.items() if "attention" not in name.split(".")
+}
 _TENSOR = {**_OTHERS, **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()}}
-_TENSOR |= {"layers.*.mtp.?norm": "sequence", "layers.*.mtp.eh_proj": "local tokens", "layers.*.mtp.norm": "final norm"}
+_TENSOR |= {
+    "layers.*.mtp.?norm": "sequence",
+    "layers.*.mtp.eh_proj": "local tokens",
+    "layers.*.mtp.norm": "final norm",
+}
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=replace(DENSE_SHARDING, tensor=_TENSOR))
+FAMILY = Family(
+    module=__name__,
+    flavors=FLAVORS,
+    formats=FORMATS,
+    sharding=replace(DENSE_SHARDING, tensor=_TENSOR),
+)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

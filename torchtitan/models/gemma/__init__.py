@@ -1,4 +1,5 @@
-"""Gemma 1, 2 and 3 in their published sizes, without vision encoders, and small ones that train on a laptop."""
+"""Gemma 1, 2 and 3 in their published sizes, without vision encoders, and small ones that train on
+a laptop."""
 
 from functools import partial
 from typing import Any
@@ -7,19 +8,33 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gemma.model import FORMAT, Gemma2Model, Gemma3Model
 
-_DEBUG: Any = {**SMALL, "norm_eps": 1e-6, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0), "head_dim": 64}
-_DEBUG |= {"sliding_window": 64, "query_pre_attn_scalar": 64, "layer_types": ["sliding_attention", "full_attention"]}
+_DEBUG: Any = {
+    **SMALL,
+    "norm_eps": 1e-6,
+    "tie_embeddings": True,
+    "rope": RoPEConfig(theta=10_000.0),
+    "head_dim": 64,
+}
+_DEBUG |= {
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 _1, _2 = (partial(of_sizes, FORMAT, name, max_seq_len=8192) for name in ("gemma", "gemma2"))
 _3 = partial(of_sizes, FORMAT, "gemma3_text", max_seq_len=32_768, sliding_window=512)
 _FAR = {"rope_type": "linear", "factor": 8.0}
-_3_LONG = partial(of_sizes, FORMAT, "gemma3_text", max_seq_len=131_072, sliding_window=1024, rope_scaling=_FAR)
+_3_LONG = partial(
+    of_sizes, FORMAT, "gemma3_text", max_seq_len=131_072, sliding_window=1024, rope_scaling=_FAR
+)
 _2_27B = {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144}
 _3_27B = {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168}
 
 FLAVORS = {
     "debugmodel": Gemma3Model.Config(**_DEBUG, local_rope=RoPEConfig(theta=1000.0)),
-    "2-debugmodel": Gemma2Model.Config(**_DEBUG, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "2-debugmodel": Gemma2Model.Config(
+        **_DEBUG, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
+    ),
     "1-2B": _1(2048, 16384, 18, 8, 256_000, num_key_value_heads=1),
     "1-7B": _1(3072, 24576, 28, 16, 256_000),
     "2-2B": _2(2304, 9216, 26, 8, 256_000),

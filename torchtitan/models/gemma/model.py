@@ -1,4 +1,5 @@
-"""Gemma 1, 2 and 3 for text (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), and their Hugging Face format."""
+"""Gemma 1, 2 and 3 for text (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), and their
+Hugging Face format."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,21 +8,34 @@ from torch import nn
 
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import DENSE_ROWS, SANDWICH_ROWS, ModelType, dense_format, write_if
+from torchtitan.models.common.hugging_face import (
+    DENSE_ROWS,
+    SANDWICH_ROWS,
+    ModelType,
+    dense_format,
+    write_if,
+)
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder, one_full_of
+from torchtitan.models.common.layer_types import (
+    WINDOW_KEYS,
+    LayerType,
+    ScaledEmbeddingDecoder,
+    one_full_of,
+)
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
 
 
 class GemmaModel(ScaledEmbeddingDecoder):
-    """Gemma 1: Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square root of `dim`."""
+    """Gemma 1: Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square
+    root of `dim`."""
 
     norm_kind = OffsetRMSNorm
 
 
 class Gemma2Model(GemmaModel):
-    """Gemma with norms before and after each part of a block, windows in some layers, and soft caps."""
+    """Gemma with norms before and after each part of a block, windows in some layers, and soft
+    caps."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GemmaModel.Config):
@@ -45,7 +59,9 @@ class Gemma2Model(GemmaModel):
     block_kind = SandwichBlock
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, scale=self.config.query_pre_attn_scalar**-0.5, **options)
+        return super().make_attention(
+            index, scale=self.config.query_pre_attn_scalar**-0.5, **options
+        )
 
     def score_softcap(self) -> float | None:
         return self.config.attn_logit_softcapping
@@ -70,36 +86,66 @@ _BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_loc
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json without keys that older files leave open: there, "gelu" and null mean GELU by tanh."""
+    """Return a config.json without keys that older files leave open: there, "gelu" and null mean
+    GELU by tanh."""
     unsaid = {"hidden_act": "gelu", "hidden_activation": None}
-    return {key: value for key, value in document.items() if key not in unsaid or value != unsaid[key]}
+    return {
+        key: value for key, value in document.items() if key not in unsaid or value != unsaid[key]
+    }
 
 
 def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with `layer_types` for its pattern, and RoPE by type of layer, else raise `UserError`."""
+    """Return a config.json with `layer_types` for its pattern, and RoPE by type of layer, else
+    raise `UserError`."""
     document = _prepare(document)
     reader = ConfigReader("config.json", {"sliding_window_pattern": 6, **document})
     period, n_layers = reader.whole_number("sliding_window_pattern"), reader.n_layers()
     if period != 6:
-        types = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(n_layers)]
+        types = [
+            "sliding_attention" if (index + 1) % period else "full_attention"
+            for index in range(n_layers)
+        ]
         document.setdefault("layer_types", types)
     sections = reader.section("rope_parameters").values
     ropes = {"rope_parameters": sections} if sections else {}
     if reader.has("rope_scaling") or not sections:
-        ropes["rope_scaling"] = {**sections, "full_attention": reader.section("rope_scaling").values}
+        ropes["rope_scaling"] = {
+            **sections,
+            "full_attention": reader.section("rope_scaling").values,
+        }
     bases = {name: document.pop(key, default) for name, (key, default) in _BASES.items()}
     for key, rope in ropes.items():
         values = ConfigReader("config.json", rope)
-        with_bases = {name: {"rope_theta": base, **values.section(name).values} for name, base in bases.items()}
+        with_bases = {
+            name: {"rope_theta": base, **values.section(name).values}
+            for name, base in bases.items()
+        }
         document[key] = {**rope, **with_bases}
     return document
 
 
-_SHARED: dict[str, Any] = {"fixed": dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")}
-_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096}
+_SHARED: dict[str, Any] = {
+    "fixed": dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+}
+_DEFAULTS = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+}
 # Published files omit these three keys.
-_DEFAULTS3 = {**_DEFAULTS, "num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072}
-_NAMES = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
+_DEFAULTS3 = {
+    **_DEFAULTS,
+    "num_attention_heads": 8,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
+_NAMES = (
+    "attention_bias",
+    "query_pre_attn_scalar",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+)
 _KEYS = {name: name for name in _NAMES} | WINDOW_KEYS
 
 _GEMMA3 = ModelType(
@@ -137,11 +183,17 @@ FORMAT = dense_format(
             keys=_KEYS,
             defaults={**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             prepare=_prepare,
-            write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
+            # required by transformers
+            write=write_if(lambda config: config.dim % config.n_heads == 0),
             **_SHARED,
         ),
         "gemma3_text": _GEMMA3,
         "gemma3": _GEMMA3,
     },
-    without=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    without=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
 )

@@ -7,10 +7,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchtitan.models.common.attention import Attention, GivingAttention, HeadSizes, SharedKeyAttention
+from torchtitan.models.common.attention import (
+    Attention,
+    GivingAttention,
+    HeadSizes,
+    SharedKeyAttention,
+)
 from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, module_rows, write_if
+from torchtitan.models.common.hugging_face import (
+    SANDWICH_ROWS,
+    ModelType,
+    dense_format,
+    module_rows,
+    write_if,
+)
 from torchtitan.models.common.layer_inputs import LayerCall
 from torchtitan.models.common.layer_types import WINDOW_KEYS, ScaledEmbeddingDecoder, one_full_of
 from torchtitan.models.common.moe.decoder import DenseAndExpertsBlock, ExpertLayers
@@ -25,8 +36,9 @@ from torchtitan.tools.errors import require
 
 
 class Gemma4Model(ScaledEmbeddingDecoder):
-    """Norms before and after each part of a block, and of queries, keys and values. Layers of full attention, one of
-    which is the last, have heads of other sizes, and rotate only a part of each."""
+    """Norms before and after each part of a block, and of queries, keys and values. Layers of full
+    attention, one of which is the last, have heads of other sizes, and rotate only a part of
+    each."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledEmbeddingDecoder.Config):
@@ -49,7 +61,8 @@ class Gemma4Model(ScaledEmbeddingDecoder):
         """Width of a token's embedding for one layer (E2B, E4B). 0: layers have none."""
 
         num_kv_shared_layers: int = 0
-        """Number of last layers with the keys and values of the last layer of their type before them."""
+        """Number of last layers with the keys and values of the last layer of their type before
+        them."""
 
         use_double_wide_mlp: bool = False
         """Double the width of the feed-forward networks of these layers."""
@@ -66,13 +79,35 @@ class Gemma4Model(ScaledEmbeddingDecoder):
             ScaledEmbeddingDecoder.Config.validate(self)
             self.check_sizes(2**24, "global_head_dim", "num_global_key_value_heads")
             self.rope.validate(self.global_head_dim)
-            n_heads, fits = self.num_global_key_value_heads, self.n_heads % self.num_global_key_value_heads == 0
-            require(fits, "--model.num_global_key_value_heads", n_heads, f"a divisor of n_heads {self.n_heads}")
-            types, n_shared = [self.has_window(index) for index in range(self.n_layers)], self.num_kv_shared_layers
-            require(not types[-1], "--model.layer_types", self.layer_types, "full_attention in the last layer")
+            n_heads, fits = (
+                self.num_global_key_value_heads,
+                self.n_heads % self.num_global_key_value_heads == 0,
+            )
+            require(
+                fits,
+                "--model.num_global_key_value_heads",
+                n_heads,
+                f"a divisor of n_heads {self.n_heads}",
+            )
+            types, n_shared = (
+                [self.has_window(index) for index in range(self.n_layers)],
+                self.num_kv_shared_layers,
+            )
+            require(
+                not types[-1],
+                "--model.layer_types",
+                self.layer_types,
+                "full_attention in the last layer",
+            )
             self.check_sizes(2**24, "hidden_size_per_layer_input", "num_kv_shared_layers", least=0)
-            fits = not n_shared or {*types[:-n_shared]} == {*types} and self.hidden_size_per_layer_input > 0
-            must = "0 without hidden_size_per_layer_input, and leave a layer of each type before them"
+            fits = (
+                not n_shared
+                or {*types[:-n_shared]} == {*types}
+                and self.hidden_size_per_layer_input > 0
+            )
+            must = (
+                "0 without hidden_size_per_layer_input, and leave a layer of each type before them"
+            )
             require(fits, "--model.num_kv_shared_layers", n_shared, must)
 
     config: Config
@@ -81,7 +116,9 @@ class Gemma4Model(ScaledEmbeddingDecoder):
     def __init__(self, config: Config):
         super().__init__(config)
         if width := config.hidden_size_per_layer_input:
-            self.per_layer = PerLayerEmbeddings(config.n_layers, width, self.tok_embeddings, self.make_norm)
+            self.per_layer = PerLayerEmbeddings(
+                config.n_layers, width, self.tok_embeddings, self.make_norm
+            )
 
     def make_block(self, index: int, **options: Any) -> nn.Module:
         if width := self.config.hidden_size_per_layer_input:
@@ -99,7 +136,9 @@ class Gemma4Model(ScaledEmbeddingDecoder):
             index,
             attend=attend,
             # The first scores are as small as if they were divided by the square root of the width.
-            qk_norm=partial(RMSNorm, eps=config.norm_eps, init=self.head_dim_of_layer(index) ** -0.25),
+            qk_norm=partial(
+                RMSNorm, eps=config.norm_eps, init=self.head_dim_of_layer(index) ** -0.25
+            ),
             v_norm=partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False),
             keys_as_values=config.attention_k_eq_v and not config.has_window(index),
             **options,
@@ -118,17 +157,26 @@ class Gemma4Model(ScaledEmbeddingDecoder):
         return super().make_feed_forward(index, *args, hidden_dim=width, **options)
 
     def head_dim_of_layer(self, index: int) -> int:
-        return self.config.resolved_head_dim if self.config.has_window(index) else self.config.global_head_dim
+        return (
+            self.config.resolved_head_dim
+            if self.config.has_window(index)
+            else self.config.global_head_dim
+        )
 
-    def run_blocks(self, calls: Sequence[LayerCall], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+    def run_blocks(
+        self, calls: Sequence[LayerCall], tokens_BL: Tensor, hidden_BLD: Tensor
+    ) -> Tensor:
         if self.per_layer is None:
             return super().run_blocks(calls, tokens_BL, hidden_BLD)
         own_BLNP = self.per_layer(tokens_BL, hidden_BLD)
-        keys_values: dict[bool, list[Tensor]] = {}  # of the last layer of each type that has its own
+        # of the last layer of each type that has its own
+        keys_values: dict[bool, list[Tensor]] = {}
         for index, call in enumerate(calls):
             has_window = self.config.has_window(index)
             shared = keys_values[has_window] if self.config.shares_keys(index) else []
-            hidden_BLD, *given = call.block(hidden_BLD, call.rope, call.attention, own_BLNP[:, :, index], *shared)
+            hidden_BLD, *given = call.block(
+                hidden_BLD, call.rope, call.attention, own_BLNP[:, :, index], *shared
+            )
             if given:
                 keys_values[has_window] = given
         return hidden_BLD
@@ -150,15 +198,30 @@ class Gemma4MoEModel(ExpertLayers, Gemma4Model):
         return ScaledRouter(*args, norm=self.make_norm, **options)
 
     def make_block(self, index: int, **options: Any) -> nn.Module:
-        return super().make_block(index, dense=Gemma4Model.make_feed_forward(self, index), **options)
+        return super().make_block(
+            index, dense=Gemma4Model.make_feed_forward(self, index), **options
+        )
 
 
 _ROPES = {
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "rope_parameters": _ROPES}
-_EXPERT_KEYS = {"num_experts": "moe.n_experts", "top_k_experts": "moe.top_k", "moe_intermediate_size": "moe.ffn_dim"}
+_DEFAULTS = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "rope_parameters": _ROPES,
+}
+_EXPERT_KEYS = {
+    "num_experts": "moe.n_experts",
+    "top_k_experts": "moe.top_k",
+    "moe_intermediate_size": "moe.ffn_dim",
+}
 _SMALL = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 _GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """Size of the heads in layers with windows → in layers of full attention."""
@@ -168,12 +231,18 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with the types of all layers, without keys that have no effect, and with
     `_GLOBAL` instead of the `per_layer_config` that transformers writes. Raise `UserError` if that
     has other sizes."""
-    of_type = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "sliding_window": 512}
+    of_type = {
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "sliding_window": 512,
+    }
     of_type = of_type if document["model_type"] == "gemma4_text" else {"sliding_window": 1024}
     document = {**_DEFAULTS, **of_type, **document}
     reader = ConfigReader("config.json", document)
     n_layers = reader.n_layers()
-    types = document.setdefault("layer_types", [*(one_full_of(6) * n_layers)[: n_layers - 1], "full_attention"])
+    types = document.setdefault(
+        "layer_types", [*(one_full_of(6) * n_layers)[: n_layers - 1], "full_attention"]
+    )
     unused = {"use_bidirectional_attention": "vision", **dict.fromkeys(_SMALL[:2], 0)}
     unused |= {} if document.get("num_kv_shared_layers") else {"use_double_wide_mlp": True}
     document = {key: value for key, value in document.items() if value != unused.get(key, ...)}
@@ -184,11 +253,19 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
         reader.whole_number(key)
     if reader.has("per_layer_config"):
         given = reader.section("per_layer_config").values
-        layers = ConfigReader("config.json", {key.lstrip("0") or "0": value for key, value in given.items()})
+        layers = ConfigReader(
+            "config.json", {key.lstrip("0") or "0": value for key, value in given.items()}
+        )
         own = layers.section(str(n_layers - 1)).values
-        full = [str(i) for i, kind in enumerate(types if isinstance(types, list) else ()) if kind == "full_attention"]
+        full = [
+            str(i)
+            for i, kind in enumerate(types if isinstance(types, list) else ())
+            if kind == "full_attention"
+        ]
         if layers.values != dict.fromkeys(full if own else (), own) or own.keys() - _GLOBAL.keys():
-            raise reader.wrong("per_layer_config", given, f"equal {' and '.join(_GLOBAL)} of all full layers")
+            raise reader.wrong(
+                "per_layer_config", given, f"equal {' and '.join(_GLOBAL)} of all full layers"
+            )
         document |= {_GLOBAL[key]: own.get(key, reader.values[key]) for key in _GLOBAL}
     elif document.get("num_global_key_value_heads") is None or not document.get("attention_k_eq_v"):
         document["num_global_key_value_heads"] = reader.values["num_key_value_heads"]
@@ -197,17 +274,25 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
 
 _NAMES = ("attention_bias", "attention_k_eq_v", "final_logit_softcapping", *_GLOBAL.values())
 _KEYS = {**WINDOW_KEYS, **{name: name for name in _NAMES}}
-_FIXED: Any = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh") | {"enable_moe_block": False}
+_FIXED: Any = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh") | {
+    "enable_moe_block": False
+}
 _LARGE: Any = {"keys": _KEYS, "fixed": {**_FIXED, **dict.fromkeys(_SMALL[:2], 0)}}
 
-_OF_EXPERTS = {"moe.norm": "pre_feedforward_layernorm_2", "moe.post_norm": "post_feedforward_layernorm_2"}
+_OF_EXPERTS = {
+    "moe.norm": "pre_feedforward_layernorm_2",
+    "moe.post_norm": "post_feedforward_layernorm_2",
+}
 _OF_EXPERTS |= {"dense_post_norm": "post_feedforward_layernorm_1", "moe.router": "router.proj"}
 _ROWS = (
     *SANDWICH_ROWS,
     *module_rows("layers.*", "model.layers.*", _OF_EXPERTS),
     KeyMapping("layers.*.moe.router.norm.weight", "model.layers.*.router.scale"),
     KeyMapping("layers.*.moe.router.expert_scale", "model.layers.*.router.per_expert_scale"),
-    *(replace(row, external=str(row.external).replace("mlp.", "")) for row in fused_expert_rows()[2:]),
+    *(
+        replace(row, external=str(row.external).replace("mlp.", ""))
+        for row in fused_expert_rows()[2:]
+    ),
 )
 
 _DENSE = ModelType(
@@ -216,18 +301,30 @@ _DENSE = ModelType(
     rows=_ROWS,
     keys={**_KEYS, **{name: name for name in _SMALL}},
     fixed=_FIXED,
-    ignored=("per_layer_config", "vocab_size_per_layer_input", "use_double_wide_mlp", *_EXPERT_KEYS),
+    ignored=(
+        "per_layer_config",
+        "vocab_size_per_layer_input",
+        "use_double_wide_mlp",
+        *_EXPERT_KEYS,
+    ),
     prepare=_prepare,
     write=write_if(
-        lambda config: config.attention_k_eq_v or config.num_global_key_value_heads == config.n_kv_heads,
+        lambda config: (
+            config.attention_k_eq_v or config.num_global_key_value_heads == config.n_kv_heads
+        ),
         lambda config: {"vocab_size_per_layer_input": config.vocab_size},
     ),
 )
-_EXPERTS: Any = {"keys": {**_KEYS, **_EXPERT_KEYS}, "fixed": {**_LARGE["fixed"], "enable_moe_block": True}}
+_EXPERTS: Any = {
+    "keys": {**_KEYS, **_EXPERT_KEYS},
+    "fixed": {**_LARGE["fixed"], "enable_moe_block": True},
+}
 
 _TYPES = {
     **dict.fromkeys(("gemma4_text", "gemma4"), _DENSE),
     **dict.fromkeys(("gemma4_unified_text", "gemma4_unified"), replace(_DENSE, **_LARGE)),
     "gemma4_text:enable_moe_block": replace(_DENSE, config=Gemma4MoEModel.Config, **_EXPERTS),
 }
-FORMAT = dense_format(_TYPES, without=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio."))
+FORMAT = dense_format(
+    _TYPES, without=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio.")
+)

@@ -7,8 +7,20 @@ from torchtitan.models.families import SMALL, Family
 from torchtitan.models.glm4.model import FORMAT, GLM4Model, GLMModel
 
 _HALF_ROTATED = RoPEConfig(theta=10_000.0, rotated_fraction=0.5)
-_9B: dict[str, Any] = {"dim": 4096, "n_layers": 40, "n_heads": 32, "n_kv_heads": 2, "ffn_dim": 13696}
-_32B: dict[str, Any] = {"dim": 6144, "n_layers": 61, "n_heads": 48, "n_kv_heads": 2, "ffn_dim": 23040}
+_9B: dict[str, Any] = {
+    "dim": 4096,
+    "n_layers": 40,
+    "n_heads": 32,
+    "n_kv_heads": 2,
+    "ffn_dim": 13696,
+}
+_32B: dict[str, Any] = {
+    "dim": 6144,
+    "n_layers": 61,
+    "n_heads": 48,
+    "n_kv_heads": 2,
+    "ffn_dim": 23040,
+}
 _PUBLISHED: dict[str, Any] = {"vocab_size": 151_552, "rope": _HALF_ROTATED}
 _FIRST: dict[str, Any] = {**_9B, **_PUBLISHED, "norm_eps": 1.5625e-7}
 

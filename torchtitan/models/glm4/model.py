@@ -1,4 +1,5 @@
-"""GLM-4 ("ChatGLM", arXiv:2406.12793) and the GLM-4 and GLM-Z1 of April 2025, and their Hugging Face format."""
+"""GLM-4 ("ChatGLM", arXiv:2406.12793) and the GLM-4 and GLM-Z1 of April 2025, and their Hugging
+Face format."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,12 @@ def _rows(config: GLMModel.Config) -> list[KeyMapping]:
 _SHARED: dict[str, Any] = {
     "rows": _rows,
     "keys": {"attention_bias": "attention_bias"},
-    "defaults": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
+    "defaults": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+    },
 }
 
 FORMAT = hf.dense_format(

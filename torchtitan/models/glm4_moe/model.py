@@ -25,7 +25,9 @@ class GLM4MoeModel(MoEDecoder):
     biased = "qkv"
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=self.make_norm if self.config.use_qk_norm else None, **options)
+        return super().make_attention(
+            index, qk_norm=self.make_norm if self.config.use_qk_norm else None, **options
+        )
 
 
 _TYPE = ModelType(
@@ -37,7 +39,12 @@ _TYPE = ModelType(
     fixed={"scoring_func": "sigmoid"},
     defaults={
         **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
-        **{"n_shared_experts": 1, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        **{
+            "n_shared_experts": 1,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
     },
     ignored=("first_k_dense_replace",),
     prepare=rows.prepare_dense_layers,

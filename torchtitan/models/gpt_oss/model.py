@@ -15,7 +15,8 @@ from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
 class GptOssModel(MoEDecoder):
-    """A decoder with attention sinks, biases, windows in every second layer, and experts with a clamped activation."""
+    """A decoder with attention sinks, biases, windows in every second layer, and experts with a
+    clamped activation."""
 
     has_sinks = True
     make_experts = ClampedExperts
@@ -23,7 +24,12 @@ class GptOssModel(MoEDecoder):
 
 
 _SINKS = KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks")
-_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -41,11 +47,22 @@ _TYPE = ModelType(
     keys={**WINDOW_KEYS, **LOCAL_KEYS, "attention_bias": "attention_bias"},
     fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     defaults={
-        **{"num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64},
-        **{"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
+        **{
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+        },
+        **{
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "rms_norm_eps": 1e-5,
+        },
     },
     ignored=("experts_per_token", "initial_context_length"),
     prepare=_prepare,
-    write=lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},  # also if unscaled
+    # also if unscaled
+    write=lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},
 )
 FORMAT = dense_format({"gpt_oss": _TYPE})

@@ -7,18 +7,30 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face import DENSE_ROWS, FUSED_GATE_UP, ModelType, dense_format, replaced
+from torchtitan.models.common.hugging_face import (
+    DENSE_ROWS,
+    FUSED_GATE_UP,
+    ModelType,
+    dense_format,
+    replaced,
+)
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UnsupportedModelError
 
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 
 
 class GraniteModel(Decoder):
-    """Llama's decoder with constant factors, as in maximal update parametrization (arXiv:2203.03466)."""
+    """Llama's decoder with constant factors, as in maximal update parametrization
+    (arXiv:2203.03466)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
@@ -29,7 +41,8 @@ class GraniteModel(Decoder):
         """Factor of attention scores, instead of 1 / sqrt(head_dim)."""
 
         residual_multiplier: float = 1.0
-        """Factor of the results of attention and feed-forward network before they are added to the residual stream."""
+        """Factor of the results of attention and feed-forward network before they are added to the
+        residual stream."""
 
         logits_scaling: float = 1.0
         """Divisor of logits."""
@@ -52,11 +65,16 @@ class GraniteModel(Decoder):
     def logit_transform(self) -> LogitTransform:
         return LogitTransform(multiplier=1 / self.config.logits_scaling)
 
-    # Initial values are divided by the factors, so that a new model starts like one without factors.
+    # Initial values are divided by the factors, so that a new model starts like one without
+    # factors.
 
     def embedding_init(self) -> TruncatedNormal:
         init = super().embedding_init()
-        return init if self.config.tie_embeddings else TruncatedNormal(init.std / self.config.embedding_multiplier)
+        return (
+            init
+            if self.config.tie_embeddings
+            else TruncatedNormal(init.std / self.config.embedding_multiplier)
+        )
 
     def init_stds(self, index: int) -> dict[str, Any]:
         stds = super().init_stds(index)
@@ -85,16 +103,22 @@ _ATTENTION = ("attention", "full_attention")
 
 
 def _prepare_dense(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json without types of layers, and with the values that transformers gives to absent keys. Raise
-    `UserError` if it has Mamba layers."""
+    """Return a config.json without types of layers, and with the values that transformers gives to
+    absent keys. Raise `UserError` if it has Mamba layers."""
     document = {"num_local_experts": 8, **document}
     names = ("layer_types", "layers_block_type")
-    for key, types in ({key: document.pop(key) for key in names if key in document} or {names[0]: None}).items():
+    for key, types in (
+        {key: document.pop(key) for key in names if key in document} or {names[0]: None}
+    ).items():
         n_layers = document.get("num_hidden_layers")
-        if not (isinstance(types, list) and len(types) == n_layers and all(kind in _ATTENTION for kind in types)):
+        if not (
+            isinstance(types, list)
+            and len(types) == n_layers
+            and all(kind in _ATTENTION for kind in types)
+        ):
             raise UnsupportedModelError(
-                f"config.json: {key} is {types!r}, which this family does not support (only 'attention' in each of "
-                f"num_hidden_layers = {n_layers} layers)"
+                f"config.json: {key} is {types!r}, which this family does not support (only "
+                f"'attention' in each of num_hidden_layers = {n_layers} layers)"
             )
     if document.get("position_embedding_type") is None:
         document["position_embedding_type"] = "nope"
@@ -110,7 +134,14 @@ _ROWS = replaced(
 )
 
 _OF_OTHER_LAYERS = (
-    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
+    *(
+        "mamba_n_heads",
+        "mamba_n_groups",
+        "mamba_d_state",
+        "mamba_d_head",
+        "mamba_d_conv",
+        "mamba_expand",
+    ),
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
     *("num_experts_per_tok", "intermediate_size", "init_method", "normalization_function"),
 )
@@ -127,13 +158,20 @@ FORMAT = dense_format(
             architecture="GraniteMoeHybridForCausalLM",
             config=Granite4Model.Config,
             rows=_ROWS,
-            keys={**_KEYS, "shared_intermediate_size": "ffn_dim", "position_embedding_type": "position_embedding_type"},
+            keys={
+                **_KEYS,
+                "shared_intermediate_size": "ffn_dim",
+                "position_embedding_type": "position_embedding_type",
+            },
             fixed={"num_local_experts": 0},
             ignored=_OF_OTHER_LAYERS,
             prepare=_prepare_dense,
             # transformers checks that the number of Mamba heads divides their width, even in models
             # without Mamba.
-            write=lambda config: {"layer_types": ["attention"] * config.n_layers, "mamba_n_heads": 1},
+            write=lambda config: {
+                "layer_types": ["attention"] * config.n_layers,
+                "mamba_n_heads": 1,
+            },
         ),
     }
 )

@@ -8,8 +8,16 @@ from torchtitan.models.families import SMALL, Family
 from torchtitan.models.llama3 import meta
 from torchtitan.models.llama3.model import FORMAT, Llama3Model
 
-_published = partial(Llama3Model.Config, vocab_size=128_256, max_seq_len=131_072, rope=RoPEConfig(scaling_factor=8.0))
-_small = partial(_published, n_kv_heads=8, ffn_dim=8192, tie_embeddings=True, rope=RoPEConfig(scaling_factor=32.0))
+_published = partial(
+    Llama3Model.Config, vocab_size=128_256, max_seq_len=131_072, rope=RoPEConfig(scaling_factor=8.0)
+)
+_small = partial(
+    _published,
+    n_kv_heads=8,
+    ffn_dim=8192,
+    tie_embeddings=True,
+    rope=RoPEConfig(scaling_factor=32.0),
+)
 
 FLAVORS = {
     "debugmodel": Llama3Model.Config(**SMALL, rope=RoPEConfig(theta=10_000.0)),

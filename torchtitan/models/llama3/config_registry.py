@@ -19,8 +19,9 @@ def llama3_debugmodel() -> Trainer.Config:
 
 
 def llama3_debugmodel_sft() -> Trainer.Config:
-    """Train the small model on the built-in conversations: about two minutes on two CPU cores, no network. The
-    tokenizer gets ChatML's tokens. `--checkpoint.initial_load_path` starts from a checkpoint of `debugmodel`."""
+    """Train the small model on the built-in conversations: about two minutes on two CPU cores, no
+    network. The tokenizer gets ChatML's tokens. `--checkpoint.initial_load_path` starts from a
+    checkpoint of `debugmodel`."""
     config = llama3_debugmodel()
     return dataclasses.replace(
         config,
@@ -31,27 +32,30 @@ def llama3_debugmodel_sft() -> Trainer.Config:
 
 
 def llama3_debugmodel_float8() -> Trainer.Config:
-    """The small model with linear layers in emulated float8, which runs on any device but saves no time or memory."""
+    """The small model with linear layers in emulated float8, which runs on any device but saves no
+    time or memory."""
     config = llama3_debugmodel()
     config.model_converters = [Float8LinearConverter.Config(emulate=True, min_features=16)]
     return config
 
 
 def llama3_debugmodel_qat() -> Trainer.Config:
-    """The small model, trained in its second half for quantization: 4-bit weights, 8-bit activations."""
+    """The small model, trained in its second half for quantization: 4-bit weights, 8-bit
+    activations."""
     config = llama3_debugmodel()
     config.model_converters = [QAT.Config(start_step=50)]
     return config
 
 
 def llama3_debugmodel_lora() -> Trainer.Config:
-    """Train low-rank adapters of the small model on the built-in conversations, starting from a checkpoint of
-    `debugmodel` (`--checkpoint.initial_load_path`) or random weights."""
+    """Train low-rank adapters of the small model on the built-in conversations, starting from a
+    checkpoint of `debugmodel` (`--checkpoint.initial_load_path`) or random weights."""
     return _small_adapters(LoRA.Config())
 
 
 def llama3_debugmodel_dora() -> Trainer.Config:
-    """Train DoRA: as `llama3_debugmodel_lora`, with magnitudes trained separately from directions."""
+    """Train DoRA: as `llama3_debugmodel_lora`, with magnitudes trained separately from
+    directions."""
     return _small_adapters(LoRA.Config(dora=True))
 
 
@@ -79,22 +83,27 @@ def llama3_8b_float8() -> Trainer.Config:
 
 
 def llama3_8b_lora() -> Trainer.Config:
-    """Low-rank adapters of Llama 3.1 8B Instruct, on conversations: `--dataloader.dataset my.jsonl`."""
+    """Low-rank adapters of Llama 3.1 8B Instruct, on conversations: `--dataloader.dataset
+    my.jsonl`."""
     return with_adapters(llama3_8b_sft(), LoRA.Config())
 
 
 def llama3_8b_qlora() -> Trainer.Config:
-    """QLoRA: `llama3_8b_lora` with base weights in 4 bits. A step peaks at 20.4 GiB on one GPU, by a dry run."""
+    """QLoRA: `llama3_8b_lora` with base weights in 4 bits. A step peaks at 20.4 GiB on one GPU, by
+    a dry run."""
     return with_adapters(llama3_8b_sft(), QLoRA.Config())
 
 
 def llama3_8b_sft() -> Trainer.Config:
     """Llama 3.1 8B Instruct on conversations or instructions: `--dataloader.dataset my.jsonl`."""
-    return for_conversations(published(FAMILY, "8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2)())
+    return for_conversations(
+        published(FAMILY, "8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2)()
+    )
 
 
 def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
-    """Train adapters on the built-in conversations as plain text; tokens added by a template would have frozen rows."""
+    """Train adapters on the built-in conversations as plain text; tokens added by a template would
+    have frozen rows."""
     config = with_adapters(llama3_debugmodel_sft(), adapters, lr=5e-3)
     config.tokenizer = PretrainedTokenizer.Config()
     config.dataloader = SFTDataLoader.Config(dataset=["chats"], chat_template="alpaca")

@@ -25,19 +25,31 @@ _SAME = (
 """Modules of a layer with the same names and rows in both formats."""
 
 _EXTRA = "torchtitan"
-"""Our own key of params.json, for facts that Meta's keys cannot express; Meta's reader ignores unknown keys."""
+"""Our own key of params.json, for facts that Meta's keys cannot express; Meta's reader ignores
+unknown keys."""
 
 _SCALING_FACTOR = 8.0
-"""The only factor in Meta's code, although Llama 3.2 (32 in its config.json) is published in this format too."""
+"""The only factor in Meta's code, although Llama 3.2 (32 in its config.json) is published in this
+format too."""
 
 _KNOWN = {
-    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps"),
+    *(
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "vocab_size",
+        "multiple_of",
+        "ffn_dim_multiplier",
+        "norm_eps",
+    ),
     *("rope_theta", "use_scaled_rope", _EXTRA),
 }
 
 
 def adapter(config: Llama3Model.Config) -> StateDictAdapter:
-    """Return the adapter of a model. Meta rotates pairs of neighboring elements, and writes tied weights twice."""
+    """Return the adapter of a model. Meta rotates pairs of neighboring elements, and writes tied
+    weights twice."""
     permutation = RopePermutation(config.resolved_head_dim)
     embedding, output = "tok_embeddings.weight", "output.weight"
     if config.tie_embeddings:
@@ -59,13 +71,15 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
 
 
 def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
-    """Return the model that a params.json describes. Warn of facts that neither Meta's keys nor `_EXTRA` give. Raise
-    `UserError` for a missing size or an unsupported value."""
+    """Return the model that a params.json describes. Warn of facts that neither Meta's keys nor
+    `_EXTRA` give. Raise `UserError` for a missing size or an unsupported value."""
     if unknown := sorted(document.keys() - _KNOWN):
         raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
     reader = ConfigReader("params.json", document)
     extra = reader.section(_EXTRA)
-    implied = _implied(reader.flag("use_scaled_rope", default=False), has_theta="rope_theta" in document)
+    implied = _implied(
+        reader.flag("use_scaled_rope", default=False), has_theta="rope_theta" in document
+    )
     if unknown := sorted(extra.values.keys() - implied.keys()):
         raise UserError(f"params.json: not known under '{_EXTRA}': {', '.join(unknown)}")
     dim, n_heads = (reader.whole_number(key) for key in ("dim", "n_heads"))
@@ -82,39 +96,51 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
         max_seq_len=extra.whole_number("max_seq_len", default=implied["max_seq_len"]),
         rope=RoPEConfig(
             theta=reader.number("rope_theta", default=10_000.0),
-            scaling_factor=extra.number("rope_scaling_factor", default=implied["rope_scaling_factor"]),
+            scaling_factor=extra.number(
+                "rope_scaling_factor", default=implied["rope_scaling_factor"]
+            ),
         ),
     )
     config.validate()
     if "rope_theta" not in document and "max_seq_len" not in extra.values:
         logger.warning(
-            f"params.json: no rope_theta, as in Llama 1 and 2: the base {config.rope.theta:g} and a context of "
-            f"{config.max_seq_len} are assumed (--model.max_seq_len)"
+            f"params.json: no rope_theta, as in Llama 1 and 2: the base {config.rope.theta:g} and "
+            f"a context of {config.max_seq_len} are assumed (--model.max_seq_len)"
         )
     if config.rope.scaling_factor != 1.0 and "rope_scaling_factor" not in extra.values:
         logger.warning(
-            f"params.json does not give the scaling factor of RoPE: {config.rope.scaling_factor:g} is assumed, as in "
-            f'Llama 3.1. Llama 3.2 has 32: set "{_EXTRA}": {{"rope_scaling_factor": 32}} in params.json, or '
+            f"params.json does not give the scaling factor of RoPE: {config.rope.scaling_factor:g} "
+            "is assumed, as in "
+            f'Llama 3.1. Llama 3.2 has 32: set "{_EXTRA}": {{"rope_scaling_factor": 32}} in '
+            "params.json, or "
             "use the files in Hugging Face's format"
         )
     return config
 
 
 def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
-    """Return the params.json of a model. Raise `UserError` if Meta's code cannot compute the model."""
+    """Return the params.json of a model. Raise `UserError` if Meta's code cannot compute the
+    model."""
     _check_expressible(config)
     multiple_of, multiplier = _ffn_parameters(config.dim, config.ffn_dim)
     factor = config.rope.scaling_factor
-    said = {"tie_embeddings": config.tie_embeddings, "max_seq_len": config.max_seq_len, "rope_scaling_factor": factor}
+    said = {
+        "tie_embeddings": config.tie_embeddings,
+        "max_seq_len": config.max_seq_len,
+        "rope_scaling_factor": factor,
+    }
     implied = _implied(factor != 1.0)
     extra = {key: value for key, value in said.items() if value != implied[key]}
     if "rope_scaling_factor" in extra:
         logger.warning(
-            f"params.json cannot express that RoPE is scaled by {factor:g}: Meta's code scales by {_SCALING_FACTOR:g}, "
-            "even for Llama 3.2; torchtitan reads the file back correctly"
+            f"params.json cannot express that RoPE is scaled by {factor:g}: Meta's code scales by "
+            f"{_SCALING_FACTOR:g}, even for Llama 3.2; torchtitan reads the file back correctly"
         )
     return {
-        **{name: getattr(config, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")},
+        **{
+            name: getattr(config, name)
+            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")
+        },
         "multiple_of": multiple_of,
         "ffn_dim_multiplier": multiplier,
         "norm_eps": config.norm_eps,
@@ -142,8 +168,8 @@ def _check_expressible(config: Llama3Model.Config) -> None:
         raise UserError("Meta's format has no reward models; use --to hf")
     if config.resolved_head_dim * config.n_heads != config.dim:
         raise UserError(
-            f"Meta's format has no model.head_dim, and this model's {config.head_dim} is not dim / n_heads = "
-            f"{config.dim} / {config.n_heads}"
+            f"Meta's format has no model.head_dim, and this model's {config.head_dim} is not dim / "
+            f"n_heads = {config.dim} / {config.n_heads}"
         )
     if config.attention_bias or config.mlp_bias:
         raise UserError("Meta's format has no biases (model.attention_bias, model.mlp_bias)")
@@ -152,7 +178,8 @@ def _check_expressible(config: Llama3Model.Config) -> None:
     plain = RoPEConfig(theta=config.rope.theta, scaling_factor=config.rope.scaling_factor)
     if config.rope != plain:
         raise UserError(
-            f"Meta's format has no RoPE scaling but Llama 3.1's, and this model's is {dataclasses.asdict(config.rope)}"
+            "Meta's format has no RoPE scaling but Llama 3.1's, and this model's is "
+            f"{dataclasses.asdict(config.rope)}"
         )
 
 
@@ -165,7 +192,8 @@ def _ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def _ffn_parameters(dim: int, ffn_dim: int) -> tuple[int, float]:
-    """Return `multiple_of` and the multiplier with the fewest digits that give `ffn_dim` exactly."""
+    """Return `multiple_of` and the multiplier with the fewest digits that give `ffn_dim`
+    exactly."""
     multiple_of = math.gcd(ffn_dim, 1024)
     # Widths from ffn_dim - multiple_of + 1 to ffn_dim are rounded up to it; aim for the middle.
     ratio = (ffn_dim + 1 - multiple_of / 2) / int(2 * (4 * dim) / 3)

@@ -16,7 +16,8 @@ FORMAT = dense_format(
             rows=DENSE_ROWS,
             keys={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
             ignored=("sliding_window",),  # transformers' Llama has no window
-            write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
+            # required by transformers
+            write=write_if(lambda config: config.dim % config.n_heads == 0),
         )
     }
 )

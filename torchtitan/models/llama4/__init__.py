@@ -9,13 +9,21 @@ from torchtitan.models.llama4.model import FORMAT, Llama4Model
 
 _ROUTER: Any = {"scoring_func": "sigmoid", "norm_topk_prob": False, "n_shared_experts": 1}
 _MOE = MoEConfig(n_experts=8, top_k=1, ffn_dim=192, layer_types=["dense", "sparse"], **_ROUTER)
-_DEBUG = {**SMALL, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 64}
+_DEBUG = {
+    **SMALL,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "sliding_window": 64,
+}
 _128E = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
 
 FLAVORS = {
-    "debugmodel": Llama4Model.Config(**_DEBUG, floor_scale=64, moe=_MOE, rope=RoPEConfig(theta=10_000.0)),
+    "debugmodel": Llama4Model.Config(
+        **_DEBUG, floor_scale=64, moe=_MOE, rope=RoPEConfig(theta=10_000.0)
+    ),
     "17B-16E": of_sizes(FORMAT, "llama4_text", 5120, 8192, 48, 40, 202_048, max_seq_len=262_144),
-    "17B-128E": of_sizes(FORMAT, "llama4_text", 5120, 8192, 48, 40, 202_048, max_seq_len=262_144, **_128E),
+    "17B-128E": of_sizes(
+        FORMAT, "llama4_text", 5120, 8192, 48, 40, 202_048, max_seq_len=262_144, **_128E
+    ),
 }
 
 FORMATS = {"hf": FORMAT}

@@ -8,7 +8,8 @@ from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
 
 
 class MistralModel(WindowedDecoder):
-    """Llama's decoder with sliding windows in all layers (Mistral 7B 0.1), some (Ministral), or none (later models)."""
+    """Llama's decoder with sliding windows in all layers (Mistral 7B 0.1), some (Ministral), or
+    none (later models)."""
 
 
 _ALL_LAYERS = ModelType(
@@ -21,8 +22,8 @@ _ALL_LAYERS = ModelType(
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json without types of layers if it has no window, so that it is written as Mistral: transformers'
-    Ministral needs a window."""
+    """Return a config.json without types of layers if it has no window, so that it is written as
+    Mistral: transformers' Ministral needs a window."""
     unused = () if document.get("sliding_window", True) else ("layer_types",)
     return {key: value for key, value in document.items() if key not in unused}
 

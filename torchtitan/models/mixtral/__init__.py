@@ -9,7 +9,9 @@ _8x22B = 6144, 16384, 56, 48
 
 FLAVORS = {
     "debugmodel": MixtralModel.Config(
-        **{**SMALL, "ffn_dim": 384}, moe=MoEConfig(n_experts=8, top_k=2), rope=RoPEConfig(theta=10_000.0)
+        **{**SMALL, "ffn_dim": 384},
+        moe=MoEConfig(n_experts=8, top_k=2),
+        rope=RoPEConfig(theta=10_000.0),
     ),
     "8x7B": of_sizes(FORMAT, "mixtral", 4096, 14336, 32, 32, 32_000, max_seq_len=32_768),
     "8x22B": of_sizes(FORMAT, "mixtral", *_8x22B, 32_000, max_seq_len=65_536),

@@ -12,7 +12,9 @@ class MixtralModel(MoEDecoder):
 _TYPE = ModelType(
     architecture="MixtralForCausalLM",
     config=MixtralModel.Config,
-    rows=lambda config: DENSE_ROWS + expert_rows(config, folder="block_sparse_moe", names=("w1", "w2", "w3")),
+    rows=lambda config: (
+        DENSE_ROWS + expert_rows(config, folder="block_sparse_moe", names=("w1", "w2", "w3"))
+    ),
     keys={**LOCAL_KEYS, "sliding_window": "sliding_window"},
     defaults={
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},

@@ -12,9 +12,14 @@ _7B: Any = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "ffn_d
 _13B: Any = {"dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}
 _32B: Any = {"dim": 5120, "n_layers": 64, "n_heads": 40, "n_kv_heads": 8, "ffn_dim": 27648}
 
-_2 = partial(Olmo2Model.Config, vocab_size=100_352, max_seq_len=4096, norm_eps=1e-6, rope=RoPEConfig())
+_2 = partial(
+    Olmo2Model.Config, vocab_size=100_352, max_seq_len=4096, norm_eps=1e-6, rope=RoPEConfig()
+)
 _YARN: Any = partial(RoPEConfig, scaling="yarn", high_freq_factor=32.0)
-_ROPES: Any = {"rope": _YARN(scaling_factor=8.0, attention_factor=1.2079441541679836), "local_rope": RoPEConfig()}
+_ROPES: Any = {
+    "rope": _YARN(scaling_factor=8.0, attention_factor=1.2079441541679836),
+    "local_rope": RoPEConfig(),
+}
 _3 = partial(Olmo3Model.Config, vocab_size=100_278, max_seq_len=65_536, norm_eps=1e-6, **_ROPES)
 _DEBUG: Any = {
     "rope": _YARN(theta=1e4, scaling_factor=4.0, original_max_seq_len=512),

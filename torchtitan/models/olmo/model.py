@@ -9,14 +9,19 @@ from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder, one_full_of
+from torchtitan.models.common.layer_types import (
+    WINDOW_KEYS,
+    LayerType,
+    WindowedDecoder,
+    one_full_of,
+)
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.tools.errors import UserError
 
 
 class Olmo2Model(WindowedDecoder):
-    """Llama's decoder with the norms after attention and feed-forward network, and norms over all queries and all keys
-    of a token."""
+    """Llama's decoder with the norms after attention and feed-forward network, and norms over all
+    queries and all keys of a token."""
 
     block_kind = PostNormBlock
 
@@ -25,7 +30,8 @@ class Olmo2Model(WindowedDecoder):
 
 
 class Olmo3Model(Olmo2Model):
-    """OLMo 2 with windows in three of four layers. Only the RoPE of the other layers is scaled for long contexts."""
+    """OLMo 2 with windows in three of four layers. Only the RoPE of the other layers is scaled for
+    long contexts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Olmo2Model.Config):
@@ -43,28 +49,36 @@ _OLMO_3_THETA = 500_000.0
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json whose `rope_scaling` is under the type of layers that it holds for. Raise `UserError` for
-    RoPE that transformers 4 and 5 read differently."""
+    """Return a config.json whose `rope_scaling` is under the type of layers that it holds for.
+    Raise `UserError` for RoPE that transformers 4 and 5 read differently."""
     reader = ConfigReader("config.json", document)
     scaling, parameters = reader.section("rope_scaling"), reader.section("rope_parameters")
     if scaling.values:
         document["rope_scaling"] = {"full_attention": scaling.values}
-    theta, sections = reader.number("rope_theta", _OLMO_3_THETA), ("full_attention", "sliding_attention")
-    if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in sections):
+    theta, sections = (
+        reader.number("rope_theta", _OLMO_3_THETA),
+        ("full_attention", "sliding_attention"),
+    )
+    if theta != _OLMO_3_THETA and not all(
+        parameters.section(name).has("rope_theta") for name in sections
+    ):
         raise UserError(
-            f"config.json: rope_theta is {theta}, which transformers 5 does not apply to all layers; set it in each "
-            "section of rope_parameters"
+            f"config.json: rope_theta is {theta}, which transformers 5 does not apply to all "
+            "layers; set it in each section of rope_parameters"
         )
     return document
 
 
 def _rope_for_transformers_4(config: Olmo3Model.Config) -> dict[str, Any]:
-    """Return the keys of RoPE of transformers 4, if they can describe the model: they scale full attention only."""
+    """Return the keys of RoPE of transformers 4, if they can describe the model: they scale full
+    attention only."""
     is_plain = config.local_rope == RoPEConfig(theta=config.rope.theta)
     return write_rope(config.rope, config.max_seq_len) if is_plain else {}
 
 
-_ROWS = dense_rows(attention_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm")
+_ROWS = dense_rows(
+    attention_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm"
+)
 
 FORMAT = dense_format(
     {

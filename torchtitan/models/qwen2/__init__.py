@@ -7,14 +7,29 @@ from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen2.model import FORMAT, Qwen2Model
 
 _ROPE = RoPEConfig(theta=1_000_000.0)
-_small = partial(Qwen2Model.Config, vocab_size=151_936, norm_eps=1e-6, rope=_ROPE, n_kv_heads=2, tie_embeddings=True)
+_small = partial(
+    Qwen2Model.Config,
+    vocab_size=151_936,
+    norm_eps=1e-6,
+    rope=_ROPE,
+    n_kv_heads=2,
+    tie_embeddings=True,
+)
 _0_5B = partial(_small, dim=896, n_layers=24, n_heads=14, ffn_dim=4864)
 _1_5B = partial(_small, dim=1536, n_layers=28, n_heads=12, ffn_dim=8960)
-_large = partial(Qwen2Model.Config, vocab_size=152_064, max_seq_len=131_072, norm_eps=1e-6, rope=_ROPE)
+_large = partial(
+    Qwen2Model.Config, vocab_size=152_064, max_seq_len=131_072, norm_eps=1e-6, rope=_ROPE
+)
 _7B = partial(_large, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18944)
-_14B = partial(_large, dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, ffn_dim=13824, norm_eps=1e-5)
-_32B = partial(_large, dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27648, norm_eps=1e-5)
-_72B = partial(_large, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=29568, norm_eps=1e-5)
+_14B = partial(
+    _large, dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, ffn_dim=13824, norm_eps=1e-5
+)
+_32B = partial(
+    _large, dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27648, norm_eps=1e-5
+)
+_72B = partial(
+    _large, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=29568, norm_eps=1e-5
+)
 
 FLAVORS = {
     "debugmodel": Qwen2Model.Config(**SMALL, norm_eps=1e-6, rope=RoPEConfig(theta=10_000.0)),

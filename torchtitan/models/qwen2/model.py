@@ -9,10 +9,13 @@ from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, p
 
 
 class Qwen2Model(WindowedDecoder):
-    """Llama's decoder with biases of queries, keys and values, and windows in some models' upper layers."""
+    """Llama's decoder with biases of queries, keys and values, and windows in some models' upper
+    layers."""
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "qkv", **options)
+        return super().make_attention(
+            index, biases="qkvo" if self.config.attention_bias else "qkv", **options
+        )
 
 
 FORMAT = dense_format(

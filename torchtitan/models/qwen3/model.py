@@ -1,11 +1,13 @@
-"""Qwen3's dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face format."""
+"""Qwen3's dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face
+format."""
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 
 
 class Qwen3Model(WindowedDecoder):
-    """Llama's decoder with a norm on the queries and keys of each head, and windows in some models' upper layers."""
+    """Llama's decoder with a norm on the queries and keys of each head, and windows in some models'
+    upper layers."""
 
     has_qk_norm = True
 

@@ -8,14 +8,29 @@ from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen3_5.model import FORMAT, Qwen35Model, Qwen35MoEModel
 
 
-def _published(kind: type[Qwen35Model.Config] = Qwen35Model.Config, **sizes: Any) -> Qwen35Model.Config:
+def _published(
+    kind: type[Qwen35Model.Config] = Qwen35Model.Config, **sizes: Any
+) -> Qwen35Model.Config:
     rope = RoPEConfig(theta=10_000_000.0, rotated_fraction=0.25)
     return kind(vocab_size=248_320, max_seq_len=262_144, norm_eps=1e-6, rope=rope, **sizes)
 
 
-_SMALL: Any = {"n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "linear_num_value_heads": 16, "tie_embeddings": True}
+_SMALL: Any = {
+    "n_layers": 24,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "linear_num_value_heads": 16,
+    "tie_embeddings": True,
+}
 _MEDIUM: Any = {"n_layers": 32, "n_heads": 16, "n_kv_heads": 4}
-_35B: Any = {"dim": 2048, "n_layers": 40, "n_heads": 16, "n_kv_heads": 2, "head_dim": 256, "ffn_dim": 512}
+_35B: Any = {
+    "dim": 2048,
+    "n_layers": 40,
+    "n_heads": 16,
+    "n_kv_heads": 2,
+    "head_dim": 256,
+    "ffn_dim": 512,
+}
 _DEBUG: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.25)}
 _DEBUG |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 _DEBUG |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
@@ -31,9 +46,17 @@ FLAVORS = {
     "4B": _published(**_MEDIUM, dim=2560, head_dim=256, ffn_dim=9216, tie_embeddings=True),
     "9B": _published(**_MEDIUM, dim=4096, ffn_dim=12288),
     "27B": _published(
-        dim=5120, n_layers=64, n_heads=24, n_kv_heads=4, head_dim=256, ffn_dim=17408, linear_num_value_heads=48
+        dim=5120,
+        n_layers=64,
+        n_heads=24,
+        n_kv_heads=4,
+        head_dim=256,
+        ffn_dim=17408,
+        linear_num_value_heads=48,
     ),
-    "35B-A3B": _published(Qwen35MoEModel.Config, **_35B, moe=MoEConfig(n_experts=256, top_k=8, shared_ffn_dim=512)),
+    "35B-A3B": _published(
+        Qwen35MoEModel.Config, **_35B, moe=MoEConfig(n_experts=256, top_k=8, shared_ffn_dim=512)
+    ),
 }
 
 FORMATS = {"hf": FORMAT}

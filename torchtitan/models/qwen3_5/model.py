@@ -1,4 +1,5 @@
-"""Qwen3.5's models, dense and with experts, without their vision encoder, and their Hugging Face format."""
+"""Qwen3.5's models, dense and with experts, without their vision encoder, and their Hugging Face
+format."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,8 @@ from torchtitan.tools.errors import UserError
 
 
 class Qwen35Model(HybridDecoder):
-    """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
-    its result, and RoPE in a part of each head."""
+    """Gated delta nets, with an attention layer after every three. Attention has norms of queries
+    and keys, a gate of its result, and RoPE in a part of each head."""
 
     norm_kind = OffsetRMSNorm
 
@@ -35,20 +36,27 @@ class Qwen35MoEModel(ExpertLayers, Qwen35Model):
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with `layer_types`, and without keys that only matter for images: they assign RoPE's
-    pairs to the three coordinates of a position, which are equal in text. Raise `UserError` for contradictory keys."""
+    """Return a config.json with `layer_types`, and without keys that only matter for images: they
+    assign RoPE's pairs to the three coordinates of a position, which are equal in text. Raise
+    `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("full_attention_interval", 4)
-    types = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(n_layers)]
+    types = [
+        "linear_attention" if (index + 1) % interval else "full_attention"
+        for index in range(n_layers)
+    ]
     prepared = {"layer_types": types, **document}
     has_interval = prepared.pop("full_attention_interval", None) is not None
     if prepared["layer_types"] != types and has_interval:
         raise UserError(
-            f"config.json: full_attention_interval {interval} contradicts layer_types {prepared['layer_types']}"
+            f"config.json: full_attention_interval {interval} contradicts layer_types "
+            f"{prepared['layer_types']}"
         )
     for key in ("rope_parameters", "rope_scaling"):
         section = reader.section(key).values
-        prepared[key] = {name: value for name, value in section.items() if not name.startswith("mrope_")}
+        prepared[key] = {
+            name: value for name, value in section.items() if not name.startswith("mrope_")
+        }
     return prepared
 
 
@@ -60,11 +68,20 @@ _TEXT = ModelType(
     keys={**DELTA_NET_KEYS, "attention_bias": "attention_bias"},
     fixed={"attn_output_gate": True},
     defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
-    ignored=("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    ignored=(
+        "mamba_ssm_dtype",
+        "mlp_only_layers",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    ),
     prepare=_prepare,
 )
 
-_KEYS = {**QWEN_KEYS, "shared_expert_intermediate_size": "moe.shared_ffn_dim", "moe_intermediate_size": "ffn_dim"}
+_KEYS = {
+    **QWEN_KEYS,
+    "shared_expert_intermediate_size": "moe.shared_ffn_dim",
+    "moe_intermediate_size": "ffn_dim",
+}
 _DEFAULTS = {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
 _MOE = replace(
     _TEXT,
@@ -72,7 +89,12 @@ _MOE = replace(
     config=Qwen35MoEModel.Config,
     rows=lambda config: _DENSE + expert_rows(config, shared="shared_expert"),
     keys={**_TEXT.keys, **_KEYS},
-    defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
+    defaults={
+        **_TEXT.defaults,
+        **_DEFAULTS,
+        "moe_intermediate_size": 512,
+        "num_key_value_heads": 2,
+    },
 )
 
 # Skips tensors that predict more than one token at once, as transformers does.

@@ -1,4 +1,5 @@
-"""Qwen3's models with experts (arXiv:2505.09388), and Qwen2's and Qwen1.5's, with their Hugging Face format."""
+"""Qwen3's models with experts (arXiv:2505.09388), and Qwen2's and Qwen1.5's, with their Hugging
+Face format."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,8 @@ class Qwen3MoeModel(MoEDecoder):
 
 
 class Qwen2MoeModel(MoEDecoder):
-    """Qwen2's decoder with experts in some layers or in all, next to one that every token passes through."""
+    """Qwen2's decoder with experts in some layers or in all, next to one that every token passes
+    through."""
 
     biased = "qkv"
 
@@ -25,12 +27,15 @@ _KEYS = {**QWEN_KEYS, **SPARSE_KEYS, "norm_topk_prob": "moe.norm_topk_prob"}
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with `mlp_layer_types` for its keys about dense layers, and without an unused window. Raise
-    `UserError` for unusable keys."""
+    """Return a config.json with `mlp_layer_types` for its keys about dense layers, and without an
+    unused window. Raise `UserError` for unusable keys."""
     reader = ConfigReader("config.json", document)
     n_layers, step = reader.n_layers(), reader.whole_number("decoder_sparse_step", 1)
     dense = document.get("mlp_only_layers") or []
-    if not (isinstance(dense, list) and all(type(index) is int and 0 <= index < n_layers for index in dense)):
+    if not (
+        isinstance(dense, list)
+        and all(type(index) is int and 0 <= index < n_layers for index in dense)
+    ):
         raise reader.wrong("mlp_only_layers", dense, "a list of numbers of layers")
     is_dense = [index in dense or (index + 1) % step != 0 for index in range(n_layers)]
     unused = () if reader.flag("use_sliding_window", False) else ("sliding_window", "layer_types")
@@ -54,7 +59,12 @@ _3 = ModelType(
     rows=lambda config: DENSE_ROWS + expert_rows(config, shared="shared_expert"),
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
     defaults={
-        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
+        **{
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "num_key_value_heads": 4,
+        },
         **{"norm_topk_prob": False},
     },
     ignored=("use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "max_window_layers"),
@@ -65,10 +75,19 @@ _2 = replace(
     _3,
     architecture="Qwen2MoeForCausalLM",
     config=Qwen2MoeModel.Config,
-    keys={**_KEYS, "qkv_bias": "attention_bias", "shared_expert_intermediate_size": "moe.shared_ffn_dim"},
+    keys={
+        **_KEYS,
+        "qkv_bias": "attention_bias",
+        "shared_expert_intermediate_size": "moe.shared_ffn_dim",
+    },
     fixed={"use_sliding_window": False},
     defaults={
-        **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
+        **{
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "num_key_value_heads": 16,
+        },
         **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632, "qkv_bias": True},
     },
     write=lambda config: _write(config) if config.moe.shared_ffn_dim else None,

@@ -6,8 +6,19 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.smollm3.model import FORMAT, SmolLM3Model
 
-_3B: dict[str, Any] = {"dim": 2048, "n_layers": 36, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 11008}
-_3B |= {"vocab_size": 128_256, "max_seq_len": 65_536, "tie_embeddings": True, "rope": RoPEConfig(theta=5_000_000.0)}
+_3B: dict[str, Any] = {
+    "dim": 2048,
+    "n_layers": 36,
+    "n_heads": 16,
+    "n_kv_heads": 4,
+    "ffn_dim": 11008,
+}
+_3B |= {
+    "vocab_size": 128_256,
+    "max_seq_len": 65_536,
+    "tie_embeddings": True,
+    "rope": RoPEConfig(theta=5_000_000.0),
+}
 
 FLAVORS = {
     "debugmodel": SmolLM3Model.Config(**SMALL, norm_eps=1e-6, rope=RoPEConfig(theta=10_000.0)),

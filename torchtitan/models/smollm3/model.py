@@ -17,12 +17,16 @@ class SmolLM3Model(WindowedDecoder):
     @dataclass(kw_only=True, slots=True)
     class Config(WindowedDecoder.Config):
         no_rope_layers: list[int] = field(default_factory=lambda: [1, 1, 1, 0])
-        """1 for a layer with rotary positions, 0 for a layer without, for the first layers; repeated for the others."""
+        """1 for a layer with rotary positions, 0 for a layer without, for the first layers;
+        repeated for the others."""
 
         def validate(self) -> None:
             WindowedDecoder.Config.validate(self)
             if not (self.no_rope_layers and set(self.no_rope_layers) <= {0, 1}):
-                raise UserError(f"--model.no_rope_layers is {self.no_rope_layers}, but must be a list of 1 and 0")
+                raise UserError(
+                    f"--model.no_rope_layers is {self.no_rope_layers}, but must be a list of 1 and "
+                    "0"
+                )
 
     config: Config
 
@@ -36,7 +40,9 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     layers without positions, if it has windows. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("no_rope_layer_interval", 4)
-    has_rope = document.setdefault("no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)])
+    has_rope = document.setdefault(
+        "no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)]
+    )
     document.pop("no_rope_layer_interval", None)
     if reader.flag("use_sliding_window", False) and isinstance(has_rope, list):
         types = ["full_attention" if rope else "sliding_attention" for rope in has_rope]
@@ -50,8 +56,15 @@ FORMAT = dense_format(
             architecture="SmolLM3ForCausalLM",
             config=SmolLM3Model.Config,
             rows=DENSE_ROWS,
-            keys={**WINDOW_KEYS, **{name: name for name in ("attention_bias", "mlp_bias", "no_rope_layers")}},
-            defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+            keys={
+                **WINDOW_KEYS,
+                **{name: name for name in ("attention_bias", "mlp_bias", "no_rope_layers")},
+            },
+            defaults={
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": True,
+                "rope_theta": 2_000_000.0,
+            },
             prepare=_prepare,
             write=lambda config: {"use_sliding_window": config.sliding_window is not None},
         )

@@ -12,16 +12,23 @@ from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
 def _small(model_type: str, **document: Any) -> TransformersModel.Config:
     sizes = {"hidden_size": SMALL["dim"], "intermediate_size": SMALL["ffn_dim"], "vocab_size": 512}
-    sizes |= {"num_hidden_layers": 4, "num_attention_heads": SMALL["n_heads"], "num_key_value_heads": 4}
+    sizes |= {
+        "num_hidden_layers": 4,
+        "num_attention_heads": SMALL["n_heads"],
+        "num_key_value_heads": 4,
+    }
     max_seq_len = SMALL["max_seq_len"]
     sizes["max_position_embeddings"] = max_seq_len
     return TransformersModel.Config(
-        dim=SMALL["dim"], max_seq_len=max_seq_len, document={"model_type": model_type, **sizes, **document}
+        dim=SMALL["dim"],
+        max_seq_len=max_seq_len,
+        document={"model_type": model_type, **sizes, **document},
     )
 
 
 FLAVORS = {
-    # Of no family here: a hybrid of short convolutions and attention; attention and network in parallel, with windows.
+    # Of no family here: a hybrid of short convolutions and attention; attention and network in
+    # parallel, with windows.
     "debugmodel": _small("lfm2", layer_types=["conv", "conv", "full_attention", "conv"]),
     "debugmodel_dense": _small("cohere2", sliding_window=64),
 }
@@ -36,5 +43,10 @@ FORMATS = {
 }
 
 
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=lambda model: class_plan(model.document)[0])
+FAMILY = Family(
+    module=__name__,
+    flavors=FLAVORS,
+    formats=FORMATS,
+    sharding=lambda model: class_plan(model.document)[0],
+)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -1,8 +1,9 @@
 """The auxiliary loss of a class's routers over the global batch, in place of that of a micro-batch.
 
-Most classes of transformers have one formula (`load_balancing_loss_func`, of arXiv:2101.03961): E K sum_i f_i P_i, with
-f_i the share of the choices that expert i gets, P_i its mean probability, both over all layers and tokens, and K the
-experts of a token. f has no gradient, and P is a sum over tokens; so micro-batches add up if f is known before."""
+Most classes of transformers have one formula (`load_balancing_loss_func`, of arXiv:2101.03961): E K
+sum_i f_i P_i, with f_i the share of the choices that expert i gets, P_i its mean probability, both
+over all layers and tokens, and K the experts of a token. f has no gradient, and P is a sum over
+tokens; so micro-batches add up if f is known before."""
 
 from typing import Any
 
@@ -11,35 +12,50 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from torchtitan.models.common.moe.router import Observed, imbalance, shares_of, widest
-from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, text_inputs, trial
+from torchtitan.models.transformers.tiny import (
+    CLONE_TOLERANCE,
+    TEXT_IDS,
+    random_clone,
+    text_inputs,
+    trial,
+)
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig
 from torchtitan.tools.logging import logger
 
 
 class ClassBalance(LoadBalanced):
-    """The routers of all layers of a class, as one: E experts, of which a token gets K in each layer."""
+    """The routers of all layers of a class, as one: E experts, of which a token gets K in each
+    layer."""
 
     def __init__(self, n_experts: int, n_chosen: int, weight: float):
         super().__init__(n_experts, n_chosen, PenaltyConfig(batch_loss=weight), selection=None)
         self.n_chosen = n_chosen
 
-    def forward(self, hidden: Tensor, router_logits: tuple[Tensor, ...], has_token_N: Tensor) -> Tensor:
-        """Return hidden states unchanged, and add to the statistics, or in the backward pass to the gradients. Logits
-        are (N, E) for each layer."""
+    def forward(
+        self, hidden: Tensor, router_logits: tuple[Tensor, ...], has_token_N: Tensor
+    ) -> Tensor:
+        """Return hidden states unchanged, and add to the statistics, or in the backward pass to the
+        gradients. Logits are (N, E) for each layer."""
         assert self.totals is not None
-        logits_LNE = torch.stack([logits.reshape(-1, self.n_experts) for logits in router_logits]).float()
+        logits_LNE = torch.stack(
+            [logits.reshape(-1, self.n_experts) for logits in router_logits]
+        ).float()
         n_layers, self.top_k = len(logits_LNE), self.n_chosen * len(logits_LNE)
         probabilities = logits_LNE.softmax(dim=-1).where(has_token_N[:, None], 0)
         chosen_LNK = probabilities.detach().topk(self.n_chosen, dim=-1).indices
         counts_E = _count(chosen_LNK, has_token_N, self.n_experts)
-        entropy = torch.special.entr(probabilities.detach()).sum(dtype=widest(logits_LNE)) / n_layers
+        entropy = (
+            torch.special.entr(probabilities.detach()).sum(dtype=widest(logits_LNE)) / n_layers
+        )
         totals = torch.cat((counts_E, (entropy * 2**20).long()[None]))
         if self.is_measuring:
             self.totals += totals
             return hidden
         if not hidden.requires_grad:
             return hidden
-        assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
+        assert self.batch_counts_E is not None, (
+            "call LoadBalancer.measuring before the step's backward passes"
+        )
         factor = self.penalties.batch_loss * self.n_chosen / n_layers
         losses = factor * imbalance(probabilities, shares_of(self.batch_counts_E))
         observed: Tensor = Observed.apply(hidden, losses, totals, self)
@@ -53,12 +69,13 @@ def _count(chosen_LNK: Tensor, has_token_N: Tensor, n_experts: int) -> Tensor:
 
 
 def make_balance(model: Any, weight: float) -> ClassBalance | None:
-    """Return the balance of a class; None, with a warning, if a trial shows that its loss has another formula."""
+    """Return the balance of a class; None, with a warning, if a trial shows that its loss has
+    another formula."""
     if not _has_formula(model.config):
         logger.warning(
-            "%s computes the loss of its routers in its own way, for each micro-batch of a rank: gradients depend on "
-            "--training.local_batch_size and the number of ranks; set output_router_logits to false in config.json to "
-            "train without it",
+            "%s computes the loss of its routers in its own way, for each micro-batch of a rank: "
+            "gradients depend on --training.local_batch_size and the number of ranks; set "
+            "output_router_logits to false in config.json to train without it",
             type(model).__name__,
         )
         return None
@@ -66,7 +83,8 @@ def make_balance(model: Any, weight: float) -> ClassBalance | None:
 
 
 def _sizes(model: Any) -> tuple[int, int]:
-    """Return the experts of a layer and of a token. Raise `AttributeError` if the class does not name them."""
+    """Return the experts of a layer and of a token. Raise `AttributeError` if the class does not
+    name them."""
     text = model.config.get_text_config(decoder=True)
     names = ("num_experts", "num_experts_per_tok")
     n_experts, n_chosen = (getattr(model, name, None) or getattr(text, name) for name in names)
@@ -79,7 +97,9 @@ def _has_formula(config: PretrainedConfig) -> bool:
     try:
         model = random_clone(config)
         n_experts, n_chosen = _sizes(model)
-        outputs = model(**text_inputs(model, torch.arange(TEXT_IDS.start, TEXT_IDS.start + 48).view(2, 24)))
+        outputs = model(
+            **text_inputs(model, torch.arange(TEXT_IDS.start, TEXT_IDS.start + 48).view(2, 24))
+        )
         logits = torch.cat([each.reshape(-1, n_experts) for each in outputs.router_logits]).float()
         probabilities = logits.softmax(dim=-1)
         chosen = probabilities.topk(n_chosen, dim=-1).indices

@@ -17,8 +17,9 @@ from torchtitan.tools.errors import UserError, in_words, suggest
 _found = version("transformers") if importlib.util.find_spec("transformers") else "absent"
 if not _found[:1].isdigit() or [int(number) for number in _found.split(".")[:2]] < [5, 23]:
     raise UserError(
-        f"this model is computed by its class in transformers 5.23 or newer, which is not installed ({_found}): pip "
-        "install 'torchtitan[transformers]', or EXTRA=transformers ./run_train.sh"
+        "this model is computed by its class in transformers 5.23 or newer, which is not "
+        f"installed ({_found}): pip install 'torchtitan[transformers]', or EXTRA=transformers "
+        "./run_train.sh"
     )
 
 import transformers  # noqa: E402
@@ -40,8 +41,8 @@ _own_classes: dict[type, Any] = {}
 
 
 def model_classes() -> dict[str, list[str]]:
-    """Return model_type → names of the classes that train here, the preferred one first, for every type that
-    transformers knows."""
+    """Return model_type → names of the classes that train here, the preferred one first, for every
+    type that transformers knows."""
     names: dict[str, list[str]] = {}
     for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"):
         for model_type, name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
@@ -50,26 +51,31 @@ def model_classes() -> dict[str, list[str]]:
 
 
 def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the model. Raise `UserError` if no class here computes it."""
+    """Return the part of a config.json that describes the model. Raise `UserError` if no class here
+    computes it."""
     is_known = document.get("model_type") in model_classes()
     if not is_known and not _own_code(document):
         raise UserError(_refusal(document))
     left_out = _ABOUT_FILES | ({"auto_map", FOLDER_KEY} if is_known else set())
     kept = {key: value for key, value in document.items() if key not in left_out}
-    kept = PretrainedConfig._decode_special_floats(kept)  # infinite numbers, which JSON does not have
+    # infinite numbers, which JSON does not have
+    kept = PretrainedConfig._decode_special_floats(kept)
     try:
         config = transformers_config(kept)
     except Exception as error:  # validators of transformers raise various types
         raise UserError(f"config.json: transformers refuses it: {in_words(error)}") from error
     if config.is_encoder_decoder:
-        raise UserError(f"config.json: {config.model_type} is an encoder-decoder; only decoders train here")
+        raise UserError(
+            f"config.json: {config.model_type} is an encoder-decoder; only decoders train here"
+        )
     return kept
 
 
 def _own_code(document: Mapping[str, Any]) -> bool:
     """Return whether the code in the model's folder computes it, and may be executed."""
     code = document.get("auto_map") or {}
-    is_here = not any("--" in str(reference) for reference in code.values())  # else in another repository
+    # else in another repository
+    is_here = not any("--" in str(reference) for reference in code.values())
     return is_here and "AutoModelForCausalLM" in code and os.environ.get(TRUST_VARIABLE) == "1"
 
 
@@ -78,12 +84,16 @@ def _refusal(document: Mapping[str, Any]) -> str:
     if code := document.get("auto_map"):
         files = sorted({f"{str(path).rpartition('.')[0]}.py" for path in code.values()})
         return (
-            f"config.json: model_type '{model_type}' needs code in the model's folder ({', '.join(files)}), which is "
-            f"not executed; if you trust it, set the environment variable {TRUST_VARIABLE}=1 (code of another "
-            "repository, as in `repository--file.py`, is never executed)"
+            f"config.json: model_type '{model_type}' needs code in the model's folder "
+            f"({', '.join(files)}), which is not executed; if you trust it, set the environment "
+            f"variable {TRUST_VARIABLE}=1 (code of another repository, as in "
+            "`repository--file.py`, is never executed)"
         )
     if model_type in CONFIG_MAPPING:
-        return f"config.json: model_type '{model_type}' has no class in transformers that predicts the next token"
+        return (
+            f"config.json: model_type '{model_type}' has no class in transformers that predicts "
+            "the next token"
+        )
     wanted = document.get("transformers_version")
     newer = f" (the file was written by transformers {wanted})" if wanted else ""
     nearest = suggest(str(model_type), sorted(known)) or ";"
@@ -102,7 +112,9 @@ def transformers_config(document: Mapping[str, Any], vocab_size: int | None = No
         if not _own_code(document):
             raise UserError(_refusal(document))
         names = [document["auto_map"][kind] for kind in ("AutoConfig", "AutoModelForCausalLM")]
-        cls, model_class = (get_class_from_dynamic_module(name, document[FOLDER_KEY]) for name in names)
+        cls, model_class = (
+            get_class_from_dynamic_module(name, document[FOLDER_KEY]) for name in names
+        )
         _own_classes[cls] = model_class
     else:
         cls = CONFIG_MAPPING[document["model_type"]]
@@ -123,7 +135,8 @@ def class_of(config: Any) -> tuple[Any, Any]:
     named = [name for name in config.architectures or () if name in known]
     cls = getattr(transformers, (named or known)[0])
     text = config.get_text_config(decoder=True)
-    return cls, text if cls.config_class is type(text) else config  # the language side of a model of images and text
+    # the language side of a model of images and text
+    return cls, text if cls.config_class is type(text) else config
 
 
 def missing_kernels(config: Any) -> list[str]:
@@ -141,7 +154,9 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
     try:  # with a copy, since it writes into its configuration
         return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
     except Exception as error:  # impossible sizes raise various types
-        raise UserError(f"config.json: {cls.__name__} cannot be built from it: {in_words(error)}") from error
+        raise UserError(
+            f"config.json: {cls.__name__} cannot be built from it: {in_words(error)}"
+        ) from error
 
 
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:

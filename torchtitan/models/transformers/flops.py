@@ -9,25 +9,34 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.protocols.model import BaseModel, converted_modules
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import OpOverload, TorchDispatchMode, flop_formulas, reading_operation
+from torchtitan.tools.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    flop_formulas,
+    reading_operation,
+)
 
 _STEP = 64
-"""Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent layers divide it."""
+"""Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent
+layers divide it."""
 
 
 class _WithoutValues(TorchDispatchMode):
     """Answers checks of values, such as whether a mask hides anything, with no."""
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return False if func is reading_operation() else func(*args, **(kwargs or {}))
 
 
 def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> float:
-    """Return the operations per token of a forward pass over windows of `seq_len` tokens: matrix products and
-    convolutions, in attention over the whole square. A recurrent class may loop over tokens, so that longer passes are
-    extrapolated: operations are a polynomial of the length, of degree 2. A class that reads values, as to group tokens
-    by expert, is taken to use every matrix once, with a warning. `plain` is the class on the meta device with attention
-    "eager"; its type changes."""
+    """Return the operations per token of a forward pass over windows of `seq_len` tokens: matrix
+    products and convolutions, in attention over the whole square. A recurrent class may loop over
+    tokens, so that longer passes are extrapolated: operations are a polynomial of the length, of
+    degree 2. A class that reads values, as to group tokens by expert, is taken to use every matrix
+    once, with a warning. `plain` is the class on the meta device with attention "eager"; its type
+    changes."""
     plain.bfloat16()  # grouped products know no other type
     flop_formulas()
 
@@ -42,10 +51,17 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
                 return count(seq_len) / seq_len
             first, second, third = (count(n * _STEP) for n in (1, 2, 3))
             n = seq_len / _STEP - 1
-            return (first + n * (second - first) + n * (n - 1) / 2 * (third - 2 * second + first)) / seq_len
+            return (
+                first + n * (second - first) + n * (n - 1) / 2 * (third - 2 * second + first)
+            ) / seq_len
     except RuntimeError as error:
-        logger.warning("operations are estimated as 6 per parameter, used or not: %s", str(error).split("\n")[0])
-        return 2.0 * sum(parameter.numel() for parameter in plain.parameters() if parameter.ndim > 1)
+        logger.warning(
+            "operations are estimated as 6 per parameter, used or not: %s",
+            str(error).split("\n")[0],
+        )
+        return 2.0 * sum(
+            parameter.numel() for parameter in plain.parameters() if parameter.ndim > 1
+        )
 
 
 def with_backward(forward: float, model: BaseModel, used: Iterable[nn.Module]) -> float:
@@ -57,6 +73,14 @@ def with_backward(forward: float, model: BaseModel, used: Iterable[nn.Module]) -
     if not trained:
         return forward
     linear = [layer for layer in used if isinstance(layer, nn.Linear)]
-    frozen = sum(x.in_features * x.out_features for x in linear if id(getattr(x, "weight", None)) not in trained)
-    adapters = sum(part.get_parameter(name).numel() for _, part in converted_modules(model) for name in part.added)
+    frozen = sum(
+        x.in_features * x.out_features
+        for x in linear
+        if id(getattr(x, "weight", None)) not in trained
+    )
+    adapters = sum(
+        part.get_parameter(name).numel()
+        for _, part in converted_modules(model)
+        for name in part.added
+    )
     return 3 * forward - 2 * frozen + 6 * adapters

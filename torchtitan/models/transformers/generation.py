@@ -17,7 +17,8 @@ from torchtitan.tools.errors import UserError
 
 
 class ClassCache(KVCache):
-    """Tokens of a text and what the class remembers of them; a class without a cache gets all tokens each time."""
+    """Tokens of a text and what the class remembers of them; a class without a cache gets all
+    tokens each time."""
 
     def __init__(self) -> None:
         self._modules = []
@@ -31,22 +32,37 @@ class ClassCache(KVCache):
 
     def attention(self, positions_BL: Tensor) -> "NextTokens":
         rows = AttentionMetadata.of_rows(*positions_BL.shape)
-        return NextTokens(positions_BL=positions_BL, cu_seqlens=rows.cu_seqlens, max_seqlen=rows.max_seqlen, cache=self)
+        return NextTokens(
+            positions_BL=positions_BL,
+            cu_seqlens=rows.cu_seqlens,
+            max_seqlen=rows.max_seqlen,
+            cache=self,
+        )
 
     def advance(self, length: int) -> None:
         """Keep the tokens of the last forward pass; their number must be `length`."""
         if length != self._n_new:
-            raise UserError("a class of transformers cannot forget padding of tensor parallelism; set use_cache=False")
+            raise UserError(
+                "a class of transformers cannot forget padding of tensor parallelism; set "
+                "use_cache=False"
+            )
 
     def run(self, model: Any, tokens_BL: Tensor, attention: "NextTokens") -> Any:
-        """Call a class on the tokens that follow the remembered ones. Padding before a text is masked."""
+        """Call a class on the tokens that follow the remembered ones. Padding before a text is
+        masked."""
         assert attention.positions_BL is not None
         self._n_new = tokens_BL.shape[1]
-        all_BS = tokens_BL if self._tokens_BL is None else torch.cat((self._tokens_BL, tokens_BL), dim=1)
+        all_BS = (
+            tokens_BL if self._tokens_BL is None else torch.cat((self._tokens_BL, tokens_BL), dim=1)
+        )
         n_padding_B1 = all_BS.shape[1] - 1 - attention.positions_BL[:, -1:]
         mask_BS = (torch.arange(all_BS.shape[1], device=tokens_BL.device) >= n_padding_B1).long()
         takes = inspect.signature(model.forward).parameters
-        positions = {"position_ids": (mask_BS.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in takes else {}
+        positions = (
+            {"position_ids": (mask_BS.cumsum(-1) - 1).clamp(min=0)}
+            if "position_ids" in takes
+            else {}
+        )
         inputs = model.prepare_inputs_for_generation(
             all_BS,
             next_sequence_length=self._n_new if self._remembered else None,
@@ -57,7 +73,9 @@ class ClassCache(KVCache):
             **self._remembered,
         )
         inputs["logits_to_keep"] = 0  # all hidden states reach the head
-        outputs = model(**{name: value for name, value in inputs.items() if name in takes}, return_dict=True)
+        outputs = model(
+            **{name: value for name, value in inputs.items() if name in takes}, return_dict=True
+        )
         self._tokens_BL = all_BS
         caches = ("past_key_values", "cache_params", "state")
         self._remembered = {name: outputs[name] for name in caches if outputs.get(name) is not None}
@@ -74,11 +92,16 @@ class NextTokens(AttentionMetadata):
 
 @trial
 def has_cache(document: Mapping[str, Any], implementation: str | None) -> bool:
-    """Return whether a tiny clone of the class of a config.json, with this attention, gives the same logits with its
-    cache and padding as without."""
+    """Return whether a tiny clone of the class of a config.json, with this attention, gives the
+    same logits with its cache and padding as without."""
     text_1L = torch.tensor(TEXT_IDS)[None, :20]
-    padded_1S, positions_1S = torch.nn.functional.pad(text_1L, (5, 0)), torch.arange(-5, 20)[None].clamp(min=0)
-    steps = zip(padded_1S.split([23, 1, 1], dim=1), positions_1S.split([23, 1, 1], dim=1), strict=True)
+    padded_1S, positions_1S = (
+        torch.nn.functional.pad(text_1L, (5, 0)),
+        torch.arange(-5, 20)[None].clamp(min=0),
+    )
+    steps = zip(
+        padded_1S.split([23, 1, 1], dim=1), positions_1S.split([23, 1, 1], dim=1), strict=True
+    )
     try:
         model = random_clone(transformers_config(document), implementation)
         expected_V = model(input_ids=text_1L, use_cache=False).logits[0, -1]

@@ -14,7 +14,11 @@ from tyro.conf import Suppress
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.config.configurable import builds
 from torchtitan.models.transformers.balance import make_balance
-from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
+from torchtitan.models.transformers.description import (
+    build_class,
+    checked_document,
+    transformers_config,
+)
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.initialize import add_initializers, class_values
@@ -30,7 +34,8 @@ from torchtitan.tools.logging import logger
 
 
 class TransformersModel(BaseModel):
-    """A class of transformers, in `model`, without its output weights, which are in `head`: the loss reads them."""
+    """A class of transformers, in `model`, without its output weights, which are in `head`: the
+    loss reads them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -45,14 +50,20 @@ class TransformersModel(BaseModel):
 
         @classmethod
         def of(cls, document: Mapping[str, Any]) -> Self:
-            """Return the configuration for a config.json. Raise `UserError` as `checked_document`."""
+            """Return the configuration for a config.json. Raise `UserError` as
+            `checked_document`."""
             kept = checked_document(document)
             text = transformers_config(kept).get_text_config(decoder=True)
             for size in ("hidden_size", "vocab_size"):
                 if not isinstance(getattr(text, size, None), int):
-                    raise UserError(f"config.json: {type(text).__name__} has no {size}, so it is not a language model")
+                    raise UserError(
+                        f"config.json: {type(text).__name__} has no {size}, so it is not a "
+                        "language model"
+                    )
             most = getattr(text, "max_position_embeddings", None) or 2**20
-            return cls(dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept)
+            return cls(
+                dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept
+            )
 
         def transformers_config(self) -> Any:
             """Return transformers' configuration object."""
@@ -60,23 +71,36 @@ class TransformersModel(BaseModel):
 
         def validate(self) -> None:
             if self.scores:
-                raise UserError("reward models need a family of torchtitan, not a class of transformers")
+                raise UserError(
+                    "reward models need a family of torchtitan, not a class of transformers"
+                )
             text = self.transformers_config().get_text_config(decoder=True)
             if getattr(text, "layerdrop", 0):
-                raise UserError("config.json: layerdrop is above 0, but each rank would drop other layers; set 0")
+                raise UserError(
+                    "config.json: layerdrop is above 0, but each rank would drop other layers; set "
+                    "0"
+                )
             if self.dim != text.hidden_size:
-                raise UserError(f"--model.dim is {self.dim}, but the hidden_size in config.json is {text.hidden_size}")
+                raise UserError(
+                    f"--model.dim is {self.dim}, but the hidden_size in config.json is "
+                    f"{text.hidden_size}"
+                )
 
         def unsupported_parallelisms(self) -> dict[str, str]:
             reason = "a class of transformers computes whole sequences, in one piece"
-            unsupported = dict.fromkeys(("pipeline_parallel_degree", "context_parallel_degree"), reason)
+            unsupported = dict.fromkeys(
+                ("pipeline_parallel_degree", "context_parallel_degree"), reason
+            )
             _, of_tensors = class_plan(self.document)
             return {**unsupported, **({"tensor_parallel_degree": of_tensors} if of_tensors else {})}
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
             text = self.transformers_config().get_text_config(decoder=True)
-            sizes = {name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+            sizes = {
+                name: getattr(text, name, None)
+                for name in ("num_attention_heads", "num_key_value_heads")
+            }
             return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     config: Config
@@ -90,17 +114,28 @@ class TransformersModel(BaseModel):
         _share_modules(self.model)
         add_initializers(self.model)
         self._freeze_other_modalities()
-        self.balance = make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
+        self.balance = (
+            make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
+        )
         self._block_names = _find_blocks(self.model)
         self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
-        self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
-        self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
+        self.output_name = next(
+            (name for name, module in self.model.named_modules() if module is output), ""
+        )
+        self.head = ClassHead(
+            None if self.is_tied or not transform else output, transform or UNCHANGED
+        )
         if transform or self.is_tied:
-            self.model.set_submodule(self.output_name, OutputPlace(self.model, computes=not transform))
+            self.model.set_submodule(
+                self.output_name, OutputPlace(self.model, computes=not transform)
+            )
         if not transform:
-            logger.info("%s transforms its logits itself: the loss gets all of them", type(self.model).__name__)
+            logger.info(
+                "%s transforms its logits itself: the loss gets all of them",
+                type(self.model).__name__,
+            )
 
     @property
     def captured(self) -> "OutputPlace | None":
@@ -117,14 +152,17 @@ class TransformersModel(BaseModel):
 
     @property
     def auxiliary_weight(self) -> float:
-        """Weight of the routers' auxiliary loss. Raise `UserError` if the class has none under a known name."""
+        """Weight of the routers' auxiliary loss. Raise `UserError` if the class has none under a
+        known name."""
         for owner in (self.model, self.model.config.get_text_config(decoder=True)):
             for name in ("router_aux_loss_coef", "aux_loss_coef"):
                 weight = getattr(owner, name, None)
                 if isinstance(weight, float | int):
                     return weight
         name = type(self.model).__name__
-        raise UserError(f"{name} names no weight of its auxiliary loss; set output_router_logits to false")
+        raise UserError(
+            f"{name} names no weight of its auxiliary loss; set output_router_logits to false"
+        )
 
     @property
     def tok_embeddings(self) -> nn.Module:
@@ -132,7 +170,8 @@ class TransformersModel(BaseModel):
         return cast(nn.Module, self.model.get_input_embeddings())
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Convert or move parameters and buffers, except the types of buffers: the choice of experts depends on one."""
+        """Convert or move parameters and buffers, except the types of buffers: the choice of
+        experts depends on one."""
         buffers = dict(self.named_buffers())
         super().to(*args, **kwargs)
         for name, buffer in self.named_buffers():
@@ -146,11 +185,17 @@ class TransformersModel(BaseModel):
         if model.config.get_text_config(decoder=True) is model.config:
             return
         model.requires_grad_(False)
-        for part in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
+        for part in (
+            model.get_decoder(),
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+        ):
             if part is not None:
                 part.requires_grad_(True)
         own = {name: module.parameters(recurse=False) for name, module in self.named_modules()}
-        self.unused_layers = {name for name, weights in own.items() if not any(p.requires_grad for p in weights)}
+        self.unused_layers = {
+            name for name, weights in own.items() if not any(p.requires_grad for p in weights)
+        }
 
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
@@ -161,20 +206,28 @@ class TransformersModel(BaseModel):
         blocks = self.blocks().values()
         uses = Counter(parameter for block in blocks for parameter in block.parameters())
         shared = {parameter for parameter, n_uses in uses.items() if n_uses > 1}
-        return [*embedding, *(block for block in blocks if shared.isdisjoint(block.parameters())), *head]
+        return [
+            *embedding,
+            *(block for block in blocks if shared.isdisjoint(block.parameters())),
+            *head,
+        ]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         return class_values(self.config, names, seed)
 
     def generation_cache(self, make_default: Callable[[], Any]) -> ClassCache | None:
-        return ClassCache() if has_cache(self.config.document, self.packing.implementation) else None
+        return (
+            ClassCache() if has_cache(self.config.document, self.packing.implementation) else None
+        )
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward: see `flops`."""
         with torch.device("meta"):
             plain = build_class(self.config.transformers_config(), "eager").eval()
         forward = forward_flops(plain, seq_len, is_recurrent=self.packing.mode == "rows")
-        return with_backward(forward, self, [*self.model.get_decoder().modules(), *self.head.modules()])
+        return with_backward(
+            forward, self, [*self.model.get_decoder().modules(), *self.head.modules()]
+        )
 
     def forward(
         self,
@@ -184,17 +237,27 @@ class TransformersModel(BaseModel):
         head: Head = compute_logits,
         **head_inputs: Any,
     ) -> Tensor:
-        """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. The
-        auxiliary loss of routers, if the class gives one, is that of the global batch in the steps of a `LoadBalancer`,
-        which do not show it; elsewhere, a loss includes the class's, weighted with the number of labels."""
+        """Return logits (B, L, V), or the result of `head`; see
+        `torchtitan.models.common.decoder.Decoder.forward`. The auxiliary loss of routers, if the
+        class gives one, is that of the global batch in the steps of a `LoadBalancer`, which do not
+        show it; elsewhere, a loss includes the class's, weighted with the number of labels."""
         captured = self.captured
         if isinstance(attention, NextTokens):
             outputs = attention.cache.run(self.model, tokens_BL, attention)
-            hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[:, -tokens_BL.shape[1] :]
+            hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[
+                :, -tokens_BL.shape[1] :
+            ]
         else:
-            options = {"static": self.is_compiled, "masks_padding": self.training and self.has_auxiliary_loss}
-            outputs = self.packing.run(self.model, tokens_BL, attention, **options, return_dict=True)
-            hidden_BLD = self.packing.gather(captured.hidden.pop() if captured else outputs.logits, attention)
+            options = {
+                "static": self.is_compiled,
+                "masks_padding": self.training and self.has_auxiliary_loss,
+            }
+            outputs = self.packing.run(
+                self.model, tokens_BL, attention, **options, return_dict=True
+            )
+            hidden_BLD = self.packing.gather(
+                captured.hidden.pop() if captured else outputs.logits, attention
+            )
             if self.training and self.balance is not None and self.balance.totals is not None:
                 mask_N = self.packing.token_mask(tokens_BL, attention)
                 hidden_BLD = self.balance(hidden_BLD, outputs.router_logits, mask_N)
@@ -205,8 +268,17 @@ class TransformersModel(BaseModel):
             result = head(hidden_BLD, None, **head_inputs)
         is_loss = self.training and "labels_BL" in head_inputs and result.ndim == 0
         has_balance = self.balance is not None and self.balance.totals is not None
-        if is_loss and not has_balance and isinstance(auxiliary := getattr(outputs, "aux_loss", None), Tensor):
-            result = result + self.auxiliary_weight * auxiliary * (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
+        if (
+            is_loss
+            and not has_balance
+            and isinstance(auxiliary := getattr(outputs, "aux_loss", None), Tensor)
+        ):
+            result = (
+                result
+                + self.auxiliary_weight
+                * auxiliary
+                * (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
+            )
         return result
 
 
@@ -222,7 +294,9 @@ class OutputPlace(nn.Module):
         self.bias: nn.Parameter | None = None
         owner: nn.Module = self
         if output.weight is embedding.weight and output.bias is not None:
-            others = (module for module in model.modules() if getattr(module, "bias", None) is output.bias)
+            others = (
+                module for module in model.modules() if getattr(module, "bias", None) is output.bias
+            )
             owner = next((module for module in others if module is not output), self)
             if owner is self:
                 self.bias = output.bias
@@ -245,7 +319,8 @@ class OutputPlace(nn.Module):
 
 
 class ClassHead(nn.Module):
-    """Output weights, with the loss as their result in training. With tied embeddings, `output` is None."""
+    """Output weights, with the loss as their result in training. With tied embeddings, `output` is
+    None."""
 
     def __init__(self, output: Any, transform: LogitTransform):
         super().__init__()
@@ -253,23 +328,25 @@ class ClassHead(nn.Module):
         self.transform = transform
 
     def forward(self, hidden_BLD: Tensor, tied: Any, head: Head, **head_inputs: Any) -> Tensor:
-        """Return `head(hidden states, output weights, …)`; `tied` are weights and bias of others, or None. A bias is
-        one more column of weights."""
+        """Return `head(hidden states, output weights, …)`; `tied` are weights and bias of others,
+        or None. A bias is one more column of weights."""
         weight_VD, bias_V = tied or (effective_weight(self.output), self.output.bias)
         if bias_V is not None:
             weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
             hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)
         hidden_BLD = hidden_BLD.to(weight_VD.dtype)  # some classes compute the last norm in float32
         if isinstance(weight_VD, DTensor):
-            hidden_BLD = DTensor.from_local(hidden_BLD, weight_VD.device_mesh, [Replicate()], run_check=False)
+            hidden_BLD = DTensor.from_local(
+                hidden_BLD, weight_VD.device_mesh, [Replicate()], run_check=False
+            )
         if self.transform != UNCHANGED:
             head_inputs["transform"] = self.transform
         return head(hidden_BLD, weight_VD, **head_inputs)
 
 
 def _share_modules(model: Any) -> None:
-    """Share the modules of tied parameters, where only the parameters are the same: they are replaced when a model is
-    moved. The output layer is handled separately."""
+    """Share the modules of tied parameters, where only the parameters are the same: they are
+    replaced when a model is moved. The output layer is handled separately."""
     output = model.get_output_embeddings()
     for pair in model.all_tied_weights_keys.items():
         alias, original = (name.rpartition(".")[0] for name in pair)
@@ -285,10 +362,20 @@ def _find_blocks(model: Any) -> list[str]:
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
-        if type(module).__name__ in unsplittable and name.rpartition(".")[2].isdigit() and not is_inside:
+        if (
+            type(module).__name__ in unsplittable
+            and name.rpartition(".")[2].isdigit()
+            and not is_inside
+        ):
             names[name] = module
-    lists = [part for part in model.named_modules() if isinstance(part[1], nn.ModuleList) and part[1] in decoder]
+    lists = [
+        part
+        for part in model.named_modules()
+        if isinstance(part[1], nn.ModuleList) and part[1] in decoder
+    ]
     if lists and decoder.isdisjoint(names.values()):
-        largest, blocks = max(lists, key=lambda part: sum(parameter.numel() for parameter in part[1].parameters()))
+        largest, blocks = max(
+            lists, key=lambda part: sum(parameter.numel() for parameter in part[1].parameters())
+        )
         names |= {f"{largest}.{i}": block for i, block in enumerate(blocks)}
     return [f"model.{name}" for name in names]

@@ -13,7 +13,8 @@ from torchtitan.protocols.output_head import LogitTransform
 
 _LARGE, _SMALL = 1e8, 1e-3
 _TOLERANCE = 1e-5
-"""Largest relative difference of float32 logits: a soft cap and its product are rounded in another order."""
+"""Largest relative difference of float32 logits: a soft cap and its product are rounded in another
+order."""
 
 
 @trial
@@ -26,8 +27,12 @@ def logit_transform(document: Mapping[str, Any]) -> LogitTransform | None:
         return None
 
     def change(logits_V: Tensor) -> Tensor:
-        with output.register_forward_hook(lambda *arguments: logits_V.expand_as(arguments[-1]).clone()):
-            logits: Tensor = model(**text_inputs(model, torch.zeros(1, 2, dtype=torch.long))).logits[0, -1]
+        with output.register_forward_hook(
+            lambda *arguments: logits_V.expand_as(arguments[-1]).clone()
+        ):
+            logits: Tensor = model(
+                **text_inputs(model, torch.zeros(1, 2, dtype=torch.long))
+            ).logits[0, -1]
         return logits
 
     output = model.get_output_embeddings()

@@ -1,4 +1,5 @@
-"""Keep packed documents apart in any class of transformers, in the fastest way that a trial of a tiny clone allows."""
+"""Keep packed documents apart in any class of transformers, in the fastest way that a trial of a
+tiny clone allows."""
 
 import copy
 import inspect
@@ -16,7 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchtitan.models.common.attention import Attention, with_kernel
 from torchtitan.models.transformers.description import missing_kernels
-from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, text_inputs, trial
+from torchtitan.models.transformers.tiny import (
+    CLONE_TOLERANCE,
+    TEXT_IDS,
+    random_clone,
+    text_inputs,
+    trial,
+)
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
@@ -30,7 +37,9 @@ Mode = Literal["kernel", "masks", "rows"]
 _JOINED_MASKS: Any = masking_utils.and_masks()
 _WINDOW_MASK: Any = masking_utils.sliding_window_overlay(1)
 
-_current: ContextVar[tuple[AttentionMetadata | None, bool]] = ContextVar("current", default=(None, False))
+_current: ContextVar[tuple[AttentionMetadata | None, bool]] = ContextVar(
+    "current", default=(None, False)
+)
 """Documents of the current forward pass, and whether their kernels must have constant shapes."""
 
 
@@ -44,7 +53,8 @@ class Documents:
         self.with_kernel(**properties)  # expected of all layers, so that blocks find it
 
     def with_kernel(self, **properties: Any) -> AttentionMetadata:
-        """Return the metadata with the kernel for these arguments of `choose_kernel`, chosen once per batch."""
+        """Return the metadata with the kernel for these arguments of `choose_kernel`, chosen once
+        per batch."""
         key = None if self.static else tuple(properties.values())
         if key not in self._with_kernels:
             self._with_kernels[key] = with_kernel(self.attention, **properties, static=self.static)
@@ -64,7 +74,8 @@ def _window(mask_function: Any) -> tuple[bool, int | None]:
 
 
 def _make_mask(**options: Any) -> Tensor | Documents | None:
-    """Make the mask of a model whose attention is ours, with the arguments of transformers' `sdpa_mask`."""
+    """Make the mask of a model whose attention is ours, with the arguments of transformers'
+    `sdpa_mask`."""
     attention, (is_plain, window) = _active(options), _window(options["mask_function"])
     if attention is None or not is_plain:
         return _within_documents(masking_utils.sdpa_mask)(**options)
@@ -118,7 +129,13 @@ def _remap(mask_function: Callable[..., Any], positions_BL: Tensor) -> Callable[
 
 _WITHOUT_EFFECT = {
     *("sliding_window", "is_causal", "position_ids"),  # the mask has them
-    *("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *(
+        "use_cache",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    ),
 }
 """Options of attention without an effect. An unknown one may change scores, as sinks do."""
 
@@ -134,18 +151,32 @@ def _attend(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with our kernels if the mask is ours, else as PyTorch does; (B, heads, L, head_dim) → (B, L, heads,
-    head_dim)."""
-    attend = Attention(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
+    """Attend with our kernels if the mask is ours, else as PyTorch does; (B, heads, L, head_dim) →
+    (B, L, heads, head_dim)."""
+    attend = Attention(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap
+    )
     if isinstance(attention_mask, Documents):
-        if unknown := [name for name, x in options.items() if x is not None and name not in _WITHOUT_EFFECT]:
+        if unknown := [
+            name for name, x in options.items() if x is not None and name not in _WITHOUT_EFFECT
+        ]:
             raise NotImplementedError(f"attention with {unknown[0]}")
         # Latent attention has values of another width, which not all kernels support.
         width = max(query.shape[-1], value.shape[-1])
-        properties = {"device": query.device, "dtype": query.dtype, "head_dim": width, "capped": softcap is not None}
+        properties = {
+            "device": query.device,
+            "dtype": query.dtype,
+            "head_dim": width,
+            "capped": softcap is not None,
+        }
         if not dropout:
-            padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-            result = attend(*(x.transpose(1, 2) for x in padded), attention_mask.with_kernel(**properties))
+            padded = (
+                x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+                for x in (query, key, value)
+            )
+            result = attend(
+                *(x.transpose(1, 2) for x in padded), attention_mask.with_kernel(**properties)
+            )
             return result[..., : value.shape[-1]].contiguous(), None
         dense = replace(attention_mask.attention, kernel="dense")  # the kernels have no dropout
         mask: Tensor | None = with_kernel(dense, **properties, static=attention_mask.static).mask
@@ -155,21 +186,27 @@ def _attend(
         options |= {"dropout": dropout, "scaling": scaling}
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     if mask is None:  # in generation
-        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(
+            key.shape[2] - query.shape[2]
+        )
     mask = mask | ~mask.any(-1, keepdim=True)  # padding sees nothing, whose softmax would be NaN
     return attend._products(query, key, value, attn_mask=mask).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(KERNEL, _attend)
 masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(KERNEL, _make_mask)
-masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _within_documents(masking_utils.eager_mask))
-masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _within_documents(masking_utils.sdpa_mask))
+masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(
+    "eager", _within_documents(masking_utils.eager_mask)
+)
+masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(
+    "sdpa", _within_documents(masking_utils.sdpa_mask)
+)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Form in which a class gets packed documents: with our attention ("kernel"), with its own and masks of documents,
-    or a row per document."""
+    """Form in which a class gets packed documents: with our attention ("kernel"), with its own and
+    masks of documents, or a row per document."""
 
     mode: Mode
     reason: str = ""
@@ -192,33 +229,42 @@ class Packing:
         masks_padding: bool = False,
         **options: Any,
     ) -> Any:
-        """Call a class on packed tokens, or, without `attention`, on rows of one document each; `gather` its results.
-        With `static`, kernels have constant shapes, for compiled blocks. With `masks_padding`, the class gets a mask of
-        padding, which its losses of routers read and our attention does not."""
+        """Call a class on packed tokens, or, without `attention`, on rows of one document each;
+        `gather` its results. With `static`, kernels have constant shapes, for compiled blocks. With
+        `masks_padding`, the class gets a mask of padding, which its losses of routers read and our
+        attention does not."""
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
         mask_BL = torch.ones_like(tokens_BL)
         if masks_padding:
             documents = attention.with_documents(tokens_BL.device).documents
             assert documents
             has_token_BL = documents.has_token_BL
-            mask_BL = (has_token_BL | ~has_token_BL.any()).long()  # a mean over no token would be NaN
+            # a mean over no token would be NaN
+            mask_BL = (has_token_BL | ~has_token_BL.any()).long()
         inputs: dict[str, Any] = {"attention_mask": mask_BL} if masks_padding else {}
         positions_BL = attention.positions_BL
         if self.mode != "rows":
             if positions_BL is None:
-                positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
-            # With a mask, transformers does not look for documents in the positions, which would wait for the device.
+                positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(
+                    tokens_BL
+                )
+            # With a mask, transformers does not look for documents in the positions, which would
+            # wait for the device.
             inputs |= {"position_ids": positions_BL, "attention_mask": mask_BL}
         elif positions_BL is not None:
             index_NM, mask_NM = (send(x, tokens_BL.device) for x in _rows(attention))
-            tokens_BL, inputs["attention_mask"] = tokens_BL.flatten()[index_NM], mask_NM * mask_BL.flatten()[index_NM]
+            tokens_BL, inputs["attention_mask"] = (
+                tokens_BL.flatten()[index_NM],
+                mask_NM * mask_BL.flatten()[index_NM],
+            )
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
         context = copy_context()
         context.run(_current.set, (attention, static))
         return context.run(model, **text_inputs(model, tokens_BL, **inputs), **options)
 
     def token_mask(self, tokens_BL: Tensor, attention: AttentionMetadata | None) -> Tensor:
-        """Return whether each place that a class gets is a token of a document, flat, in the order of `run`."""
+        """Return whether each place that a class gets is a token of a document, flat, in the order
+        of `run`."""
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
         documents = attention.with_documents(tokens_BL.device).documents
         assert documents
@@ -247,22 +293,36 @@ def _rows(attention: AttentionMetadata) -> tuple[Tensor, Tensor]:
 
 
 _LENGTHS = [27, 5, 1, 31, 40, 24]
-"""Tokens of the documents of the trial, in two rows; some are longer than the windows and chunks of the clone."""
+"""Tokens of the documents of the trial, in two rows; some are longer than the windows and chunks of
+the clone."""
 
 
 @trial
 def choose_packing(config: PretrainedConfig) -> Packing:
-    """Return the fastest way in which a class keeps packed documents apart, and log one line if it is not the fastest.
-    Raise `UserError` if the class needs more than text, or tokens see later ones, as in an encoder."""
+    """Return the fastest way in which a class keeps packed documents apart, and log one line if it
+    is not the fastest. Raise `UserError` if the class needs more than text, or tokens see later
+    ones, as in an encoder."""
     packing = _try(config)
     if packing.mode != "kernel":
         rows = "each packed document gets a row, padded to the length of the longest"
-        way = rows if packing.mode == "rows" else "packed documents are kept apart by masks of all pairs of tokens"
-        doubt = "" if packing.is_exact else ", but a trial did not show that they cannot change each other"
+        way = (
+            rows
+            if packing.mode == "rows"
+            else "packed documents are kept apart by masks of all pairs of tokens"
+        )
+        doubt = (
+            ""
+            if packing.is_exact
+            else ", but a trial did not show that they cannot change each other"
+        )
         log = logger.info if packing.is_exact else logger.warning
         log("%s: %s%s (%s)", config.model_type, way, doubt, packing.reason)
     if missing := ", ".join(missing_kernels(config)):
-        logger.info("%s: without %s, its class computes with PyTorch's operations", config.model_type, missing)
+        logger.info(
+            "%s: without %s, its class computes with PyTorch's operations",
+            config.model_type,
+            missing,
+        )
     return packing
 
 
@@ -283,30 +343,44 @@ def _try(config: PretrainedConfig) -> Packing:
         if packed.shape[1] != tokens_BL.numel():
             raise ValueError("it gives no logits for each token")
     except Exception as error:
-        if model and isinstance(error, TypeError | ValueError):  # an argument is missing, or an explicit check
-            raise UserError(f"model_type {config.model_type} does not compute text alone: {in_words(error)}") from error
+        # an argument is missing, or an explicit check
+        if model and isinstance(error, TypeError | ValueError):
+            raise UserError(
+                f"model_type {config.model_type} does not compute text alone: {in_words(error)}"
+            ) from error
         return Packing("rows", f"a tiny clone cannot be built ({in_words(error)})", is_exact=False)
 
     def change(logits: Tensor, expected: Tensor) -> float:
         return float((logits.reshape(expected.shape) - expected).abs().max() / packed.abs().max())
 
-    rows, start = (model(**text_inputs(model, x)).logits for x in (tokens_BL, documents[0][None, :10]))
+    rows, start = (
+        model(**text_inputs(model, x)).logits for x in (tokens_BL, documents[0][None, :10])
+    )
     if change(start, alone[0][:, :10]) > CLONE_TOLERANCE:
-        raise UserError(f"model_type {config.model_type}: its tokens see later ones, so it cannot predict them")
+        raise UserError(
+            f"model_type {config.model_type}: its tokens see later ones, so it cannot predict them"
+        )
     if change(rows, packed) < 100 * CLONE_TOLERANCE:
         return Packing("rows", "no leak would be seen in a tiny clone", is_exact=False)
-    attention = AttentionMetadata.from_positions(torch.cat([torch.arange(n) for n in _LENGTHS]).view(2, 64))
+    attention = AttentionMetadata.from_positions(
+        torch.cat([torch.arange(n) for n in _LENGTHS]).view(2, 64)
+    )
     reasons: list[str] = []
     for mode in modes:
         packing = Packing(mode, "; ".join(reasons))
         try:
             candidate = random_clone(config, packing.implementation)
             plain = change(packing.run(candidate, tokens_BL, None).logits, rows)
-            leak = change(packing.gather(packing.run(candidate, tokens_BL, attention).logits, attention), packed)
+            leak = change(
+                packing.gather(packing.run(candidate, tokens_BL, attention).logits, attention),
+                packed,
+            )
         except Exception as error:
             reasons.append(f"{mode}: {in_words(error)}")
             continue
         if max(plain, leak) <= CLONE_TOLERANCE:
             return packing
-        reasons.append(f"{mode}: leak {leak:.1e}, and without other documents logits change by {plain:.1e}")
+        reasons.append(
+            f"{mode}: leak {leak:.1e}, and without other documents logits change by {plain:.1e}"
+        )
     return Packing("rows", "; ".join(reasons), is_exact=False)

@@ -34,10 +34,18 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if output is None:
         return ShardingPlan(tensor={}, attention=""), f"{name} names no output layer"
-    tensor: dict[str, TensorSharding] = {} if output.weight is embedding.weight else {"head.output": "columns"}
-    inside = {module for module in model.get_decoder().modules() if list(module.parameters(recurse=False))} - {output}
-    for path, module in ((path, module) for path, module in model.named_modules() if module in inside):
-        style = next((style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None)
+    tensor: dict[str, TensorSharding] = (
+        {} if output.weight is embedding.weight else {"head.output": "columns"}
+    )
+    inside = {
+        module for module in model.get_decoder().modules() if list(module.parameters(recurse=False))
+    } - {output}
+    for path, module in (
+        (path, module) for path, module in model.named_modules() if module in inside
+    ):
+        style = next(
+            (style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None
+        )
         kind = _KINDS.get(style)
         if module is embedding:
             kind = "vocabulary to whole"
@@ -51,5 +59,8 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
     if not {"colwise", "rowwise_split_input"} & set(styles.values()):
         reason = f"{name} has no plan for it in transformers"
     elif refused:
-        reason = f"the plan of {name} in transformers does not split {', '.join(sorted(refused))} as a linear layer"
+        reason = (
+            f"the plan of {name} in transformers does not split {', '.join(sorted(refused))} as a "
+            "linear layer"
+        )
     return ShardingPlan(tensor={} if reason else tensor, attention=""), reason

@@ -1,4 +1,5 @@
-"""Tiny clones of models: their class in transformers, with a shrunk configuration that keeps every mechanism."""
+"""Tiny clones of models: their class in transformers, with a shrunk configuration that keeps every
+mechanism."""
 
 import functools
 import inspect
@@ -25,15 +26,23 @@ WINDOW = 8
 TEXT_IDS = range(8, 64)
 
 CLONE_TOLERANCE = 1e-4
-"""Largest change of a logit in a trial, relative to the largest logit: far above rounding, far below mistakes."""
+"""Largest change of a logit in a trial, relative to the largest logit: far above rounding, far
+below mistakes."""
 
-# Names of integer fields → largest value; the first match counts. None keeps the value, perhaps of a scalar.
+# Names of integer fields → largest value; the first match counts. None keeps the value, perhaps of
+# a scalar.
 _LIMITS: list[tuple[str, int | None]] = [
-    (r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_(size|len)).*|.*block_size", WINDOW),
+    (
+        r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_(size|len)).*|.*block_size",
+        WINDOW,
+    ),
     (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
     # Of few index heads, scores are often all zero, and the choice among equal ones is arbitrary.
-    (r".*(theta|scal(ar|ing|e_)|multiplier|factor|_cap|beta|freq|kernel|limit|_base|inference).*|index_n_heads", None),
+    (
+        r".*(theta|scal(ar|ing|e_)|multiplier|factor|_cap|beta|freq|kernel|limit|_base|inference).*|index_n_heads",
+        None,
+    ),
     (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k|index_kpool", 2),
     (r".*n_groups?|num_expert_group|topk_group|o_groups", 1),
     (r".*experts|.*expert_num", 4),
@@ -42,14 +51,27 @@ _LIMITS: list[tuple[str, int | None]] = [
     (r"qk_head_dim|attention_head_dim", 2 * HEAD_DIM),
     (r".*(head_?dim|d_head|dim_head|head_size)|kv_channels|d_kv|patch_size", HEAD_DIM),
     (r".*(rank|state|state_size)|rotary_dim", 8),
-    (r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|context_length)", POSITIONS),
+    (
+        r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|context_length)",
+        POSITIONS,
+    ),
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
     (r".*feature_layer", -1),
     (r".*(intermediate|ffn|ff_|mlp).*(size|dim)(_mlp)?|d_ff|dff|dim_ff|n_inner", 96),
-    (r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*", HIDDEN),
+    (
+        r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*",
+        HIDDEN,
+    ),
 ]
-_LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|((num_)?(encoder|decoder)_)?layers|.*depth|num_blocks")
-_FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
+_LAYERS = re.compile(
+    r"num_hidden_layers|n_layers?|num_layers|((num_)?(encoder|decoder)_)?layers|.*depth|num_blocks"
+)
+_FIRST_LAYERS = (
+    "first_k_dense_replace",
+    "num_dense_layers",
+    "moe_layer_start_index",
+    "max_window_layers",
+)
 _PERIODS = re.compile(r".*(period|interval|every_n_layers)")
 
 _results: dict[str, Any] = {}
@@ -71,10 +93,13 @@ def trial(compute: F) -> F:
 
 
 def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[str, Any]:
-    """Return the arguments of a class for tokens of text: those of `optional` that it takes, and types of tokens."""
+    """Return the arguments of a class for tokens of text: those of `optional` that it takes, and
+    types of tokens."""
     optional |= {"use_cache": False, "mm_token_type_ids": torch.zeros_like(tokens_BL)}  # no images
     takes = inspect.signature(model.forward).parameters
-    return {"input_ids": tokens_BL} | {name: value for name, value in optional.items() if name in takes}
+    return {"input_ids": tokens_BL} | {
+        name: value for name, value in optional.items() if name in takes
+    }
 
 
 def random_clone(config: PretrainedConfig, implementation: str | None = None) -> Any:
@@ -114,8 +139,12 @@ def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[
         elif re.fullmatch(r".*(token_id|token_index|_ids?)", name) and "layer" not in name:
             values[name] = _special_id(value, special_ids)
         elif name == "vocabulary_map" and value:
-            images = [token for token in value if token.startswith(("IMGIMG", "<|visual token"))][:4]
-            values[name] = {token: _special_id(value[token], special_ids) for token in ["<image>", *images]}
+            images = [token for token in value if token.startswith(("IMGIMG", "<|visual token"))][
+                :4
+            ]
+            values[name] = {
+                token: _special_id(value[token], special_ids) for token in ["<image>", *images]
+            }
         elif name != "per_layer_config":
             values[name] = _smaller(name, value, old)
     for overrides in (values.get("per_layer_config") or {}).values():
@@ -135,10 +164,18 @@ def _smaller(name: str, value: Any, old: dict[str, Any]) -> Any:
     if name.endswith("heads_per_layer"):
         return _relative(name, value, old[name.removesuffix("_per_layer")], HEADS)
     if groups := re.fullmatch(r"(.*)(key_value|kv|key)_(n_)?heads", name):
-        queries = {old.get(groups[1] + other) for other in ("attention_heads", "heads", "n_heads", "value_heads")}
+        queries = {
+            old.get(groups[1] + other)
+            for other in ("attention_heads", "heads", "n_heads", "value_heads")
+        }
         return HEADS if value in queries else min(value, HEADS // 2)
-    if "qk_rope_head_dim" in old and re.fullmatch(r"(qk_|v_|index_)?.*head_dim", name) and "linear" not in name:
-        return value * HEAD_DIM // (old["qk_rope_head_dim"] or 4 * HEAD_DIM)  # these widths are sums of each other
+    if (
+        "qk_rope_head_dim" in old
+        and re.fullmatch(r"(qk_|v_|index_)?.*head_dim", name)
+        and "linear" not in name
+    ):
+        # these widths are sums of each other
+        return value * HEAD_DIM // (old["qk_rope_head_dim"] or 4 * HEAD_DIM)
     limit = next((limit for names, limit in _LIMITS if re.fullmatch(names, name)), None)
     return value if limit is None else min(value, limit)
 
@@ -168,17 +205,31 @@ def _are_layers(numbers: list[Any], n_layers: int) -> bool:
 
 def _keep_layers(values: dict[str, Any]) -> None:
     """Keep the first layer of each kind, and at least two layers."""
-    counts = {name: n for name, n in values.items() if _LAYERS.fullmatch(name) and type(n) is int and n > 2}
-    n = counts.get("num_hidden_layers") or max(counts.values(), default=len(values.get("layers_block_type") or ()))
-    lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n}
+    counts = {
+        name: n
+        for name, n in values.items()
+        if _LAYERS.fullmatch(name) and type(n) is int and n > 2
+    }
+    n = counts.get("num_hidden_layers") or max(
+        counts.values(), default=len(values.get("layers_block_type") or ())
+    )
+    lists = {
+        name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n
+    }
     named = {name: v for name, v in lists.items() if re.search("layer|_idx|_index|_ids", name)}
     chosen = {name: v for name, v in named.items() if _are_layers(v, n)}
     extra = values.get("num_nextn_predict_layers") or 0
-    per_layer = {name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen}
+    per_layer = {
+        name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen
+    }
     starts = {name: values[name] for name in _FIRST_LAYERS if type(values.get(name)) is int}
     shared = n - (values.get("num_kv_shared_layers") or 0)
     overrides = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
-    periods = [v for name, v in values.items() if _PERIODS.fullmatch(name) and type(v) is int and not per_layer]
+    periods = [
+        v
+        for name, v in values.items()
+        if _PERIODS.fullmatch(name) and type(v) is int and not per_layer
+    ]
     periods += [len(lists[name]) for name in lists.keys() & {"block_types"}]
 
     kinds: dict[str, list[int]] = {}
@@ -198,12 +249,16 @@ def _keep_layers(values: dict[str, Any]) -> None:
 
     values.update({name: len(kept) if v == n else 2 for name, v in counts.items()})
     values.update({name: [v[i] for i in kept] for name, v in per_layer.items()})
-    values.update({name: [new for new, i in enumerate(kept) if i in v] for name, v in chosen.items()})
+    values.update(
+        {name: [new for new, i in enumerate(kept) if i in v] for name, v in chosen.items()}
+    )
     values.update({name: sum(i < v for i in kept) for name, v in starts.items()})
     if shared < n:
         values["num_kv_shared_layers"] = sum(i >= shared for i in kept)
     if overrides:
-        values["per_layer_config"] = {str(new): overrides[i] for new, i in enumerate(kept) if i in overrides}
+        values["per_layer_config"] = {
+            str(new): overrides[i] for new, i in enumerate(kept) if i in overrides
+        }
     if "attention_types" in values:  # GPT-Neo lists its kinds of layers a second time
         values["attention_types"] = [[values["attention_layers"], 1]]
 
@@ -222,10 +277,15 @@ def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
         key = "original_max_position_embeddings"
         original = place.get(key)
         if original:
-            place[key] = max(POSITIONS * old.get(key, original) // old["max_position_embeddings"], 2)
+            place[key] = max(
+                POSITIONS * old.get(key, original) // old["max_position_embeddings"], 2
+            )
     for rope in ropes:
         width = values.get("head_dim") or HEAD_DIM
-        rotary = int(width * (rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0))
+        rotary = int(
+            width
+            * (rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0)
+        )
         pairs = (rotary + 1) // 2
         if rotary % 2:
             values["partial_rotary_factor"] = rope["partial_rotary_factor"] = 2 * pairs / width

@@ -64,7 +64,9 @@ def class_names(model: TransformersModel) -> dict[str, str]:
     """Return our name of each tensor → its name in the class."""
     output = model.output_name
     return {
-        ours: ours.removeprefix("model.") if ours.startswith("model.") else output + ours.removeprefix("head.output")
+        ours: ours.removeprefix("model.")
+        if ours.startswith("model.")
+        else output + ours.removeprefix("head.output")
         for ours in model.state_dict()
     }
 
@@ -97,7 +99,9 @@ class Converted(Transform):
         for (name, pattern), tensor in zip(self.inputs.items(), tensors, strict=True):
             converter.add_tensor(self.key, name, pattern, tensor)
         results = converter.convert(self.key, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in results.items()
+        }
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         return self.to_external(tensors)
@@ -127,9 +131,12 @@ class TransformersAdapter(StateDictAdapter):
             original = self._original.setdefault(name, name)
             self._ours.setdefault(original, []).append(ours)
             tensors[original] = state[ours]
-        # As transformers writes a model that was not read from files, which may not have had the prefix.
+        # As transformers writes a model that was not read from files, which may not have had the
+        # prefix.
         rules = get_model_conversion_mapping(self._class, add_legacy=False)[::-1]
-        rules = [rule.reverse_transform() for rule in rules if not isinstance(rule, loading.PrefixChange)]
+        rules = [
+            rule.reverse_transform() for rule in rules if not isinstance(rule, loading.PrefixChange)
+        ]
         converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
         renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
         rename = functools.partial(loading.apply_renamings, weight_renamings=renamings)
@@ -139,22 +146,34 @@ class TransformersAdapter(StateDictAdapter):
             internal = tuple(ours for name in group.inputs for ours in self._ours[name])
             external = tuple(rename(name) for name in group.outputs)
             rows.append(KeyMapping(internal, external, group.simplest(internal)))
-        super().__init__(rows, n_layers=0, tied={rename(name): rename(tied_to) for name, tied_to in aliases.items()})
+        super().__init__(
+            rows,
+            n_layers=0,
+            tied={rename(name): rename(tied_to) for name, tied_to in aliases.items()},
+        )
 
     def match(self, external: Mapping[str, TensorSpec]) -> Match:
         """Return how to read a checkpoint. Raise `UserError` if it has a tensor twice."""
-        groups = _group(self._class, external, get_model_conversion_mapping(self._class), self._original)
+        groups = _group(
+            self._class, external, get_model_conversion_mapping(self._class), self._original
+        )
         unknown = {key: groups.pop(key).inputs for key in groups.keys() - self._original.keys()}
         report = LoadStateDictInfo(set(), set(unknown), set(), [], {}, set())
-        self._class._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
+        # removes the names that the class ignores
+        self._class._adjust_missing_and_unexpected_keys(report)
         # A tied tensor is read only if the original is absent.
-        chosen = {self._original[key]: key for key in sorted(groups, key=lambda key: self._original[key] == key)}
+        chosen = {
+            self._original[key]: key
+            for key in sorted(groups, key=lambda key: self._original[key] == key)
+        }
         tied: dict[str, str] = {}
         steps = []
         for key, group in groups.items():
             names = tuple(group.inputs)
             if group.converter is None and len(names) > 1:
-                raise UserError(f"the checkpoint has {key} more than once: {summarize_names(names)}")
+                raise UserError(
+                    f"the checkpoint has {key} more than once: {summarize_names(names)}"
+                )
             if (first := chosen[self._original[key]]) != key:
                 tied[names[0]] = next(iter(groups[first].inputs))
                 continue
@@ -162,36 +181,57 @@ class TransformersAdapter(StateDictAdapter):
                 results = group.convert(external[name].on_meta() for name in names)
             except (RuntimeError, ValueError):  # tensors are missing, or have the wrong shape
                 continue
-            wanted = {ours: name for name in results for ours in self._ours.get(self._original.get(name, ""), ())}
+            wanted = {
+                ours: name
+                for name in results
+                for ours in self._ours.get(self._original.get(name, ""), ())
+            }
             group.outputs.extend(wanted.values())
             steps.append(TensorConversion(tuple(wanted), names, group.simplest(wanted)))
-        return Match(steps, tied, [name for key in sorted(report.unexpected_keys) for name in unknown[key]])
+        return Match(
+            steps, tied, [name for key in sorted(report.unexpected_keys) for name in unknown[key]]
+        )
 
     def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> Match:
         expected, match = self.external_specs(internal), self.match(external)
         found: dict[str, torch.Size] = {}
         for step in match.steps:
-            tensors = step.transform.to_internal([external[name].on_meta() for name in step.external], [])
-            found |= {ours: tensor.shape for ours, tensor in zip(step.internal, tensors, strict=True)}
-        unread = [step for step in self.steps if any(found.get(x) != internal[x].shape for x in step.internal)]
+            tensors = step.transform.to_internal(
+                [external[name].on_meta() for name in step.external], []
+            )
+            found |= {
+                ours: tensor.shape for ours, tensor in zip(step.internal, tensors, strict=True)
+            }
+        unread = [
+            step
+            for step in self.steps
+            if any(found.get(x) != internal[x].shape for x in step.internal)
+        ]
         names = [name for step in unread for name in step.external]
-        check_names("the checkpoint", [name for name in names if name not in external], match.unexpected)
+        check_names(
+            "the checkpoint", [name for name in names if name not in external], match.unexpected
+        )
         check_shapes((name, external[name].shape, expected[name].shape) for name in names)
-        check_shapes((name, shape, internal[name].shape) for name, shape in found.items())  # of too many experts
+        # of too many experts
+        check_shapes((name, shape, internal[name].shape) for name, shape in found.items())
         return match
 
 
 def _group(
     model: Any, names: Iterable[str], rules: Iterable[Any], known: dict[str, str] | None = None
 ) -> dict[str, Converted]:
-    """Return name of the first result → the tensors of a class, or of files, that transformers' rules convert together.
-    `known` are the class's names, if the tensors are of files."""
+    """Return name of the first result → the tensors of a class, or of files, that transformers'
+    rules convert together. `known` are the class's names, if the tensors are of files."""
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     groups: dict[str, Converted] = {}
     for name in sorted(names, key=loading.dot_natural_key):
-        key, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        key, pattern = loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
         if known and name in known and key not in known:
             key, pattern = name, None
         converter = None if pattern is None else by_pattern[pattern]

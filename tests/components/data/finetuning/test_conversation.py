@@ -1,4 +1,5 @@
-"""Conversion of messages in OpenAI's and ShareGPT's formats for chat templates, compared with handwritten results."""
+"""Conversion of messages in OpenAI's and ShareGPT's formats for chat templates, compared with
+handwritten results."""
 
 import json
 import re
@@ -6,7 +7,12 @@ import re
 import pytest
 
 from tests.components.data.helpers import raises
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, normalize
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    EmptySample,
+    normalize,
+)
 from torchtitan.components.data.finetuning.row_formats import find_format
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -29,7 +35,9 @@ def test_normal_messages_are_unchanged():
 
 def test_parts_are_joined():
     parts = [{"type": "text", "text": "one "}, "two", {"text": " three"}]
-    assert normalize([{"role": "user", "content": parts}]).messages == [{"role": "user", "content": "one two three"}]
+    assert normalize([{"role": "user", "content": parts}]).messages == [
+        {"role": "user", "content": "one two three"}
+    ]
     image = {"type": "image_url", "image_url": {"url": "x"}}
     with raises("message 2: its content has a part of type 'image_url'", BrokenSample):
         normalize([SYSTEM, {"role": "user", "content": [image]}])
@@ -48,18 +56,28 @@ def test_parts_are_joined():
     ],
 )
 def test_alternative_names_of_parts(part):
-    assert normalize([{"role": "user", "content": [part, "!"]}]).messages == [{"role": "user", "content": "one!"}]
+    assert normalize([{"role": "user", "content": [part, "!"]}]).messages == [
+        {"role": "user", "content": "one!"}
+    ]
 
 
 def test_tool_calls():
-    call = {"id": "abc", "type": "function", "function": {"name": "f", "arguments": '{"x": ["文", null]}'}}
+    call = {
+        "id": "abc",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"x": ["文", null]}'},
+    }
     result = {"role": "tool", "content": "1", "tool_call_id": "abc", "name": "f"}
-    [first, second] = normalize([{"role": "assistant", "content": None, "tool_calls": [call]}, result]).messages
+    [first, second] = normalize(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    ).messages
     arguments = {"x": ["文", None]}
     assert first == {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "abc", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+        "tool_calls": [
+            {"id": "abc", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        ],
     }
     assert second == result
     assert call["function"]["arguments"] == '{"x": ["文", null]}'  # the row is not changed
@@ -67,15 +85,22 @@ def test_tool_calls():
 
 @pytest.mark.parametrize("arguments", ["", None, "{}", {}])
 def test_tool_call_without_arguments_or_wrapping(arguments):
-    [message] = normalize([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]).messages
-    assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    [message] = normalize(
+        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]
+    ).messages
+    assert message["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
     assert "content" not in message
 
 
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ({"role": "bot", "content": "x"}, "the role 'bot' is unknown; use one of: system, developer, user"),
+        (
+            {"role": "bot", "content": "x"},
+            "the role 'bot' is unknown; use one of: system, developer, user",
+        ),
         ({"content": "x"}, "it has no role, but has content"),
         ({"speaker": "user", "text": "x"}, "it has no role, but has speaker, text"),
         ({"role": "user", "text": "x"}, "the role 'user' has no content, but has text"),
@@ -87,7 +112,10 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
             {"role": "user", "content": "x", "tool_calls": [{"name": "f"}]},
             "has tool_calls, which only the assistant may have",
         ),
-        ({"role": "assistant", "tool_calls": {"name": "f"}}, "the tool_calls must be a list, not a dict"),
+        (
+            {"role": "assistant", "tool_calls": {"name": "f"}},
+            "the tool_calls must be a list, not a dict",
+        ),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name"),
         (
             {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]},
@@ -101,14 +129,27 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
             {"role": "assistant", "content": "x", "weight": 0.5},
             "its weight is 0.5; it must be 0 or false (not trained), or 1 or true (trained)",
         ),
-        ({"role": "assistant", "content": "x", "loss_weight": 2}, "its loss_weight is 2; it must be 0 or false"),
-        ({"role": "assistant", "content": "x", "train_detail": []}, "its train_detail is not supported: a message is"),
+        (
+            {"role": "assistant", "content": "x", "loss_weight": 2},
+            "its loss_weight is 2; it must be 0 or false",
+        ),
+        (
+            {"role": "assistant", "content": "x", "train_detail": []},
+            "its train_detail is not supported: a message is",
+        ),
         (
             {"role": "assistant", "content": "x", "mask": 0},
-            "its mask is not supported: a message is trained completely or not at all; use a weight",
+            "its mask is not supported: a message is trained completely or not at all; use a "
+            "weight",
         ),
-        ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no'; it must be 0 or false"),
-        ({"role": "assistant", "content": "x", "weight": 1, "train": False}, "weight is 1 and its train is False"),
+        (
+            {"role": "assistant", "content": "x", "train": "no"},
+            "its train is 'no'; it must be 0 or false",
+        ),
+        (
+            {"role": "assistant", "content": "x", "weight": 1, "train": False},
+            "weight is 1 and its train is False",
+        ),
         (
             {"role": "assistant", "content": "x", "wieght": 0},  # codespell:ignore
             "unknown key 'wieght'; did you mean 'weight'?",
@@ -154,7 +195,9 @@ def test_json_text():
     row = {"messages": json.dumps([QUESTION, ANSWER]), "tools": json.dumps([{"name": "f"}])}
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert converted(row) == Conversation([QUESTION, ANSWER], tools)
-    assert converted({"messages": [json.dumps(QUESTION), ANSWER], "tools": ""}) == Conversation([QUESTION, ANSWER])
+    assert converted({"messages": [json.dumps(QUESTION), ANSWER], "tools": ""}) == Conversation(
+        [QUESTION, ANSWER]
+    )
     with raises("the messages must be valid JSON", BrokenSample):
         converted({"messages": "hello"})
 
@@ -165,13 +208,21 @@ def test_no_tools(tools):
 
 
 def test_tools_keep_their_keys():
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}, "strict": True}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object"}},
+        "strict": True,
+    }
     assert normalize([QUESTION], [tool]).tools == [tool]
     with raises("a tool has no name", BrokenSample):
         normalize([QUESTION], [{"description": "d"}])
 
 
-BARE = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"type": {"type": "string"}}}}
+BARE = {
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {"type": {"type": "string"}}},
+}
 WRAPPED = {"type": "function", "function": BARE}
 
 
@@ -183,15 +234,21 @@ WRAPPED = {"type": "function", "function": BARE}
         [json.dumps(WRAPPED), json.dumps(BARE)],
         [json.dumps(BARE), WRAPPED],
         json.dumps([json.dumps(BARE), WRAPPED]),
-        [{"type": "function", **BARE}, {**BARE, "function": None}],  # OpenAI's Responses; keys of other rows
-        [{"type": "function", "function": json.dumps(BARE)}, {**BARE, "parameters": json.dumps(BARE["parameters"])}],
+        # OpenAI's Responses; keys of other rows
+        [{"type": "function", **BARE}, {**BARE, "function": None}],
+        [
+            {"type": "function", "function": json.dumps(BARE)},
+            {**BARE, "parameters": json.dumps(BARE["parameters"])},
+        ],
     ],
 )
 def test_forms_of_tools(tools):
     assert normalize([QUESTION], tools).tools == [WRAPPED, WRAPPED]
 
 
-@pytest.mark.parametrize("tools", [BARE, WRAPPED, json.dumps(BARE), json.dumps([WRAPPED]), [json.dumps(WRAPPED)]])
+@pytest.mark.parametrize(
+    "tools", [BARE, WRAPPED, json.dumps(BARE), json.dumps([WRAPPED]), [json.dumps(WRAPPED)]]
+)
 def test_a_single_tool(tools):
     assert normalize([QUESTION], tools).tools == [WRAPPED]
 
@@ -220,20 +277,33 @@ def test_tool_calls_as_json_text():
 
 
 def test_system_column():
-    assert converted({"messages": [QUESTION, ANSWER], "system": "s"}).messages == [SYSTEM, QUESTION, ANSWER]
+    assert converted({"messages": [QUESTION, ANSWER], "system": "s"}).messages == [
+        SYSTEM,
+        QUESTION,
+        ANSWER,
+    ]
     assert converted({"messages": [QUESTION, ANSWER], "system": ""}).messages == [QUESTION, ANSWER]
-    with raises("there are two system prompts, in the column system and in the first message", BrokenSample):
+    with raises(
+        "there are two system prompts, in the column system and in the first message", BrokenSample
+    ):
         converted({"messages": [SYSTEM, QUESTION], "system": "t"})
 
 
 def test_roles():
     speakers = ["system", "human", "gpt", "user", "assistant"]
-    turns = [{"from": speaker, "value": speaker, "weight": 1 if speaker == "gpt" else None} for speaker in speakers]
+    turns = [
+        {"from": speaker, "value": speaker, "weight": 1 if speaker == "gpt" else None}
+        for speaker in speakers
+    ]
     conversation = converted({"conversations": turns})
     roles = ["system", "user", "assistant", "user", "assistant"]
-    expected = [{"role": role, "content": speaker} for role, speaker in zip(roles, speakers, strict=True)]
+    expected = [
+        {"role": role, "content": speaker} for role, speaker in zip(roles, speakers, strict=True)
+    ]
     assert conversation == Conversation(expected, None, [None, None, True, None, None])
-    with raises("message 1: the speaker 'narrator' is unknown; use one of: human, user, gpt", BrokenSample):
+    with raises(
+        "message 1: the speaker 'narrator' is unknown; use one of: human, user, gpt", BrokenSample
+    ):
         converted({"conversations": [{"from": "narrator", "value": "x"}]})
 
 
@@ -270,9 +340,20 @@ def test_alternative_speaker_names():
     speakers = ["human", "ai", "user", "model", "function", "gpt"]
     roles = ["user", "assistant", "user", "assistant", "tool", "assistant"]
     expected = Conversation([{"role": role, "content": "x"} for role in roles])
-    assert converted({"messages": [{"role": speaker, "content": "x"} for speaker in speakers]}) == expected
-    assert converted({"conversations": [{"from": speaker, "value": "x"} for speaker in speakers]}) == expected
-    assert converted({"messages": [json.dumps({"role": speaker, "content": "x"}) for speaker in speakers]}) == expected
+    assert (
+        converted({"messages": [{"role": speaker, "content": "x"} for speaker in speakers]})
+        == expected
+    )
+    assert (
+        converted({"conversations": [{"from": speaker, "value": "x"} for speaker in speakers]})
+        == expected
+    )
+    assert (
+        converted(
+            {"messages": [json.dumps({"role": speaker, "content": "x"}) for speaker in speakers]}
+        )
+        == expected
+    )
 
 
 def legacy_calls() -> list[dict]:
@@ -307,7 +388,10 @@ def test_legacy_function_calls():
     )
     turns = legacy_calls()
     assert converted({"messages": turns, "functions": functions}) == expected
-    assert converted({"messages": list(map(json.dumps, turns)), "functions": json.dumps(functions)}) == expected
+    assert (
+        converted({"messages": list(map(json.dumps, turns)), "functions": json.dumps(functions)})
+        == expected
+    )
     assert turns == legacy_calls()  # the row is not changed
     only_call = {"messages": turns[:2]}
     assert converted(only_call).messages == expected.messages[:2]  # a call is not an empty answer
@@ -320,7 +404,9 @@ def test_legacy_function_calls():
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_plain_texts_alternate_between_user_and_assistant(column):
-    assert converted({column: ["q", "a", "q"], "system": "s"}) == Conversation([SYSTEM, QUESTION, ANSWER, QUESTION])
+    assert converted({column: ["q", "a", "q"], "system": "s"}) == Conversation(
+        [SYSTEM, QUESTION, ANSWER, QUESTION]
+    )
     assert converted({column: json.dumps(["q", "a"])}) == Conversation([QUESTION, ANSWER])
     with raises("message 1: the message must be valid JSON", BrokenSample):
         converted({column: ['{"role": "user", "content": "q"', json.dumps(ANSWER)]})
@@ -338,9 +424,9 @@ def test_transcript_is_no_list_of_messages():
 def test_turn_without_text():
     with raises("message 1: it has no value, but has text", BrokenSample):
         converted({"conversations": [{"from": "human", "text": "q"}]})
-    assert converted({"conversations": [{"from": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}) == (
-        Conversation([QUESTION, ANSWER])
-    )
+    assert converted(
+        {"conversations": [{"from": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}
+    ) == (Conversation([QUESTION, ANSWER]))
 
 
 def test_openai_messages_in_a_conversations_column():
@@ -353,7 +439,8 @@ def test_openai_messages_in_a_conversations_column():
     [
         ([{"content": ""}], True),
         ([{"content": " \n"}, {"content": ""}], True),
-        ([{"content": "a", "weight": 0}, {"content": ""}], True),  # the message with content is not trained
+        # the message with content is not trained
+        ([{"content": "a", "weight": 0}, {"content": ""}], True),
         ([{"content": "a"}, {"content": ""}], False),
         ([{"content": "", "weight": 0}], False),  # no trained message is empty
         ([{"content": "", "reasoning_content": "because"}], False),
@@ -364,7 +451,10 @@ def test_openai_messages_in_a_conversations_column():
 def test_empty_answers(answers, is_empty):
     messages = [QUESTION, *({"role": "assistant", **message} for message in answers)]
     names = {"user": "human", "assistant": "gpt"}
-    turns = [{"from": names[turn["role"]], "value": turn["content"], "weight": turn.get("weight")} for turn in messages]
+    turns = [
+        {"from": names[turn["role"]], "value": turn["content"], "weight": turn.get("weight")}
+        for turn in messages
+    ]
     if not is_empty:
         assert len(converted({"messages": messages}).messages) == len(messages)
         return
@@ -374,4 +464,6 @@ def test_empty_answers(answers, is_empty):
 
 
 def test_blank_tool_calls_cell():
-    assert converted({"messages": [QUESTION, {**ANSWER, "tool_calls": ""}]}) == Conversation([QUESTION, ANSWER])
+    assert converted({"messages": [QUESTION, {**ANSWER, "tool_calls": ""}]}) == Conversation(
+        [QUESTION, ANSWER]
+    )

@@ -10,9 +10,12 @@ from torchtitan.components.data.finetuning.functions import function_fingerprint
 from torchtitan.tools.errors import UserError
 
 DECORATOR = (
-    "import functools\ndef safe(f):\n    @functools.wraps(f)\n    def g(row):\n        return f(row)\n    return g\n"
+    "import functools\ndef safe(f):\n    @functools.wraps(f)\n    def g(row):\n        return "
+    "f(row)\n    return g\n"
 )
-DECORATED = "from fingerprint_deco import safe\n@safe\ndef f(row):\n    return {'text': row['a'] + 'OLD'}\n"
+DECORATED = (
+    "from fingerprint_deco import safe\n@safe\ndef f(row):\n    return {'text': row['a'] + 'OLD'}\n"
+)
 
 CELL = """
 import re
@@ -99,7 +102,10 @@ def test_values_without_a_fingerprint_are_rejected():
     def f(row):
         return next(numbers)
 
-    with pytest.raises(UserError, match=r"f uses a value that cannot be fingerprinted .*cannot pickle 'generator' obj"):
+    with pytest.raises(
+        UserError,
+        match=r"f uses a value that cannot be fingerprinted .*cannot pickle 'generator' obj",
+    ):
         function_fingerprint(f)
 
 
@@ -111,5 +117,8 @@ def test_locks_are_rejected(create):
         with lock:
             return row
 
-    with pytest.raises(UserError, match=r"f uses a value that cannot be fingerprinted .*\(a (lock|RLock|Condition)\)"):
+    with pytest.raises(
+        UserError,
+        match=r"f uses a value that cannot be fingerprinted .*\(a (lock|RLock|Condition)\)",
+    ):
         function_fingerprint(f)

@@ -27,7 +27,8 @@ from torchtitan.tools.errors import UserError
 
 SEQ_LEN = 48
 TEMPLATE = (
-    "{% for m in messages %}{{ 'A: ' + m.content + eos_token if m.role == 'assistant' else 'Q: ' + m.content }}"
+    "{% for m in messages %}{{ 'A: ' + m.content + eos_token if m.role == 'assistant' else 'Q: ' + "
+    "m.content }}"
     "{{ '\n' }}{% endfor %}{{ 'A:' if add_generation_prompt else '' }}"
 )
 
@@ -42,17 +43,33 @@ def folder(tmp_path, monkeypatch):
 
 
 def pairs(n):
-    return [{"prompt": f"Is {i} big?", "chosen": f"No, {i} is not.", "rejected": f"I like {i}."} for i in range(n)]
+    return [
+        {"prompt": f"Is {i} big?", "chosen": f"No, {i} is not.", "rejected": f"I like {i}."}
+        for i in range(n)
+    ]
 
 
 def questions(n):
-    return [{"question": f"How much is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(n)]
+    return [
+        {"question": f"How much is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(n)
+    ]
 
 
-def build(tokenizer, cls: Any = PreferenceDataLoader, dataset=("data.jsonl",), seq_len=SEQ_LEN, batch=2, **options):
+def build(
+    tokenizer,
+    cls: Any = PreferenceDataLoader,
+    dataset=("data.jsonl",),
+    seq_len=SEQ_LEN,
+    batch=2,
+    **options,
+):
     if cls is PreferenceDataLoader:
         options.setdefault("packing", "none")
-    runtime = {name: options.pop(name) for name in ("dp_rank", "dp_world_size", "seed", "epochs") if name in options}
+    runtime = {
+        name: options.pop(name)
+        for name in ("dp_rank", "dp_world_size", "seed", "epochs")
+        if name in options
+    }
     config = cls.Config(**{"chat_template": "template.jinja", **options}, dataset=list(dataset))
     return config.build(tokenizer=tokenizer, seq_len=seq_len, local_batch_size=batch, **runtime)
 
@@ -66,7 +83,8 @@ def trained_text(tokenizer, labels):
 
 
 def sides_of(batch, side, name, n=SEQ_LEN):
-    """Return a tensor of the sequences of one side, (B, n), for windows of one pair; the rest is padding."""
+    """Return a tensor of the sequences of one side, (B, n), for windows of one pair; the rest is
+    padding."""
     padding = IGNORE_INDEX if name == "labels" else 0
     result = torch.full((len(batch["input"]), n), padding)
     for row, values in enumerate(batch[name]):
@@ -129,12 +147,18 @@ def test_padded_batches_give_the_log_probabilities_of_single_sequences(tokenizer
     initialize_weights(model, seed=1)
 
     def log_probability(logits, labels):
-        return -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).sum(dim=1)
+        return (
+            -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            .view(labels.shape)
+            .sum(dim=1)
+        )
 
     with torch.no_grad():
         for i in range(2):
             logits = model(batch["input"], batch["attention"])
-            together = log_probability(logits, batch["labels"].where(batch["sequences"] == i, IGNORE_INDEX))
+            together = log_probability(
+                logits, batch["labels"].where(batch["sequences"] == i, IGNORE_INDEX)
+            )
             for row in range(4):
                 part = loader.samples.sets[0].sample(row).parts[i]
                 ids, trained = torch.from_numpy(part.ids), torch.from_numpy(part.trained)
@@ -152,16 +176,24 @@ def test_packed_pairs_hold_every_pair_once(tokenizer, folder):
         numbers = [number for number in batch["documents"][0].tolist() if number != NO_DOCUMENT]
         for pair, number in enumerate(numbers):
             for side, part in enumerate(loader.samples.sets[0].sample(number).parts):
-                is_own = (batch["sequences"][0] == 2 * pair + side) & (batch["labels"][0] != IGNORE_INDEX)
+                is_own = (batch["sequences"][0] == 2 * pair + side) & (
+                    batch["labels"][0] != IGNORE_INDEX
+                )
                 assert batch["labels"][0][is_own].tolist() == part.ids[part.trained].tolist()
-        assert batch["sequences"][0][batch["labels"][0] != IGNORE_INDEX].unique().numel() == 2 * len(numbers)
+        assert batch["sequences"][0][
+            batch["labels"][0] != IGNORE_INDEX
+        ].unique().numel() == 2 * len(numbers)
         seen += numbers
     assert sorted(seen) == list(range(20)) and loader.n_samples < 20
 
 
 def test_single_answers_and_their_mismatched_prompts(tokenizer, folder):
-    """Rows with labels and pairs may be mixed; a mismatched answer has the prompt of another row."""
-    rated = [{"prompt": f"Is {i} big?", "completion": f"No, {i} is not.", "label": i % 2 == 0} for i in range(4)]
+    """Rows with labels and pairs may be mixed; a mismatched answer has the prompt of another
+    row."""
+    rated = [
+        {"prompt": f"Is {i} big?", "completion": f"No, {i} is not.", "label": i % 2 == 0}
+        for i in range(4)
+    ]
     write_jsonl(folder / "rated.jsonl", rated)
     write_jsonl(folder / "pairs.jsonl", pairs(3))
     for name, n_desirable, n_others in (("rated.jsonl", 2, 2), ("pairs.jsonl", 3, 3)):
@@ -171,24 +203,33 @@ def test_single_answers_and_their_mismatched_prompts(tokenizer, folder):
         assert [(answers == side).sum() for side in range(2)] == [n_desirable, n_others]
         n = n_desirable + n_others
         assert batch["n_mismatched"].tolist() == [n]
-        assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (batch["labels"] != IGNORE_INDEX).sum()
+        assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (
+            batch["labels"] != IGNORE_INDEX
+        ).sum()
         text = tokenizer.decode(batch["mismatched_input"][0].tolist(), skip_special_tokens=False)
         found = re.findall(r"Q: Is (\d) big\?\nA: (?:No, |I like )(\d)", text)
         assert len(found) == n and all(prompt != answer for prompt, answer in found)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "n_matched"), [("aabbc", 5), ("abab", 4), ("aaab", 2), ("aaabb", 4), ("aaa", 0), ("abcd", 4), ("a", 0)]
+    ("prompts", "n_matched"),
+    [("aabbc", 5), ("abab", 4), ("aaab", 2), ("aaabb", 4), ("aaa", 0), ("abcd", 4), ("a", 0)],
 )
 def test_answers_are_matched_with_other_prompts(prompts, n_matched):
     """Rows may repeat a prompt; an answer that has no other one is not trained."""
     window = []
     for number, prompt in enumerate(prompts):
         ids = np.array([ord(prompt), ord(prompt), 1000 + number, 2])
-        part, none = EncodedSample(ids, np.array([False, False, True, True])), EncodedSample(ids[:0], ids[:0] > 0)
+        part, none = (
+            EncodedSample(ids, np.array([False, False, True, True])),
+            EncodedSample(ids[:0], ids[:0] > 0),
+        )
         window.append(EncodedRow((part, none) if number % 2 else (none, part)))
     batch = AnswerDataLoader.collate([window], 64)
-    assert (batch["n_mismatched"].tolist(), batch["n_answers"].tolist()) == ([n_matched], [len(prompts)])
+    assert (batch["n_mismatched"].tolist(), batch["n_answers"].tolist()) == (
+        [n_matched],
+        [len(prompts)],
+    )
     starts = batch["mismatched_attention"].cu_seqlens[: len(prompts)].tolist()
     answers = []
     for start in starts:
@@ -202,12 +243,19 @@ def test_answers_are_matched_with_other_prompts(prompts, n_matched):
 def test_a_mismatched_answer_fits_a_sequence(tokenizer, folder):
     """A long prompt with another row's long answer loses its first tokens."""
     long = "many words " * 8
-    rows = [{"prompt": long, "completion": "No.", "label": True}, {"prompt": "Is it?", "completion": long, "label": 0}]
+    rows = [
+        {"prompt": long, "completion": "No.", "label": True},
+        {"prompt": "Is it?", "completion": long, "label": 0},
+    ]
     write_jsonl(folder / "rated.jsonl", [{**row, "label": bool(row["label"])} for row in rows])
-    (batch,) = build(tokenizer, AnswerDataLoader, ["rated.jsonl"], seq_len=56, batch=1, **in_order())
+    (batch,) = build(
+        tokenizer, AnswerDataLoader, ["rated.jsonl"], seq_len=56, batch=1, **in_order()
+    )
     assert batch["n_mismatched"].tolist() == [2]
     assert batch["mismatched_attention"].cu_seqlens.diff().max() <= 56
-    assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (batch["labels"] != IGNORE_INDEX).sum()
+    assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (
+        batch["labels"] != IGNORE_INDEX
+    ).sum()
 
 
 def test_wrong_labels(tokenizer, folder):
@@ -217,7 +265,10 @@ def test_wrong_labels(tokenizer, folder):
 
 
 def test_only_the_last_answer_is_trained(tokenizer, folder):
-    turns = [{"from": who, "value": says} for who, says in (("human", "Hi."), ("gpt", "Hello."), ("human", "Go on."))]
+    turns = [
+        {"from": who, "value": says}
+        for who, says in (("human", "Hi."), ("gpt", "Hello."), ("human", "Go on."))
+    ]
     row = {
         "conversations": turns,
         "chosen": {"from": "gpt", "value": "Yes."},
@@ -244,30 +295,46 @@ class TestTooLong:
         assert loader.document_names(batch["documents"][0]) == ["data.jsonl:3"]
         report = loader.samples.sets[0].report
         assert (report.rows, report.kept, report.dropped["too_long"].count) == (3, 1, 2)
-        labels = torch.cat([sides_of(batch, "chosen", "labels"), sides_of(batch, "rejected", "labels")])
+        labels = torch.cat(
+            [sides_of(batch, "chosen", "labels"), sides_of(batch, "rejected", "labels")]
+        )
         assert report.trained_tokens == (labels != IGNORE_INDEX).sum()
         eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
-        ids = tokenizer.tokenize([f"Q: Is it?\nA: {a}{eos}\n" for a in ("No.", "I like it.")], allow_special=True)
+        ids = tokenizer.tokenize(
+            [f"Q: Is it?\nA: {a}{eos}\n" for a in ("No.", "I like it.")], allow_special=True
+        )
         assert report.tokens == sum(map(len, ids))
 
     def test_truncate_left_shortens_both_prompts_equally_and_no_answer(self, tokenizer, folder):
         write_jsonl(folder / "data.jsonl", self.ROWS)
         loader = build(tokenizer, too_long="truncate_left", **in_order())
         (batch,) = loader
-        assert [loader.describe(row) for row in batch["documents"]] == ["data.jsonl:1", "data.jsonl:3"]
+        assert [loader.describe(row) for row in batch["documents"]] == [
+            "data.jsonl:1",
+            "data.jsonl:3",
+        ]
         report = loader.samples.sets[0].report
         assert (report.kept, report.truncated.count, report.dropped["too_long"].count) == (2, 1, 1)
-        chosen, rejected = sides_of(batch, "chosen", "input")[0], sides_of(batch, "rejected", "input")[0]
+        chosen, rejected = (
+            sides_of(batch, "chosen", "input")[0],
+            sides_of(batch, "rejected", "input")[0],
+        )
         n_prompt = int((sides_of(batch, "chosen", "labels")[0] != IGNORE_INDEX).nonzero()[0])
         assert n_prompt > 20 and torch.equal(chosen[:n_prompt], rejected[:n_prompt])
-        assert trained_text(tokenizer, sides_of(batch, "chosen", "labels")[0]).startswith(" No, it is small.")
-        assert report.tokens == sum(len(part.ids) for i in range(2) for part in loader.samples.sets[0].sample(i).parts)
+        assert trained_text(tokenizer, sides_of(batch, "chosen", "labels")[0]).startswith(
+            " No, it is small."
+        )
+        assert report.tokens == sum(
+            len(part.ids) for i in range(2) for part in loader.samples.sets[0].sample(i).parts
+        )
         longest = max(len(part.ids) for part in loader.samples.sets[0].sample(0).parts)
         assert longest == SEQ_LEN + 1, "no more is cut than must be"
 
     def test_error(self, tokenizer, folder):
         write_jsonl(folder / "data.jsonl", self.ROWS)
-        with pytest.raises(UserError, match=r"data.jsonl:1: \d+ tokens, 49 fit; set --dataloader.too_long"):
+        with pytest.raises(
+            UserError, match=r"data.jsonl:1: \d+ tokens, 49 fit; set --dataloader.too_long"
+        ):
             build(tokenizer, too_long="error")
 
     def test_no_rows_left(self, tokenizer, folder):
@@ -282,7 +349,9 @@ class TestTooLong:
             build(tokenizer, too_long=too_long)
         [warning] = caplog.messages
         remedy = ", or set --dataloader.too_long truncate_left" * (too_long == "drop")
-        assert warning.endswith(f"have more than {SEQ_LEN + 1} tokens; increase --training.seq_len{remedy}")
+        assert warning.endswith(
+            f"have more than {SEQ_LEN + 1} tokens; increase --training.seq_len{remedy}"
+        )
 
 
 def test_transcripts_equal_pairs_with_prompts(tokenizer, folder):
@@ -295,7 +364,9 @@ def test_transcripts_equal_pairs_with_prompts(tokenizer, folder):
     ]
     write_jsonl(folder / "data.jsonl", rows)
     for batch, expected in zip(
-        build(tokenizer, **in_order()), build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True
+        build(tokenizer, **in_order()),
+        build(tokenizer, dataset=["plain.jsonl"], **in_order()),
+        strict=True,
     ):
         assert_same(batch, expected)
 
@@ -317,7 +388,10 @@ def test_empty_and_broken_rows(tokenizer, folder):
         build(tokenizer, empty="error", broken="drop")
     report = build(tokenizer, broken="drop").samples.sets[0].report
     assert (report.rows, report.kept) == (5, 2)
-    assert {reason: tally.count for reason, tally in report.dropped.items()} == {"empty": 2, "broken": 1}
+    assert {reason: tally.count for reason, tally in report.dropped.items()} == {
+        "empty": 2,
+        "broken": 1,
+    }
 
 
 def test_wrong_options(tokenizer, folder):
@@ -337,11 +411,16 @@ def test_wrong_options(tokenizer, folder):
 
 def test_column_mapping(tokenizer, folder):
     write_jsonl(
-        folder / "data.jsonl", [{"frage": p["prompt"], "gut": p["chosen"], "schlecht": p["rejected"]} for p in pairs(2)]
+        folder / "data.jsonl",
+        [{"frage": p["prompt"], "gut": p["chosen"], "schlecht": p["rejected"]} for p in pairs(2)],
     )
-    loader = build(tokenizer, columns=["prompt=frage", "chosen=gut", "rejected=schlecht"], **in_order())
+    loader = build(
+        tokenizer, columns=["prompt=frage", "chosen=gut", "rejected=schlecht"], **in_order()
+    )
     write_jsonl(folder / "plain.jsonl", pairs(2))
-    for batch, expected in zip(loader, build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True):
+    for batch, expected in zip(
+        loader, build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True
+    ):
         assert_same(batch, expected)
 
 
@@ -359,11 +438,14 @@ def test_cache_is_reused_until_the_data_changes(tokenizer, folder):
 
 
 def ledger(loaders, n_batches):
-    """Return the sample names of `n_batches` batches of all ranks, in order, and each rank's position."""
+    """Return the sample names of `n_batches` batches of all ranks, in order, and each rank's
+    position."""
     names = []
     for _ in range(n_batches):
         for loader in loaders:
-            names += [name for row in next(loader)["documents"] for name in loader.document_names(row)]
+            names += [
+                name for row in next(loader)["documents"] for name in loader.document_names(row)
+            ]
     return names
 
 
@@ -377,7 +459,16 @@ def test_resume_with_different_ranks_keeps_every_sample(tokenizer, folder, cls):
 
     def ranks(n_ranks, batch, **options):
         return [
-            build(tokenizer, cls, dataset, batch=batch, dp_rank=r, dp_world_size=n_ranks, epochs=3, **options)
+            build(
+                tokenizer,
+                cls,
+                dataset,
+                batch=batch,
+                dp_rank=r,
+                dp_world_size=n_ranks,
+                epochs=3,
+                **options,
+            )
             for r in range(n_ranks)
         ]
 
@@ -432,14 +523,18 @@ def test_position_is_valid_for_moved_data(tokenizer, folder):
     write_jsonl(folder / "renamed.jsonl", [row | {"answer": "Another."} for row in questions(5)])
     other = build(tokenizer, PromptDataLoader, dataset=["renamed.jsonl"])
     other.load_state_dict(state)
-    assert torch.equal(next(other)["documents"], next(build(tokenizer, PromptDataLoader))["documents"])
+    assert torch.equal(
+        next(other)["documents"], next(build(tokenizer, PromptDataLoader))["documents"]
+    )
 
 
 def test_position_is_valid_if_changed_code_makes_the_same_samples(tokenizer, folder, monkeypatch):
     write_jsonl(folder / "data.jsonl", questions(5))
     loader = build(tokenizer, PromptDataLoader)
     next(loader)
-    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
+    monkeypatch.setattr(
+        "torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another"
+    )
     resumed = build(tokenizer, PromptDataLoader)
     resumed.load_state_dict(loader.state_dict())
     assert len(list((folder / "cache" / "samples").glob("*/report.json"))) == 2
@@ -449,7 +544,9 @@ def test_position_is_valid_if_changed_code_makes_the_same_samples(tokenizer, fol
 def test_validation_keeps_the_order_of_the_file(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", pairs(5))
     write_jsonl(folder / "held_out.jsonl", pairs(4))
-    config = PreferenceDataLoader.Config(dataset=["data.jsonl"], chat_template="template.jinja", packing="none")
+    config = PreferenceDataLoader.Config(
+        dataset=["data.jsonl"], chat_template="template.jinja", packing="none"
+    )
     assert config.for_validation("") is None
     validation = config.for_validation("held_out.jsonl")
     assert isinstance(validation, PreferenceDataLoader.Config)
@@ -504,7 +601,9 @@ class RecordingSampler(ShuffleSampler):
         self.seen: list[Any] = []
 
     def observe(self, statistics):
-        self.seen.append([statistics.step, statistics.samples.tolist(), statistics.sample_losses.tolist()])
+        self.seen.append(
+            [statistics.step, statistics.samples.tolist(), statistics.sample_losses.tolist()]
+        )
 
     def state_dict(self):
         return {**super().state_dict(), "seen": list(self.seen)}
@@ -516,8 +615,8 @@ class RecordingSampler(ShuffleSampler):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
-    """The sampler observes each step once, also across a resume, with sample numbers of its own dataset; with workers,
-    observations arrive resumed by the number of prepared batches."""
+    """The sampler observes each step once, also across a resume, with sample numbers of its own
+    dataset; with workers, observations arrive resumed by the number of prepared batches."""
     write_jsonl(folder / "data.jsonl", pairs(2))
     write_jsonl(folder / "more.jsonl", pairs(3))
     options: dict[str, Any] = {"sampler": RecordingSampler.Config(), "num_workers": num_workers}
@@ -542,7 +641,9 @@ def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
     loader.close()
     n_learned = 12 - 2 * num_workers
     assert streams[0]["sampler"]["seen"] == [[step, [1], [0.5]] for step in range(1, n_learned + 1)]
-    assert streams[1]["sampler"]["seen"] == [[step, [2], [step]] for step in range(1, n_learned + 1)]
+    assert streams[1]["sampler"]["seen"] == [
+        [step, [2], [step]] for step in range(1, n_learned + 1)
+    ]
 
 
 class TestRealFiles:
@@ -563,7 +664,14 @@ class TestRealFiles:
     def test_plain_pairs(self, mistral, reference, assets, folder):
         path = assets / "preference" / "instruction-data-with-preference.json"
         rows = [row for row in json.loads(path.read_text()) if row["chosen"] != row["rejected"]]
-        loader = build(mistral, dataset=[str(path)], seq_len=512, batch=50, chat_template="mistral", **in_order())
+        loader = build(
+            mistral,
+            dataset=[str(path)],
+            seq_len=512,
+            batch=50,
+            chat_template="mistral",
+            **in_order(),
+        )
         assert loader.n_samples == len(rows)
         batch = next(loader)
         for i, row in enumerate(rows[:50]):
@@ -578,13 +686,23 @@ class TestRealFiles:
     def test_sharegpt_pairs(self, mistral, assets, folder):
         rows = json.loads((assets / "preference" / "dpo_en_demo.json").read_text())[:40]
         (folder / "dpo.json").write_text(json.dumps(rows))
-        loader = build(mistral, dataset=["dpo.json"], seq_len=4096, batch=40, chat_template="mistral", **in_order())
+        loader = build(
+            mistral,
+            dataset=["dpo.json"],
+            seq_len=4096,
+            batch=40,
+            chat_template="mistral",
+            **in_order(),
+        )
         (batch,) = loader
         for i, row in enumerate(rows):
             for side in ("chosen", "rejected"):
                 labels = sides_of(batch, side, "labels", 4096)[i]
                 answer = labels[labels != IGNORE_INDEX].tolist()
-                assert mistral.decode(answer, skip_special_tokens=True).strip() == row[side]["value"].strip()
+                assert (
+                    mistral.decode(answer, skip_special_tokens=True).strip()
+                    == row[side]["value"].strip()
+                )
                 assert answer[-1] == mistral.eos_id
 
     def test_gsm8k_as_prompts(self, mistral, reference, assets, folder):
@@ -592,12 +710,20 @@ class TestRealFiles:
         rows = [json.loads(line) for line in path.read_text().splitlines()[:300]]
         write_jsonl(folder / "gsm8k.jsonl", rows)
         loader = build(
-            mistral, PromptDataLoader, ["gsm8k.jsonl"], seq_len=512, batch=8, chat_template="mistral", epochs=1
+            mistral,
+            PromptDataLoader,
+            ["gsm8k.jsonl"],
+            seq_len=512,
+            batch=8,
+            chat_template="mistral",
+            epochs=1,
         )
         assert loader.n_samples == 300
         for batch in loader:
             numbers = batch["documents"].flatten().tolist()
-            for ids, answer, number in zip(batch["prompts"], batch["answers"], numbers, strict=True):
+            for ids, answer, number in zip(
+                batch["prompts"], batch["answers"], numbers, strict=True
+            ):
                 if number != NO_DOCUMENT:
                     assert ids == reference(f"<s>[INST] {rows[number]['question']}[/INST]")
                     assert answer == rows[number]["answer"]

@@ -1,6 +1,8 @@
-"""Ids and training masks of conversations against the libraries of models' authors, of renderers and of TRL.
+"""Ids and training masks of conversations against the libraries of models' authors, of renderers
+and of TRL.
 
-The template's own inference decides: where a library differs from it, the difference is in a table here.
+The template's own inference decides: where a library differs from it, the difference is in a table
+here.
 """
 
 import json
@@ -57,26 +59,58 @@ RENDERERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "GLM-4.6": (
         "GLM45RendererConfig",
         (
-            *("[gMASK]", "<sop>", "<|endoftext|>", "/nothink", "<think>", "</think>", "<tool_call>", "</tool_call>"),
-            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_response>", "</tool_response>"),
+            *(
+                "[gMASK]",
+                "<sop>",
+                "<|endoftext|>",
+                "/nothink",
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "</tool_call>",
+            ),
+            *(
+                "<arg_key>",
+                "</arg_key>",
+                "<arg_value>",
+                "</arg_value>",
+                "<tool_response>",
+                "</tool_response>",
+            ),
         ),
     ),
     "Qwen3.5-4B": ("Qwen35RendererConfig", ("<think>", "</think>", "<tool_call>", "</tool_call>")),
     "google-gemma-4-31B-it": (
         "Gemma4RendererConfig",
-        ("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>", "<|think|>"),
+        (
+            "<|image>",
+            "<image|>",
+            "<|image|>",
+            "<|video|>",
+            "<|audio|>",
+            "<|audio>",
+            "<audio|>",
+            "<|think|>",
+        ),
     ),
-    "TRL's nemotron_3_nano": ("Nemotron3RendererConfig", ("<think>", "</think>", "<tool_call>", "</tool_call>")),
-    "TRL's nemotron_3_ultra": ("Nemotron3UltraRendererConfig", ("<think>", "</think>", "<tool_call>", "</tool_call>")),
+    "TRL's nemotron_3_nano": (
+        "Nemotron3RendererConfig",
+        ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    ),
+    "TRL's nemotron_3_ultra": (
+        "Nemotron3UltraRendererConfig",
+        ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    ),
 }
-"""Template → its renderer, and tokens that the renderer needs beside those of the template. Others are of another
-revision of the model than the template (DeepSeek V3, MiniMax M2), or need a file of the network (gpt-oss)."""
+"""Template → its renderer, and tokens that the renderer needs beside those of the template. Others
+are of another revision of the model than the template (DeepSeek V3, MiniMax M2), or need a file of
+the network (gpt-oss)."""
 
 NOT_SPECIAL = ("/nothink", "<think>", "</think>", "<tool_", "</tool_", "<arg_", "</arg_")
 
 OTHER_TEXT: dict[str, tuple[str, ...]] = {
-    # Its renderers write the role `developer` in no way, in silence.
-    # Its template writes empty blocks of reasoning after the last question, its renderers in the last message.
+    # Its renderers write the role `developer` in no way, in silence. Its template writes empty
+    # blocks of reasoning after the last question, its renderers in the last message.
     "Qwen-Qwen3-0.6B": ("developer", "two answers"),
     "qwen3": ("developer", "two answers"),
     # The names of speakers are left out.
@@ -89,19 +123,35 @@ OTHER_TEXT: dict[str, tuple[str, ...]] = {
     "Qwen3.5-4B": ("developer", "turns", "system", "empty answer", "two answers", "names"),
     # The same; calls and their results are two turns in the template and one in the renderer.
     "google-gemma-4-31B-it": (
-        *("turns", "system", "empty answer", "call", "call, null", "call, text", "call, reasoning", "calls"),
+        *(
+            "turns",
+            "system",
+            "empty answer",
+            "call",
+            "call, null",
+            "call, text",
+            "call, reasoning",
+            "calls",
+        ),
         *("calls, other order", "two answers", "names"),
     ),
-    # Reasoning between tags stays as it is written; without any, the prompt of a later turn is another one; `developer`
-    # raises.
+    # Reasoning between tags stays as it is written; without any, the prompt of a later turn is
+    # another one; `developer` raises.
     **dict.fromkeys(
-        ("TRL's nemotron_3_nano", "TRL's nemotron_3_ultra"), ("developer", "reasoning inside", "reasoning at the end")
+        ("TRL's nemotron_3_nano", "TRL's nemotron_3_ultra"),
+        ("developer", "reasoning inside", "reasoning at the end"),
     ),
 }
 """Conversations of which the renderer writes another text than the template."""
 
-REPEATED_PROMPT = ("Qwen3.5-4B", "google-gemma-4-31B-it", "TRL's nemotron_3_nano", "TRL's nemotron_3_ultra")
-"""Renderers that train the end of their own generation prompt: an empty block, or the tag that opens reasoning."""
+REPEATED_PROMPT = (
+    "Qwen3.5-4B",
+    "google-gemma-4-31B-it",
+    "TRL's nemotron_3_nano",
+    "TRL's nemotron_3_ultra",
+)
+"""Renderers that train the end of their own generation prompt: an empty block, or the tag that
+opens reasoning."""
 
 SLOW_RENDERERS = (
     *("Qwen-Qwen3-0.6B", "poolside-Laguna-S-2.1", "google-gemma-4-31B-it"),
@@ -109,7 +159,9 @@ SLOW_RENDERERS = (
 )
 
 
-def with_tokens(name: str, folder: Path, tokens: Sequence[str], to: Path) -> tuple[ChatTemplate, PretrainedTokenizer]:
+def with_tokens(
+    name: str, folder: Path, tokens: Sequence[str], to: Path
+) -> tuple[ChatTemplate, PretrainedTokenizer]:
     """Return a published template, and a tokenizer with its tokens and more."""
     template, tokenizer = published(name, folder)
     variables = dict(template.variables)
@@ -120,7 +172,9 @@ def with_tokens(name: str, folder: Path, tokens: Sequence[str], to: Path) -> tup
         if token.startswith(NOT_SPECIAL):
             backend.add_tokens([tokenizers.AddedToken(token, normalized=False, special=False)])
         else:
-            backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
+            backend.add_special_tokens(
+                [tokenizers.AddedToken(token, normalized=False, special=True)]
+            )
     backend.save(str(to / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, **variables}
     (to / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -132,7 +186,9 @@ def as_transformers(folder: Path, template: ChatTemplate) -> Any:
     transformers = pytest.importorskip("transformers")
     file = str(folder / "tokenizer.json")
     tokens = {name: token for name, token in template.variables.items() if token}
-    return transformers.PreTrainedTokenizerFast(tokenizer_file=file, chat_template=template.source, **tokens)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, chat_template=template.source, **tokens
+    )
 
 
 def trained_runs(mask: Sequence[bool], ids: Sequence[int]) -> list[list[int]]:
@@ -142,7 +198,11 @@ def trained_runs(mask: Sequence[bool], ids: Sequence[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_RENDERERS else []) for name in RENDERERS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_RENDERERS else [])
+        for name in RENDERERS
+    ],
 )
 def test_renderers(name: str, assets: Path, tmp_path: Path) -> None:
     renderers = pytest.importorskip("renderers")
@@ -156,13 +216,21 @@ def test_renderers(name: str, assets: Path, tmp_path: Path) -> None:
         if isinstance(samples, BrokenSample):
             continue
         options = dict(fact.split("=") for sample in samples for fact in sample.facts.options)
-        known = {key: value == "True" for key, value in options.items() if key in config_type.template_field_names()}
+        known = {
+            key: value == "True"
+            for key, value in options.items()
+            if key in config_type.template_field_names()
+        }
         renderer = renderers.create_renderer(wrapped, config_type(**known))
-        for number, (prompt, completion) in zip(answers(messages), turns_in_ids(samples), strict=True):
+        for number, (prompt, completion) in zip(
+            answers(messages), turns_in_ids(samples), strict=True
+        ):
             tools, before, whole = tools_of(messages), messages[:number], messages[: number + 1]
             try:
                 theirs = renderer.render_ids(before, tools=tools, add_generation_prompt=True)
-                sample = renderers.build_training_sample(renderer, whole, tools=tools, ensure_final_stop=True)
+                sample = renderers.build_training_sample(
+                    renderer, whole, tools=tools, ensure_final_stop=True
+                )
             except ValueError:
                 other_text.add(shape)
                 continue
@@ -176,12 +244,16 @@ def test_renderers(name: str, assets: Path, tmp_path: Path) -> None:
             checked += 1
             mine, their_text = tokenizer.decode(completion[:-1]), tokenizer.decode(trained[:-1])
             if name == "GLM-4.6":
-                # The generation prompt ends before a line end, which the renderer does not train; and it ends the last
-                # turn with the end of a text, which no template writes.
-                assert mine == "\n" + their_text and tokenizer.decode([trained[-1]]) == "<|endoftext|>", shape
+                # The generation prompt ends before a line end, which the renderer does not train;
+                # and it ends the last turn with the end of a text, which no template writes.
+                assert (
+                    mine == "\n" + their_text and tokenizer.decode([trained[-1]]) == "<|endoftext|>"
+                ), shape
             elif name in REPEATED_PROMPT and trained != completion:
                 repeated = their_text.removesuffix(mine)
-                assert their_text.endswith(mine) and tokenizer.decode(prompt).endswith(repeated), shape
+                assert their_text.endswith(mine) and tokenizer.decode(prompt).endswith(repeated), (
+                    shape
+                )
             else:
                 assert trained == completion, shape
     assert other_text == set(OTHER_TEXT.get(name, ()))
@@ -193,18 +265,23 @@ def test_renderers(name: str, assets: Path, tmp_path: Path) -> None:
 
 HARMONY: dict[str, list[str]] = {
     "reasoning": [
-        "<|channel|>analysis<|message|>Hm, think.<|end|><|start|>assistant<|channel|>final<|message|>Ho!<|return|>",
-        "<|channel|>analysis<|message|>Hm, again.<|end|><|start|>assistant<|channel|>final<|message|>No.<|return|>",
+        "<|channel|>analysis<|message|>Hm, "
+        "think.<|end|><|start|>assistant<|channel|>final<|message|>Ho!<|return|>",
+        "<|channel|>analysis<|message|>Hm, "
+        "again.<|end|><|start|>assistant<|channel|>final<|message|>No.<|return|>",
     ],
     "turns": [f"<|channel|>final<|message|>{text}<|return|>" for text in ("Ho!", "No.", "So.")],
     "call, reasoning": [
-        "<|channel|>analysis<|message|>Hm, think.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
+        "<|channel|>analysis<|message|>Hm, think.<|end|><|start|>assistant "
+        "to=functions.add<|channel|>commentary "
         '<|constrain|>json<|message|>{"a": 15, "b": "miles"}<|call|>',
-        "<|channel|>analysis<|message|>Hm, again.<|end|><|start|>assistant<|channel|>final<|message|>It is 15."
+        "<|channel|>analysis<|message|>Hm, "
+        "again.<|end|><|start|>assistant<|channel|>final<|message|>It is 15."
         "<|return|>",
     ],
 }
-"""Completions of the turns by openai-harmony 0.0.8 with `auto_drop_analysis=False`, as its tokenizer may be absent."""
+"""Completions of the turns by openai-harmony 0.0.8 with `auto_drop_analysis=False`, as its
+tokenizer may be absent."""
 
 
 @pytest.mark.parametrize("shape", HARMONY)
@@ -246,7 +323,9 @@ def harmony_messages(messages: Sequence[Message]) -> list[Any]:
             ]
             for call in message.get("tool_calls", ()):
                 arguments = json.dumps(call["function"]["arguments"])
-                called = harmony.Message.from_role_and_content(role.ASSISTANT, arguments).with_channel("commentary")
+                called = harmony.Message.from_role_and_content(
+                    role.ASSISTANT, arguments
+                ).with_channel("commentary")
                 called = called.with_recipient(f"functions.{call['function']['name']}")
                 new.append(called.with_content_type("<|constrain|>json"))
             made += new
@@ -263,8 +342,12 @@ def test_harmony_itself_gives_these_turns(shape: str) -> None:
     for number in answers(SHAPES[shape]):
         before = harmony_messages(SHAPES[shape][:number])
         whole = [*before, *harmony_messages(SHAPES[shape][number : number + 1])]
-        conversations = [harmony.Conversation.from_messages(messages) for messages in (before, whole)]
-        prompt = encoding.render_conversation_for_completion(conversations[0], harmony.Role.ASSISTANT, keep)
+        conversations = [
+            harmony.Conversation.from_messages(messages) for messages in (before, whole)
+        ]
+        prompt = encoding.render_conversation_for_completion(
+            conversations[0], harmony.Role.ASSISTANT, keep
+        )
         ids = encoding.render_conversation_for_training(conversations[1], keep)
         assert ids[: len(prompt)] == prompt
         found.append(encoding.decode(ids[len(prompt) :]))
@@ -275,16 +358,20 @@ def test_harmony_itself_gives_these_turns(shape: str) -> None:
 
 
 V1 = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
-    "' [/INST]' }}{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + "
+    "message.content + ' [/INST]' }}{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% "
+    "endfor %}"
 )
 V2 = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
-    "'[/INST]' }}{% else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + "
+    "message.content + '[/INST]' }}{% else %}{{ message.content + eos_token }}{% endif %}{% endfor "
+    "%}"
 )
 V7 = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
-    "'[/INST]' }}{% elif message.role == 'system' %}{{ '[SYSTEM_PROMPT] ' + message.content + '[/SYSTEM_PROMPT]' }}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + "
+    "message.content + "
+    "'[/INST]' }}{% elif message.role == 'system' %}{{ '[SYSTEM_PROMPT] ' + message.content + "
+    "'[/SYSTEM_PROMPT]' }}"
     "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
 )
 """The formats of models with these tokenizers, whose templates are not among the assets."""
@@ -296,10 +383,14 @@ MISTRAL: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "v2": ("mistral_instruct_tokenizer_240216.model.v2", V2, ()),
     "v3": ("mistral_instruct_tokenizer_240323.model.v3", "mistral-v0.3-tokenizer", WITH_RESULTS),
     "v7": ("mistral_instruct_tokenizer_241114.model.v7", V7, ()),
-    "tekken": ("tekken_240718.json", "templates/mistralai-Mistral-Nemo-Instruct-2407.jinja", WITH_RESULTS),
+    "tekken": (
+        "tekken_240718.json",
+        "templates/mistralai-Mistral-Nemo-Instruct-2407.jinja",
+        WITH_RESULTS,
+    ),
 }
-"""Version → its tokenizer in mistral-common, template, and conversations after whose calls the texts differ: templates
-write a tool's result as it is, mistral-common as JSON text with quotes."""
+"""Version → its tokenizer in mistral-common, template, and conversations after whose calls the
+texts differ: templates write a tool's result as it is, mistral-common as JSON text with quotes."""
 
 PLAIN = ("one turn", "turns", "system")
 WITH_CALLS = ("v3", "tekken")
@@ -328,7 +419,10 @@ def as_request(messages: Sequence[Message], tools: Any) -> Any:
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            functions = [{**call["function"], "arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+            functions = [
+                {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+                for call in calls
+            ]
             pairs = zip(calls, functions, strict=True)
             message["tool_calls"] = [{**call, "function": function} for call, function in pairs]
         made.append(message)
@@ -343,10 +437,15 @@ def test_mistral_common(version: str, assets: Path, tmp_path: Path) -> None:
     folder = mistral_folder(version, assets, tmp_path)
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     template = resolve_chat_template("", [folder], tokenizer)
-    file = next(path for path in folder.iterdir() if path.name in ("tokenizer.model", "tekken.json"))
+    file = next(
+        path for path in folder.iterdir() if path.name in ("tokenizer.model", "tekken.json")
+    )
     name = tmp_path / MISTRAL[version][0]  # which tells the version
     shutil.copy(file, name)
-    serving, training = (mistral.MistralTokenizer.from_file(str(name), mode=m) for m in (modes.test, modes.finetuning))
+    serving, training = (
+        mistral.MistralTokenizer.from_file(str(name), mode=m)
+        for m in (modes.test, modes.finetuning)
+    )
     other_text = set()
     shapes = [*PLAIN, *WITH_RESULTS] if version in WITH_CALLS else [*PLAIN]
     if version in ("v1", "v2"):
@@ -355,9 +454,13 @@ def test_mistral_common(version: str, assets: Path, tmp_path: Path) -> None:
         messages, tools = SHAPES[shape], tools_of(SHAPES[shape])
         samples = encoded(template, tokenizer, messages)
         assert not isinstance(samples, BrokenSample), shape
-        for number, (prompt, completion) in zip(answers(messages), turns_in_ids(samples), strict=True):
+        for number, (prompt, completion) in zip(
+            answers(messages), turns_in_ids(samples), strict=True
+        ):
             theirs = serving.encode_chat_completion(as_request(messages[:number], tools)).tokens
-            whole = training.encode_chat_completion(as_request(messages[: number + 1], tools)).tokens
+            whole = training.encode_chat_completion(
+                as_request(messages[: number + 1], tools)
+            ).tokens
             if any(message["role"] == "tool" for message in messages[:number]) and theirs != prompt:
                 other_text.add(shape)
                 assert whole[len(theirs) :] == completion, shape
@@ -374,8 +477,8 @@ TRL: dict[str, tuple[str, str, str]] = {
     "google-gemma-2-2b-it": ("", "\n", ""),
     "microsoft-Phi-3.5-mini-instruct": ("", "\n", "</s>"),
 }
-"""Template → what TRL's marks train beside a turn: the end of the prompt, text after each stop, and at the end. At
-inference, the model writes none of them."""
+"""Template → what TRL's marks train beside a turn: the end of the prompt, text after each stop, and
+at the end. At inference, the model writes none of them."""
 
 
 @pytest.mark.parametrize("name", TRL)
@@ -397,7 +500,9 @@ def test_trl_masks(name: str, assets: Path, tmp_path: Path) -> None:
         ids, mask = made["input_ids"], made["assistant_masks"]
         runs = trained_runs(mask, ids)
         before, after, end = TRL[name]
-        ours = [before + tokenizer.decode(completion) + after for _, completion in turns_in_ids(samples)]
+        ours = [
+            before + tokenizer.decode(completion) + after for _, completion in turns_in_ids(samples)
+        ]
         assert [tokenizer.decode(run) for run in runs] == [*ours[:-1], ours[-1] + end], shape
 
 
@@ -412,14 +517,16 @@ TRL_AFTER: dict[str, str] = {
     "TRL's gptoss": "",
     "TRL's glm4moe": "",
 }
-"""Published template in TRL → text that its marks train after each stop. (TRL's template for DeepSeek V3 is not among
-them: it trains no `</think>`, although the generation prompt of the model ends with `<think>`.)"""
+"""Published template in TRL → text that its marks train after each stop. (TRL's template for
+DeepSeek V3 is not among them: it trains no `</think>`, although the generation prompt of the model
+ends with `<think>`.)"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRL_AFTER)
 def test_trl_marks_what_the_model_writes(name: str, assets: Path, tmp_path: Path) -> None:
-    """Each run of TRL's mask is a turn, perhaps after the end of its prompt, which inference gives to the model."""
+    """Each run of TRL's mask is a turn, perhaps after the end of its prompt, which inference gives
+    to the model."""
     trl = pytest.importorskip("trl.chat_template_utils")
     template, tokenizer = with_tokens(name, assets / "templates", (), tmp_path)
     wrapped = as_transformers(tmp_path, template)
@@ -432,10 +539,20 @@ def test_trl_marks_what_the_model_writes(name: str, assets: Path, tmp_path: Path
             assert name in ("TRL's llama3", "TRL's lfm2_v2")
             continue
         made = wrapped.apply_chat_template(
-            messages, tools=tools, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+            messages,
+            tools=tools,
+            chat_template=source,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
-        runs = [tokenizer.decode(run) for run in trained_runs(made["assistant_masks"], made["input_ids"])]
-        turns = [(tokenizer.decode(prompt), tokenizer.decode(text)) for prompt, text in turns_in_ids(samples)]
+        runs = [
+            tokenizer.decode(run)
+            for run in trained_runs(made["assistant_masks"], made["input_ids"])
+        ]
+        turns = [
+            (tokenizer.decode(prompt), tokenizer.decode(text))
+            for prompt, text in turns_in_ids(samples)
+        ]
         for number, (run, (prompt, text)) in enumerate(zip(runs, turns, strict=True), 1):
             if name == "TRL's gptoss" and number < len(runs):
                 # Inference stops at another token than the template writes after earlier answers.

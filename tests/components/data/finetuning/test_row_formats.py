@@ -24,7 +24,12 @@ from torchtitan.components.data.finetuning.row_formats import (
     find_format,
     function_format,
 )
-from torchtitan.components.data.sources.source import CHAT_DATASETS, ChatDataset, register_chat_dataset, resolve_source
+from torchtitan.components.data.sources.source import (
+    CHAT_DATASETS,
+    ChatDataset,
+    register_chat_dataset,
+    resolve_source,
+)
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -43,7 +48,10 @@ def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict 
         ({"question": "q", "answer": "a", "system": "s"}, [SYSTEM, QUESTION, ANSWER]),
         ({"instruction": "q", "output": "a"}, [QUESTION, ANSWER]),
         ({"instruction": "q", "input": "", "output": "a", "system": None}, [QUESTION, ANSWER]),
-        ({"instruction": "q", "input": "i", "output": "a"}, [{"role": "user", "content": "q\n\ni"}, ANSWER]),
+        (
+            {"instruction": "q", "input": "i", "output": "a"},
+            [{"role": "user", "content": "q\n\ni"}, ANSWER],
+        ),
         ({"instruction": "", "input": "q", "output": "a"}, [QUESTION, ANSWER]),
         ({"question": "q", "answer": 0}, [QUESTION, {"role": "assistant", "content": "0"}]),
         ({"prompt": 1.5, "response": "a"}, [{"role": "user", "content": "1.5"}, ANSWER]),
@@ -60,14 +68,26 @@ def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict 
             {"instruction": "q", "context": "i", "response": "a", "category": "c"},
             [{**QUESTION, "content": "q\n\ni"}, ANSWER],
         ),
-        ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, QUESTION, ANSWER]),
+        (
+            {"id": "1", "system_prompt": "s", "question": "q", "response": "a"},
+            [SYSTEM, QUESTION, ANSWER],
+        ),
         ({"system_prompt": "", "question": "q", "response": "a"}, [QUESTION, ANSWER]),
-        ({"query": "q", "response": "a", "type": "t", "original_question": "o"}, [QUESTION, ANSWER]),
+        (
+            {"query": "q", "response": "a", "type": "t", "original_question": "o"},
+            [QUESTION, ANSWER],
+        ),
         ({"problem": "q", "solution": "a", "answer": "3", "source": "s"}, [QUESTION, ANSWER]),
         ({"problem": "p", "solution": "s", "messages": [QUESTION, ANSWER]}, [QUESTION, ANSWER]),
         (
             {"instruction": "r", "output": "b", "history": [["q", "a"]], "system": "s"},
-            [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}],
+            [
+                SYSTEM,
+                QUESTION,
+                ANSWER,
+                {"role": "user", "content": "r"},
+                {"role": "assistant", "content": "b"},
+            ],
         ),
     ],
 )
@@ -82,28 +102,52 @@ def test_text_columns(row, messages):
         ({"text": None}, "text is empty", EmptySample),
         ({"prompt": "q", "response": ""}, "response is empty", EmptySample),
         ({"prompt": None, "response": "a"}, "prompt is empty", EmptySample),
-        ({"question": "q", "answer": True}, "the answer must be text, not a bool: True", BrokenSample),
-        ({"question": "q", "answer": float("nan")}, "the answer must be text, not a float: nan", BrokenSample),
+        (
+            {"question": "q", "answer": True},
+            "the answer must be text, not a bool: True",
+            BrokenSample,
+        ),
+        (
+            {"question": "q", "answer": float("nan")},
+            "the answer must be text, not a float: nan",
+            BrokenSample,
+        ),
         ({"instruction": "", "input": None, "output": "a"}, "instruction is empty", EmptySample),
         (
             {"instruction": "q", "output": "a", "history": ["q"]},
             "history must contain pairs of texts, not 'q'",
             BrokenSample,
         ),
-        ({"instruction": "q", "output": "a", "history": 1}, "history must be a list of pairs of texts", BrokenSample),
+        (
+            {"instruction": "q", "output": "a", "history": 1},
+            "history must be a list of pairs of texts",
+            BrokenSample,
+        ),
         (
             {"instruction": "q", "output": "a", "history": True},
             "history must be a list of pairs of texts, not True",
             BrokenSample,
         ),
-        ({"prompt": "q", "response": [{"role": "assistant", "content": ""}]}, "messages are empty", EmptySample),
+        (
+            {"prompt": "q", "response": [{"role": "assistant", "content": ""}]},
+            "messages are empty",
+            EmptySample,
+        ),
         (
             {"instruction": "q", "output": "a", "history": [["q", None]]},
             "the role 'assistant' has no content",
             BrokenSample,
         ),
-        ({"prompt": "q", "response": "a", "system": 3}, "the system must be text, not an int", BrokenSample),
-        ({"prompt": "q", "response": [QUESTION, ANSWER]}, "--dataloader.columns messages=NAME", BrokenSample),
+        (
+            {"prompt": "q", "response": "a", "system": 3},
+            "the system must be text, not an int",
+            BrokenSample,
+        ),
+        (
+            {"prompt": "q", "response": [QUESTION, ANSWER]},
+            "--dataloader.columns messages=NAME",
+            BrokenSample,
+        ),
     ],
 )
 def test_unusable_rows(row, error, kind):
@@ -119,23 +163,38 @@ class TestRecognition:
     @pytest.mark.parametrize("format", FORMATS, ids=lambda format: f"{format.kind}-{format.name}")
     def test_every_format_by_its_columns(self, format: RowFormat):
         assert find_format(format.required, "auto", {}, format.kind).name == format.name
-        assert find_format(format.required, format.name, {}, format.kind).required == format.required
+        assert (
+            find_format(format.required, format.name, {}, format.kind).required == format.required
+        )
 
     def test_more_specific_columns_win(self):
-        assert find_format(["prompt", "prompt_id", "messages"], "auto", {}, "sft").name == "messages"
+        assert (
+            find_format(["prompt", "prompt_id", "messages"], "auto", {}, "sft").name == "messages"
+        )
         columns = ["text", "instruction", "input", "output"]
         assert find_format(columns, "auto", {}, "sft").name == "instruction"
-        assert find_format([*columns, "chosen", "rejected"], "auto", {}, "preference").name == "instruction"
+        assert (
+            find_format([*columns, "chosen", "rejected"], "auto", {}, "preference").name
+            == "instruction"
+        )
         assert find_format(columns, "text", {}, "sft").name == "text"
 
     def test_unknown_columns(self):
-        with raises("the rows have the columns frage, antwort, which match no format; rename them with") as e:
+        with raises(
+            "the rows have the columns frage, antwort, which match no format; rename them with"
+        ) as e:
             find_format(["frage", "antwort"], "auto", {}, "sft")
         assert "prompt_response: prompt, response" in str(e.value)
-        assert "--dataloader.columns OURS=THEIRS, or set another --dataloader.format: messages: m" in str(e.value)
+        assert (
+            "--dataloader.columns OURS=THEIRS, or set another --dataloader.format: messages: m"
+            in str(e.value)
+        )
         with raises("the rows have the columns frage, but 'text' needs text"):
             find_format(["frage"], "text", {}, "sft")
-        with raises("--dataloader.format 'mesages' is unknown; use one of: auto, messages, conversations, instruction"):
+        with raises(
+            "--dataloader.format 'mesages' is unknown; use one of: auto, messages, conversations, "
+            "instruction"
+        ):
             find_format(["messages"], "mesages", {}, "sft")  # codespell:ignore
 
     @pytest.mark.parametrize(
@@ -151,14 +210,20 @@ class TestRecognition:
         with raises("which match no format") as caught:
             find_format(list(row), "auto", {}, "sft")
         [options] = re.findall(r"--dataloader.columns (.*), or set", str(caught.value))
-        assert converted(row, mapping=parse_columns(options.split())) == Conversation([QUESTION, ANSWER])
+        assert converted(row, mapping=parse_columns(options.split())) == Conversation(
+            [QUESTION, ANSWER]
+        )
 
     def test_mapping(self):
         mapping = parse_columns(["prompt=frage", "response = antwort"])
         assert mapping == {"prompt": "frage", "response": "antwort"}
-        assert converted({"frage": "q", "antwort": "a"}, mapping=mapping) == Conversation([QUESTION, ANSWER])
+        assert converted({"frage": "q", "antwort": "a"}, mapping=mapping) == Conversation(
+            [QUESTION, ANSWER]
+        )
         swapped = {"instruction": "output", "output": "instruction"}
-        assert converted({"instruction": "a", "output": "q"}, mapping=swapped) == Conversation([QUESTION, ANSWER])
+        assert converted({"instruction": "a", "output": "q"}, mapping=swapped) == Conversation(
+            [QUESTION, ANSWER]
+        )
 
     def test_all_mapped_columns_are_read(self):
         row = {"messages": [QUESTION, {"role": "assistant", "content": "no"}], "q": "q", "a": "a"}
@@ -177,7 +242,9 @@ class TestRecognition:
         assert find_format(columns, "auto", {}, "prompt").name == extra
         row = {"prompt": "q", "chosen": "a", "rejected": "b"}
         assert converted(row, mapping={"response": "chosen"}) == Conversation([QUESTION, ANSWER])
-        assert converted({"messages": [QUESTION, ANSWER], **row}, format="messages") == Conversation([QUESTION, ANSWER])
+        assert converted(
+            {"messages": [QUESTION, ANSWER], **row}, format="messages"
+        ) == Conversation([QUESTION, ANSWER])
 
     @pytest.mark.parametrize(
         "row",
@@ -200,7 +267,9 @@ class TestRecognition:
 
     def test_answers_next_to_a_conversation_need_a_function(self):
         """No option appends an answer column to a conversation column."""
-        with raises("to train on one of them, write a function that returns the whole conversation") as caught:
+        with raises(
+            "to train on one of them, write a function that returns the whole conversation"
+        ) as caught:
             find_format(["conversations", "chosen", "rejected"], "auto", {}, "sft")
         assert str(caught.value).endswith("; to ignore both, set --dataloader.format conversations")
 
@@ -211,8 +280,16 @@ class TestRecognition:
     @pytest.mark.parametrize(
         ("columns", "row", "needs"),
         [
-            (["messages", "prompt", "response"], {"prompt": "q", "response": "a"}, "prompt, response"),
-            (["prompt", "response", "completion"], {"prompt": "q", "completion": "a"}, "prompt, completion"),
+            (
+                ["messages", "prompt", "response"],
+                {"prompt": "q", "response": "a"},
+                "prompt, response",
+            ),
+            (
+                ["prompt", "response", "completion"],
+                {"prompt": "q", "completion": "a"},
+                "prompt, completion",
+            ),
             (["prompt", "response", "text"], {"prompt": " ", "response": "", "text": "t"}, "text"),
         ],
     )
@@ -220,7 +297,9 @@ class TestRecognition:
         """Rows of the second format have null in the columns of the first one."""
         row = {**dict.fromkeys(columns), **row}
         format = find_format(columns, "auto", {}, "sft")
-        with raises(f"is empty, but the columns of another format have content ({needs})", BrokenSample):
+        with raises(
+            f"is empty, but the columns of another format have content ({needs})", BrokenSample
+        ):
             format.convert(row)
         with raises("is empty", EmptySample):
             converted(row, format=format.name)
@@ -258,7 +337,10 @@ class TestRecognition:
             find_format([*columns, "chosen", "rejected"], "auto", {}, "preference"),
         ]
         assert len({format.fingerprint for format in chosen}) == 5
-        assert find_format(["prompt", "response"], "auto", {}, "sft").fingerprint == chosen[0].fingerprint
+        assert (
+            find_format(["prompt", "response"], "auto", {}, "sft").fingerprint
+            == chosen[0].fingerprint
+        )
 
 
 class TestLabels:
@@ -276,7 +358,8 @@ class TestLabels:
     def test_bad_answer_is_rejected(self, row, label):
         for column in ("label", "kto_tag"):
             with raises(
-                f"its {column} is {label!r}: such columns rate answers, as for KTO, so this answer must not be learned"
+                f"its {column} is {label!r}: such columns rate answers, as for KTO, so this answer "
+                "must not be learned"
             ):
                 converted({**row, column: label})
         with raises("its label is"):
@@ -285,7 +368,9 @@ class TestLabels:
     @pytest.mark.parametrize("column", ["weight", "loss_weight", "sample_weight"])
     def test_row_with_weight_0_is_rejected(self, column):
         row = {"prompt": "q", "completion": "a"}
-        with raises(f"its {column} is 0: such columns weight rows, so this answer must not be learned"):
+        with raises(
+            f"its {column} is 0: such columns weight rows, so this answer must not be learned"
+        ):
             converted({**row, column: 0})
         assert converted({**row, column: 1.0}) == Conversation([QUESTION, ANSWER])
 
@@ -293,7 +378,9 @@ class TestLabels:
         row, expected = {"prompt": "q", "completion": "a"}, Conversation([QUESTION, ANSWER])
         assert converted({**row, "label": True}) == expected
         assert converted({**row, "label": False}, format="prompt_completion") == expected
-        assert converted({**row, "label": False}, "prompt") == Prompt(Conversation([QUESTION]), None)
+        assert converted({**row, "label": False}, "prompt") == Prompt(
+            Conversation([QUESTION]), None
+        )
         assert converted({"text": "t", "label": False}) == Text("t")
 
     def test_labeled_rows_are_no_pairs(self):
@@ -304,11 +391,29 @@ class TestLabels:
 @pytest.mark.parametrize(
     ("row", "unread"),
     [
-        ({"messages": [], "Label": 0, "score": 0.5, "id": 3, "images": [], "tools": [1]}, ["Label", "score"]),
-        ({"messages": [], "system_prompt": "s", "functions": "[1]", "loss_weight": 0}, ["loss_weight"]),
-        ({"messages": [], "system": "t", "system_prompt": "s", "history": [["q", "a"]]}, ["system_prompt", "history"]),
+        (
+            {"messages": [], "Label": 0, "score": 0.5, "id": 3, "images": [], "tools": [1]},
+            ["Label", "score"],
+        ),
+        (
+            {"messages": [], "system_prompt": "s", "functions": "[1]", "loss_weight": 0},
+            ["loss_weight"],
+        ),
+        (
+            {"messages": [], "system": "t", "system_prompt": "s", "history": [["q", "a"]]},
+            ["system_prompt", "history"],
+        ),
         ({"prompt": "q", "response": "a", "context": "c", "rejected": " "}, ["context"]),
-        ({"instruction": "q", "response": "a", "context": "c", "history": [], "functions": "[1]"}, []),
+        (
+            {
+                "instruction": "q",
+                "response": "a",
+                "context": "c",
+                "history": [],
+                "functions": "[1]",
+            },
+            [],
+        ),
         ({"instruction": "q", "output": "a", "tools": [1], "score": 1}, ["score"]),
         ({"text": "t", "system": "s", "labels": None}, ["system"]),
     ],
@@ -319,42 +424,74 @@ def test_unread_columns(row, unread):
 
 def test_mapped_columns_and_columns_of_functions_are_read():
     row = {"prompt": "q", "response": "a", "score": "s", "system": "t"}
-    assert find_format(list(row), "auto", {"system": "score"}, "sft").unread_columns(row) == ["system"]
+    assert find_format(list(row), "auto", {"system": "score"}, "sft").unread_columns(row) == [
+        "system"
+    ]
     assert function_format(as_question, "sft").unread_columns(row) == []
 
 
 class TestPreference:
     def test_texts_after_a_prompt(self):
-        pair = converted({"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"}, "preference")
+        pair = converted(
+            {"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"}, "preference"
+        )
         rejected = [{"role": "assistant", "content": "b"}]
         assert pair == Pair(Conversation([SYSTEM, QUESTION]), [ANSWER], rejected)
-        instruction = {"instruction": "q", "input": "i", "output": "unused", "chosen": "a", "rejected": "b"}
+        instruction = {
+            "instruction": "q",
+            "input": "i",
+            "output": "unused",
+            "chosen": "a",
+            "rejected": "b",
+        }
         prompt = Conversation([{"role": "user", "content": "q\n\ni"}])
         assert converted(instruction, "preference") == Pair(prompt, [ANSWER], rejected)
 
-    @pytest.mark.parametrize("extra", [{}, {"prompt": "q"}, {"messages": [QUESTION, ANSWER], "prompt": "q"}])
+    @pytest.mark.parametrize(
+        "extra", [{}, {"prompt": "q"}, {"messages": [QUESTION, ANSWER], "prompt": "q"}]
+    )
     def test_whole_conversations(self, extra):
         worse = [{"role": "assistant", "content": "b"}, QUESTION, ANSWER]
-        row = {**extra, "chosen": [SYSTEM, QUESTION, ANSWER], "rejected": [SYSTEM, QUESTION, *worse]}
-        assert converted(row, "preference") == Pair(Conversation([SYSTEM, QUESTION]), [ANSWER], worse)
+        row = {
+            **extra,
+            "chosen": [SYSTEM, QUESTION, ANSWER],
+            "rejected": [SYSTEM, QUESTION, *worse],
+        }
+        assert converted(row, "preference") == Pair(
+            Conversation([SYSTEM, QUESTION]), [ANSWER], worse
+        )
 
     def test_prompt_is_the_common_prefix(self):
         more = [QUESTION, ANSWER, {"role": "user", "content": "r"}]
-        row = {"chosen": [*more, ANSWER], "rejected": [*more, {"role": "assistant", "content": "b"}]}
+        row = {
+            "chosen": [*more, ANSWER],
+            "rejected": [*more, {"role": "assistant", "content": "b"}],
+        }
         assert converted(row, "preference").prompt.messages == more
         row = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER, QUESTION, ANSWER]}
-        assert converted(row, "preference") == Pair(Conversation([QUESTION]), [ANSWER], [ANSWER, QUESTION, ANSWER])
+        assert converted(row, "preference") == Pair(
+            Conversation([QUESTION]), [ANSWER], [ANSWER, QUESTION, ANSWER]
+        )
 
     def test_alternative_names_of_message_columns(self):
-        row = {"chosen_messages": [QUESTION, ANSWER], "rejected_messages": [QUESTION, {**ANSWER, "content": "b"}]}
+        row = {
+            "chosen_messages": [QUESTION, ANSWER],
+            "rejected_messages": [QUESTION, {**ANSWER, "content": "b"}],
+        }
         expected = Pair(Conversation([QUESTION]), [ANSWER], [{**ANSWER, "content": "b"}])
-        assert converted(row, "preference") == converted({"prompt": "q", **row}, "preference") == expected
+        assert (
+            converted(row, "preference")
+            == converted({"prompt": "q", **row}, "preference")
+            == expected
+        )
 
     @pytest.mark.parametrize("extra", [{}, {"prompt": "q"}])
     def test_transcripts_with_a_common_prefix(self, extra):
         """The published form of Anthropic's HH."""
         prompt = "\n\nHuman: q\n\nAssistant: a\n\nHuman: More?\n\nAssistant:"
-        pair = converted({**extra, "chosen": f"{prompt} Yes.", "rejected": f"{prompt} No.\n\nNo!"}, "preference")
+        pair = converted(
+            {**extra, "chosen": f"{prompt} Yes.", "rejected": f"{prompt} No.\n\nNo!"}, "preference"
+        )
         assert pair == Pair(
             Conversation([QUESTION, ANSWER, {"role": "user", "content": "More?"}]),
             [{"role": "assistant", "content": "Yes."}],
@@ -364,24 +501,46 @@ class TestPreference:
             converted({"chosen": f"{prompt} Yes.", "rejected": prompt}, "preference")
 
     def test_sharegpt_pairs(self):
-        turn, call = {"from": "gpt", "value": "b"}, {"from": "function_call", "value": '{"name": "f"}'}
+        turn, call = (
+            {"from": "gpt", "value": "b"},
+            {"from": "function_call", "value": '{"name": "f"}'},
+        )
         turns = [{"from": "human", "value": "q"}, call, {"from": "observation", "value": "1"}]
         pair = converted({"conversations": turns, "chosen": call, "rejected": [turn]}, "preference")
-        assert [message["role"] for message in pair.prompt.messages] == ["user", "assistant", "tool"]
-        ids = [message["tool_calls"][0]["id"] for message in (pair.prompt.messages[1], pair.chosen[0])]
+        assert [message["role"] for message in pair.prompt.messages] == [
+            "user",
+            "assistant",
+            "tool",
+        ]
+        ids = [
+            message["tool_calls"][0]["id"] for message in (pair.prompt.messages[1], pair.chosen[0])
+        ]
         assert ids[0] != ids[1]
         assert pair.rejected == [{"role": "assistant", "content": "b"}]
 
     @pytest.mark.parametrize(
         ("row", "error", "kind"),
         [
-            ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal", EmptySample),
+            (
+                {"prompt": "q", "chosen": "a", "rejected": "a"},
+                "chosen and rejected are equal",
+                EmptySample,
+            ),
             ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty", EmptySample),
-            ({"prompt": "q", "chosen": {**ANSWER, "content": ""}, "rejected": "a"}, "chosen is empty", EmptySample),
-            ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are equal", EmptySample),
+            (
+                {"prompt": "q", "chosen": {**ANSWER, "content": ""}, "rejected": "a"},
+                "chosen is empty",
+                EmptySample,
+            ),
+            (
+                {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]},
+                "are equal",
+                EmptySample,
+            ),
             (
                 {"chosen": "a", "rejected": "b"},
-                "chosen and rejected have no prompt; name its column with --dataloader.columns prompt=NAME",
+                "chosen and rejected have no prompt; name its column with --dataloader.columns "
+                "prompt=NAME",
                 BrokenSample,
             ),
             (
@@ -414,8 +573,14 @@ class TestPrompts:
             ({"problem": "q", "solution": "s", "answer": 3}, Prompt(Conversation([QUESTION]), "3")),
             ({"query": "q", "system_prompt": "s"}, Prompt(Conversation([SYSTEM, QUESTION]), None)),
             ({"question": "q", "answer": "#### 3"}, Prompt(Conversation([QUESTION]), "#### 3")),
-            ({"prompt": [SYSTEM, QUESTION], "solution": 3}, Prompt(Conversation([SYSTEM, QUESTION]), "3")),
-            ({"messages": [QUESTION], "ground_truth": "x", "answer": None}, Prompt(Conversation([QUESTION]), "x")),
+            (
+                {"prompt": [SYSTEM, QUESTION], "solution": 3},
+                Prompt(Conversation([SYSTEM, QUESTION]), "3"),
+            ),
+            (
+                {"messages": [QUESTION], "ground_truth": "x", "answer": None},
+                Prompt(Conversation([QUESTION]), "x"),
+            ),
             ({"instruction": "q", "answer": 0.5}, Prompt(Conversation([QUESTION]), "0.5")),
         ],
     )
@@ -444,7 +609,10 @@ class TestFunctions:
         path = tmp_path / "mine.py"
         path.write_text(self.SOURCE)
         format = find_format(["body"], f"{path}:convert", {}, "sft")
-        assert (format.name, format.convert({"body": "x"})) == ("row_functions_mine:convert", Text("x"))
+        assert (format.name, format.convert({"body": "x"})) == (
+            "row_functions_mine:convert",
+            Text("x"),
+        )
         assert format.convert({"body": ""}) is None
         path.write_text(self.SOURCE.replace("['body'])", "['body'].upper())"))
         changed = find_format(["body"], f"{path}:convert", {}, "sft")
@@ -460,8 +628,12 @@ class TestFunctions:
         assert format.convert({"body": "x"}) == Text("x")
 
     def test_function_may_return_any_format(self):
-        assert function_format(as_question, "sft").convert({"body": "q"}) == Conversation([QUESTION])
-        assert function_format(as_question, "prompt").convert({"body": "q"}) == Prompt(Conversation([QUESTION]), None)
+        assert function_format(as_question, "sft").convert({"body": "q"}) == Conversation(
+            [QUESTION]
+        )
+        assert function_format(as_question, "prompt").convert({"body": "q"}) == Prompt(
+            Conversation([QUESTION]), None
+        )
 
     def test_function_errors(self):
         with raises("the function as_question failed: KeyError: 'body'", BrokenSample):
@@ -480,7 +652,9 @@ class TestFunctions:
         )
         path = list(sys.path)
         try:
-            assert find_format(["body"], f"{tmp_path}/mine.py:convert", {}, "sft").convert({"body": "b"}) == Text("b")
+            assert find_format(["body"], f"{tmp_path}/mine.py:convert", {}, "sft").convert(
+                {"body": "b"}
+            ) == Text("b")
         finally:
             sys.modules.pop("row_helpers", None)
         assert sys.path == path
@@ -489,11 +663,20 @@ class TestFunctions:
         (tmp_path / "mine.py").write_text(self.SOURCE)
         (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
         for name, message in [
-            (f"{tmp_path}/mine.py:covert", "has no function 'covert'; did you mean 'convert'?"),  # codespell:ignore
+            (
+                f"{tmp_path}/mine.py:covert",  # codespell:ignore
+                "has no function 'covert'; did you mean 'convert'?",  # codespell:ignore
+            ),
             (f"{tmp_path}/other.py:convert", f"the file {tmp_path}/other.py does not exist"),
-            (f"{tmp_path}/broken.py:convert", "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+            (
+                f"{tmp_path}/broken.py:convert",
+                "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'",
+            ),
             ("not_a_module_at_all:convert", "the module 'not_a_module_at_all' does not exist"),
-            (f"{tmp_path}/mine:convert", "must have the form package.module:function or path/to/file.py:function"),
+            (
+                f"{tmp_path}/mine:convert",
+                "must have the form package.module:function or path/to/file.py:function",
+            ),
             (":convert", "must have the form"),
         ]:
             with raises(message):
@@ -504,7 +687,9 @@ class TestFunctions:
 
 def test_registered_data_sets_define_their_format(monkeypatch):
     monkeypatch.setattr(CHAT_DATASETS, "registered", {})
-    register_chat_dataset("mapped", ChatDataset(path="a.jsonl", columns={"prompt": "frage", "response": "antwort"}))
+    register_chat_dataset(
+        "mapped", ChatDataset(path="a.jsonl", columns={"prompt": "frage", "response": "antwort"})
+    )
     register_chat_dataset("function", ChatDataset(path="a.jsonl", function=as_question))
     columns = ["frage", "antwort", "text", "body"]
     row = {"frage": "q", "antwort": "a", "text": "t", "body": "b"}
@@ -523,12 +708,21 @@ def test_registered_data_sets_define_their_format(monkeypatch):
 
 def test_options_apply_to_matching_data_sets(monkeypatch):
     monkeypatch.setattr(CHAT_DATASETS, "registered", {})
-    register_chat_dataset("mapped", ChatDataset(path="a.jsonl", columns={"prompt": "q", "response": "a"}))
+    register_chat_dataset(
+        "mapped", ChatDataset(path="a.jsonl", columns={"prompt": "q", "response": "a"})
+    )
     register_chat_dataset("plain", ChatDataset(path="a.jsonl"))
-    columns = {"mapped": ["q", "a"], "plain": ["text"], "x.jsonl": ["question", "reply"], "y.jsonl": ["messages"]}
+    columns = {
+        "mapped": ["q", "a"],
+        "plain": ["text"],
+        "x.jsonl": ["question", "reply"],
+        "y.jsonl": ["messages"],
+    }
 
     def names(datasets, format="auto", mapping=None):
-        formats = dataset_formats(datasets, [columns[name] for name in datasets], format, mapping or {}, "sft")
+        formats = dataset_formats(
+            datasets, [columns[name] for name in datasets], format, mapping or {}, "sft"
+        )
         return [row_format.name.split(":")[-1] for row_format in formats]
 
     mapping = {"prompt": "question", "response": "reply"}
@@ -545,7 +739,11 @@ def test_options_apply_to_matching_data_sets(monkeypatch):
     with raises("is unknown; use one of"):
         names(["y.jsonl", "plain"], "txt")
     function = f"{__name__}:as_question"
-    assert names(["x.jsonl", "plain", "mapped"], function) == ["as_question", "as_question", "prompt_response"]
+    assert names(["x.jsonl", "plain", "mapped"], function) == [
+        "as_question",
+        "as_question",
+        "prompt_response",
+    ]
     with raises("'mapped' is registered with a format"):
         names(["mapped"], function)
 
@@ -561,7 +759,12 @@ def test_options_apply_to_matching_data_sets(monkeypatch):
         ("sft/toy_chat_fine_tuning.jsonl", "sft", "messages", {Conversation: 5}),
         ("preference/dpo_en_demo.json", "preference", "conversations", {Pair: 300}),
         # Six of its rows have equal chosen and rejected texts.
-        ("preference/instruction-data-with-preference.json", "preference", "instruction", {Pair: 1094, EmptySample: 6}),
+        (
+            "preference/instruction-data-with-preference.json",
+            "preference",
+            "instruction",
+            {Pair: 1094, EmptySample: 6},
+        ),
     ],
 )
 def test_real_files(assets, file, kind, name, counts):
@@ -584,10 +787,14 @@ def test_tool_calls_of_a_real_file(assets):
     for row in json.loads(path.read_text()):
         messages = converted(row).messages
         assert len(messages) == len(row["conversations"])
-        for turn, message, before in zip(row["conversations"], messages, [{}, *messages], strict=False):
+        for turn, message, before in zip(
+            row["conversations"], messages, [{}, *messages], strict=False
+        ):
             if turn["from"] == "function_call":
                 n_calls += 1
-                assert [call["function"] for call in message["tool_calls"]] == [json.loads(turn["value"])]
+                assert [call["function"] for call in message["tool_calls"]] == [
+                    json.loads(turn["value"])
+                ]
             else:
                 assert message["content"] == turn["value"]
             if turn["from"] == "observation":

@@ -14,10 +14,19 @@ import pytest
 
 from torchtitan import components
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, Text
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    EmptySample,
+    Text,
+)
 from torchtitan.components.data.finetuning.filters import FilterConfig, repetition
 from torchtitan.components.data.finetuning.row_formats import RowFormat, function_format
-from torchtitan.components.data.finetuning.sample_cache import SOURCES, first_columns, open_sample_cache
+from torchtitan.components.data.finetuning.sample_cache import (
+    SOURCES,
+    first_columns,
+    open_sample_cache,
+)
 from torchtitan.components.data.finetuning.samples import LengthFilteredDataset
 from torchtitan.components.data.finetuning.sft import parse_token_range
 from torchtitan.components.data.report import Report
@@ -50,7 +59,8 @@ class Texts(Source):
 
 
 class Characters:
-    """Encoder with one token per character: capitals are trained, "#" counts as a special token, "!" is an error."""
+    """Encoder with one token per character: capitals are trained, "#" counts as a special token,
+    "!" is an error."""
 
     n_parts, has_answers = 1, False
 
@@ -64,7 +74,9 @@ class Characters:
 
     def encode_batch(self, samples):
         self.batches.append(len(samples))
-        encoded = (self.encode(sample.text if isinstance(sample, Text) else "Turn") for sample in samples)
+        encoded = (
+            self.encode(sample.text if isinstance(sample, Text) else "Turn") for sample in samples
+        )
         return [result if isinstance(result, BrokenSample) else [result] for result in encoded]
 
     def encode(self, text):
@@ -86,7 +98,9 @@ def convert(row):
     return None if text == "-" else Text(text)
 
 
-FORMAT = RowFormat(name="plain", kind="sft", required=("text",), convert=convert, fingerprint="plain")
+FORMAT = RowFormat(
+    name="plain", kind="sft", required=("text",), convert=convert, fingerprint="plain"
+)
 LENIENT = FilterConfig(broken="drop")
 
 
@@ -106,8 +120,13 @@ def test_content(tmp_path):
     texts = ["aBc", "", "DEF", None, "?", "gH\N{GRINNING FACE}", "x!", "-", "nothing trained", "Aa"]
     cache = open_cache(Texts(*texts), tmp_path)
     assert texts_of(cache) == ["aBc", "DEF", "gH\N{GRINNING FACE}"]
-    assert cache.lengths.tolist() == [3, 3, 3] and [cache.sample(i).n_trained for i in range(3)] == [1, 2, 1]
-    assert cache.sample(0).trained.tolist() == [False, True, False] and cache.sample(0).ids.dtype == np.int64
+    assert cache.lengths.tolist() == [3, 3, 3] and [
+        cache.sample(i).n_trained for i in range(3)
+    ] == [1, 2, 1]
+    assert (
+        cache.sample(0).trained.tolist() == [False, True, False]
+        and cache.sample(0).ids.dtype == np.int64
+    )
     assert [cache.describe(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:6"]
     copy = pickle.loads(pickle.dumps(cache))
     assert len(pickle.dumps(cache)) < 500 and texts_of(copy) == texts_of(cache)
@@ -138,12 +157,16 @@ def test_several_sequences_and_answers(tmp_path):
     assert cache.lengths.tolist() == [3, 3, 4] and [row.n_trained for row in rows] == [2, 1, 3]
     assert (cache.report.tokens, cache.report.trained_tokens) == (15, 6)
     assert len(pickle.dumps(cache)) < 500
-    others = [open_cache(Texts(*texts[:3], last), tmp_path, encoder=Answered()) for last in ("jK|lMnO", "jKl|MnO|")]
+    others = [
+        open_cache(Texts(*texts[:3], last), tmp_path, encoder=Answered())
+        for last in ("jK|lMnO", "jKl|MnO|")
+    ]
     assert len({cache.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
 def test_truncation_shortens_compared_sequences_equally(tmp_path):
-    """Both sequences of a sample lose the same number of tokens; they keep all predicted tokens and the one before."""
+    """Both sequences of a sample lose the same number of tokens; they keep all predicted tokens and
+    the one before."""
     texts = ["abcDE|abcF", "aBcde|abcF", "abcdE|aF", "abC|abD"]
     cache = open_cache(Texts(*texts), tmp_path, encoder=Answered())
     fitted = LengthFilteredDataset(cache, 4, "truncate_left", None, "a.jsonl")
@@ -168,7 +191,11 @@ def test_report_accounts_for_every_row(tmp_path):
         "untrained": 2,  # includes "Aa": a first token has no prediction
     }
     assert report.kept + report.n_dropped == report.rows
-    broken = [("a.jsonl:4", "broken JSON"), ("a.jsonl:5", "a question"), ("a.jsonl:7", "a text with '!'")]
+    broken = [
+        ("a.jsonl:4", "broken JSON"),
+        ("a.jsonl:5", "a question"),
+        ("a.jsonl:7", "a text with '!'"),
+    ]
     assert report.dropped["broken"].examples == broken
     assert report.special_in_text.examples == [("a.jsonl:6", "2 tokens")]
     assert Report.from_dict(json.loads(json.dumps(asdict(report)))) == report
@@ -182,7 +209,9 @@ def test_deeply_nested_rows_are_broken(tmp_path):
     def convert_deep(row):
         return convert_deep(row) if row["text"] == "deep" else convert(row)
 
-    row_format = RowFormat(name="plain", kind="sft", required=("text",), convert=convert_deep, fingerprint="deep")
+    row_format = RowFormat(
+        name="plain", kind="sft", required=("text",), convert=convert_deep, fingerprint="deep"
+    )
     report = open_cache(Texts("aB", "deep"), tmp_path, row_format=row_format).report
     assert report.dropped["broken"].examples == [("a.jsonl:2", "it is nested too deeply")]
 
@@ -190,18 +219,34 @@ def test_deeply_nested_rows_are_broken(tmp_path):
 def test_report_lists_only_the_first_examples(tmp_path):
     report = open_cache(Texts(*[""] * 7, "aB"), tmp_path).report
     assert report.dropped["empty"].count == 7
-    assert [where for where, _ in report.dropped["empty"].examples] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
-    assert list(report.lines())[1] == "dropped, empty: 7 (a.jsonl:1, a.jsonl:2, a.jsonl:3: no text; ...)"
+    assert [where for where, _ in report.dropped["empty"].examples] == [
+        "a.jsonl:1",
+        "a.jsonl:2",
+        "a.jsonl:3",
+    ]
+    assert (
+        list(report.lines())[1]
+        == "dropped, empty: 7 (a.jsonl:1, a.jsonl:2, a.jsonl:3: no text; ...)"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "rules", "message"),
     [
         ("", {"empty": "error"}, "a.jsonl:2: no text; set --dataloader.empty drop"),
-        (None, {}, "a.jsonl:2: broken JSON; set --dataloader.broken drop to skip such rows (torchtitan data inspect"),
+        (
+            None,
+            {},
+            "a.jsonl:2: broken JSON; set --dataloader.broken drop to skip such rows (torchtitan "
+            "data inspect",
+        ),
         ("?", {}, "a.jsonl:2: a question; set --dataloader.broken drop"),
         ("a!", {}, "a.jsonl:2: a text with '!'; set --dataloader.broken drop"),
-        ("none", {"untrained": "error"}, "a.jsonl:2: it has no trained tokens; set --dataloader.untrained drop"),
+        (
+            "none",
+            {"untrained": "error"},
+            "a.jsonl:2: it has no trained tokens; set --dataloader.untrained drop",
+        ),
     ],
 )
 def test_error_policies_give_the_place_of_the_row(tmp_path, text, rules, message):
@@ -212,7 +257,9 @@ def test_error_policies_give_the_place_of_the_row(tmp_path, text, rules, message
 
 
 def test_no_rows_left(tmp_path):
-    with pytest.raises(UserError, match="a.jsonl has no rows left to train on: 0 of 2 rows.*; dropped, empty: 2"):
+    with pytest.raises(
+        UserError, match="a.jsonl has no rows left to train on: 0 of 2 rows.*; dropped, empty: 2"
+    ):
         open_cache(Texts("", ""), tmp_path)
     assert cache_folders(tmp_path) == []
 
@@ -237,10 +284,15 @@ def test_cache_is_found_by_content(tmp_path):
         open_cache(
             Texts("aB", "cD"),
             tmp_path,
-            row_format=RowFormat(name="plain", kind="sft", required=(), convert=convert, fingerprint="2"),
+            row_format=RowFormat(
+                name="plain", kind="sft", required=(), convert=convert, fingerprint="2"
+            ),
         ),
     ]
-    assert len({folder, *(other.folder for other in others)}) == 5 and len(cache_folders(tmp_path)) == 5
+    assert (
+        len({folder, *(other.folder for other in others)}) == 5
+        and len(cache_folders(tmp_path)) == 5
+    )
 
 
 def test_fingerprint_depends_on_the_samples_only(tmp_path):
@@ -253,13 +305,18 @@ def test_fingerprint_depends_on_the_samples_only(tmp_path):
         open_cache(Texts("aB", "cD", "eF"), tmp_path),
     ]
     assert len({cache.folder for cache in caches}) == 6
-    assert caches[0].fingerprint == caches[1].fingerprint and caches[2].fingerprint == caches[4].fingerprint
+    assert (
+        caches[0].fingerprint == caches[1].fingerprint
+        and caches[2].fingerprint == caches[4].fingerprint
+    )
     assert len({cache.fingerprint for cache in caches}) == 4
 
 
 def test_key_contains_the_code_that_makes_samples(tmp_path, monkeypatch):
     key = open_cache(Texts("aB"), tmp_path).folder
-    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
+    monkeypatch.setattr(
+        "torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another"
+    )
     assert open_cache(Texts("aB"), tmp_path).folder != key
 
 
@@ -279,7 +336,9 @@ def test_all_code_that_makes_samples_is_hashed():
         file = waiting.pop()
         assert file in known, file
         seen.add(file)
-        waiting += [found for found in _imported(file) if folder in found.parents and found not in seen]
+        waiting += [
+            found for found in _imported(file) if folder in found.parents and found not in seen
+        ]
 
 
 def _imported(file):
@@ -301,7 +360,9 @@ def test_function_errors_give_the_place_of_the_row(tmp_path):
         open_cache(Texts("A", "b"), tmp_path, row_format=row_format)
 
 
-@pytest.mark.parametrize("left", ["", "[]", "null", "{}", '{"digest": "x"}', "[" * 100_000, "no digest", "cut off"])
+@pytest.mark.parametrize(
+    "left", ["", "[]", "null", "{}", '{"digest": "x"}', "[" * 100_000, "no digest", "cut off"]
+)
 def test_damaged_digest_files_are_ignored(tmp_path, monkeypatch, left):
     monkeypatch.setattr(digests, "_RECENT_NS", 0)  # the digest of an old file is stored
     data = tmp_path / "a.jsonl"
@@ -309,7 +370,9 @@ def test_damaged_digest_files_are_ignored(tmp_path, monkeypatch, left):
     digest = file_digest(tmp_path, data)
     [note] = (tmp_path / "digests").iterdir()
     noted = note.read_text()
-    note.write_text({"no digest": noted.replace(digest, "x"), "cut off": noted[:-2]}.get(left, left))
+    note.write_text(
+        {"no digest": noted.replace(digest, "x"), "cut off": noted[:-2]}.get(left, left)
+    )
     assert file_digest(tmp_path, data) == digest and note.read_text() == noted
 
 
@@ -371,7 +434,9 @@ def test_change_while_reading_is_an_error(tmp_path):
     assert cache_folders(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", [None, lambda old: b"", lambda old: b"{}", lambda old: bytes(len(old))])
+@pytest.mark.parametrize(
+    "damage", [None, lambda old: b"", lambda old: b"{}", lambda old: bytes(len(old))]
+)
 def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, caplog, damage):
     folder = open_cache(Texts("aBc"), tmp_path).folder
     written = {path: path.read_bytes() for path in folder.iterdir()}
@@ -380,7 +445,9 @@ def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, caplog, damage):
         path.unlink() if damage is None else path.write_bytes(damage(content))
         caplog.clear()
         assert texts_of(open_cache(Texts("aBc"), tmp_path)) == ["aBc"]
-        [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        [line] = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
         assert line.startswith(f"the cache {folder} is damaged (") and "\n" not in line
         assert line.endswith(f"); it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
@@ -405,7 +472,8 @@ def test_sample_may_have_one_token_more_than_the_window(sizes):
         ("a.jsonl:3", "6 tokens, a window holds 5"),
         ("a.jsonl:4", "7 tokens, a window holds 5"),
     ]
-    assert sizes.report.kept == 4 and not sizes.report.dropped  # the report of the cache is unchanged
+    # the report of the cache is unchanged
+    assert sizes.report.kept == 4 and not sizes.report.dropped
 
 
 def test_truncation(sizes):
@@ -423,16 +491,22 @@ def test_truncation(sizes):
 
 def test_too_long_error_policy(sizes):
     assert fit(sizes, 6, "error").n_samples == 4
-    with pytest.raises(UserError, match="a.jsonl:4: 7 tokens, a window holds 6; set --dataloader.too_long to "):
+    with pytest.raises(
+        UserError, match="a.jsonl:4: 7 tokens, a window holds 6; set --dataloader.too_long to "
+    ):
         fit(sizes, 5, "error")
     with pytest.raises(UserError, match="a.jsonl:4: it has no trained tokens after truncation"):
         fit(sizes, 4, "truncate_left", untrained="error")
-    with pytest.raises(UserError, match="a.jsonl has no rows left to train on: .*; dropped, too_long: 4"):
+    with pytest.raises(
+        UserError, match="a.jsonl has no rows left to train on: .*; dropped, too_long: 4"
+    ):
         fit(sizes, 2, "drop")
 
 
 def test_filters():
-    filters = FilterConfig(min_tokens=3, max_tokens=6, token_range=(10, 20), max_repetition=0.5, repetition_ngram=2)
+    filters = FilterConfig(
+        min_tokens=3, max_tokens=6, token_range=(10, 20), max_repetition=0.5, repetition_ngram=2
+    )
     outcomes = {
         (10, 11): "min_tokens",
         tuple(range(10, 17)): "max_tokens",
@@ -445,7 +519,10 @@ def test_filters():
     for ids, expected in outcomes.items():
         objection = filters.drop_reason(np.array(ids))
         assert (objection[0] if objection else None) == expected, ids
-    assert filters.drop_reason(np.array((10, 11, 21))) == ("token_range", "token 21 is outside 10 to 20")
+    assert filters.drop_reason(np.array((10, 11, 21))) == (
+        "token_range",
+        "token 21 is outside 10 to 20",
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -464,7 +541,10 @@ def test_report_counts_filtered_rows(tmp_path):
     rules = FilterConfig(min_tokens=3, max_repetition=0.5, repetition_ngram=1)
     report = open_cache(Texts("aB", "aaaaaaB", "abcD"), tmp_path, rules).report
     assert report.kept == 1 and sorted(report.dropped) == ["max_repetition", "min_tokens"]
-    assert report.dropped["max_repetition"].examples[0][1] == "71% of its 1-grams are repetitions, more than 50%"
+    assert (
+        report.dropped["max_repetition"].examples[0][1]
+        == "71% of its 1-grams are repetitions, more than 50%"
+    )
 
 
 @pytest.mark.parametrize(
@@ -493,4 +573,6 @@ def test_amount_of_data_is_logged_after_building(tmp_path, caplog):
         folder = open_cache(Texts("aB", "abC"), tmp_path).folder
         open_cache(Texts("aB", "abC"), tmp_path)
     [message] = [record.message for record in caplog.records]
-    assert message.startswith("tokenized a.jsonl: 2 samples, 5 tokens in ") and message.endswith(f"cached in {folder}")
+    assert message.startswith("tokenized a.jsonl: 2 samples, 5 tokens in ") and message.endswith(
+        f"cached in {folder}"
+    )

@@ -76,12 +76,18 @@ def two(config, folder):
 
 
 def build(config, tokenizer, *, batch=2, **runtime):
-    return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
+    return config.build(
+        tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime}
+    )
 
 
 def windows(batches):
     """Return the samples of each window, without the padding of the last batch."""
-    rows = [tuple(i for i in row.tolist() if i != NO_DOCUMENT) for batch in batches for row in batch["documents"]]
+    rows = [
+        tuple(i for i in row.tolist() if i != NO_DOCUMENT)
+        for batch in batches
+        for row in batch["documents"]
+    ]
     return [row for row in rows if row]
 
 
@@ -92,10 +98,15 @@ def ledger(batches):
 
 def interleaved(loaders, n=10**9):
     """Return up to n batches of each rank in the global order; all ranks have the same number."""
-    return [batch for step in zip(*(take(loader, n) for loader in loaders), strict=True) for batch in step]
+    return [
+        batch
+        for step in zip(*(take(loader, n) for loader in loaders), strict=True)
+        for batch in step
+    ]
 
 
-# --- batches --------------------------------------------------------------------------------------------------------
+# --- batches
+# --------------------------------------------------------------------------------------------------
 
 
 def test_window_token_by_token():
@@ -118,12 +129,16 @@ def test_batches_contain_the_named_samples(config, tokenizer, packing):
     loader = build(replace(config, packing=packing), tokenizer, epochs=1)
     for batch in loader:
         batch = with_positions(batch)
-        assert {name: tuple(value.shape) for name, value in batch.items() if name != "documents"} == {
-            name: (2, SEQ_LEN) for name in ("input", "labels", "positions")
-        }
+        assert {
+            name: tuple(value.shape) for name, value in batch.items() if name != "documents"
+        } == {name: (2, SEQ_LEN) for name in ("input", "labels", "positions")}
         assert {value.dtype for value in batch.values()} == {torch.int64}
         for row, documents in enumerate(batch["documents"].tolist()):
-            samples = [loader.samples.sample(number).parts[0] for number in documents if number != NO_DOCUMENT]
+            samples = [
+                loader.samples.sample(number).parts[0]
+                for number in documents
+                if number != NO_DOCUMENT
+            ]
             expected = pack_samples(samples, SEQ_LEN)
             del expected["n_tokens"]  # part of the batch's attention
             assert all(batch[name][row].tolist() == expected[name].tolist() for name in expected)
@@ -145,7 +160,9 @@ def test_only_the_answer_is_trained(config, tokenizer):
 def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
     """Tolerance 1e-5: float32 sums in a different order."""
     sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
-    model = Llama3Model.Config(vocab_size=tokenizer.vocab_size, rope=RoPEConfig(theta=10_000.0), **sizes).build()
+    model = Llama3Model.Config(
+        vocab_size=tokenizer.vocab_size, rope=RoPEConfig(theta=10_000.0), **sizes
+    ).build()
     initialize_weights(model, seed=1)
 
     @torch.no_grad()
@@ -158,7 +175,9 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
                 logits.transpose(1, 2), batch["labels"], ignore_index=IGNORE_INDEX, reduction="none"
             )
             for row, documents in enumerate(batch["documents"].tolist()):
-                starts = (batch["attention"].positions_BL[row] == 0).nonzero().flatten().tolist() + [SEQ_LEN]
+                starts = (
+                    batch["attention"].positions_BL[row] == 0
+                ).nonzero().flatten().tolist() + [SEQ_LEN]
                 present = [number for number in documents if number != NO_DOCUMENT]
                 for number, start, stop in zip(present, starts, starts[1:], strict=False):
                     sample_losses[number] = losses[
@@ -179,15 +198,20 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
 def test_gsm8k_fills_its_windows(config, tokenizer, assets, tmp_path):
     """A question and answer have about 150 tokens, a window 1,024."""
     gpt2 = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
-    lines = (assets / "sft" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = (
+        (assets / "sft" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    )
     (tmp_path / "gsm8k.jsonl").write_text("".join(lines[:1500]), encoding="utf-8")
-    gsm8k = replace(config, dataset=[str(tmp_path / "gsm8k.jsonl")], pack_chunk=8192, cache_dir=str(tmp_path))
+    gsm8k = replace(
+        config, dataset=[str(tmp_path / "gsm8k.jsonl")], pack_chunk=8192, cache_dir=str(tmp_path)
+    )
     loader = build(gsm8k, gpt2, seq_len=1024)
     assert loader.packing_efficiency >= 0.97
     assert loader.samples.sets[0].report.kept == loader.samples.sets[0].report.rows == 1500
 
 
-# --- order and position ---------------------------------------------------------------------------------------------
+# --- order and position
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
@@ -199,7 +223,8 @@ def test_every_sample_once_per_epoch(two, tokenizer, packing):
     with pytest.raises(StopIteration):
         next(loader)
     third = loader.n_samples // 3
-    assert windows(batches)[:third] != windows(batches)[third : 2 * third]  # each epoch has a different order
+    # each epoch has a different order
+    assert windows(batches)[:third] != windows(batches)[third : 2 * third]
 
 
 def test_without_epochs_there_is_no_end(config, tokenizer):
@@ -216,7 +241,10 @@ def test_seed_sets_the_order(config, tokenizer):
 @pytest.mark.parametrize("ranks, batch, workers", [(1, 4, 0), (2, 2, 0), (4, 1, 0), (1, 4, 2)])
 def test_global_order_is_the_same_for_any_layout(two, tokenizer, ranks, batch, workers):
     weighted = replace(two, weights=[0.3, 0.7], max_epochs=[9, 9], num_workers=workers)
-    loaders = [build(weighted, tokenizer, batch=batch, dp_rank=r, dp_world_size=ranks, epochs=2) for r in range(ranks)]
+    loaders = [
+        build(weighted, tokenizer, batch=batch, dp_rank=r, dp_world_size=ranks, epochs=2)
+        for r in range(ranks)
+    ]
     reference = build(replace(weighted, num_workers=0), tokenizer, batch=4, epochs=2)
     assert windows(interleaved(loaders)) == windows(take(reference))
     for loader in loaders:
@@ -228,9 +256,18 @@ def test_global_order_is_the_same_for_any_layout(two, tokenizer, ranks, batch, w
 def test_resume_with_different_ranks_keeps_every_sample(two, tokenizer, workers, workers_after):
     straight = windows(take(build(two, tokenizer, epochs=2)))
     state, batches, rng = None, [], random.Random(workers)
-    for ranks, n_workers in ((1, workers), (2, workers_after), (4, 0), (2, workers), (1, workers_after)):
+    for ranks, n_workers in (
+        (1, workers),
+        (2, workers_after),
+        (4, 0),
+        (2, workers),
+        (1, workers_after),
+    ):
         config = replace(two, num_workers=n_workers)
-        loaders = [build(config, tokenizer, batch=1, dp_rank=r, dp_world_size=ranks, epochs=2) for r in range(ranks)]
+        loaders = [
+            build(config, tokenizer, batch=1, dp_rank=r, dp_world_size=ranks, epochs=2)
+            for r in range(ranks)
+        ]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
@@ -274,7 +311,13 @@ def test_loader_can_rewind(config, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"packing": "none"}, {"train_on": "all"}, {"sampler": ShuffleSampler.Config(shuffle=False)}, "seq_len"]
+    "changed",
+    [
+        {"packing": "none"},
+        {"train_on": "all"},
+        {"sampler": ShuffleSampler.Config(shuffle=False)},
+        "seq_len",
+    ],
 )
 def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer, caplog, changed):
     loader = build(config, tokenizer)
@@ -287,11 +330,15 @@ def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer,
     assert windows(take(other, 3)) == windows(take(fresh, 3))
 
 
-def test_position_is_valid_if_changed_code_makes_the_same_samples(config, tokenizer, caplog, monkeypatch):
+def test_position_is_valid_if_changed_code_makes_the_same_samples(
+    config, tokenizer, caplog, monkeypatch
+):
     loader = build(config, tokenizer)
     take(loader, 3)
     state, expected = loader.state_dict(), windows(take(loader, 3))
-    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
+    monkeypatch.setattr(
+        "torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another"
+    )
     later = build(config, tokenizer)
     later.load_state_dict(state)
     assert later.samples.sets[0]._cache.folder != loader.samples.sets[0]._cache.folder
@@ -313,14 +360,17 @@ def test_position_is_valid_for_moved_data(config, tokenizer, folder, tmp_path, c
     assert renamed.sample_name(0) == "renamed.jsonl:1"
 
 
-# --- several datasets ----------------------------------------------------------------------------------------------
+# --- several datasets
+# ----------------------------------------------------------------------------------------------
 
 
 def tokens_by_source(loader, batches):
     """Count the positions with samples of the first and the second dataset."""
     sums = [0, 0]
     for number, times in ledger(batches).items():
-        sums[loader.samples.locate(number)[0]] += times * (len(loader.samples.sample(number).ids) - 1)
+        sums[loader.samples.locate(number)[0]] += times * (
+            len(loader.samples.sample(number).ids) - 1
+        )
     return sums
 
 
@@ -337,7 +387,8 @@ def test_weight_schedule(two, tokenizer):
     loader = build(weighted, tokenizer, batch=2, global_batch_size=4)
     before, after = take(loader, 10), take(loader, 20)
     assert min(tokens_by_source(loader, before)) > 0.4 * sum(tokens_by_source(loader, before))
-    assert tokens_by_source(loader, after)[0] <= SEQ_LEN  # the missing part of the first set's share
+    # the missing part of the first set's share
+    assert tokens_by_source(loader, after)[0] <= SEQ_LEN
 
 
 def test_data_sets_without_weights_are_read_equally_often(two, tokenizer):
@@ -351,7 +402,9 @@ def test_data_sets_without_weights_are_read_equally_often(two, tokenizer):
 
 def test_too_many_repetitions_are_rejected(two, tokenizer):
     loader = build(replace(two, weights=[1, 1]), tokenizer, batch=1)
-    with pytest.raises(UserError, match=r"b.jsonl would be read .* times .*--dataloader.max_epochs"):
+    with pytest.raises(
+        UserError, match=r"b.jsonl would be read .* times .*--dataloader.max_epochs"
+    ):
         loader.check_repetitions(1000)
     loader.check_repetitions(5)
     seen = []
@@ -379,7 +432,8 @@ def test_prepared_windows_may_exceed_the_limit(two, tokenizer, workers):
 
 
 def test_weights_with_epochs_have_no_repetition_limit(two, tokenizer):
-    """A sampler that draws some samples twice per epoch yields more or fewer tokens than the data has."""
+    """A sampler that draws some samples twice per epoch yields more or fewer tokens than the data
+    has."""
     longest = int(build(two, tokenizer).samples.positions[1].argmax())
     weighted = replace(two, weights=[1, 1], sampler=OneSample.Config(sample=longest))
     loader = build(weighted, tokenizer, epochs=1)
@@ -400,7 +454,10 @@ def test_repetitions_are_logged_unless_epochs_set_them(config, tokenizer, caplog
         build(config, tokenizer).check_repetitions(1)
     per_epoch = build(config, tokenizer, epochs=1).n_samples
     assert 10 < per_epoch < 100
-    assert f"a.jsonl {100 / per_epoch:.1f} times" in caplog.text and f"a.jsonl {1 / per_epoch:.2g} times" in caplog.text
+    assert (
+        f"a.jsonl {100 / per_epoch:.1f} times" in caplog.text
+        and f"a.jsonl {1 / per_epoch:.2g} times" in caplog.text
+    )
 
 
 def test_one_data_set_without_weights_has_no_repetition_limit(config, tokenizer):
@@ -462,10 +519,19 @@ def test_samples_by_name(two, tokenizer):
 def test_summary(two, tokenizer):
     loader = build(replace(two, too_long="truncate_left"), tokenizer, seq_len=30, epochs=1)
     summary = loader.summary(loader.n_samples)
-    assert summary.windows_per_epoch == pytest.approx(loader.n_samples, abs=3)  # a different shuffle
-    assert [of.name for of in summary.sets] == two.dataset and summary.max_length == 31 and summary.follows_seed
-    assert [of.epochs for of in summary.sets] == [1, 1] and [of.max_epochs for of in summary.sets] == [None, None]
-    assert [len(of.lengths) for of in summary.sets] == [90, 40] and summary.sets[0].lengths.max() > 31
+    # a different shuffle
+    assert summary.windows_per_epoch == pytest.approx(loader.n_samples, abs=3)
+    assert (
+        [of.name for of in summary.sets] == two.dataset
+        and summary.max_length == 31
+        and summary.follows_seed
+    )
+    assert [of.epochs for of in summary.sets] == [1, 1] and [
+        of.max_epochs for of in summary.sets
+    ] == [None, None]
+    assert [len(of.lengths) for of in summary.sets] == [90, 40] and summary.sets[
+        0
+    ].lengths.max() > 31
     assert summary.sets[0].report.truncated.count == (summary.sets[0].lengths > 31).sum()
     weighted = build(replace(two, weights=[1, 3], max_epochs=[1, 9]), tokenizer)
     first, second = weighted.summary(40).sets
@@ -473,7 +539,8 @@ def test_summary(two, tokenizer):
     assert not build(replace(two, sampler=Repeating.Config()), tokenizer).summary(0).follows_seed
 
 
-# --- samplers -------------------------------------------------------------------------------------------------------
+# --- samplers
+# --------------------------------------------------------------------------------------------------
 
 
 class OneSample(ShuffleSampler):
@@ -540,7 +607,9 @@ def test_statistics_reach_each_sampler_with_its_own_sample_numbers(two, tokenize
     next(loader)
     loader.observe(StepStatistics(1, 2.0, 1.0, np.array([3, 89, 90, 95]), np.ones(4)))
     next(loader)
-    observed = [stream["sampler"]["observed"] for stream in loader.state_dict()["position"]["streams"]]
+    observed = [
+        stream["sampler"]["observed"] for stream in loader.state_dict()["position"]["streams"]
+    ]
     assert observed == [[5, 1], [2, 7]]  # 3 and 89 of 90, and 0 and 5 of 40, moved by 2
 
 
@@ -561,7 +630,8 @@ def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
     resumed.close()
 
 
-# --- configuration --------------------------------------------------------------------------------------------------
+# --- configuration
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -570,11 +640,23 @@ def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
         ({"dataset": []}, "--dataloader.dataset is empty; set it to a file such as my.jsonl"),
         ({"num_workers": -1}, "num_workers is -1, but must be at least 0"),
         ({"pack_chunk": 0}, "pack_chunk is 0, but must be at least 1 sample"),
-        ({"weights": [1.0, 2.0]}, r"--dataloader.weights must have one value per dataset \(1\), not 2"),
-        ({"max_epochs": [1.0, 2.0]}, r"--dataloader.max_epochs must have one value per dataset \(1\), not 2"),
+        (
+            {"weights": [1.0, 2.0]},
+            r"--dataloader.weights must have one value per dataset \(1\), not 2",
+        ),
+        (
+            {"max_epochs": [1.0, 2.0]},
+            r"--dataloader.max_epochs must have one value per dataset \(1\), not 2",
+        ),
         ({"max_epochs": [0.0]}, "max_epochs is 0, but must be above 0"),
-        ({"weight_schedule": ["5: 1"]}, "--dataloader.weight_schedule also needs --dataloader.weights"),
-        ({"weights": [1.0], "weight_schedule": ["5 1"]}, "entries such as '500: 0.2 0.8', not '5 1'"),
+        (
+            {"weight_schedule": ["5: 1"]},
+            "--dataloader.weight_schedule also needs --dataloader.weights",
+        ),
+        (
+            {"weights": [1.0], "weight_schedule": ["5 1"]},
+            "entries such as '500: 0.2 0.8', not '5 1'",
+        ),
         ({"weights": [1.0], "weight_schedule": ["a: 1"]}, "not 'a: 1'"),
         ({"token_range": "7"}, "--dataloader.token_range must have the form LOW-HIGH"),
         ({"max_repetition": 2.0}, "--dataloader.max_repetition is 2.0, but must be from 0 to 1"),
@@ -592,19 +674,30 @@ def test_arguments_out_of_range(config, tokenizer):
 
 
 def test_schedule():
-    assert parse_schedule([]) == [] and parse_schedule(["5: 0.2 0.8", "9:1 0"]) == [(5, [0.2, 0.8]), (9, [1.0, 0.0])]
+    assert parse_schedule([]) == [] and parse_schedule(["5: 0.2 0.8", "9:1 0"]) == [
+        (5, [0.2, 0.8]),
+        (9, [1.0, 0.0]),
+    ]
 
 
 def test_conversations_need_a_template(config, tokenizer):
     with pytest.raises(
-        UserError, match=r"--dataloader\.chat_template to a file or one of: chatml, llama3, mistral, alpaca"
+        UserError,
+        match=r"--dataloader\.chat_template to a file or one of: chatml, llama3, mistral, alpaca",
     ):
         build(replace(config, chat_template=""), tokenizer)
 
 
 def test_plain_text_needs_no_template(config, tokenizer, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a story of a cat"}\n{"text": "and one of a dog"}\n')
-    loader = build(replace(config, dataset=[str(tmp_path / "a.jsonl")], chat_template=""), tokenizer, batch=1, epochs=1)
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "a story of a cat"}\n{"text": "and one of a dog"}\n'
+    )
+    loader = build(
+        replace(config, dataset=[str(tmp_path / "a.jsonl")], chat_template=""),
+        tokenizer,
+        batch=1,
+        epochs=1,
+    )
     assert loader.template is None and loader.assets() == {}
     expected = tokenizer.encode_documents(["a story of a cat", "and one of a dog"])
     assert [loader.samples.sample(i).ids.tolist() for i in range(2)] == expected
@@ -645,17 +738,29 @@ def collect_warnings(config, tokenizer, caplog, **runtime):
 
 
 @pytest.mark.parametrize(
-    ("n_long", "too_long", "warns"), [(1, "drop", False), (2, "drop", True), (2, "truncate_right", False)]
+    ("n_long", "too_long", "warns"),
+    [(1, "drop", False), (2, "drop", True), (2, "truncate_right", False)],
 )
-def test_many_dropped_rows_cause_a_warning(config, tokenizer, tmp_path, caplog, n_long, too_long, warns):
+def test_many_dropped_rows_cause_a_warning(
+    config, tokenizer, tmp_path, caplog, n_long, too_long, warns
+):
     rows = [{"prompt": "a", "response": "the cat " * (40 if i < n_long else 1)} for i in range(100)]
     changed = replace(config, dataset=[write_jsonl(tmp_path / "c.jsonl", rows)], too_long=too_long)
-    remedy = "increase --training.seq_len, or set --dataloader.too_long truncate_left or truncate_right"
-    expected = f"{changed.dataset[0]}: 2 of 100 rows (2.0%) are dropped because they have more than 65 tokens; {remedy}"
+    remedy = (
+        "increase --training.seq_len, or set --dataloader.too_long truncate_left or truncate_right"
+    )
+    expected = (
+        f"{changed.dataset[0]}: 2 of 100 rows (2.0%) are dropped because they have more than 65 "
+        f"tokens; {remedy}"
+    )
     assert collect_warnings(changed, tokenizer, caplog) == [expected] * warns
     if n_long == 2 and too_long == "drop":
-        with pytest.raises(UserError, match=f"has no rows left to train on: .*dropped, too_long: 2 .*{remedy}"):
-            build(replace(changed, dataset=[write_jsonl(tmp_path / "d.jsonl", rows[:2])]), tokenizer)
+        with pytest.raises(
+            UserError, match=f"has no rows left to train on: .*dropped, too_long: 2 .*{remedy}"
+        ):
+            build(
+                replace(changed, dataset=[write_jsonl(tmp_path / "d.jsonl", rows[:2])]), tokenizer
+            )
 
 
 def test_unread_columns_cause_one_warning(two, tokenizer, tmp_path, caplog):
@@ -665,10 +770,14 @@ def test_unread_columns_cause_one_warning(two, tokenizer, tmp_path, caplog):
     rows[30] |= {"score": 1, "weight": 2}
     changed = replace(two, dataset=[*two.dataset, write_jsonl(tmp_path / "c.jsonl", rows)])
     [warning] = collect_warnings(changed, tokenizer, caplog)
-    assert warning.startswith(f"{tmp_path}/c.jsonl: the columns weight, score are ignored (format prompt_response)")
+    assert warning.startswith(
+        f"{tmp_path}/c.jsonl: the columns weight, score are ignored (format prompt_response)"
+    )
     assert collect_warnings(changed, tokenizer, caplog) == [warning]  # the cache stores them
     function = tmp_path / "own.py"
-    function.write_text("def read(row):\n    return {'prompt': row['prompt'], 'response': row['response']}\n")
+    function.write_text(
+        "def read(row):\n    return {'prompt': row['prompt'], 'response': row['response']}\n"
+    )
     assert collect_warnings(replace(changed, format=f"{function}:read"), tokenizer, caplog) == []
 
 
@@ -677,7 +786,18 @@ def test_error_for_a_bad_answer_gives_its_place(config, tokenizer, tmp_path):
     changed = replace(config, dataset=[write_jsonl(tmp_path / "kto.jsonl", rows)], broken="drop")
     with pytest.raises(UserError, match=r"kto.jsonl:3: its label is False: .* as for KTO"):
         build(changed, tokenizer)
-    assert len(take(build(replace(changed, format="prompt_completion", packing="none"), tokenizer, epochs=1))) == 2
+    assert (
+        len(
+            take(
+                build(
+                    replace(changed, format="prompt_completion", packing="none"),
+                    tokenizer,
+                    epochs=1,
+                )
+            )
+        )
+        == 2
+    )
 
 
 def test_message_with_loss_weight_0_is_not_trained(config, tokenizer, tmp_path):
@@ -701,7 +821,8 @@ def test_reported_efficiency_equals_the_efficiency_of_an_epoch(config, tokenizer
     assert loader.packing_efficiency == pytest.approx(filled / (len(batches) * SEQ_LEN), rel=0.06)
 
 
-# --- validation -----------------------------------------------------------------------------------------------------
+# --- validation
+# --------------------------------------------------------------------------------------------------
 
 
 def test_validation_file_keeps_its_order(config, folder, tokenizer):
@@ -717,7 +838,10 @@ def test_validation_file_keeps_its_order(config, folder, tokenizer):
 def test_validation_split_of_the_dataset(config):
     assert config.for_validation("") is None
     chats = replace(config, dataset=[*config.dataset, "chats"])
-    assert (chats.for_validation("").dataset, chats.for_validation("").split) == (["chats"], "validation")
+    assert (chats.for_validation("").dataset, chats.for_validation("").split) == (
+        ["chats"],
+        "validation",
+    )
     assert chats.for_validation("chats").split == "validation"
 
 
@@ -741,12 +865,16 @@ def test_a_token_that_is_changed_in_the_cache_is_named(tokenizer, tmp_path):
     """While the run reads it, not by an IndexError of the model."""
     rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(5)]
     config = SFTDataLoader.Config(
-        dataset=[write_jsonl(tmp_path / "a.jsonl", rows)], cache_dir=str(tmp_path / "cache"), chat_template="alpaca"
+        dataset=[write_jsonl(tmp_path / "a.jsonl", rows)],
+        cache_dir=str(tmp_path / "cache"),
+        chat_template="alpaca",
     )
     loader = config.build(tokenizer=tokenizer, seq_len=128, local_batch_size=1, epochs=1)
     [ids] = tmp_path.glob("cache/samples/*/ids.bin")
     with ids.open("r+b") as file:
         file.seek(-4, 2)
         file.write(np.uint32(60_000).tobytes())
-    with pytest.raises(UserError, match=r"a.jsonl:5, token \d+: token id 60000 is outside the vocabulary of"):
+    with pytest.raises(
+        UserError, match=r"a.jsonl:5, token \d+: token id 60000 is outside the vocabulary of"
+    ):
         take(loader)

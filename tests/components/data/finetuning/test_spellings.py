@@ -1,4 +1,5 @@
-"""Every spelling of reasoning and tool calls gives one normal form; what would be lost is refused."""
+"""Every spelling of reasoning and tool calls gives one normal form; what would be lost is
+refused."""
 
 import json
 
@@ -6,7 +7,11 @@ import pytest
 
 from tests.components.data.helpers import raises
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    EmptySample,
+)
 from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.data.finetuning.spellings import split_reasoning
 
@@ -52,7 +57,9 @@ def openai(reasoning: dict, arguments=json.dumps) -> list[dict]:
         {
             "role": "assistant",
             "content": SAID,
-            "tool_calls": [{"id": id, "type": "function", "function": function} for id, function in functions],
+            "tool_calls": [
+                {"id": id, "type": "function", "function": function} for id, function in functions
+            ],
             **reasoning,
         },
         {"role": "tool", "tool_call_id": "a", "content": "sun"},
@@ -76,14 +83,22 @@ ANTHROPIC = [
         "role": "user",
         "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": "sun"},
-            {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "rain"}]},
+            {
+                "type": "tool_result",
+                "tool_use_id": "b",
+                "content": [{"type": "text", "text": "rain"}],
+            },
         ],
     },
     {"role": "assistant", "content": [{"type": "text", "text": ANSWER}]},
 ]
 
 RESPONSES = [
-    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION["content"]}]},
+    {
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": QUESTION["content"]}],
+    },
     {
         "type": "reasoning",
         "id": "rs",
@@ -97,10 +112,26 @@ RESPONSES = [
         "role": "assistant",
         "content": [{"type": "output_text", "text": SAID, "annotations": []}],
     },
-    {"type": "function_call", "id": "fc", "call_id": "a", "name": "weather", "arguments": json.dumps(PARIS)},
-    {"type": "function_call", "id": "fd", "call_id": "b", "name": "weather", "arguments": json.dumps(ROME)},
+    {
+        "type": "function_call",
+        "id": "fc",
+        "call_id": "a",
+        "name": "weather",
+        "arguments": json.dumps(PARIS),
+    },
+    {
+        "type": "function_call",
+        "id": "fd",
+        "call_id": "b",
+        "name": "weather",
+        "arguments": json.dumps(ROME),
+    },
     {"type": "function_call_output", "call_id": "a", "output": "sun"},
-    {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "rain"}]},
+    {
+        "type": "function_call_output",
+        "call_id": "b",
+        "output": [{"type": "input_text", "text": "rain"}],
+    },
     {"role": "assistant", "content": ANSWER},
 ]
 
@@ -132,8 +163,14 @@ def tagged(call: dict) -> str:
 
 HERMES = [
     {"from": "human", "value": QUESTION["content"]},
-    {"from": "gpt", "value": f"<think>\n{THOUGHT}\n</think>\n{SAID}\n{tagged(PARIS)}\n{tagged(ROME)}"},
-    {"from": "tool", "value": "<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>"},
+    {
+        "from": "gpt",
+        "value": f"<think>\n{THOUGHT}\n</think>\n{SAID}\n{tagged(PARIS)}\n{tagged(ROME)}",
+    },
+    {
+        "from": "tool",
+        "value": "<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>",
+    },
     {"from": "gpt", "value": ANSWER},
 ]
 
@@ -154,7 +191,10 @@ SHAREGPT = [
     HERMES[0],
     {"from": "gpt", "value": SAID, "reasoning": THOUGHT},
     {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": PARIS})},
-    {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": json.dumps(ROME)})},
+    {
+        "from": "function_call",
+        "value": json.dumps({"name": "weather", "arguments": json.dumps(ROME)}),
+    },
     {"from": "observation", "value": "sun"},
     {"from": "observation", "value": "rain"},
     HERMES[3],
@@ -174,12 +214,37 @@ SHAREGPT = [
                 {"thoughts": THOUGHT},
                 {"analysis": THOUGHT},
                 {"reasoning": {"summary": [{"type": "summary_text", "text": THOUGHT}]}},
-                {"reasoning_details": [{"type": "reasoning.text", "text": THOUGHT, "signature": "x"}]},
-                {"reasoning_details": [{"type": "reasoning.summary", "summary": THOUGHT}], "reasoning": THOUGHT},
-                {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}], "reasoning": THOUGHT},
-                {"reasoning_content": THOUGHT, "thinking": f" {THOUGHT}\n", "reasoning": None, "thought": ""},
-                {"content": [{"type": "reasoning", "reasoning": THOUGHT}, {"type": "text", "text": SAID}]},
-                {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]}, SAID]},
+                {
+                    "reasoning_details": [
+                        {"type": "reasoning.text", "text": THOUGHT, "signature": "x"}
+                    ]
+                },
+                {
+                    "reasoning_details": [{"type": "reasoning.summary", "summary": THOUGHT}],
+                    "reasoning": THOUGHT,
+                },
+                {
+                    "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}],
+                    "reasoning": THOUGHT,
+                },
+                {
+                    "reasoning_content": THOUGHT,
+                    "thinking": f" {THOUGHT}\n",
+                    "reasoning": None,
+                    "thought": "",
+                },
+                {
+                    "content": [
+                        {"type": "reasoning", "reasoning": THOUGHT},
+                        {"type": "text", "text": SAID},
+                    ]
+                },
+                {
+                    "content": [
+                        {"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]},
+                        SAID,
+                    ]
+                },
                 *(
                     {"content": f"{opening}{THOUGHT}{closing}{SAID}"}
                     for opening, closing in (
@@ -205,17 +270,23 @@ SHAREGPT = [
 def test_one_normal_form(turns, ids):
     before = json.dumps(turns)
     assert converted({"messages": turns, "tools": TOOLS}) == Conversation(normal(*ids), TOOLS)
-    assert converted({"conversations": json.dumps(turns), "tools": json.dumps(TOOLS)}).messages == normal(*ids)
+    assert converted(
+        {"conversations": json.dumps(turns), "tools": json.dumps(TOOLS)}
+    ).messages == normal(*ids)
     assert json.dumps(turns) == before  # the row is not changed
 
 
-@pytest.mark.parametrize("turns", [openai({"thought": THOUGHT}), ANTHROPIC, RESPONSES, AI_SDK, HERMES, SHAREGPT])
+@pytest.mark.parametrize(
+    "turns", [openai({"thought": THOUGHT}), ANTHROPIC, RESPONSES, AI_SDK, HERMES, SHAREGPT]
+)
 def test_spellings_in_a_template_with_tools(assets, turns):
     """Qwen3's template writes what its model generates, whatever the spelling."""
     known = json.loads((assets / "qwen3-chat-template" / "tokenizer_config.json").read_text())
     template = ChatTemplate(known["chat_template"])
     conversation = converted({"messages": turns, "tools": TOOLS})
-    text = template.render(conversation.messages, tools=conversation.tools, add_generation_prompt=False)
+    text = template.render(
+        conversation.messages, tools=conversation.tools, add_generation_prompt=False
+    )
     _, _, dialog = text.partition("<|im_start|>user\n")
     assert dialog == (
         f"{QUESTION['content']}<|im_end|>\n"
@@ -229,17 +300,32 @@ def test_spellings_in_a_template_with_tools(assets, turns):
 
 def test_calls_without_text():
     parts = [{"type": "tool_use", "id": "a", "name": "weather", "input": PARIS}]
-    expected = {"role": "assistant", "content": None, "tool_calls": [calling("weather", PARIS, "a")]}
-    assert converted({"messages": [QUESTION, {"role": "assistant", "content": parts}]}).messages[1] == expected
+    expected = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [calling("weather", PARIS, "a")],
+    }
+    assert (
+        converted({"messages": [QUESTION, {"role": "assistant", "content": parts}]}).messages[1]
+        == expected
+    )
     thinking = [{"type": "thinking", "thinking": THOUGHT}, *parts]
-    [_, message] = converted({"messages": [QUESTION, {"role": "assistant", "content": thinking}]}).messages
+    [_, message] = converted(
+        {"messages": [QUESTION, {"role": "assistant", "content": thinking}]}
+    ).messages
     assert message == {**expected, "reasoning_content": THOUGHT}
     text = {"role": "assistant", "content": tagged(PARIS)}
     [_, message] = converted({"messages": [QUESTION, text]}).messages
     assert (message["content"], message["tool_calls"][0]["function"]["arguments"]) == (None, PARIS)
     value = f"<think>{THOUGHT}</think>{json.dumps({'name': 'weather', 'arguments': PARIS})}"
-    [_, message] = converted({"conversations": [HERMES[0], {"from": "function_call", "value": value}]}).messages
-    assert message == {**expected, "reasoning_content": THOUGHT, "tool_calls": [calling("weather", PARIS, "call00000")]}
+    [_, message] = converted(
+        {"conversations": [HERMES[0], {"from": "function_call", "value": value}]}
+    ).messages
+    assert message == {
+        **expected,
+        "reasoning_content": THOUGHT,
+        "tool_calls": [calling("weather", PARIS, "call00000")],
+    }
 
 
 @pytest.mark.parametrize(
@@ -247,7 +333,10 @@ def test_calls_without_text():
     [
         ("<think>a</think>b <think>c</think>", ("a", "b <think>c</think>")),
         ("<think>\n\n</think>\n\nb", ("", "b")),
-        ("<|begin_of_thought|>a<|end_of_thought|>\n<|begin_of_solution|>\nb\n<|end_of_solution|>", ("a", "b")),
+        (
+            "<|begin_of_thought|>a<|end_of_thought|>\n<|begin_of_solution|>\nb\n<|end_of_solution|>",
+            ("a", "b"),
+        ),
         ("<think>a</think><answer>b</answer>", ("a", "<answer>b</answer>")),
         ("<think>a", None),  # the closing tag is missing
         ("<think>a <think>b</think> c</think>d", None),  # ambiguous
@@ -258,7 +347,9 @@ def test_calls_without_text():
 )
 def test_tags_at_the_beginning(text, expected):
     assert split_reasoning(text) == expected
-    [_, message] = converted({"messages": [QUESTION, {"role": "assistant", "content": text}]}).messages
+    [_, message] = converted(
+        {"messages": [QUESTION, {"role": "assistant", "content": text}]}
+    ).messages
     reasoning, content = expected or ("", text)
     assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
     # Templates without a place for reasoning write the text as it is.
@@ -266,7 +357,10 @@ def test_tags_at_the_beginning(text, expected):
 
 
 def test_tags_of_the_user_stay():
-    turns = [{"role": "user", "content": "<think>a</think>b"}, {"role": "assistant", "content": "c"}]
+    turns = [
+        {"role": "user", "content": "<think>a</think>b"},
+        {"role": "assistant", "content": "c"},
+    ]
     assert converted({"messages": turns}).messages == turns
 
 
@@ -276,8 +370,13 @@ def test_results_in_another_order():
     found = converted({"messages": turns}).messages
     assert [message.get("tool_call_id") for message in found] == [None, None, "b", "a", None]
     names = [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]
-    results = [{"role": "tool", "name": "g", "content": "1"}, {"role": "tool", "name": "f", "content": "2"}]
-    found = converted({"messages": [QUESTION, {"role": "assistant", "tool_calls": names}, *results]}).messages
+    results = [
+        {"role": "tool", "name": "g", "content": "1"},
+        {"role": "tool", "name": "f", "content": "2"},
+    ]
+    found = converted(
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": names}, *results]}
+    ).messages
     f, g = (call["id"] for call in found[1]["tool_calls"])
     assert [message["tool_call_id"] for message in found[2:]] == [g, f]
 
@@ -285,12 +384,17 @@ def test_results_in_another_order():
 def test_results_give_ids_to_calls_without():
     calls = [{"name": "weather", "arguments": PARIS}, {"name": "weather", "arguments": ROME}]
     results = [{"role": "tool", "tool_call_id": id, "content": id} for id in ("x", "y")]
-    found = converted({"messages": [QUESTION, {"role": "assistant", "tool_calls": calls}, *results]}).messages
+    found = converted(
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": calls}, *results]}
+    ).messages
     assert [call["id"] for call in found[1]["tool_calls"]] == ["x", "y"]
 
 
 def test_results_between_texts_of_the_user():
-    turns = [*ANTHROPIC[:2], {"role": "user", "content": [*ANTHROPIC[2]["content"], {"type": "text", "text": "Go on"}]}]
+    turns = [
+        *ANTHROPIC[:2],
+        {"role": "user", "content": [*ANTHROPIC[2]["content"], {"type": "text", "text": "Go on"}]},
+    ]
     turns[2]["content"][1] = {**turns[2]["content"][1], "is_error": True}
     found = converted({"messages": [*turns, ANTHROPIC[3]]}).messages
     assert [(message["role"], message["content"]) for message in found[2:]] == [
@@ -308,26 +412,42 @@ def test_results_as_objects():
 
 
 def test_results_of_calls_in_an_unknown_form_stay():
-    turns = [QUESTION, {"role": "assistant", "content": "[weather(city='Paris')]"}, {"role": "tool", "content": "sun"}]
+    turns = [
+        QUESTION,
+        {"role": "assistant", "content": "[weather(city='Paris')]"},
+        {"role": "tool", "content": "sun"},
+    ]
     assert converted({"messages": turns}).messages == turns
 
 
 def test_weights_of_divided_messages():
-    turns = [ANTHROPIC[0], {**ANTHROPIC[1], "weight": 0}, {**ANTHROPIC[2], "weight": 1}, ANTHROPIC[3]]
+    turns = [
+        ANTHROPIC[0],
+        {**ANTHROPIC[1], "weight": 0},
+        {**ANTHROPIC[2], "weight": 1},
+        ANTHROPIC[3],
+    ]
     assert converted({"messages": turns}).trained == [None, False, True, True, None]
 
 
 def test_refusals():
     parts = [{"type": "refusal", "refusal": "No."}]
-    for message in ({"content": parts}, {"content": None, "refusal": "No."}, {"content": "No.", "refusal": "No."}):
+    for message in (
+        {"content": parts},
+        {"content": None, "refusal": "No."},
+        {"content": "No.", "refusal": "No."},
+    ):
         [_, found] = converted({"messages": [QUESTION, {"role": "assistant", **message}]}).messages
         assert found == {"role": "assistant", "content": "No."}
     with raises("message 2: it has both a content and a refusal", BrokenSample):
-        converted({"messages": [QUESTION, {"role": "assistant", "content": "Yes.", "refusal": "No."}]})
+        converted(
+            {"messages": [QUESTION, {"role": "assistant", "content": "Yes.", "refusal": "No."}]}
+        )
 
 
 GLAIVE_SYSTEM = (
-    "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
+    "SYSTEM: You are a helpful assistant with access to the following functions. Use them if "
+    "required -\n"
     f"{json.dumps(FUNCTION, indent=4)}\n{json.dumps({**FUNCTION, 'name': 'news'})}\n"
 )
 GLAIVE_CHAT = (
@@ -339,11 +459,15 @@ GLAIVE_CHAT = (
 
 def test_glaive():
     conversation = converted({"system": GLAIVE_SYSTEM, "chat": GLAIVE_CHAT})
-    assert conversation.tools == [*TOOLS, {"type": "function", "function": {**FUNCTION, "name": "news"}}]
+    assert conversation.tools == [
+        *TOOLS,
+        {"type": "function", "function": {**FUNCTION, "name": "news"}},
+    ]
     assert conversation.messages == [
         {
             "role": "system",
-            "content": "You are a helpful assistant with access to the following functions. Use them if required -",
+            "content": "You are a helpful assistant with access to the following functions. Use "
+            "them if required -",
         },
         {"role": "user", "content": "Weather in Paris?"},
         {
@@ -354,20 +478,31 @@ def test_glaive():
         {"role": "tool", "content": '{"sky": "sun"}', "tool_call_id": "call00000"},
         {"role": "assistant", "content": "Sun.\n\nReally."},
     ]
-    without = {"system": "SYSTEM: You have no functions.", "chat": "USER: Hi\n\n\nASSISTANT: Ho <|endoftext|>"}
+    without = {
+        "system": "SYSTEM: You have no functions.",
+        "chat": "USER: Hi\n\n\nASSISTANT: Ho <|endoftext|>",
+    }
     assert converted(without).tools is None
     with raises("the functions in the column system must be valid JSON", BrokenSample):
         converted({"system": "SYSTEM: f\n{'x", "chat": GLAIVE_CHAT})
     with raises("message 2: the function_call must be valid JSON", BrokenSample):
-        converted({**without, "chat": 'USER: Hi\n\n\nASSISTANT: <functioncall> {"name": <|endoftext|>'})
+        converted(
+            {**without, "chat": 'USER: Hi\n\n\nASSISTANT: <functioncall> {"name": <|endoftext|>'}
+        )
     with raises("set --dataloader.columns text=chat", BrokenSample):
         converted({**without, "chat": "hello"})
-    assert converted({"system": "s", "chat": [QUESTION, {"role": "assistant", "content": "a"}]}).messages[1] == QUESTION
+    assert (
+        converted(
+            {"system": "s", "chat": [QUESTION, {"role": "assistant", "content": "a"}]}
+        ).messages[1]
+        == QUESTION
+    )
 
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_glaive_of_a_real_file(assets, as_text):
-    """Rows of a file in ShareGPT's format, written as Glaive's transcripts, give the same conversations."""
+    """Rows of a file in ShareGPT's format, written as Glaive's transcripts, give the same
+    conversations."""
     rows = json.loads((assets / "sft" / "glaive_toolcall_en_demo.json").read_text())
     headers = {"human": "USER: ", "gpt": "ASSISTANT: ", "observation": "FUNCTION RESPONSE: "}
     for row in rows:
@@ -386,13 +521,23 @@ def test_glaive_of_a_real_file(assets, as_text):
         glaive = {"system": f"SYSTEM: {functions}", "chat": "\n\n\n".join(pieces)}
         expected, found = converted(row), converted(glaive)
         assert found.tools == expected.tools
-        stripped = [{**message, "content": (message["content"] or "").strip()} for message in expected.messages]
-        assert [{**message, "content": message["content"] or ""} for message in found.messages] == stripped
+        stripped = [
+            {**message, "content": (message["content"] or "").strip()}
+            for message in expected.messages
+        ]
+        assert [
+            {**message, "content": message["content"] or ""} for message in found.messages
+        ] == stripped
 
 
 def test_xlam():
     answers = [{"name": "weather", "arguments": PARIS}, {"name": "weather", "arguments": ROME}]
-    row = {"query": QUESTION["content"], "tools": json.dumps([FUNCTION]), "answers": json.dumps(answers), "id": 1}
+    row = {
+        "query": QUESTION["content"],
+        "tools": json.dumps([FUNCTION]),
+        "answers": json.dumps(answers),
+        "id": 1,
+    }
     calls = [calling("weather", PARIS, "call00000"), calling("weather", ROME, "call00001")]
     answer = {"role": "assistant", "content": None, "tool_calls": calls}
     assert converted(row) == Conversation([QUESTION, answer], TOOLS)
@@ -423,15 +568,25 @@ def test_xlam_functions():
 
 
 def test_tools_in_the_system_prompt():
-    before, after = "Call functions within <tools> </tools> tags:", "Return <tool_call>\n{}\n</tool_call>."
+    before, after = (
+        "Call functions within <tools> </tools> tags:",
+        "Return <tool_call>\n{}\n</tool_call>.",
+    )
     turns = [QUESTION, {"role": "assistant", "content": tagged(PARIS)}]
-    for tools in (json.dumps(TOOLS), json.dumps(FUNCTION), repr(TOOLS), f"\n{json.dumps(TOOLS[0])}\n"):
+    for tools in (
+        json.dumps(TOOLS),
+        json.dumps(FUNCTION),
+        repr(TOOLS),
+        f"\n{json.dumps(TOOLS[0])}\n",
+    ):
         system = {"role": "system", "content": f"{before} <tools> {tools} </tools> {after}"}
         conversation = converted({"messages": [system, *turns]})
         assert conversation.tools == TOOLS
         assert conversation.messages[0]["content"] == f"{before}\n{after}"
         assert converted({"messages": [system, *turns], "tools": [FUNCTION]}).tools == TOOLS
-        with raises("the tools differ between the column tools and the system prompt", BrokenSample):
+        with raises(
+            "the tools differ between the column tools and the system prompt", BrokenSample
+        ):
             converted({"messages": [system, *turns], "tools": [{"name": "news"}]})
     only = converted({"messages": turns, "system": f"<tools>{json.dumps(TOOLS)}</tools>"})
     assert (only.tools, only.messages[0]) == (TOOLS, QUESTION)
@@ -448,7 +603,9 @@ def test_schemas_of_tools(key):
     assert conversation.messages[0] == {"role": "system", "content": "s"}
 
 
-@pytest.mark.parametrize("column", ["reasoning_content", "reasoning", "thinking", "thought", "thoughts"])
+@pytest.mark.parametrize(
+    "column", ["reasoning_content", "reasoning", "thinking", "thought", "thoughts"]
+)
 def test_columns_with_reasoning(column):
     expected = {"role": "assistant", "content": "a", "reasoning_content": THOUGHT}
     for row in (
@@ -458,7 +615,10 @@ def test_columns_with_reasoning(column):
     ):
         format = find_format([*row, column], "auto", {}, "sft")
         assert format.convert({**row, column: THOUGHT}).messages[1] == expected
-        assert format.convert({**row, column: None}).messages[1] == {"role": "assistant", "content": "a"}
+        assert format.convert({**row, column: None}).messages[1] == {
+            "role": "assistant",
+            "content": "a",
+        }
         assert not format.unread_columns({**row, column: THOUGHT})
 
 
@@ -466,7 +626,9 @@ def test_mapped_column_with_reasoning():
     row = {"Question": "q", "Complex_CoT": THOUGHT, "Response": "a"}
     names = {"prompt": "Question", "response": "Response", "reasoning_content": "Complex_CoT"}
     assert converted(row, **names).messages[1]["reasoning_content"] == THOUGHT
-    with raises("its reasoning differs between reasoning column and tags in its content", BrokenSample):
+    with raises(
+        "its reasoning differs between reasoning column and tags in its content", BrokenSample
+    ):
         converted({**row, "Response": "<think>No.</think>a"}, **names)
 
 
@@ -482,14 +644,29 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "sun"}
             "message 2: its reasoning differs between reasoning and thinking; keep one",
         ),
         (
-            [QUESTION, {"role": "assistant", "content": "<think>b</think>a", "reasoning_content": "c"}],
+            [
+                QUESTION,
+                {"role": "assistant", "content": "<think>b</think>a", "reasoning_content": "c"},
+            ],
             "its reasoning differs between reasoning_content and tags in its content",
         ),
-        ([{**QUESTION, "thinking": "b"}], "message 1: it has thinking, which only the assistant may have: 'b'"),
-        ([QUESTION, {**CALL, "content": "a", "cot": "b"}], "message 2: its key 'cot' looks like content"),
+        (
+            [{**QUESTION, "thinking": "b"}],
+            "message 1: it has thinking, which only the assistant may have: 'b'",
+        ),
+        (
+            [QUESTION, {**CALL, "content": "a", "cot": "b"}],
+            "message 2: its key 'cot' looks like content",
+        ),
         ([{**QUESTION, "images": ["x.png"]}], "message 1: its key 'images' looks like content"),
-        ([QUESTION, RESULT], "message 2: it is the result of the call 'a', which no earlier message made"),
-        ([QUESTION, {"role": "tool", "content": "sun"}], "message 2: it is a result that no call asked for: 'sun'"),
+        (
+            [QUESTION, RESULT],
+            "message 2: it is the result of the call 'a', which no earlier message made",
+        ),
+        (
+            [QUESTION, {"role": "tool", "content": "sun"}],
+            "message 2: it is a result that no call asked for: 'sun'",
+        ),
         (
             [QUESTION, CALL, RESULT, RESULT],
             "message 4: it is the result of the call 'a', which no earlier message made",
@@ -500,14 +677,27 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "sun"}
             "it is a result of 'news', which no call asked for (calls without a result: weather)",
         ),
         (
-            [QUESTION, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, "a"]}],
+            [
+                QUESTION,
+                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, "a"]},
+            ],
             "message 2: its reasoning is encrypted",
         ),
         (
-            [QUESTION, {"role": "assistant", "content": "a", "reasoning_details": [{"type": "reasoning.encrypted"}]}],
+            [
+                QUESTION,
+                {
+                    "role": "assistant",
+                    "content": "a",
+                    "reasoning_details": [{"type": "reasoning.encrypted"}],
+                },
+            ],
             "message 2: its reasoning is encrypted (reasoning_details)",
         ),
-        ([QUESTION, {"type": "reasoning", "summary": [], "encrypted_content": "x"}], "its reasoning is encrypted"),
+        (
+            [QUESTION, {"type": "reasoning", "summary": [], "encrypted_content": "x"}],
+            "its reasoning is encrypted",
+        ),
         (
             [QUESTION, {"type": "reasoning", "summary": [{"text": "b"}]}],
             "message 2: its reasoning is followed by no answer",
@@ -516,9 +706,15 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "sun"}
             [{"type": "reasoning", "summary": [{"text": "b"}]}, QUESTION],
             "message 2: the reasoning before it is followed",
         ),
-        ([QUESTION, {"type": "web_search_call"}], "message 2: an item of type 'web_search_call' is not supported"),
         (
-            [QUESTION, {"role": "assistant", "content": ["a", {"type": "thinking", "thinking": "b"}]}],
+            [QUESTION, {"type": "web_search_call"}],
+            "message 2: an item of type 'web_search_call' is not supported",
+        ),
+        (
+            [
+                QUESTION,
+                {"role": "assistant", "content": ["a", {"type": "thinking", "thinking": "b"}]},
+            ],
             "message 2: its reasoning comes after its text or calls",
         ),
         (
@@ -530,7 +726,10 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "sun"}
             "the function_call must be valid JSON",
         ),
         (
-            [QUESTION, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "input": {}}]}],
+            [
+                QUESTION,
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "input": {}}]},
+            ],
             "a call of f has arguments and input",
         ),
         (
@@ -546,7 +745,10 @@ def test_what_would_be_lost_is_refused(turns, error):
 
 def test_empty_items_of_reasoning_are_no_loss():
     items = [RESPONSES[0], {"type": "reasoning", "id": "x", "summary": []}, RESPONSES[-1]]
-    assert converted({"messages": items}).messages == [QUESTION, {"role": "assistant", "content": ANSWER}]
+    assert converted({"messages": items}).messages == [
+        QUESTION,
+        {"role": "assistant", "content": ANSWER},
+    ]
 
 
 def test_preference_rows():

@@ -1,4 +1,5 @@
-"""Trained turns of published templates, against inference simulated by transformers' own rendering, turn by turn."""
+"""Trained turns of published templates, against inference simulated by transformers' own rendering,
+turn by turn."""
 
 import json
 import logging
@@ -15,7 +16,12 @@ from tests.components.chat_template.helpers import Message, assistant, user
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample, TrainOn
-from torchtitan.components.data.finetuning.conversation import BrokenSample, LossySample, Pair, normalize
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    LossySample,
+    Pair,
+    normalize,
+)
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.plan import ShuffleSampler
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -39,7 +45,11 @@ TOOL = {
 
 
 def call(number: int, id: str = "abcdefghi") -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": "add", "arguments": {"a": number, "b": "miles"}}}
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": "add", "arguments": {"a": number, "b": "miles"}},
+    }
 
 
 def result(text: str, id: str = "abcdefghi") -> Message:
@@ -52,15 +62,47 @@ THOUGHT, SECOND = {"reasoning_content": "Hm, think."}, {"reasoning_content": "Hm
 
 SHAPES: dict[str, list[Message]] = {
     "one turn": [user("Hi"), assistant("Ho!")],
-    "turns": [user("Hi"), assistant("Ho!"), user("More"), assistant("No."), user("Why"), assistant("So.")],
+    "turns": [
+        user("Hi"),
+        assistant("Ho!"),
+        user("More"),
+        assistant("No."),
+        user("Why"),
+        assistant("So."),
+    ],
     "system": [SYSTEM, user("Hi"), assistant("Ho!"), user("More"), assistant("No.")],
     "developer": [{"role": "developer", "content": "Be kind."}, user("Hi"), assistant("Ho!")],
-    "reasoning": [user("Hi"), assistant("Ho!", **THOUGHT), user("More"), assistant("No.", **SECOND)],
-    "reasoning at the end": [user("Hi"), assistant("Ho!"), user("More"), assistant("No.", **SECOND)],
+    "reasoning": [
+        user("Hi"),
+        assistant("Ho!", **THOUGHT),
+        user("More"),
+        assistant("No.", **SECOND),
+    ],
+    "reasoning at the end": [
+        user("Hi"),
+        assistant("Ho!"),
+        user("More"),
+        assistant("No.", **SECOND),
+    ],
     "reasoning inside": [user("Hi"), assistant("<think>\nHm, think.\n</think>\n\nHo!")],
-    "call": [user("Hi"), assistant("", tool_calls=[call(15)]), result("r1"), assistant("It is 15.")],
-    "call, null": [user("Hi"), assistant(None, tool_calls=[call(15)]), result("r1"), assistant("It is 15.")],
-    "call, text": [user("Hi"), assistant("Wait.", tool_calls=[call(15)]), result("r1"), assistant("It is 15.")],
+    "call": [
+        user("Hi"),
+        assistant("", tool_calls=[call(15)]),
+        result("r1"),
+        assistant("It is 15."),
+    ],
+    "call, null": [
+        user("Hi"),
+        assistant(None, tool_calls=[call(15)]),
+        result("r1"),
+        assistant("It is 15."),
+    ],
+    "call, text": [
+        user("Hi"),
+        assistant("Wait.", tool_calls=[call(15)]),
+        result("r1"),
+        assistant("It is 15."),
+    ],
     "call, reasoning": [
         user("Hi"),
         assistant("", tool_calls=[call(15)], **THOUGHT),
@@ -84,7 +126,12 @@ SHAPES: dict[str, list[Message]] = {
     "empty answer": [user("Hi"), assistant(""), user("More"), assistant("No.")],
     "unanswered": [user("Hi"), assistant("Ho!"), user("More")],
     "two answers": [user("Hi"), assistant("Ho!"), assistant("No."), user("More"), assistant("So.")],
-    "names": [{**user("Hi"), "name": "Ann"}, assistant("Ho!"), {**user("More"), "name": "Bob"}, assistant("No.")],
+    "names": [
+        {**user("Hi"), "name": "Ann"},
+        assistant("Ho!"),
+        {**user("More"), "name": "Bob"},
+        assistant("No."),
+    ],
 }
 
 IM_END = {"<|im_end|>"}
@@ -106,7 +153,10 @@ STOPS: dict[str, set[str]] = {
     "Qwen-Qwen3-0.6B": IM_END,
     "Qwen3.5-4B": IM_END,
     "StepFun3.5-Flash": IM_END,
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": {"<｜end▁of▁sentence｜>", "<｜tool▁outputs▁begin｜>"},
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": {
+        "<｜end▁of▁sentence｜>",
+        "<｜tool▁outputs▁begin｜>",
+    },
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": {"<｜end▁of▁sentence｜>"},
     "deepseek-ai-DeepSeek-V3.1": {"<｜end▁of▁sentence｜>"},
     "google-gemma-2-2b-it": {"<end_of_turn>"},
@@ -129,12 +179,22 @@ STOPS: dict[str, set[str]] = {
     "TRL's glm4moe": {"<|user|>", "<|observation|>"},
     "TRL's llama3": {"<|eot_id|>"},
     **dict.fromkeys(("TRL's lfm2_v2", "TRL's lfm2_2_5_v2"), IM_END),
-    **dict.fromkeys(("TRL's nemotron_3_nano", "TRL's nemotron_3_super", "TRL's nemotron_3_ultra"), IM_END),
-    **dict.fromkeys(("TRL's qwen3_5_nothink", "TRL's qwen3_8", "TRL's qwen3_instruct_2507"), IM_END),
-    **{"qwen3": IM_END, "phi-3": {"<|end|>"}, "phi-3.5": {"<|end|>"}, "gpt-oss": {"<|return|>", "<|call|>"}},
+    **dict.fromkeys(
+        ("TRL's nemotron_3_nano", "TRL's nemotron_3_super", "TRL's nemotron_3_ultra"), IM_END
+    ),
+    **dict.fromkeys(
+        ("TRL's qwen3_5_nothink", "TRL's qwen3_8", "TRL's qwen3_instruct_2507"), IM_END
+    ),
+    **{
+        "qwen3": IM_END,
+        "phi-3": {"<|end|>"},
+        "phi-3.5": {"<|end|>"},
+        "gpt-oss": {"<|return|>", "<|call|>"},
+    },
     **{"chatml": IM_END, "llama3": {"<|eot_id|>"}, "mistral": {"</s>"}, "alpaca": {"</s>"}},
 }
-"""Template → the tokens at which its model stops, from the models' cards. (RWKV's template has no tokens.)"""
+"""Template → the tokens at which its model stops, from the models' cards. (RWKV's template has no
+tokens.)"""
 
 QUICK = (
     "GLM-4.6",
@@ -147,33 +207,55 @@ QUICK = (
 )
 
 WITHOUT_CALLS = (
-    *("HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B", "google-gemma-2-2b-it", "ibm-granite-granite-3.3-2B-Instruct"),
+    *(
+        "HuggingFaceTB-SmolLM3-3B",
+        "LFM2-8B-A1B",
+        "google-gemma-2-2b-it",
+        "ibm-granite-granite-3.3-2B-Instruct",
+    ),
     "microsoft-Phi-3.5-mini-instruct",
 )
 """Templates that leave out `tool_calls`."""
 
-WITH_TOOLS_ONLY = ("CohereForAI-c4ai-command-r-plus-tool_use", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use")
+WITH_TOOLS_ONLY = (
+    "CohereForAI-c4ai-command-r-plus-tool_use",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+)
 
-PLAIN = ("one turn", "turns", "system", "developer", "empty answer", "unanswered", "two answers", "names")
+PLAIN = (
+    "one turn",
+    "turns",
+    "system",
+    "developer",
+    "empty answer",
+    "unanswered",
+    "two answers",
+    "names",
+)
 WITH_CALL = ("call", "call, null", "call, text", "call, reasoning", "calls", "calls, other order")
 WITH_CALL_ALONE = tuple(shape for shape in WITH_CALL if shape != "call, text")
 TWO_CALLS_SHAPES = ("calls", "calls, other order")
 OF_REASONING = ("reasoning", "reasoning at the end", "reasoning inside")
 
 REFUSED: dict[str, dict[str, str]] = {
-    # An instruction follows the conversation in all renderings, so that no turn continues its prompt.
+    # An instruction follows the conversation in all renderings, so that no turn continues its
+    # prompt.
     "CohereForAI-c4ai-command-r-plus-tool_use": {
         **dict.fromkeys((*PLAIN, *OF_REASONING), "failed.*NoneType"),
         **dict.fromkeys(WITH_CALL_ALONE, "differently from what its generation prompt begins"),
     },
-    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": dict.fromkeys((*PLAIN, *OF_REASONING), "failed.*NoneType"),
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": dict.fromkeys(
+        (*PLAIN, *OF_REASONING), "failed.*NoneType"
+    ),
     # llama.cpp's adapted templates change lists; moonshotai-Kimi-K2 is the model's own.
     **dict.fromkeys(
         ("Kimi-K2-Instruct", "Kimi-K2-Thinking"),
         dict.fromkeys(WITH_CALL, "the sandbox for templates forbids here and in transformers"),
     ),
     # The calls are a turn, and the text is the next one.
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": {"call, text": "with a stop, '<｜end▁of▁sentence｜>', inside"},
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": {
+        "call, text": "with a stop, '<｜end▁of▁sentence｜>', inside"
+    },
     "NVIDIA-Nemotron-Nano-v2": {"two answers": "the generation prompt of .* continues message 2"},
     "Apriel-1.6-15b-Thinker-fixed": {"two answers": "inside"},
     "google-gemma-2-2b-it": {
@@ -193,9 +275,12 @@ REFUSED: dict[str, dict[str, str]] = {
         ("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"),
         {"two answers": "rejects .*must alternate"},
     ),
-    **dict.fromkeys(("llama3", "mistral", "alpaca"), dict.fromkeys(WITH_CALL, "rejects .*no form for tools")),
+    **dict.fromkeys(
+        ("llama3", "mistral", "alpaca"), dict.fromkeys(WITH_CALL, "rejects .*no form for tools")
+    ),
 }
-"""Template → conversations that it refuses for another reason than the loss of a part, with the reason."""
+"""Template → conversations that it refuses for another reason than the loss of a part, with the
+reason."""
 
 TEMPLATES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in STOPS]
 
@@ -211,7 +296,9 @@ def encoded(
     has_calls = any(message.get("tool_calls") for message in messages)
     train_on: TrainOn = more.pop("train_on", "assistant")
     encoder = ChatEncoder(tokenizer, template, train_on, more.pop("accepted", ()))
-    [samples] = encoder.encode_batch([normalize(messages, [TOOL] if has_calls else None, more.pop("options", None))])
+    [samples] = encoder.encode_batch(
+        [normalize(messages, [TOOL] if has_calls else None, more.pop("options", None))]
+    )
     return samples
 
 
@@ -231,7 +318,9 @@ def inference_prompts(template: ChatTemplate, messages: Sequence[Message], tools
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     prompts = set()
     options: list[dict[str, Any]] = [{}]
-    options += [{name: value} for name in ("enable_thinking", "reasoning") for value in (True, False)]
+    options += [
+        {name: value} for name in ("enable_thinking", "reasoning") for value in (True, False)
+    ]
     for chosen in options:
         for system in ("developer", "system"):
             renamed = [{**m, "role": system} if m["role"] == "developer" else m for m in messages]
@@ -254,8 +343,13 @@ def with_content(message: Message, content: Any, as_text: bool) -> Message:
         return message
     if as_text:
         functions = [each["function"] for each in message["tool_calls"]]
-        texts = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
-        calls = [{**each, "function": text} for each, text in zip(message["tool_calls"], texts, strict=True)]
+        texts = [
+            {**function, "arguments": json.dumps(function["arguments"])} for function in functions
+        ]
+        calls = [
+            {**each, "function": text}
+            for each, text in zip(message["tool_calls"], texts, strict=True)
+        ]
         message = {**message, "tool_calls": calls}
     if message.get("content"):
         return message
@@ -264,7 +358,9 @@ def with_content(message: Message, content: Any, as_text: bool) -> Message:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_are_what_inference_needs(name: str, templates: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_turns_are_what_inference_needs(
+    name: str, templates: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     template, tokenizer = published(name, templates)
     checked = 0
     refused = {}
@@ -290,15 +386,27 @@ def test_turns_are_what_inference_needs(name: str, templates: Path, caplog: pyte
                 assert prompt in prompts, (shape, prompt[-80:])
             ends = [stop for stop in STOPS[name] if text.endswith(stop)]
             assert ends, (shape, text)
-            assert not any(stop in text.removesuffix(ends[0]) for stop in STOPS[name]), (shape, text)
+            assert not any(stop in text.removesuffix(ends[0]) for stop in STOPS[name]), (
+                shape,
+                text,
+            )
             content = (message["content"] or "").rpartition("</think>")[2].strip()
             reasoning = "Hm, think." if inline else message.get("reasoning_content", "")
             assert content in text and reasoning in text, (shape, text)
-            assert not reasoning or not content or text.index(reasoning) < text.index(content), shape
+            assert not reasoning or not content or text.index(reasoning) < text.index(content), (
+                shape
+            )
             if prompt.rstrip().endswith("<think>"):
-                assert [text.partition("</think>")[0].strip(), text.count("</think>")] == [reasoning, 1], (shape, text)
+                assert [text.partition("</think>")[0].strip(), text.count("</think>")] == [
+                    reasoning,
+                    1,
+                ], (shape, text)
             for each in message.get("tool_calls") or []:
-                assert "add" in text and str(each["function"]["arguments"]["a"]) in text and "miles" in text, shape
+                assert (
+                    "add" in text
+                    and str(each["function"]["arguments"]["a"]) in text
+                    and "miles" in text
+                ), shape
             checked += 1
     assert checked >= (2 if name in WITH_TOOLS_ONLY else 7)
     expected = REFUSED.get(name, {})
@@ -311,11 +419,16 @@ def is_lost(template: ChatTemplate, messages: Sequence[Message], lossy: LossySam
     found = re.search(r"leaves out the (\w+) of message (\d+)", str(lossy))
     assert found, lossy
     part, number = found[1], int(found[2])
-    message, tools = messages[number - 1], [TOOL] if any(m.get("tool_calls") for m in messages) else None
+    message, tools = (
+        messages[number - 1],
+        [TOOL] if any(m.get("tool_calls") for m in messages) else None,
+    )
     texts = {
         "reasoning": [message.get("reasoning_content")],
         "content": [message["content"]],
-        "tools": [str(each["function"]["arguments"]["a"]) for each in message.get("tool_calls") or []],
+        "tools": [
+            str(each["function"]["arguments"]["a"]) for each in message.get("tool_calls") or []
+        ],
     }
     whole = inference_prompts(template, messages[:number], tools)
     return not any(all(text in rendering for text in texts[part]) for rendering in whole)
@@ -326,13 +439,18 @@ def test_stops(name: str, templates: Path) -> None:
     template, tokenizer = published(name, templates)
     stops = Stops(template, tokenizer)
     assert {stop.text for stop in stops.all()} == STOPS[name]
-    assert [tokenizer.decode([token_id]) for token_id in stops.ids()] == [stop.text for stop in stops.all()]
+    assert [tokenizer.decode([token_id]) for token_id in stops.ids()] == [
+        stop.text for stop in stops.all()
+    ]
     assert stops.texts() == []
 
 
 def test_text_that_ends_a_turn_without_tokens(templates: Path) -> None:
     template, tokenizer = published("llama-cpp-rwkv-world", templates)
-    assert Stops(template, tokenizer).texts() == ["\n\nUser:"] and Stops(template, tokenizer).ids() == []
+    assert (
+        Stops(template, tokenizer).texts() == ["\n\nUser:"]
+        and Stops(template, tokenizer).ids() == []
+    )
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_CALLS, "openai-gpt-oss-120b"])
@@ -356,16 +474,21 @@ def test_lost_reasoning_is_dropped_or_left_out(templates: Path) -> None:
     assert sample.facts.lost == ("reasoning",)
     # Reasoning that the row itself writes as text is not lost.
     [sample] = encoded(template, tokenizer, SHAPES["reasoning inside"])
-    assert [text for _, text in turns_of(sample, tokenizer)] == ["<think>\nHm, think.\n</think>\n\nHo!<|im_end|>"]
+    assert [text for _, text in turns_of(sample, tokenizer)] == [
+        "<think>\nHm, think.\n</think>\n\nHo!<|im_end|>"
+    ]
 
 
 def test_opened_reasoning_is_closed_once(templates: Path) -> None:
-    """DeepSeek V3.1 writes `</think>` before the content of a call, after a prompt that ends with `<think>`."""
+    """DeepSeek V3.1 writes `</think>` before the content of a call, after a prompt that ends with
+    `<think>`."""
     template, tokenizer = published("deepseek-ai-DeepSeek-V3.1", templates)
     samples = encoded(template, tokenizer, SHAPES["call, reasoning"])
     assert isinstance(samples, list)
     prompt, text = next(turns_of(samples[0], tokenizer))
-    assert prompt.endswith("<think>") and text.startswith("Hm, think.</think><｜tool▁calls▁begin｜>")
+    assert prompt.endswith("<think>") and text.startswith(
+        "Hm, think.</think><｜tool▁calls▁begin｜>"
+    )
 
 
 CLOSED = "\n</think>\n\n"
@@ -374,17 +497,24 @@ CLOSED = "\n</think>\n\n"
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
-        ("call, text", 'Wait.\n<TOOLCALL>[{"name": "add", "arguments": {"a": 15, "b": "miles"}}]</TOOLCALL>\n'),
+        (
+            "call, text",
+            'Wait.\n<TOOLCALL>[{"name": "add", "arguments": {"a": 15, "b": "miles"}}]</TOOLCALL>\n',
+        ),
         ("empty answer", "\n"),
     ],
 )
 def test_turns_that_only_earlier_ones_show(shape: str, text: str, templates: Path) -> None:
-    """Nemotron Nano v2 leaves out a last message that is empty, and writes a last call with text as two messages."""
+    """Nemotron Nano v2 leaves out a last message that is empty, and writes a last call with text as
+    two messages."""
     template, tokenizer = published("NVIDIA-Nemotron-Nano-v2", templates)
     samples = encoded(template, tokenizer, SHAPES[shape])
     assert isinstance(samples, list)
     prompt, completion = next(turns_of(samples[0], tokenizer))
-    assert prompt.endswith("<SPECIAL_11>Assistant\n<think>\n") and completion == f"{CLOSED}{text}<SPECIAL_12>"
+    assert (
+        prompt.endswith("<SPECIAL_11>Assistant\n<think>\n")
+        and completion == f"{CLOSED}{text}<SPECIAL_12>"
+    )
     # The next prompt has the same turn, without reasoning.
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     [following], _ = utils.render_jinja_template(
@@ -394,11 +524,13 @@ def test_turns_that_only_earlier_ones_show(shape: str, text: str, templates: Pat
 
 
 def test_first_messages_of_the_assistant(templates: Path) -> None:
-    """Apriel's template writes a system prompt before a first message, but not in the prompt for one."""
+    """Apriel's template writes a system prompt before a first message, but not in the prompt for
+    one."""
     messages = [assistant("Welcome!"), user("Hi"), assistant("Ho!")]
     reasons = {
         "Apriel-1.6-15b-Thinker-fixed": "text before it that no prompt has, '<s><.begin_system.>",
-        "qwen3": r"message 1 \(assistant\) has no prompt, as the template needs a message before it",
+        "qwen3": r"message 1 \(assistant\) has no prompt, as the template needs a message before "
+        r"it",
     }
     for name, reason in reasons.items():
         template, tokenizer = published(name, templates)
@@ -411,7 +543,8 @@ def test_first_messages_of_the_assistant(templates: Path) -> None:
         template, tokenizer = published(name, templates)
         [sample] = encoded(template, tokenizer, messages)
         assert [text.strip().partition("<|")[0] for _, text in turns_of(sample, tokenizer)] == [
-            {"GLM-4.6": "<think></think>\n", "chatml": ""}[name] + text for text in ("Welcome!", "Ho!")
+            {"GLM-4.6": "<think></think>\n", "chatml": ""}[name] + text
+            for text in ("Welcome!", "Ho!")
         ]
 
 
@@ -442,7 +575,9 @@ def test_forms_with_faults_are_not_used(templates: Path) -> None:
     assert isinstance(lossy, LossySample) and lossy.reason == "on_loss_of_content"
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-4B", "GLM-4.6", "Cohere2MoE", "openai-gpt-oss-120b", "chatml"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3.5-4B", "GLM-4.6", "Cohere2MoE", "openai-gpt-oss-120b", "chatml"]
+)
 def test_turns_of_nothing_but_a_stop_are_counted(name: str, templates: Path) -> None:
     """The markup of an empty answer teaches nothing else."""
     template, tokenizer = published(name, templates)
@@ -467,12 +602,17 @@ def test_rows_set_options(templates: Path) -> None:
         assert sample.facts.options == (shown,)
 
 
-def test_whitespace_that_cannot_be_tried_is_told_once(templates: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_whitespace_that_cannot_be_tried_is_told_once(
+    templates: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     template, tokenizer = published("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", templates)
     encoder = ChatEncoder(tokenizer, template, "assistant")
     with caplog.at_level(logging.WARNING, "torchtitan"):
         [samples] = encoder.encode_batch([normalize(SHAPES["reasoning"])])
-    assert caplog.text.count("this whitespace is a guess") == 1 and repr("\n</think>\n\n") in caplog.text
+    assert (
+        caplog.text.count("this whitespace is a guess") == 1
+        and repr("\n</think>\n\n") in caplog.text
+    )
     assert isinstance(samples, list)
     texts = [text for sample in samples for _, text in turns_of(sample, tokenizer)]
     end = "<｜end▁of▁sentence｜>"
@@ -491,12 +631,16 @@ def test_tags_inside_an_answer_do_not_hide_its_beginning(templates: Path) -> Non
 
 
 def test_empty_blocks_of_reasoning_are_no_content(templates: Path) -> None:
-    """Rows of models that think have empty blocks, which the generation prompt of Qwen3.5 contains."""
+    """Rows of models that think have empty blocks, which the generation prompt of Qwen3.5
+    contains."""
     template, tokenizer = published("Qwen3.5-4B", templates)
     answers = [assistant(f"<think>\n\n</think>\n\n{text}") for text in ("Ho!", "No.")]
-    # The template removes the block from the first turn when the second one follows, so each turn is a sample.
+    # The template removes the block from the first turn when the second one follows, so each turn
+    # is a sample.
     samples = encoded(template, tokenizer, [user("Hi"), answers[0], user("More"), answers[1]])
-    prompts, texts = zip(*(turn for sample in samples for turn in turns_of(sample, tokenizer)), strict=True)
+    prompts, texts = zip(
+        *(turn for sample in samples for turn in turns_of(sample, tokenizer)), strict=True
+    )
     assert texts == ("Ho!<|im_end|>", "No.<|im_end|>")
     assert all(prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts)
 
@@ -520,11 +664,17 @@ EARLIER = {
 
 @pytest.mark.parametrize("kind", EARLIER)
 def test_prompts_keep_earlier_calls_and_reasoning(kind: str) -> None:
-    """The last turn has neither, so that any form suits it; its prompt must have those of the turn before."""
+    """The last turn has neither, so that any form suits it; its prompt must have those of the turn
+    before."""
     tokenizer = generic_tokenizer(EARLIER[kind])
     template = ChatTemplate(EARLIER[kind], name="own", of_model=True)
     more = THOUGHT if kind == "reasoning" else {}
-    messages = [user("Hi"), assistant(None, tool_calls=[call(15)], **more), result("r1"), assistant("It is 15.")]
+    messages = [
+        user("Hi"),
+        assistant(None, tool_calls=[call(15)], **more),
+        result("r1"),
+        assistant("It is 15."),
+    ]
     samples = encoded(template, tokenizer, messages)
     assert isinstance(samples, list)
     *_, (prompt, text) = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
@@ -533,10 +683,12 @@ def test_prompts_keep_earlier_calls_and_reasoning(kind: str) -> None:
 
 
 def test_calls_that_are_messages_stop_after_each() -> None:
-    """The end of a call stands between two calls, as does the header of the next message: inference stops there."""
+    """The end of a call stands between two calls, as does the header of the next message: inference
+    stops there."""
     source = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
-        "<|start|>assistant to={{ c.function.name }}<|message|>{{ c.function.arguments | tojson }}<|call|>"
+        "<|start|>assistant to={{ c.function.name }}<|message|>{{ c.function.arguments | tojson "
+        "}}<|call|>"
         "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     )
@@ -568,10 +720,13 @@ def test_whole_conversations_lose_nothing(templates: Path) -> None:
         ("chatml", "empty answer", 2),
         ("GLM-4.6", "turns", 2),  # nobody speaks after the last answer
         ("GLM-4.6", "call", 1),
-        ("openai-gpt-oss-120b", "turns", 1),  # earlier turns end with another token than inference stops at
+        # earlier turns end with another token than inference stops at
+        ("openai-gpt-oss-120b", "turns", 1),
     ],
 )
-def test_whole_conversations_count_stops(name: str, shape: str, n_stops: int, templates: Path) -> None:
+def test_whole_conversations_count_stops(
+    name: str, shape: str, n_stops: int, templates: Path
+) -> None:
     template, tokenizer = published(name, templates)
     [sample] = encoded(template, tokenizer, SHAPES[shape], train_on="all", accepted=["reasoning"])
     n_turns = sum(message["role"] == "assistant" for message in SHAPES[shape])
@@ -595,7 +750,10 @@ def test_pairs_have_one_prompt(templates: Path) -> None:
     pair = encoder.encode_pair(Pair(prompt, chosen, rejected))
     prompts = [next(turns_of(side, tokenizer)) for side in pair]
     assert prompts[0][0] == prompts[1][0] and prompts[0][0].endswith("<think>\n")
-    assert [text for _, text in prompts] == ["Hm, think.\n</think>\n\nHo!<|im_end|>", "\n</think>\n\nNo.<|im_end|>"]
+    assert [text for _, text in prompts] == [
+        "Hm, think.\n</think>\n\nHo!<|im_end|>",
+        "\n</think>\n\nNo.<|im_end|>",
+    ]
     with pytest.raises(LossySample, match="rewrites earlier turns") as raised:
         encoder.encode_pair(Pair(prompt, [*chosen, user("More"), *chosen], rejected))
     assert raised.value.reason == "rewritten"
@@ -606,13 +764,18 @@ def test_null_arguments_of_tables() -> None:
     arguments = {"a": None, "b": "x", "c": None, "inside": {"d": None, "e": 1}}
     schema = {"properties": {"a": {"type": ["integer", "null"]}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": None}}
-    turns: list[Any] = [user("Hi"), assistant(None, tool_calls=[{"name": "f", "arguments": arguments}])]
+    turns: list[Any] = [
+        user("Hi"),
+        assistant(None, tool_calls=[{"name": "f", "arguments": arguments}]),
+    ]
     conversation = normalize(turns, [tool])
     [made] = conversation.messages[1]["tool_calls"]
     assert made["function"]["arguments"] == {"a": None, "b": "x", "inside": {"e": 1}}
     assert conversation.tools is not None and "strict" not in conversation.tools[0]["function"]
     turns[1]["tool_calls"] = [{"name": "f", "arguments": '{"c": null}'}]
-    assert normalize(turns, [tool]).messages[1]["tool_calls"][0]["function"]["arguments"] == {"c": None}
+    assert normalize(turns, [tool]).messages[1]["tool_calls"][0]["function"]["arguments"] == {
+        "c": None
+    }
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "thought"])
@@ -621,13 +784,16 @@ def test_keys_of_reasoning(key: str) -> None:
         "Ho!", reasoning_content="Hm"
     )
     parts = [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Ho!"}]
-    assert normalize([user("Hi"), assistant(parts)]).messages[1] == assistant("Ho!", reasoning_content="Hm")
+    assert normalize([user("Hi"), assistant(parts)]).messages[1] == assistant(
+        "Ho!", reasoning_content="Hm"
+    )
     with pytest.raises(BrokenSample, match="its reasoning differs"):
         normalize([user("Hi"), assistant("Ho!", reasoning_content="a", **{"thought": "b"})])
 
 
 def test_samples_of_a_row(tmp_path: Path, templates: Path) -> None:
-    """A row of two turns is two samples, whose names differ; one that is too long leaves the other."""
+    """A row of two turns is two samples, whose names differ; one that is too long leaves the
+    other."""
     template, tokenizer = published("qwen3", templates)
     (tmp_path / "template.jinja").write_text(template.source)
     rows = [[user("Hi"), assistant("Ho!"), user("More " * n), assistant("No.")] for n in (1, 60, 1)]

@@ -12,8 +12,9 @@ CAPACITY = 1000
 
 
 def deal(mixture, sizes, n_windows):
-    """Choose the sources of `n_windows` windows; the k-th window of source i has `sizes[i][k]` tokens. Return the
-    sources in order, and check the bound against independently computed shares."""
+    """Choose the sources of `n_windows` windows; the k-th window of source i has `sizes[i][k]`
+    tokens. Return the sources in order, and check the bound against independently computed
+    shares."""
     next_window = [0] * len(sizes)
     order = []
     for _ in range(n_windows):
@@ -25,9 +26,15 @@ def deal(mixture, sizes, n_windows):
 
 
 def largest_deviation(order, sizes, weights_at):
-    """Return the largest deviation of a source from its share in tokens, with weights `weights_at(k)` for window k."""
+    """Return the largest deviation of a source from its share in tokens, with weights
+    `weights_at(k)` for window k."""
     n_sources = len(sizes)
-    read_tokens, share, next_window, worst = np.zeros(n_sources), np.zeros(n_sources), [0] * n_sources, 0.0
+    read_tokens, share, next_window, worst = (
+        np.zeros(n_sources),
+        np.zeros(n_sources),
+        [0] * n_sources,
+        0.0,
+    )
     for k, source in enumerate(order):
         size = sizes[source][next_window[source]]
         next_window[source] += 1
@@ -80,14 +87,17 @@ def test_schedule_keeps_the_bound(seed):
 
 def test_weights_change_with_the_step():
     sizes = np.full((2, 400), CAPACITY)
-    order = deal(Mixture([1, 0], CAPACITY, [(11, [0, 1]), (21, [1, 1])], windows_per_step=4), sizes, 160)
+    order = deal(
+        Mixture([1, 0], CAPACITY, [(11, [0, 1]), (21, [1, 1])], windows_per_step=4), sizes, 160
+    )
     assert set(order[:40]) == {0}
     assert set(order[40:80]) == {1}
     assert abs(np.mean(order[80:]) - 0.5) <= 1 / 80
 
 
 def test_completed_steps_count_if_the_batch_size_changes():
-    """The weights change after 200 steps, for 150 steps of 8 windows, 20 of 16, and the rest of 4."""
+    """The weights change after 200 steps, for 150 steps of 8 windows, 20 of 16, and the rest of
+    4."""
     sizes, schedule = np.full((2, 4000), CAPACITY), [(201, [0, 1])]
     order: list[int] = []
     state = Mixture([1, 0], CAPACITY, schedule, 8).state_dict()
@@ -117,7 +127,9 @@ def test_resume_from_any_state_is_exact():
         second = Mixture(*arguments)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         read_tokens = [order[:stop].count(source) for source in range(4)]
-        rest = [source_sizes[count:] for source_sizes, count in zip(sizes, read_tokens, strict=True)]
+        rest = [
+            source_sizes[count:] for source_sizes, count in zip(sizes, read_tokens, strict=True)
+        ]
         assert deal(second, rest, 100 - stop) == order[stop:]
 
 

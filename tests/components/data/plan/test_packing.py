@@ -35,7 +35,9 @@ def efficiency(lengths, windows, capacity):
 def test_every_sample_is_in_one_window_within_capacity(pack):
     for lengths, capacity in random_cases():
         windows = pack(lengths, capacity)
-        assert sorted(np.concatenate([np.empty(0, int), *windows]).tolist()) == list(range(len(lengths)))
+        assert sorted(np.concatenate([np.empty(0, int), *windows]).tolist()) == list(
+            range(len(lengths))
+        )
         assert all(len(window) and lengths[window].sum() <= capacity for window in windows)
         assert all((np.diff(window) > 0).all() for window in windows)
         for window, repeated in zip(windows, pack(lengths.copy(), capacity), strict=True):
@@ -58,8 +60,8 @@ def test_first_fit_decreasing_equals_its_definition():
 
 
 def test_multipack_equals_its_definition():
-    """The definition: put each sample, longest first, into the least full window. The number of windows is first
-    fit's, or the next larger number (by 0.5 %) with which all samples fit."""
+    """The definition: put each sample, longest first, into the least full window. The number of
+    windows is first fit's, or the next larger number (by 0.5 %) with which all samples fit."""
     n_more = 0
     for lengths, capacity in random_cases():
         n_first_fit = n_windows = len(first_fit_decreasing(lengths, capacity))
@@ -73,25 +75,33 @@ def test_multipack_equals_its_definition():
             if max(loads, default=0) <= capacity:
                 break
             n_windows += math.ceil(n_windows / 200)
-        assert [window.tolist() for window in multipack(lengths, capacity)] == [sorted(window) for window in expected]
+        assert [window.tolist() for window in multipack(lengths, capacity)] == [
+            sorted(window) for window in expected
+        ]
         n_more += n_windows > n_first_fit
     assert n_more > 0
 
 
 def test_multipack_may_need_one_more_window():
-    """3 + 3 and 2 + 2 + 2 fit into two windows of 6, but the longest samples first are 3 + 2 + 2 and 3 + 2."""
+    """3 + 3 and 2 + 2 + 2 fit into two windows of 6, but the longest samples first are 3 + 2 + 2
+    and 3 + 2."""
     lengths, capacity = np.array([3, 3, 2, 2, 2]), 6
-    loads = [np.bincount(places, weights=lengths, minlength=2) for places in itertools.product(range(2), repeat=5)]
+    loads = [
+        np.bincount(places, weights=lengths, minlength=2)
+        for places in itertools.product(range(2), repeat=5)
+    ]
     assert min(load.max() for load in loads) == capacity  # the best of all assignments
     assert len(first_fit_decreasing(lengths, capacity)) == 2
     assert [window.tolist() for window in multipack(lengths, capacity)] == [[0, 4], [1], [2, 3]]
 
 
 def test_multipack_fills_windows_equally():
-    """With about six samples per window, multipack needs up to 1 % more windows than first fit, filled evenly."""
+    """With about six samples per window, multipack needs up to 1 % more windows than first fit,
+    filled evenly."""
     lengths = np.random.default_rng(0).integers(60, 290, 5000)
     loads, first_fit = (
-        [int(lengths[window].sum()) for window in pack(lengths, 1024)] for pack in (multipack, first_fit_decreasing)
+        [int(lengths[window].sum()) for window in pack(lengths, 1024)]
+        for pack in (multipack, first_fit_decreasing)
     )
     assert len(first_fit) <= len(loads) <= 1.01 * len(first_fit)
     assert min(loads) > 0.95 * np.mean(loads) and np.ptp(loads) < np.ptp(first_fit) / 2

@@ -22,7 +22,10 @@ def some_lengths(*n_samples, seed=0):
 
 def shuffled(lengths, shuffle=True, seed=0):
     config = ShuffleSampler.Config(shuffle=shuffle)
-    return [config.build(n_samples=len(source_lengths), seed=seed + i) for i, source_lengths in enumerate(lengths)]
+    return [
+        config.build(n_samples=len(source_lengths), seed=seed + i)
+        for i, source_lengths in enumerate(lengths)
+    ]
 
 
 def make(lengths, *, samplers=None, chunk=50, **options):
@@ -30,7 +33,10 @@ def make(lengths, *, samplers=None, chunk=50, **options):
 
 
 def flat(windows):
-    return [(window.source, window.epoch, window.samples.tolist(), window.n_tokens) for window in windows]
+    return [
+        (window.source, window.epoch, window.samples.tolist(), window.n_tokens)
+        for window in windows
+    ]
 
 
 @pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
@@ -38,8 +44,14 @@ def flat(windows):
 def test_every_sample_once_per_epoch(packing, shuffle):
     lengths = some_lengths(120, 77)
     windows = list(make(lengths, samplers=shuffled(lengths, shuffle), packing=packing, epochs=3))
-    seen = Counter((window.source, window.epoch, sample) for window in windows for sample in window.samples.tolist())
-    assert seen == Counter((i, e, s) for i, of in enumerate(lengths) for e in range(3) for s in range(len(of)))
+    seen = Counter(
+        (window.source, window.epoch, sample)
+        for window in windows
+        for sample in window.samples.tolist()
+    )
+    assert seen == Counter(
+        (i, e, s) for i, of in enumerate(lengths) for e in range(3) for s in range(len(of))
+    )
     for window in windows:
         assert window.n_tokens == lengths[window.source][window.samples].sum() <= CAPACITY
         assert packing != "none" or len(window.samples) == 1
@@ -90,16 +102,22 @@ def test_seed_sets_the_order():
 
 
 def test_windows_are_shuffled_after_packing():
-    """First-fit-decreasing sorts windows by their longest sample; training must not see this order."""
+    """First-fit-decreasing sorts windows by their longest sample; training must not see this
+    order."""
     lengths = some_lengths(1000)
     longest = [lengths[0][window.samples].max() for window in make(lengths, chunk=1000, epochs=1)]
     assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.3
-    assert all((np.diff(w.samples) > 0).all() for w in make(lengths, samplers=shuffled(lengths, False), epochs=1))
+    assert all(
+        (np.diff(w.samples) > 0).all()
+        for w in make(lengths, samplers=shuffled(lengths, False), epochs=1)
+    )
 
 
 def test_samples_keep_their_order_without_shuffling():
     lengths = some_lengths(100)
-    windows = list(make(lengths, samplers=shuffled(lengths, shuffle=False), packing="none", epochs=1))
+    windows = list(
+        make(lengths, samplers=shuffled(lengths, shuffle=False), packing="none", epochs=1)
+    )
     assert [int(window.samples[0]) for window in windows] == list(range(100))
     windows = list(make(lengths, samplers=shuffled(lengths, shuffle=False), chunk=100, epochs=1))
     first_samples = [int(window.samples[0]) for window in windows]
@@ -119,7 +137,8 @@ def test_resume_from_any_window_is_exact(packing):
     snapshots = []
     for stop in range(len(windows) + 1):
         snapshots.append(planner.snapshot())
-        if packing == "none" and stop % 5 and stop < len(windows):  # this case has several times more windows
+        # this case has several times more windows
+        if packing == "none" and stop % 5 and stop < len(windows):
             next(planner)
             continue
         state = json.loads(json.dumps(planner.state_dict()))
@@ -147,7 +166,11 @@ def test_windows_are_counted_exactly():
 
 def test_too_many_repetitions_raise_early_and_at_the_limit():
     lengths = [np.full(10, CAPACITY), np.full(100, CAPACITY)]
-    options: dict[str, Any] = {"weights": [0.5, 0.5], "max_epochs": [1, 1], "names": ["small.jsonl", "large.jsonl"]}
+    options: dict[str, Any] = {
+        "weights": [0.5, 0.5],
+        "max_epochs": [1, 1],
+        "names": ["small.jsonl", "large.jsonl"],
+    }
     planner = make(lengths, **options)
     windows = []
     with pytest.raises(
@@ -165,14 +188,21 @@ def test_too_many_repetitions_raise_early_and_at_the_limit():
         planner.check_repetitions(50)
     assert planner.n_windows == 0
     make(lengths, **{**options, "max_epochs": [3, None]}).check_repetitions(50)
-    with pytest.raises(UserError, match=r"--dataloader.max_epochs must have one value per dataset \(2\), not 1"):
+    with pytest.raises(
+        UserError, match=r"--dataloader.max_epochs must have one value per dataset \(2\), not 1"
+    ):
         make(lengths, max_epochs=[1])
 
 
 def test_limit_is_checked_from_the_current_position():
-    """The weights change after 100 steps, here with 2 windows per step for 150 windows and then with 8."""
+    """The weights change after 100 steps, here with 2 windows per step for 150 windows and then
+    with 8."""
     lengths = [np.full(200, CAPACITY), np.full(2000, CAPACITY)]
-    options: dict[str, Any] = {"weights": [1, 0], "schedule": [(101, [0, 1])], "max_epochs": [1, None]}
+    options: dict[str, Any] = {
+        "weights": [1, 0],
+        "schedule": [(101, [0, 1])],
+        "max_epochs": [1, None],
+    }
     first = make(lengths, **options, windows_per_step=2)
     for _ in range(150):
         next(first)
@@ -252,8 +282,8 @@ class LearningSampler(Sampler):
 
 
 def train(planner, n_steps, *, per_step, ahead, first=0):
-    """Act as a loader that prepares `ahead` windows: return windows, observe steps, save the position of the last
-    returned window. Return the windows and the state after each step."""
+    """Act as a loader that prepares `ahead` windows: return windows, observe steps, save the
+    position of the last returned window. Return the windows and the state after each step."""
     prepared, handed_out, states = [], [], []
     for step in range(first, first + n_steps):
         for _ in range(per_step):
@@ -261,7 +291,9 @@ def train(planner, n_steps, *, per_step, ahead, first=0):
                 prepared.append((next(planner), planner.snapshot()))
             window, snapshot = prepared.pop(0)
             handed_out.append(window)
-        samples = np.concatenate([w.samples + planner.offsets[w.source] for w in handed_out[-per_step:]])
+        samples = np.concatenate(
+            [w.samples + planner.offsets[w.source] for w in handed_out[-per_step:]]
+        )
         statistics = StepStatistics(step + 1, 1 / (step + 1), 1.0, samples, samples / 7.0)
         planner.observe(statistics, (step + 1) * per_step)
         states.append(json.loads(json.dumps(planner.state_dict(snapshot))))

@@ -31,7 +31,9 @@ def write_folder(folder: Path, kind: str, n_files: int) -> Path:
     folder.mkdir()
     bounds = [0, *(len(TEXTS) * (i + 1) ** 2 // n_files**2 for i in range(n_files))]
     for i in range(n_files):
-        rows = datasets.Dataset.from_dict({"text": TEXTS[bounds[i] : bounds[i + 1]], "n": range(*bounds[i : i + 2])})
+        rows = datasets.Dataset.from_dict(
+            {"text": TEXTS[bounds[i] : bounds[i + 1]], "n": range(*bounds[i : i + 2])}
+        )
         path = folder / f"train-{i:05d}-of-{n_files:05d}.{kind}"
         rows.to_parquet(path) if kind == "parquet" else rows.to_json(path)
     return folder
@@ -56,7 +58,16 @@ def one_file(tmp_path_factory):
 
 
 def build(
-    name, tokenizer, *, batch=3, workers=0, shuffle=True, block=16, document_mask=True, text_column=None, **runtime
+    name,
+    tokenizer,
+    *,
+    batch=3,
+    workers=0,
+    shuffle=True,
+    block=16,
+    document_mask=True,
+    text_column=None,
+    **runtime,
 ):
     config = PretrainDataLoader.Config(
         dataset=[name],
@@ -66,21 +77,29 @@ def build(
         num_workers=workers,
         document_mask=document_mask,
     )
-    return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
+    return config.build(
+        tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime}
+    )
 
 
 def as_lists(batches, loader=None):
-    """Return the values of batches as lists, with the numbers in the names of documents if the loader is given."""
-    lists = [{name: value.tolist() for name, value in with_positions(batch).items()} for batch in batches]
+    """Return the values of batches as lists, with the numbers in the names of documents if the
+    loader is given."""
+    lists = [
+        {name: value.tolist() for name, value in with_positions(batch).items()} for batch in batches
+    ]
     if loader:
         for batch, values in zip(batches, lists, strict=True):
             names = [loader.describe(row) for row in batch["documents"]]
-            values["documents"] = [re.search(r"no document|documents? [\d,-]+", name).group() for name in names]
+            values["documents"] = [
+                re.search(r"no document|documents? [\d,-]+", name).group() for name in names
+            ]
     return lists
 
 
 def token_stream(batches, node=0, n_nodes=1):
-    """Rebuild the token stream of one rank from its samples; the last label follows the last input."""
+    """Rebuild the token stream of one rank from its samples; the last label follows the last
+    input."""
     tokens = []
     for batch in batches:
         for inputs, labels, (first, _) in zip(
@@ -101,7 +120,10 @@ def documents_in(stream, tokenizer):
 
 
 def expected_documents(tokenizer, epochs=1):
-    return sorted(epochs * [tuple(ids) for ids in tokenizer.encode_documents([text for text in TEXTS if text])])
+    return sorted(
+        epochs
+        * [tuple(ids) for ids in tokenizer.encode_documents([text for text in TEXTS if text])]
+    )
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
@@ -125,7 +147,13 @@ def test_every_document_once_per_epoch(dataset, tokenizer, ranks, workers):
     documents, n_nodes = [], ranks * max(1, workers)
     for rank in range(ranks):
         loader = build(
-            dataset, tokenizer, workers=workers, dp_rank=rank, dp_world_size=ranks, epochs=1, document_mask=False
+            dataset,
+            tokenizer,
+            workers=workers,
+            dp_rank=rank,
+            dp_world_size=ranks,
+            epochs=1,
+            document_mask=False,
         )
         batches = []
         while not loader.exhausted:
@@ -152,10 +180,14 @@ def test_each_epoch_is_shuffled_differently(dataset, tokenizer):
 def test_files_are_shuffled_from_the_second_epoch(tmp_path, tokenizer):
     folder = write_folder(tmp_path / "data", "jsonl", 6)
     register_dataset("streaming-test-files", HubDataset(path=str(folder)))
-    loader = build("streaming-test-files", tokenizer, batch=1, block=1, epochs=2, document_mask=False)
+    loader = build(
+        "streaming-test-files", tokenizer, batch=1, block=1, epochs=2, document_mask=False
+    )
     batches = take(loader)
     end = next(i for i, batch in enumerate(batches, 1) if (batch["labels"] == IGNORE_INDEX).any())
-    epochs = [documents_in(token_stream(part), tokenizer) for part in (batches[:end], batches[end:])]
+    epochs = [
+        documents_in(token_stream(part), tokenizer) for part in (batches[:end], batches[end:])
+    ]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
 
 
@@ -177,8 +209,17 @@ def test_closing_keeps_the_position(one_file, tokenizer):
 
 def test_stream_can_be_pickled(one_file, tokenizer):
     source = resolve_source(one_file)
-    layout = Layout(seq_len=SEQ_LEN, local_batch_size=2, dp_rank=0, dp_world_size=1, num_workers=0, document_mask=True)
-    stream = PackedStream(source, tokenizer, layout, StreamOrder(shuffle=True, block_size=16, seed=0))
+    layout = Layout(
+        seq_len=SEQ_LEN,
+        local_batch_size=2,
+        dp_rank=0,
+        dp_world_size=1,
+        num_workers=0,
+        document_mask=True,
+    )
+    stream = PackedStream(
+        source, tokenizer, layout, StreamOrder(shuffle=True, block_size=16, seed=0)
+    )
     copy = pickle.loads(pickle.dumps(stream))
     assert as_lists(take(iter(copy), 3)) == as_lists(take(iter(stream), 3))
 
@@ -209,12 +250,14 @@ def run_through(loader):
     ],
 )
 def test_repeated_resume_is_exact(dataset, tokenizer, ranks, workers, hop):
-    # Over two epochs, the stops include places in a block, between blocks, in a long document and between epochs.
+    # Over two epochs, the stops include places in a block, between blocks, in a long document and
+    # between epochs.
     runtime = {"workers": workers, "dp_rank": ranks - 1, "dp_world_size": ranks, "epochs": 2}
     straight = run_through(build(dataset, tokenizer, **runtime))
     state, pieces = None, []
     while sum(map(len, pieces)) < len(straight):
-        loader = build(dataset, tokenizer, seed=len(pieces), **runtime)  # only the first seed counts
+        # only the first seed counts
+        loader = build(dataset, tokenizer, seed=len(pieces), **runtime)
         if state is not None:
             loader.load_state_dict(json.loads(state))
         pieces.append(as_lists(take(loader, hop)))
@@ -243,7 +286,10 @@ def test_changed_layout_restarts_with_a_warning(one_file, tokenizer, caplog, cha
     fresh, other = build(one_file, tokenizer, **changed), build(one_file, tokenizer, **changed)
     with caplog.at_level(logging.WARNING, "torchtitan"):
         other.load_state_dict(loader.state_dict())
-    assert "saved with 1 rank and 0 workers per rank" in caplog.text and "starts from its beginning" in caplog.text
+    assert (
+        "saved with 1 rank and 0 workers per rank" in caplog.text
+        and "starts from its beginning" in caplog.text
+    )
     restarted = as_lists(take(other, 4))
     assert restarted != as_lists(take(fresh, 4))
     again = build(one_file, tokenizer, **changed)
@@ -280,9 +326,14 @@ def test_end_with_one_rank(one_file, tokenizer):
 def test_all_ranks_end_together_with_unequal_shares(tmp_path, tokenizer):
     (tmp_path / "data").mkdir()
     for i, n_texts in enumerate((2, 40)):
-        datasets.Dataset.from_dict({"text": TEXTS[30 : 30 + n_texts]}).to_json(tmp_path / f"data/train-{i}.jsonl")
+        datasets.Dataset.from_dict({"text": TEXTS[30 : 30 + n_texts]}).to_json(
+            tmp_path / f"data/train-{i}.jsonl"
+        )
     register_dataset("streaming-test-unequal", HubDataset(path=str(tmp_path / "data")))
-    loaders = [build("streaming-test-unequal", tokenizer, dp_rank=r, dp_world_size=2, epochs=1) for r in range(2)]
+    loaders = [
+        build("streaming-test-unequal", tokenizer, dp_rank=r, dp_world_size=2, epochs=1)
+        for r in range(2)
+    ]
     steps, n_exhausted = 0, []
     while True:
         batches = [next(loader) for loader in loaders]  # never StopIteration
@@ -308,7 +359,9 @@ def test_ended_stream_stays_ended_and_continues_with_more_epochs(one_file, token
     more.load_state_dict(state)
     second = take(more)
     assert len(second) == n_batches
-    documents = documents_in(token_stream(take(build(one_file, tokenizer, epochs=1, document_mask=False))), tokenizer)
+    documents = documents_in(
+        token_stream(take(build(one_file, tokenizer, epochs=1, document_mask=False))), tokenizer
+    )
     assert sorted(documents) == expected_documents(tokenizer)
     straight = build(one_file, tokenizer, batch=1, epochs=2)
     windows = [window for batch in as_lists(take(straight)) for window in batch["input"]]
@@ -347,14 +400,18 @@ def test_document_names(one_file, tokenizer):
 def test_validation_split(tmp_path, tokenizer):
     (tmp_path / "data").mkdir()
     datasets.Dataset.from_dict({"body": ["training text"]}).to_json(tmp_path / "data/train.jsonl")
-    datasets.Dataset.from_dict({"body": ["validation text"]}).to_json(tmp_path / "data/validation.jsonl")
+    datasets.Dataset.from_dict({"body": ["validation text"]}).to_json(
+        tmp_path / "data/validation.jsonl"
+    )
     register_dataset(
         "streaming-test-splits",
         HubDataset(path=str(tmp_path / "data"), splits=("train", "validation"), text_column="body"),
     )
     config = PretrainDataLoader.Config(dataset=["streaming-test-splits"]).for_validation("")
     [batch] = config.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1, epochs=1)
-    assert tokenizer.decode(batch["input"][0].tolist(), skip_special_tokens=True).startswith("validation text")
+    assert tokenizer.decode(batch["input"][0].tolist(), skip_special_tokens=True).startswith(
+        "validation text"
+    )
 
 
 def test_prepare_finds_wrong_options(tmp_path, one_file, tokenizer):
@@ -362,12 +419,16 @@ def test_prepare_finds_wrong_options(tmp_path, one_file, tokenizer):
         PretrainDataLoader.Config(dataset=[name], **fields).prepare(tokenizer=tokenizer)
 
     prepare(one_file)
-    with pytest.raises(UserError, match=f"dataset '{one_file}': no column 'body'; set --dataloader.text_column to"):
+    with pytest.raises(
+        UserError, match=f"dataset '{one_file}': no column 'body'; set --dataloader.text_column to"
+    ):
         prepare(one_file, text_column="body")
     with pytest.raises(UserError, match="column 'n' contains an int, not text"):
         prepare(one_file, text_column="n")
     register_dataset("streaming-test-missing", HubDataset(path=str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match=r"'streaming-test-missing' \(.*nowhere, split 'train'\) cannot be read: "):
+    with pytest.raises(
+        UserError, match=r"'streaming-test-missing' \(.*nowhere, split 'train'\) cannot be read: "
+    ):
         prepare("streaming-test-missing")
     with pytest.raises(UserError, match="has no split 'test'; use one of: train"):
         prepare(one_file, split="test")
@@ -381,7 +442,9 @@ def test_prepare_finds_wrong_options(tmp_path, one_file, tokenizer):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_text_in_a_worker_is_a_user_error(one_file, tokenizer, workers):
     loader = build(one_file, tokenizer, workers=workers, text_column="n")
-    with pytest.raises(UserError, match=f"^dataset '{one_file}': column 'n' contains an int, not text$"):
+    with pytest.raises(
+        UserError, match=f"^dataset '{one_file}': column 'n' contains an int, not text$"
+    ):
         next(loader)
     loader.close()
 
@@ -400,7 +463,10 @@ def test_failure_while_reading_is_no_user_error(tmp_path, tokenizer, workers):
         take(loader)
     message = str(raised.value)
     assert message.startswith(f"dataset '{name}' ({folder}, split 'train') cannot be read: ")
-    assert message.endswith("; check the network, and resume from the last checkpoint") and "\n" not in message
+    assert (
+        message.endswith("; check the network, and resume from the last checkpoint")
+        and "\n" not in message
+    )
     loader.close()
 
 
@@ -412,6 +478,10 @@ def test_failure_to_open_during_a_run_is_no_user_error(tmp_path, tokenizer):
 
 def test_error_without_network_names_the_dataset(tokenizer, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = r"^dataset 'c4' \(allenai/c4, en, split 'train'\) cannot be read: .*; check the network, or use a local "
+    message = (
+        r"^dataset 'c4' \(allenai/c4, en, split 'train'\) cannot be read: .*; check the "
+        r"network, "
+        r"or use a local "
+    )
     with pytest.raises(UserError, match=message):
         PretrainDataLoader.Config(dataset=["c4"]).prepare(tokenizer=tokenizer)

@@ -56,7 +56,9 @@ def same_fingerprint(kind: type[Tokenizer], tokenizer: Tokenizer) -> Tokenizer:
     return twin
 
 
-def open_cache(path: Path, tokenizer: Tokenizer, root: Path, text_column: str | None = None) -> TokenCache:
+def open_cache(
+    path: Path, tokenizer: Tokenizer, root: Path, text_column: str | None = None
+) -> TokenCache:
     return open_token_cache(resolve_source(str(path), text_column), tokenizer, str(root))
 
 
@@ -67,7 +69,9 @@ def cache_folders(root: Path) -> list[str]:
 
 def test_content_is_the_encoded_documents(tmp_path, tokenizer):
     texts = ["The first.", "", " \n", "A third <|end_of_text|> one, longer.\n" * 30, "x"]
-    (tmp_path / "a.jsonl").write_text("\n".join(f'{{"text": "{text}"}}'.replace("\n", "\\n") for text in texts))
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(f'{{"text": "{text}"}}'.replace("\n", "\\n") for text in texts)
+    )
     (tmp_path / "b.txt").write_text("The last.")
     cache = open_cache(tmp_path, tokenizer, tmp_path / "cache")
     visible = [texts[0], texts[3], texts[4], "The last."]
@@ -80,8 +84,13 @@ def test_content_is_the_encoded_documents(tmp_path, tokenizer):
     assert cache.starts(begins[1] - 2, begins[1]).tolist() == []
     assert set(cache.starts(begins[1] - 2, begins[1] + 1).tolist()) == {2}
     last = cache.n_tokens - 1
-    located = [cache.locate(int(i)) for i in (0, begins[1] - 1, begins[1], begins[2], begins[3], last)]
-    assert located == [*(("a.jsonl, document", n) for n in (1, 1, 4, 5)), *[("b.txt, document", 1)] * 2]
+    located = [
+        cache.locate(int(i)) for i in (0, begins[1] - 1, begins[1], begins[2], begins[3], last)
+    ]
+    assert located == [
+        *(("a.jsonl, document", n) for n in (1, 1, 4, 5)),
+        *[("b.txt, document", 1)] * 2,
+    ]
     assert cache.describe(0, int(begins[1])) == "a.jsonl, documents 1-4"
     assert cache.describe(last, last) == "b.txt, document 1"
     assert cache.describe(int(begins[2]), last) == "a.jsonl, document 5 to b.txt, document 1"
@@ -95,7 +104,9 @@ def test_pickled_cache_contains_no_tokens(tmp_path, tokenizer):
     assert (pickle.loads(pickled).tokens(0, 10**9) == cache.tokens(0, 10**9)).all()
 
 
-@pytest.mark.parametrize("folder, dtype", [("gpt2-tokenizer", "uint16"), ("llama3-tokenizer", "uint32")])
+@pytest.mark.parametrize(
+    "folder, dtype", [("gpt2-tokenizer", "uint16"), ("llama3-tokenizer", "uint32")]
+)
 def test_large_vocabularies(tmp_path, assets, folder, dtype):
     tokenizer = PretrainedTokenizer.Config().build(path=assets / folder)
     text = "The quick brown fox. 文字 🙂 Ünïcode\n" * 20
@@ -106,10 +117,15 @@ def test_large_vocabularies(tmp_path, assets, folder, dtype):
     assert (cache.folder / "tokens.bin").stat().st_size == len(reference) * np.dtype(dtype).itemsize
 
 
-TRICKY = "It's 1234567\n\n\n  indented\n\tdon't  \n x\n\ny.\n(z)\n12\n34 ...\n\n'quoted'\n's\n文。\n\n字\n"
+TRICKY = (
+    "It's 1234567\n\n\n  indented\n\tdon't  \n x\n\ny.\n(z)\n12\n34 "
+    "...\n\n'quoted'\n's\n文。\n\n字\n"
+)
 
 
-@pytest.mark.parametrize("folder", ["", "gpt2-tokenizer", "llama3-tokenizer", "mistral-v0.3-tokenizer"])
+@pytest.mark.parametrize(
+    "folder", ["", "gpt2-tokenizer", "llama3-tokenizer", "mistral-v0.3-tokenizer"]
+)
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_document_in_chunks_has_equal_tokens(assets, monkeypatch, folder, newline):
     tokenizer = PretrainedTokenizer.Config().build(path=assets / folder if folder else "")
@@ -119,8 +135,13 @@ def test_document_in_chunks_has_equal_tokens(assets, monkeypatch, folder, newlin
     chunks = [text[i : i + 1013] for i in range(0, len(text), 1013)]
     n_encoded = []
     encode = ArrayEncoder.encode
-    monkeypatch.setattr(ArrayEncoder, "encode", lambda self, texts: n_encoded.append(len(texts)) or encode(self, texts))
-    monkeypatch.setattr(encoding, "BATCH_SIZE", 50_000)  # documents end in other batches than they begin in
+    monkeypatch.setattr(
+        ArrayEncoder,
+        "encode",
+        lambda self, texts: n_encoded.append(len(texts)) or encode(self, texts),
+    )
+    # documents end in other batches than they begin in
+    monkeypatch.setattr(encoding, "BATCH_SIZE", 50_000)
     batches = list(encode_documents([chunks, ["short"], [" "]], ArrayEncoder(tokenizer)))
     ids = np.concatenate([batch.ids for batch in batches])
     before = np.cumsum([0] + [len(batch.ids) for batch in batches])
@@ -200,7 +221,8 @@ def test_cache_folder(tmp_path, monkeypatch):
 def test_unwritable_cache_folder(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
     with pytest.raises(
-        UserError, match=r"cannot write to the cache .*/a.txt/x: Not a directory; set --dataloader.cache_dir"
+        UserError,
+        match=r"cannot write to the cache .*/a.txt/x: Not a directory; set --dataloader.cache_dir",
     ):
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "a.txt" / "x")
 
@@ -218,7 +240,9 @@ def test_empty_file_among_others_causes_a_warning(tmp_path, tokenizer, caplog):
     (tmp_path / "b.txt").write_text("some text")
     with caplog.at_level(logging.WARNING, "torchtitan"):
         open_cache(tmp_path, tokenizer, tmp_path / "cache")
-    assert [record.message for record in caplog.records] == [f"1 of 2 files of {tmp_path} contain no text: a.txt"]
+    assert [record.message for record in caplog.records] == [
+        f"1 of 2 files of {tmp_path} contain no text: a.txt"
+    ]
 
 
 def test_bad_data_leaves_no_files(tmp_path, tokenizer):
@@ -270,7 +294,9 @@ def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, tokenizer, caplog, damag
         caplog.clear()
         cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
         assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["some text"])[0]
-        [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        [line] = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
         assert line.startswith(f"the cache {folder} is damaged (") and "\n" not in line
         assert line.endswith(f"); it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
@@ -315,13 +341,20 @@ def test_large_file_is_checked_by_sample_or_completely(tmp_path, tokenizer, monk
     content = tokens.read_bytes()
     n_blocks = -(-len(content) // 32)
     assert n_blocks >= 31  # with fewer, the sample would contain the second block
-    for block, verify, found in [(0, False, True), (n_blocks - 1, False, True), (1, False, False), (1, True, True)]:
-        tokens.write_bytes(content[: block * 32] + bytes([content[block * 32] ^ 1]) + content[block * 32 + 1 :])
+    for block, verify, found in [
+        (0, False, True),
+        (n_blocks - 1, False, True),
+        (1, False, False),
+        (1, True, True),
+    ]:
+        tokens.write_bytes(
+            content[: block * 32] + bytes([content[block * 32] ^ 1]) + content[block * 32 + 1 :]
+        )
         caplog.clear()
         open_token_cache(source, tokenizer, root, verify=verify)
         assert (
-            f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum, at offset {block * 32:,})"
-            in caplog.text
+            f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum, at offset "
+            f"{block * 32:,})" in caplog.text
         ) == found
         assert (tokens.read_bytes() == content) == found
 
@@ -354,7 +387,10 @@ def test_unreadable_cache_is_kept(tmp_path, tokenizer, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         return read(path, *args, **options)
 
-    with monkeypatch.context() as patched, pytest.raises(UserError, match=f"{cache.folder} cannot be read: .*Input"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(UserError, match=f"{cache.folder} cannot be read: .*Input"),
+    ):
         patched.setattr(Path, "read_text", fail)
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
     failing = same_fingerprint(FailingTokenizer, tokenizer)
@@ -384,7 +420,9 @@ open_token_cache(resolve_source(sys.argv[1]), tokenizer, sys.argv[2])
 def test_killed_build_is_repeated(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
     arguments = [str(tmp_path / "a.txt"), str(tmp_path / "cache"), tokenizer.fingerprint]
-    with RunningCommand([sys.executable, "-c", KILLED_BUILD, *arguments], stdout=subprocess.PIPE) as process:
+    with RunningCommand(
+        [sys.executable, "-c", KILLED_BUILD, *arguments], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"encoding\n"
         process.send_signal(signal.SIGKILL)
     [left] = cache_folders(tmp_path / "cache")

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.components.data.helpers import open_tokens, raises, split_documents, take, with_positions, write_jsonl
+from tests.components.data.helpers import (
+    open_tokens,
+    raises,
+    split_documents,
+    take,
+    with_positions,
+    write_jsonl,
+)
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.pretraining.token_files import find_token_files
 
@@ -26,7 +33,11 @@ def documents(tokenizer) -> list[list[int]]:
 def write_megatron(path: Path, documents, dtype="uint16", sequences_per_document=1) -> str:
     """Write `.bin` and `.idx` by the published layout."""
     code = {"uint16": 8, "int32": 4}[dtype]
-    sequences = [part for ids in documents for part in np.array_split(np.array(ids, dtype), sequences_per_document)]
+    sequences = [
+        part
+        for ids in documents
+        for part in np.array_split(np.array(ids, dtype), sequences_per_document)
+    ]
     lengths = np.array([len(sequence) for sequence in sequences])
     np.concatenate(sequences).tofile(path.with_suffix(".bin"))
     ends = np.arange(len(documents) + 1) * sequences_per_document
@@ -50,7 +61,9 @@ def write_raw(path: Path, documents) -> str:
 
 def batches(dataset, tokenizer, tmp_path, **options):
     config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
-    loader = config.build(tokenizer=tokenizer, seq_len=33, local_batch_size=4, epochs=1, seed=2, **options)
+    loader = config.build(
+        tokenizer=tokenizer, seq_len=33, local_batch_size=4, epochs=1, seed=2, **options
+    )
     return loader, [with_positions(batch) for batch in take(loader)]
 
 
@@ -61,12 +74,16 @@ WRITERS = {
     "llm.c, 32 bits": lambda folder, ids: write_llm_c(folder / "data.bin", ids, 20240801, "uint32"),
     "nanoGPT": lambda folder, ids: write_raw(folder / "data.bin", ids),
     "OLMo": lambda folder, ids: write_raw(folder / "data.npy", ids),
-    "numpy": lambda folder, ids: np.save(folder / "data.npy", np.concatenate(ids)) or str(folder / "data.npy"),
+    "numpy": lambda folder, ids: (
+        np.save(folder / "data.npy", np.concatenate(ids)) or str(folder / "data.npy")
+    ),
     "numpy, another byte order": lambda folder, ids: (
         np.save(folder / "data.npy", np.concatenate(ids).astype(">u4")) or str(folder / "data.npy")
     ),
     "two files": lambda folder, ids: (
-        write_raw(folder / "1.npy", ids[:30]) and write_megatron(folder / "2", ids[30:]) and str(folder)
+        write_raw(folder / "1.npy", ids[:30])
+        and write_megatron(folder / "2", ids[30:])
+        and str(folder)
     ),
 }
 
@@ -90,7 +107,14 @@ def test_windows_equal_those_of_the_arrays(name, documents, tokenizer, tmp_path)
         for inputs, labels, positions in zip(
             *(batch[key].tolist() for key in ("input", "labels", "positions")), strict=True
         ):
-            n = next((n for n in range(33, 0, -1) if labels[n - 1] != -100 or tuple(inputs[:n]) in expected), 0)
+            n = next(
+                (
+                    n
+                    for n in range(33, 0, -1)
+                    if labels[n - 1] != -100 or tuple(inputs[:n]) in expected
+                ),
+                0,
+            )
             if tuple(inputs[:n]) in expected:
                 assert (labels[:n], positions[:n]) == expected[tuple(inputs[:n])]
                 found += 1
@@ -111,14 +135,18 @@ def test_delimiters_before_documents(documents, tokenizer, tmp_path):
 
 
 def test_files_cut_within_documents(documents, tokenizer, tmp_path):
-    """The second file begins within a document, as llm.c's scripts cut the stream; the first one is decisive."""
+    """The second file begins within a document, as llm.c's scripts cut the stream; the first one is
+    decisive."""
     before = np.concatenate([[tokenizer.eos_id, *ids[:-1]] for ids in documents])
     cut = len(before) // 2
     assert before[cut] != tokenizer.eos_id
     write_llm_c(tmp_path / "1.bin", [before[:cut]])
     write_llm_c(tmp_path / "2.bin", [before[cut:]])
     tokens = open_tokens(str(tmp_path), tokenizer, tmp_path)
-    assert tokens.starts(0, tokens.n_tokens).tolist() == np.flatnonzero(before == tokenizer.eos_id).tolist()
+    assert (
+        tokens.starts(0, tokens.n_tokens).tolist()
+        == np.flatnonzero(before == tokenizer.eos_id).tolist()
+    )
 
 
 def test_counts_of_many_files_are_estimated(documents, tokenizer, tmp_path):
@@ -131,7 +159,9 @@ def test_counts_of_many_files_are_estimated(documents, tokenizer, tmp_path):
 
 
 def test_megatron_documents(documents, tokenizer, tmp_path):
-    tokens = open_tokens(write_megatron(tmp_path / "a", documents, "uint16", 2), tokenizer, tmp_path)
+    tokens = open_tokens(
+        write_megatron(tmp_path / "a", documents, "uint16", 2), tokenizer, tmp_path
+    )
     starts = np.cumsum([0, *(len(ids) for ids in documents)])
     expected = [("a.bin, document", number + 1) for number in range(len(documents))]
     assert [tokens.locate(int(start)) for start in starts[:-1]] == expected
@@ -142,7 +172,9 @@ def test_megatron_documents(documents, tokenizer, tmp_path):
 
 def test_file_written_by_datatrove(documents, tokenizer, tmp_path):
     """datatrove writes Megatron's format itself."""
-    megatron = pytest.importorskip("datatrove.pipeline.tokens.megatron_tokenizer", reason="needs datatrove")
+    megatron = pytest.importorskip(
+        "datatrove.pipeline.tokens.megatron_tokenizer", reason="needs datatrove"
+    )
     file = megatron.MegatronTokenizedFile(str(tmp_path), "a", token_size=2)
     for ids in documents:
         file.write(ids)
@@ -164,11 +196,16 @@ def test_another_position_and_content(documents, tokenizer, tmp_path):
 
 class TestErrors:
     def test_shorter_than_announced(self, documents, tokenizer, tmp_path):
-        for dataset in (write_llm_c(tmp_path / "a.bin", documents), write_megatron(tmp_path / "b", documents)):
+        for dataset in (
+            write_llm_c(tmp_path / "a.bin", documents),
+            write_megatron(tmp_path / "b", documents),
+        ):
             file = Path(dataset).with_suffix(".bin")
             size = file.stat().st_size
             file.write_bytes(file.read_bytes()[:-20])
-            with pytest.raises(ValueError, match=rf"{file.name} ends at byte {size - 20:,}, but .* {size:,}"):
+            with pytest.raises(
+                ValueError, match=rf"{file.name} ends at byte {size - 20:,}, but .* {size:,}"
+            ):
                 open_tokens(dataset, tokenizer, tmp_path).tokens(0, 10)
 
     def test_damaged_index(self, documents, tokenizer, tmp_path):
@@ -187,11 +224,16 @@ class TestErrors:
         with raises(f"{tmp_path / 'b.bin'} cannot be read"):
             open_tokens(dataset, tokenizer, tmp_path)
 
-    @pytest.mark.parametrize("entries", [[0, 5, 99], [0, 5, -1], [0, 7, 5, 80], [1, 80], [0, 79], []])
+    @pytest.mark.parametrize(
+        "entries", [[0, 5, 99], [0, 5, -1], [0, 7, 5, 80], [1, 80], [0, 79], []]
+    )
     def test_index_that_does_not_divide_the_tokens(self, entries, documents, tokenizer, tmp_path):
         dataset = write_megatron(tmp_path / "b", documents)
         index = tmp_path / "b.idx"
-        content = bytearray(index.read_bytes()[: 34 + 12 * len(documents)]) + np.array(entries, np.int64).tobytes()
+        content = (
+            bytearray(index.read_bytes()[: 34 + 12 * len(documents)])
+            + np.array(entries, np.int64).tobytes()
+        )
         content[26:34] = struct.pack("<Q", len(entries))
         index.write_bytes(content)
         with raises(f"{index} does not divide {tmp_path / 'b.bin'} into documents"):
@@ -232,7 +274,8 @@ def test_jsonl_next_to_token_files_is_text(tokenizer, tmp_path):
 
 
 def write_litdata(folder: Path, documents, dtype="uint16", per_chunk=13, **config) -> str:
-    """Write chunks and index by litdata's layout: number of items, their offsets, and their values."""
+    """Write chunks and index by litdata's layout: number of items, their offsets, and their
+    values."""
     folder.mkdir(exist_ok=True)
     chunks = []
     for number, first in enumerate(range(0, len(documents), per_chunk)):
@@ -240,7 +283,9 @@ def write_litdata(folder: Path, documents, dtype="uint16", per_chunk=13, **confi
         values = [np.array(ids, dtype).tobytes() for ids in items]
         offsets = np.cumsum([4 * (len(items) + 2), *map(len, values)]).astype(np.uint32)
         name = f"chunk-0-{number}.bin"
-        (folder / name).write_bytes(np.uint32(len(items)).tobytes() + offsets.tobytes() + b"".join(values))
+        (folder / name).write_bytes(
+            np.uint32(len(items)).tobytes() + offsets.tobytes() + b"".join(values)
+        )
         chunks.append({"filename": name, "chunk_size": len(items), "dim": sum(map(len, items))})
     config = {"data_format": ["no_header_tensor:16"], "compression": None, **config}
     (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
@@ -250,7 +295,9 @@ def write_litdata(folder: Path, documents, dtype="uint16", per_chunk=13, **confi
 class TestLitdata:
     def test_documents(self, documents, tokenizer, tmp_path):
         for dtype in ("uint16", "int32", "int64"):
-            tokens = open_tokens(write_litdata(tmp_path / dtype, documents, dtype), tokenizer, tmp_path)
+            tokens = open_tokens(
+                write_litdata(tmp_path / dtype, documents, dtype), tokenizer, tmp_path
+            )
             assert split_documents(tokens) == documents
             token = sum(map(len, documents[:14]))
             assert tokens.describe(token, token) == "chunk-0-1.bin, document 2"
@@ -259,24 +306,41 @@ class TestLitdata:
         cache = pytest.importorskip("litdata.streaming.cache", reason="needs litdata")
         loader = pytest.importorskip("litdata.streaming.item_loader")
         for name, convert in {"arrays": np.uint16, "tensors": torch.int32}.items():
-            writer = cache.Cache(str(tmp_path / name), chunk_bytes=400, item_loader=loader.TokensLoader(8))
+            writer = cache.Cache(
+                str(tmp_path / name), chunk_bytes=400, item_loader=loader.TokensLoader(8)
+            )
             for index, ids in enumerate(documents):
-                writer[index] = np.array(ids, convert) if name == "arrays" else torch.tensor(ids, dtype=convert)
+                writer[index] = (
+                    np.array(ids, convert) if name == "arrays" else torch.tensor(ids, dtype=convert)
+                )
             writer.done()
             writer.merge()
             assert len(find_token_files(str(tmp_path / name))) > 3
-            assert split_documents(open_tokens(str(tmp_path / name), tokenizer, tmp_path)) == documents
+            assert (
+                split_documents(open_tokens(str(tmp_path / name), tokenizer, tmp_path)) == documents
+            )
 
     def test_refused(self, documents, tokenizer, tmp_path):
         with raises("holds litdata's items of type str int, not uncompressed tokens"):
-            open_tokens(write_litdata(tmp_path / "text", documents, data_format=["str", "int"]), tokenizer, tmp_path)
+            open_tokens(
+                write_litdata(tmp_path / "text", documents, data_format=["str", "int"]),
+                tokenizer,
+                tmp_path,
+            )
         with raises("items of type no_header_tensor:16 zstd, not uncompressed tokens"):
-            open_tokens(write_litdata(tmp_path / "compressed", documents, compression="zstd"), tokenizer, tmp_path)
+            open_tokens(
+                write_litdata(tmp_path / "compressed", documents, compression="zstd"),
+                tokenizer,
+                tmp_path,
+            )
         index = Path(write_litdata(tmp_path / "tensors", documents)) / "index.json"
-        index.write_text(re.sub('"dim": [0-9]+', '"dim": null', index.read_text()))  # without TokensLoader
+        # without TokensLoader
+        index.write_text(re.sub('"dim": [0-9]+', '"dim": null', index.read_text()))
         with raises("items of type no_header_tensor:16, not uncompressed tokens"):
             open_tokens(str(index.parent), tokenizer, tmp_path)
-        (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [{"format": "mds"}]}))
+        (tmp_path / "index.json").write_text(
+            json.dumps({"version": 2, "shards": [{"format": "mds"}]})
+        )
         with raises(f"{tmp_path} is in MDS, whose library needs NumPy below 2.2"):
             open_tokens(str(tmp_path), tokenizer, tmp_path)
         folder = Path(write_litdata(tmp_path / "short", documents))
@@ -300,7 +364,8 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 40_000, 70_000, 100_001, 149_999])
 def test_any_changed_token_is_another_dataset(place, tokenizer, tmp_path):
-    """In the run's identity and in the position of the loader, also if the digest was remembered."""
+    """In the run's identity and in the position of the loader, also if the digest was
+    remembered."""
     path = tmp_path / "data.bin"
     (np.arange(150_000) % 50).astype(np.uint16).tofile(path)
     os.utime(path, (1e9, 1e9))
@@ -333,23 +398,32 @@ def test_any_token_outside_the_vocabulary_is_named_at_the_start(place, tokenizer
     ids[place] = 60_000
     ids.tofile(tmp_path / "data.bin")
     for _ in range(2):  # also if the largest id is remembered
-        with raises(f"{tmp_path / 'data.bin'}: token 60000 at offset {2 * place:,} is outside the vocabulary"):
+        with raises(
+            f"{tmp_path / 'data.bin'}: token 60000 at offset {2 * place:,} is outside the "
+            "vocabulary"
+        ):
             open_tokens(tmp_path / "data.bin", tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["delimited", "index", "cache"])
-def test_a_token_that_is_changed_during_the_run_is_named(kind, num_workers, documents, tokenizer, tmp_path):
+def test_a_token_that_is_changed_during_the_run_is_named(
+    kind, num_workers, documents, tokenizer, tmp_path
+):
     """Not by an IndexError of the model."""
     if kind == "cache":
         dataset = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     else:
-        dataset = {"delimited": write_llm_c, "index": write_megatron}[kind](tmp_path / "data.bin", documents)
+        dataset = {"delimited": write_llm_c, "index": write_megatron}[kind](
+            tmp_path / "data.bin", documents
+        )
     config = PretrainDataLoader.Config(
         dataset=[dataset], cache_dir=str(tmp_path / "cache"), shuffle=False, num_workers=num_workers
     )
     loader = config.build(tokenizer=tokenizer, seq_len=16, local_batch_size=1, seed=2)
-    [path] = [tmp_path / "data.bin"] if kind != "cache" else tmp_path.glob("cache/tokens/*/tokens.bin")
+    [path] = (
+        [tmp_path / "data.bin"] if kind != "cache" else tmp_path.glob("cache/tokens/*/tokens.bin")
+    )
     overwrite(path, path.stat().st_size - 2, np.uint16(60_000).tobytes())
     with raises(f"{path}, token ") as failed:
         take(loader, 10_000)

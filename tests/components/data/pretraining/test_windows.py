@@ -14,7 +14,11 @@ def test_permutation_is_a_bijection(size):
 
 
 def test_permutations_of_epochs_and_seeds_differ():
-    orders = {tuple(permute(i, 50, seed, epoch) for i in range(50)) for seed in range(4) for epoch in range(4)}
+    orders = {
+        tuple(permute(i, 50, seed, epoch) for i in range(50))
+        for seed in range(4)
+        for epoch in range(4)
+    }
     assert len(orders) == 16
 
 
@@ -28,7 +32,8 @@ def test_permutations_are_uniform(size):
             counts[i, permute(i, size, key, 0)] += 1
     chi_squared = ((counts - n_keys / size) ** 2 / (n_keys / size)).sum()
     freedom = (size - 1) ** 2
-    # Five standard deviations of the chi-squared distribution, whose variance is twice its degrees of freedom.
+    # Five standard deviations of the chi-squared distribution, whose variance is twice its degrees
+    # of freedom.
     assert chi_squared < freedom + 5 * np.sqrt(2 * freedom)
 
 
@@ -42,7 +47,9 @@ def windows_of(tokens, offsets, seq_len, *, document_mask):
     for i in range(count_windows(len(tokens), seq_len)):
         start = i * seq_len
         part = tokens[start : start + seq_len + 1]
-        starts = offsets[(offsets >= start) & (offsets < min(start + len(part), len(tokens)))] - start
+        starts = (
+            offsets[(offsets >= start) & (offsets < min(start + len(part), len(tokens)))] - start
+        )
         yield start, pack(part, starts, seq_len, document_mask=document_mask)
 
 
@@ -55,7 +62,11 @@ def test_windows_equal_the_reference(seq_len, document_mask):
         position = 0
         for t in range(seq_len):
             here, padding = start + t, start + t >= len(tokens) - 1
-            position = 0 if t == 0 or here in first_of_document or here == len(tokens) - 1 else position + 1
+            position = (
+                0
+                if t == 0 or here in first_of_document or here == len(tokens) - 1
+                else position + 1
+            )
             hidden = document_mask and here + 1 in first_of_document
             assert sample["labels"][t] == (IGNORE_INDEX if padding or hidden else tokens[here + 1])
             if not padding:
@@ -69,7 +80,10 @@ def test_windows_equal_the_reference(seq_len, document_mask):
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_token_is_predicted_exactly_once(seq_len, document_mask):
     tokens, offsets = random_documents(seq_len)
-    labels = [sample["labels"] for _, sample in windows_of(tokens, offsets, seq_len, document_mask=document_mask)]
+    labels = [
+        sample["labels"]
+        for _, sample in windows_of(tokens, offsets, seq_len, document_mask=document_mask)
+    ]
     predicted = np.concatenate(labels)
     predicted = predicted[predicted != IGNORE_INDEX]
     first_of_document = offsets[offsets < len(tokens)] if document_mask else [0]

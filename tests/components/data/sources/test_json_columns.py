@@ -1,4 +1,5 @@
-"""Columns of the type `Json` of `datasets`, in all files that keep it: rows equal those that `datasets` returns."""
+"""Columns of the type `Json` of `datasets`, in all files that keep it: rows equal those that
+`datasets` returns."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +29,9 @@ def rows_at(path: Path) -> list[Row]:
 
 def documents_at(path: Path) -> list[str]:
     source: Any = resolve_source(str(path))
-    return ["".join(document) for part in source.parts for document in part.documents(lambda _: None)]
+    return [
+        "".join(document) for part in source.parts for document in part.documents(lambda _: None)
+    ]
 
 
 def save(data: Any, path: Path) -> Path:
@@ -67,15 +70,30 @@ def save_hub_layout(data: Any, path: Path) -> Path:
 FORMS = [save, save_shards, save_parquet, save_parquet_without_arrow_schema, save_hub_layout]
 Save = Callable[[Any, Path], Path]
 
-MIXED = ["plain words", 'a "quoted" word', "", {"a": None, "b": [1, {"c": 2.5}]}, [1, "x", None], 42, True, "文字 🙂"]
+MIXED = [
+    "plain words",
+    'a "quoted" word',
+    "",
+    {"a": None, "b": [1, {"c": 2.5}]},
+    [1, "x", None],
+    42,
+    True,
+    "文字 🙂",
+]
 
 NESTED = {
     "top": (Json(), [*MIXED, None]),
     "list": (List(Json()), [MIXED, [], [None], None]),
     "lists": (List(List(Json())), [[MIXED, []], [], None]),
     "large": (LargeList(Json()), [MIXED, None]),
-    "object": ({"x": Json(), "n": Value("int64")}, [{"x": value, "n": 1} for value in MIXED] + [None]),
-    "objects": (List({"x": {"y": List(Json())}}), [[{"x": {"y": MIXED}}, {"x": {"y": []}}], [], None]),
+    "object": (
+        {"x": Json(), "n": Value("int64")},
+        [{"x": value, "n": 1} for value in MIXED] + [None],
+    ),
+    "objects": (
+        List({"x": {"y": List(Json())}}),
+        [[{"x": {"y": MIXED}}, {"x": {"y": []}}], [], None],
+    ),
     "kept": (List(Json(decode=False)), [['{"a": 1}', "1"], None]),
     "text": (Value("string"), ['"text"', "{}", None]),
 }
@@ -98,7 +116,11 @@ def test_messages_of_json_lines_with_different_rows(tmp_path, form: Save):
     content = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
     parameters = [
         {"type": "object", "properties": {"city": {"type": "string"}}},
-        {"type": "object", "properties": {"a": {"type": "integer", "enum": [1, 2]}}, "required": ["a"]},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "enum": [1, 2]}},
+            "required": ["a"],
+        },
     ]
     rows = [
         {
@@ -111,7 +133,9 @@ def test_messages_of_json_lines_with_different_rows(tmp_path, form: Save):
         for asked, schema in zip(("Hello", content), parameters, strict=True)
     ]
     lines = write_jsonl(tmp_path / "a.jsonl", rows)
-    read = datasets.load_dataset("json", data_files=lines, split="train", cache_dir=str(tmp_path / "cache"))
+    read = datasets.load_dataset(
+        "json", data_files=lines, split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert "Json" in str(read.features)
     assert [row.values for row in rows_at(form(read, tmp_path / "data"))] == list(read) == rows
 
@@ -120,7 +144,12 @@ CALLS = [
     {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
     {"type": "function", "function": {"name": "g", "arguments": {"y": ["z"]}}},
 ]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 TEMPLATE = """\
 {%- if tools %}{{ tools | tojson }}{% endif %}
 {%- for message in messages %}
@@ -143,7 +172,9 @@ SAMPLES = {
             for n in (1, 2)
         ],
         {
-            "messages": List({"role": Value("string"), "content": Json(), "tool_calls": List(Json())}),
+            "messages": List(
+                {"role": Value("string"), "content": Json(), "tool_calls": List(Json())}
+            ),
             "tools": List({"type": Value("string"), "function": Json()}),
         },
     ),
@@ -152,7 +183,10 @@ SAMPLES = {
         dict.fromkeys(("prompt", "chosen", "rejected"), Json()),
     ),
     PromptDataLoader: (
-        [{"prompt": "a", "answer": "x", "tests": {"n": [1, 2]}}, {"prompt": "b", "answer": "y", "tests": "z"}],
+        [
+            {"prompt": "a", "answer": "x", "tests": {"n": [1, 2]}},
+            {"prompt": "b", "answer": "y", "tests": "z"},
+        ],
         dict.fromkeys(("prompt", "answer", "tests"), Json()),
     ),
 }
@@ -184,7 +218,9 @@ def test_documents(tmp_path, form: Save):
     """A document has no quotes of its JSON text."""
     texts = ["plain words", 'a "quoted" word', "two\nlines", None]
     features = datasets.Features({"text": Json(), "other": Value("int64")})
-    data = datasets.Dataset.from_list([{"text": text, "other": 1} for text in texts], features=features)
+    data = datasets.Dataset.from_list(
+        [{"text": text, "other": 1} for text in texts], features=features
+    )
     assert documents_at(form(data, tmp_path / "data")) == [*texts[:-1], ""]
 
 
@@ -217,7 +253,9 @@ def test_json_in_types_that_datasets_does_not_read(tmp_path):
     """Maps, which have pairs, and cells that a dictionary holds."""
     values = pyarrow.array(['{"a": 1}', '"b"'], pyarrow.json_())
     columns = {
-        "map": pyarrow.MapArray.from_arrays(pyarrow.array([0, 1, 2]), pyarrow.array(["x", "y"]), values),
+        "map": pyarrow.MapArray.from_arrays(
+            pyarrow.array([0, 1, 2]), pyarrow.array(["x", "y"]), values
+        ),
         "list": pyarrow.FixedSizeListArray.from_arrays(values, 1),
     }
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
@@ -227,10 +265,14 @@ def test_json_in_types_that_datasets_does_not_read(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("metadata", ["", "null", "[]", '{"info": {"features": [1]}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "metadata", ["", "null", "[]", '{"info": {"features": [1]}}', "[" * 100_000]
+)
 def test_damaged_metadata_of_a_schema(tmp_path, metadata):
     table = pyarrow.table({"a": pyarrow.array(["[1]"], pyarrow.json_())})
-    parquet.write_table(table.replace_schema_metadata({"huggingface": metadata}), tmp_path / "a.parquet")
+    parquet.write_table(
+        table.replace_schema_metadata({"huggingface": metadata}), tmp_path / "a.parquet"
+    )
     assert rows_at(tmp_path / "a.parquet")[0].values == {"a": [1]}
 
 
@@ -238,8 +280,14 @@ def test_text_that_only_metadata_calls_json(tmp_path):
     """`datasets` believes the type of the column, and returns text."""
     features = datasets.Features({"a": Json()}).to_dict()
     table = pyarrow.table({"a": ['{"a": 1}']})
-    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    table = table.replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
     parquet.write_table(table, tmp_path / "a.parquet")
     files, cache = str(tmp_path / "a.parquet"), str(tmp_path / "cache")
     expected = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
-    assert [row.values for row in rows_at(tmp_path / "a.parquet")] == list(expected) == [{"a": '{"a": 1}'}]
+    assert (
+        [row.values for row in rows_at(tmp_path / "a.parquet")]
+        == list(expected)
+        == [{"a": '{"a": 1}'}]
+    )

@@ -96,7 +96,10 @@ def test_text_file_is_one_row(tmp_path):
 
 def test_blank_lines_are_skipped_and_counted(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n  \n{"n": null}')
-    assert rows_at(tmp_path / "a.jsonl") == [Row("a.jsonl:1", {"n": 1}), Row("a.jsonl:4", {"n": None})]
+    assert rows_at(tmp_path / "a.jsonl") == [
+        Row("a.jsonl:1", {"n": 1}),
+        Row("a.jsonl:4", {"n": None}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,9 @@ def test_blank_lines_are_skipped_and_counted(tmp_path):
     ],
 )
 def test_broken_line_is_a_row_with_an_error(tmp_path, line, error):
-    (tmp_path / "a.jsonl").write_text('{"text": "whole \\ud83d\\ude42"}\n' + line + '\n{"text": "c"}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "whole \\ud83d\\ude42"}\n' + line + '\n{"text": "c"}\n'
+    )
     first, broken, last = rows_at(tmp_path / "a.jsonl")
     assert (first.values, last.values) == ({"text": "whole 🙂"}, {"text": "c"})
     assert (broken.where, broken.values) == ("a.jsonl:2", None)
@@ -155,7 +160,10 @@ def test_broken_lists(tmp_path, text, line):
 
 def test_broken_elements_and_cells(tmp_path):
     (tmp_path / "a.json").write_text('[{"n": 1}, "two"]')
-    assert rows_at(tmp_path / "a.json")[1].error == "expected an object with columns as its keys, found a str"
+    assert (
+        rows_at(tmp_path / "a.json")[1].error
+        == "expected an object with columns as its keys, found a str"
+    )
     (tmp_path / "a.csv").write_text(",text\n0,a\n1,b,c\n2\n")
     rows = rows_at(tmp_path / "a.csv")
     assert [row.values for row in rows] == [{"": "0", "text": "a"}, None, None]
@@ -179,9 +187,17 @@ def test_completely_broken_files(tmp_path):
             b"question;answer\na;b\n",
             "c.csv:1: the only column is 'question;answer'; separate columns by commas, not ';'",
         ),
-        ("b.csv", b"prompt,text,text\na,b,c\n", "b.csv:1: the column name 'text' is repeated; rename one column"),
+        (
+            "b.csv",
+            b"prompt,text,text\na,b,c\n",
+            "b.csv:1: the column name 'text' is repeated; rename one column",
+        ),
         ("a.parquet", b"no parquet", "a.parquet is not a readable parquet file"),
-        ("a.jsonl", b'{"n": 1}\n{"n": "\xff"}', "a.jsonl is not UTF-8: byte 0xff at offset 16 (line 2)"),
+        (
+            "a.jsonl",
+            b'{"n": 1}\n{"n": "\xff"}',
+            "a.jsonl is not UTF-8: byte 0xff at offset 16 (line 2)",
+        ),
         ("a.jsonl.gz", gzip.compress(b'{"n": 1}')[:-8], "a.jsonl.gz cannot be read"),
     ]:
         (tmp_path / name).write_bytes(content)
@@ -196,7 +212,10 @@ def test_completely_broken_files(tmp_path):
         ("5", "expected an object with columns as its keys, found an int"),
         ("[" * 100_000, "broken JSON, nested too deeply"),
         ('{"n": ' + "[" * 100_000 + "]" * 100_000 + "}", "broken JSON, nested too deeply"),
-        ('{"n": ' + "9" * 5000 + "}", "broken JSON, Exceeds the limit (4300 digits) for integer string conversion"),
+        (
+            '{"n": ' + "9" * 5000 + "}",
+            "broken JSON, Exceeds the limit (4300 digits) for integer string conversion",
+        ),
         (r'{"a": [{"b": "\ud800"}]}', r"broken JSON, lone surrogate '\ud800'"),
         (r'{"\udfff": 1}', r"broken JSON, lone surrogate '\udfff'"),
         ("\0\0\0", "broken JSON, Expecting value"),
@@ -214,7 +233,9 @@ def test_rows_that_crash_parsers(tmp_path, row, error):
     except UserError as whole:
         # Only errors of syntax have a place.
         line = ":2" if "Expecting" in str(whole) or "Unterminated" in str(whole) else ""
-        assert str(whole).startswith(f"{tmp_path / 'a.json'}{line}: broken JSON, ") and error[:20] in str(whole)
+        assert str(whole).startswith(f"{tmp_path / 'a.json'}{line}: broken JSON, ") and error[
+            :20
+        ] in str(whole)
 
 
 def test_parquet_values_without_python_equivalent(tmp_path):
@@ -241,10 +262,13 @@ def test_parquet_values_without_python_equivalent(tmp_path):
 
 
 def test_damaged_parquet_files(tmp_path):
-    """A flipped bit leaves readable rows or raises an error with the file name; checksums of pages are verified."""
+    """A flipped bit leaves readable rows or raises an error with the file name; checksums of pages
+    are verified."""
     rows = [{"text": f"number {i}", "n": i} for i in range(20)]
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path, write_page_checksum=True, compression="none")
+    parquet.write_table(
+        pyarrow.Table.from_pylist(rows), path, write_page_checksum=True, compression="none"
+    )
     whole = path.read_bytes()
     failed = 0
     for place in range(0, len(whole), 23):
@@ -262,7 +286,9 @@ def test_damaged_parquet_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
-@pytest.mark.parametrize("content", ["", "null", "[]", "5", "[" * 100_000, '{"_data_files": 5, "features": 5}'])
+@pytest.mark.parametrize(
+    "content", ["", "null", "[]", "5", "[" * 100_000, '{"_data_files": 5, "features": 5}']
+)
 def test_damaged_metadata_of_saved_datasets(tmp_path, name, content):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["x"]}).save_to_disk(tmp_path / "one")
@@ -272,7 +298,9 @@ def test_damaged_metadata_of_saved_datasets(tmp_path, name, content):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["../other/data-00000-of-00001.arrow", "../pipe", "/dev/zero", "..", "sub", "", 5])
+@pytest.mark.parametrize(
+    "name", ["../other/data-00000-of-00001.arrow", "../pipe", "/dev/zero", "..", "sub", "", 5]
+)
 def test_saved_datasets_read_only_files_in_their_folder(tmp_path, name):
     datasets = pytest.importorskip("datasets")
     for folder in ("one", "other"):
@@ -280,8 +308,12 @@ def test_saved_datasets_read_only_files_in_their_folder(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "one/sub").mkdir()
     state = tmp_path / "one/state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]}))
-    with raises(f"{state} refers to {name!r}, which is not a file in its folder; save the dataset again"):
+    state.write_text(
+        json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]})
+    )
+    with raises(
+        f"{state} refers to {name!r}, which is not a file in its folder; save the dataset again"
+    ):
         rows_at(tmp_path / "one")
 
 
@@ -289,7 +321,12 @@ def test_objects_in_tables_have_no_keys_of_other_rows(tmp_path):
     """Arrow gives all objects of a column the same keys; JSON objects are unchanged."""
     rows = [
         {"messages": [{"role": "user", "content": "a"}], "note": None},
-        {"messages": [{"role": "tool", "content": "b", "name": "f", "seen": {"x": [{"y": 1}, {"z": 2}]}}], "note": "n"},
+        {
+            "messages": [
+                {"role": "tool", "content": "b", "name": "f", "seen": {"x": [{"y": 1}, {"z": 2}]}}
+            ],
+            "note": "n",
+        },
     ]
     assert [row.values for row in rows_at(write(tmp_path / "a.parquet", rows))] == rows
     explicit = [{"messages": [{"role": "user", "content": None}]}]
@@ -304,7 +341,9 @@ def test_saved_datasets_and_their_splits(tmp_path):
     ]
     train = datasets.Dataset.from_list(rows)
     train.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(tmp_path / "several")
+    datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(
+        tmp_path / "several"
+    )
     source = source_of(str(tmp_path / "one"))
     assert read_rows(source) == [Row("one, row 1", rows[0]), Row("one, row 2", rows[1])]
     assert source.size() == 2
@@ -319,7 +358,9 @@ def test_saved_images_are_not_decoded(tmp_path):
     datasets = pytest.importorskip("datasets")
     image = {"bytes": b"no image", "path": None}
     features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
-    datasets.Dataset.from_dict({"prompt": ["x"], "image": [image]}, features=features).save_to_disk(tmp_path / "images")
+    datasets.Dataset.from_dict({"prompt": ["x"], "image": [image]}, features=features).save_to_disk(
+        tmp_path / "images"
+    )
     [row] = rows_at(tmp_path / "images")
     assert row.values["prompt"] == "x" and row.values["image"]["bytes"] == b"no image"
 
@@ -327,8 +368,15 @@ def test_saved_images_are_not_decoded(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (Path.unlink, "{}/state.json refers to 'data-00000-of-00001.arrow', which is not a file in its folder"),
-        (lambda file: file.write_bytes(file.read_bytes()[:100]), "the dataset saved in {} cannot be read ("),
+        (
+            Path.unlink,
+            "{}/state.json refers to 'data-00000-of-00001.arrow', which is not a file in its "
+            "folder",
+        ),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:100]),
+            "the dataset saved in {} cannot be read (",
+        ),
     ],
 )
 def test_damaged_saved_datasets(tmp_path, damage, message):
@@ -349,7 +397,9 @@ def test_identity_depends_on_the_content(tmp_path):
     renamed = identity(write(tmp_path / "b.jsonl", ROWS[:2]))  # places contain the file name
     assert len({*first, *renamed, *identity(write(tmp_path / "a.jsonl", ROWS[1:]))}) == 3
     for name in ("chats", "stories"):
-        splits = [source_of(name, split).identity(lambda _: "") for split in CHAT_DATASETS.splits(name)]
+        splits = [
+            source_of(name, split).identity(lambda _: "") for split in CHAT_DATASETS.splits(name)
+        ]
         assert len(splits) == 2 and splits[0] != splits[1]
 
 
@@ -364,12 +414,17 @@ def test_folder_and_pattern(tmp_path):
         rows_at("chatz")
     with raises("did you mean 'chats'?"):
         rows_at("chatz")
-    with raises("file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, tar, each also as .gz"):
+    with raises(
+        "file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, tar, each "
+        "also as .gz"
+    ):
         rows_at(tmp_path / "notes.docx")
 
 
 def test_embedded_sets():
-    assert [row.values for row in rows_at("chats", "validation")] == [{"messages": m} for m in Chats("validation")]
+    assert [row.values for row in rows_at("chats", "validation")] == [
+        {"messages": m} for m in Chats("validation")
+    ]
     source = source_of("stories", "validation")
     rows = read_rows(source)
     assert rows[1] == Row("stories (validation), row 2", {"text": Stories("validation")[1]})
@@ -401,7 +456,10 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
     datasets = pytest.importorskip("datasets")
     write(tmp_path / "data.jsonl", [{"prompt": "p", "response": "r"}])
     fetched = datasets.load_dataset(
-        "json", data_files=str(tmp_path / "data.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+        "json",
+        data_files=str(tmp_path / "data.jsonl"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
     )
     requests = []
 
@@ -412,7 +470,9 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
         return fetched
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    register_chat_dataset("present", ChatDataset(path="someone/something", name="en", splits=("train", "test")))
+    register_chat_dataset(
+        "present", ChatDataset(path="someone/something", name="en", splits=("train", "test"))
+    )
     source = source_of("present", "test")
     assert requests == []  # loaded on demand only
     assert read_rows(source) == [Row("present (test), row 1", {"prompt": "p", "response": "r"})]
@@ -420,8 +480,8 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
     assert source.size() == 1 and fetched.cache_files[0]["filename"] in source.identity(str)[0]
     register_chat_dataset("absent", ChatDataset(path="someone/absent"))
     with raises(
-        "dataset 'absent' (someone/absent, split 'train') cannot be read: Couldn't reach 'someone/absent' on the Hub; "
-        "check the network, or use a local path"
+        "dataset 'absent' (someone/absent, split 'train') cannot be read: Couldn't reach "
+        "'someone/absent' on the Hub; check the network, or use a local path"
     ):
         rows_at("absent")
 
@@ -446,9 +506,13 @@ def test_a_list_in_one_line_may_be_longer_than_a_row(tmp_path, monkeypatch):
 
 def test_real_files(assets):
     rows = rows_at(assets / "sft" / "gsm8k_train.jsonl")
-    assert [row.values for row in rows] == [json.loads(line) for line in (assets / "sft/gsm8k_train.jsonl").open()]
+    assert [row.values for row in rows] == [
+        json.loads(line) for line in (assets / "sft/gsm8k_train.jsonl").open()
+    ]
     elements = rows_at(assets / "preference" / "dpo_en_demo.json")
-    assert [row.values for row in elements] == json.loads((assets / "preference/dpo_en_demo.json").read_text())
+    assert [row.values for row in elements] == json.loads(
+        (assets / "preference/dpo_en_demo.json").read_text()
+    )
 
 
 BLANK_FILES = {
@@ -480,13 +544,17 @@ def test_blank_lines_are_bounded(tmp_path, monkeypatch, name, blank, compression
 
     rows(1000)
     what = "characters" if name in ("a.txt", "a.md") else "rows"
-    with pytest.raises(UserError, match=rf"{path.name}:\d+: found more than [\d,]+ blank {what} up to here"):
+    with pytest.raises(
+        UserError, match=rf"{path.name}:\d+: found more than [\d,]+ blank {what} up to here"
+    ):
         rows(4000)
 
 
 def test_empty_cells_and_long_blank_texts_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("torchtitan.components.data.sources.rows.MAX_BLANK_ROWS", 1000)
-    table = pyarrow.table({"a": pyarrow.array([None, ""] * 1000).dictionary_encode(), "b": [None] * 2000})
+    table = pyarrow.table(
+        {"a": pyarrow.array([None, ""] * 1000).dictionary_encode(), "b": [None] * 2000}
+    )
     parquet.write_table(table, tmp_path / "a.parquet")
     with raises("a.parquet, row 1001: found more than 1,000 blank rows"):
         rows_at(tmp_path / "a.parquet")
@@ -500,12 +568,18 @@ def test_empty_cells_and_long_blank_texts_are_bounded(tmp_path, monkeypatch):
 class TestWebDataset:
     SAMPLES = [
         {"__key__": "000", "txt": "Text Ü\n", "jpg": b"\xff"},
-        {"__key__": "v1.0/001", "seg.txt": "left out", "json": {"text": "of json", "n": [1, 2]}, "txt": "later"},
+        {
+            "__key__": "v1.0/001",
+            "seg.txt": "left out",
+            "json": {"text": "of json", "n": [1, 2]},
+            "txt": "later",
+        },
         {"__key__": "002", "json": {"n": 1}},
     ]
 
     def write(self, path: Path, samples=SAMPLES) -> Path:
-        """Write a tar file by WebDataset's convention: a sample's members have the same name up to the first dot."""
+        """Write a tar file by WebDataset's convention: a sample's members have the same name up to
+        the first dot."""
         with tarfile.open(path, f"w:{path.suffix[1:]}" if path.suffix == ".gz" else "w") as archive:
             folder = tarfile.TarInfo("folder")
             folder.type = tarfile.DIRTYPE
@@ -513,7 +587,11 @@ class TestWebDataset:
             for sample in samples:
                 for kind, value in list(sample.items())[1:]:
                     content = (
-                        value if isinstance(value, bytes) else value if kind.endswith("txt") else json.dumps(value)
+                        value
+                        if isinstance(value, bytes)
+                        else value
+                        if kind.endswith("txt")
+                        else json.dumps(value)
                     )
                     member = tarfile.TarInfo(f"{sample['__key__']}.{kind}")
                     content = content.encode() if isinstance(content, str) else content
@@ -555,14 +633,22 @@ class TestWebDataset:
                 member = tarfile.TarInfo(name)
                 member.size = len(f"text {number}")
                 archive.addfile(member, io.BytesIO(f"text {number}".encode()))
-        samples = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False, empty_check=False)
-        expected = [Row(f"a.tar, sample {s['__key__']}", {"text": s["txt"].decode()}) for s in samples if "txt" in s]
+        samples = webdataset.WebDataset(
+            str(tmp_path / "a.tar"), shardshuffle=False, empty_check=False
+        )
+        expected = [
+            Row(f"a.tar, sample {s['__key__']}", {"text": s["txt"].decode()})
+            for s in samples
+            if "txt" in s
+        ]
         rows = [row for row in rows_at(tmp_path / "a.tar") if "neither .txt" not in row.error]
         assert rows == expected and expected
         named = [row.where for row in rows_at(tmp_path / "a.tar") if row.error]
         assert named == ["a.tar, sample b"] * ("b..txt" in names)
 
-    @pytest.mark.parametrize("kinds", [("txt", "txt"), ("txt", "TXT"), ("json", "json"), ("txt", "png", "png")])
+    @pytest.mark.parametrize(
+        "kinds", [("txt", "txt"), ("txt", "TXT"), ("json", "json"), ("txt", "png", "png")]
+    )
     def test_equal_members(self, tmp_path, kinds):
         """webdataset refuses them."""
         webdataset = pytest.importorskip("webdataset", reason="needs webdataset")
@@ -576,10 +662,16 @@ class TestWebDataset:
             list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
         [row] = rows_at(path)
         last = f"a.{kinds[-1]}"
-        assert row.error == f"there are several members {last[1:].lower()}, the last one {last}; keep one of them"
+        assert (
+            row.error
+            == f"there are several members {last[1:].lower()}, the last one {last}; keep one of "
+            "them"
+        )
 
     def test_samples_without_text(self, tmp_path):
-        source = source_of(str(self.write(tmp_path / "a.tar", [{"__key__": "0", "jpg": b"picture"}])))
+        source = source_of(
+            str(self.write(tmp_path / "a.tar", [{"__key__": "0", "jpg": b"picture"}]))
+        )
         with raises("a.tar, sample 0: it has neither .txt nor .json; remove the sample"):
             list(source.parts[0].documents(lambda n_bytes: None))
 
@@ -590,22 +682,40 @@ class TestWebDataset:
             for sample in self.SAMPLES[::2] * 2:
                 writer.write({key: value for key, value in sample.items() if key != "jpg"})
         shards = sorted(map(str, tmp_path.glob("*.tar")))
-        decoded = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).decode())
-        expected = [{"text": sample["txt"]} if "txt" in sample else sample["json"] for sample in decoded]
-        assert [row.values for row in rows_at(tmp_path)] == expected and len(expected) == 4 and len(shards) == 2
+        decoded = list(
+            webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).decode()
+        )
+        expected = [
+            {"text": sample["txt"]} if "txt" in sample else sample["json"] for sample in decoded
+        ]
+        assert (
+            [row.values for row in rows_at(tmp_path)] == expected
+            and len(expected) == 4
+            and len(shards) == 2
+        )
 
     def test_broken_members(self, tmp_path):
-        samples = [{"__key__": "0", "txt": b"\xff"}, {"__key__": "1", "json": b"{"}, {"__key__": "2", "txt": "good"}]
+        samples = [
+            {"__key__": "0", "txt": b"\xff"},
+            {"__key__": "1", "json": b"{"},
+            {"__key__": "2", "txt": "good"},
+        ]
         not_text, not_json, good = rows_at(self.write(tmp_path / "a.tar", samples))
         assert not_text.error.startswith("0.txt is broken, 'utf-8' codec can't decode byte 0xff")
         assert not_json.error.startswith("1.json is broken, Expecting property name")
         assert good.values == {"text": "good"}
 
     def test_damaged_files(self, tmp_path):
-        """A cut or overwritten file is an error, although tarfile would stop reading without one."""
+        """A cut or overwritten file is an error, although tarfile would stop reading without
+        one."""
         path = self.write(tmp_path / "a.tar")
         whole = path.read_bytes()
-        for content in (whole[:1800], whole[: 3 * 512], whole[:1536] + b"x" * 512 + whole[2048:], b"no archive"):
+        for content in (
+            whole[:1800],
+            whole[: 3 * 512],
+            whole[:1536] + b"x" * 512 + whole[2048:],
+            b"no archive",
+        ):
             path.write_bytes(content)
             with raises(f"{path} is not a readable tar file: "):
                 rows_at(path)

@@ -29,7 +29,9 @@ TEXTS = ["First, a comma.", "Ünïcode — 文字 🙂", "", 'Two\nlines and "qu
 
 
 def read_documents(source: Source) -> list[str]:
-    return ["".join(document) for part in source.parts for document in part.documents(lambda _: None)]
+    return [
+        "".join(document) for part in source.parts for document in part.documents(lambda _: None)
+    ]
 
 
 def documents_at(path: Path | str, text_column: str | None = None) -> list[str]:
@@ -64,7 +66,9 @@ def write_table(path: Path, column: str = "text", texts: list[str] = TEXTS) -> P
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 def test_tables(tmp_path, kind, compression):
     assert documents_at(write_table(tmp_path / f"data.{kind}{compression}")) == TEXTS
-    assert documents_at(write_table(tmp_path / f"other.{kind}{compression}", "body"), "body") == TEXTS
+    assert (
+        documents_at(write_table(tmp_path / f"other.{kind}{compression}", "body"), "body") == TEXTS
+    )
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
@@ -100,7 +104,9 @@ def test_blank_lines_and_nulls_count_as_lines(tmp_path):
 
 
 def test_very_long_csv_cell(tmp_path):
-    assert documents_at(write_table(tmp_path / "data.csv", texts=["x" * 500_000])) == ["x" * 500_000]
+    assert documents_at(write_table(tmp_path / "data.csv", texts=["x" * 500_000])) == [
+        "x" * 500_000
+    ]
 
 
 def test_folder_is_searched_in_sorted_order(tmp_path):
@@ -119,7 +125,8 @@ def test_folder_is_searched_in_sorted_order(tmp_path):
 
 
 def test_links_in_a_folder_cause_no_duplicates(tmp_path):
-    """Links to the folder itself, its parent and another folder; `glob` never ends with two of them."""
+    """Links to the folder itself, its parent and another folder; `glob` never ends with two of
+    them."""
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     (data / "b").mkdir(parents=True)
     elsewhere.mkdir()
@@ -137,10 +144,18 @@ def test_links_in_a_folder_cause_no_duplicates(tmp_path):
         ".hidden": "nowhere",
     }.items():
         (data / link).symlink_to(target)
-    for dataset, prefix in {data: "", data / "**" / "*.txt": f"{data}/", data / "**": f"{data}/"}.items():
+    for dataset, prefix in {
+        data: "",
+        data / "**" / "*.txt": f"{data}/",
+        data / "**": f"{data}/",
+    }.items():
         names = [part.name for part in resolve_source(str(dataset)).parts]
-        assert names == [f"{prefix}{name}" for name in ("a.txt", "b/b.txt", "disk/c.txt", "disk/d.txt")]
-    assert [part.name for part in resolve_source(str(data / "b" / "**" / "a*")).parts] == [f"{data}/b/up/a.txt"]
+        assert names == [
+            f"{prefix}{name}" for name in ("a.txt", "b/b.txt", "disk/c.txt", "disk/d.txt")
+        ]
+    assert [part.name for part in resolve_source(str(data / "b" / "**" / "a*")).parts] == [
+        f"{data}/b/up/a.txt"
+    ]
     assert documents_at(data / "**" / "up" / "**" / "*.txt") == ["a", "b", "c", "d"]
     assert documents_at(data / "0*.txt") == ["a"]
     assert documents_at(data / "latest") == documents_at(data)
@@ -191,17 +206,24 @@ def test_pipe_in_a_saved_dataset(tmp_path):
         documents_at(tmp_path / "one")
 
 
-@pytest.mark.parametrize("splits", ["", "null", "[]", "{}", '{"splits": 5}', '{"splits": ["../.."]}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "splits", ["", "null", "[]", "{}", '{"splits": 5}', '{"splits": ["../.."]}', "[" * 100_000]
+)
 def test_damaged_list_of_splits(tmp_path, splits):
     (tmp_path / "dataset_dict.json").write_text(splits)
-    with raises(f"{tmp_path / 'dataset_dict.json'} is damaged: it contains no list of splits; save the dataset again"):
+    with raises(
+        f"{tmp_path / 'dataset_dict.json'} is damaged: it contains no list of splits; save the "
+        "dataset again"
+    ):
         documents_at(tmp_path)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with raises(f"the dataset saved in {tmp_path / 'train'} cannot be read ("):
         documents_at(tmp_path)
 
 
-@pytest.mark.parametrize("dataset", ["~nobody-of-this-name/a.txt", "x" * 300, "a\0b", "x" * 300 + "/*.txt"])
+@pytest.mark.parametrize(
+    "dataset", ["~nobody-of-this-name/a.txt", "x" * 300, "a\0b", "x" * 300 + "/*.txt"]
+)
 def test_impossible_paths(dataset):
     with raises("dataset "):
         documents_at(dataset)
@@ -228,12 +250,16 @@ def test_saved_datasets_folder(tmp_path):
     datasets = pytest.importorskip("datasets")
     train = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(5))})
     train.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": train, "validation": train.select([1, 0])}).save_to_disk(tmp_path / "several")
+    datasets.DatasetDict({"train": train, "validation": train.select([1, 0])}).save_to_disk(
+        tmp_path / "several"
+    )
     assert documents_at(tmp_path / "one") == documents_at(tmp_path / "several") == TEXTS
     validation = resolve_source(str(tmp_path / "several"), None, "validation")
     assert read_documents(validation) == [TEXTS[1], TEXTS[0]]
     assert DOCUMENTS.splits(str(tmp_path / "several")) == ("train", "validation")
-    with pytest.raises(UserError, match=r"no column 'body'; set --dataloader.text_column to one of: text, n"):
+    with pytest.raises(
+        UserError, match=r"no column 'body'; set --dataloader.text_column to one of: text, n"
+    ):
         documents_at(tmp_path / "one", "body")
     with pytest.raises(UserError, match="has no split 'test'; use one of: train, validation"):
         resolve_source(str(tmp_path / "several"), None, "test")
@@ -292,7 +318,10 @@ def test_unknown_name_lists_registered_names(tmp_path, monkeypatch):
 
 def test_paths_without_data(tmp_path):
     (tmp_path / "a.docx").write_text("a")
-    with raises("the file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, tar, each also as"):
+    with raises(
+        "the file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, tar, "
+        "each also as"
+    ):
         documents_at(tmp_path / "a.docx")
     with raises(f"the folder '{tmp_path}' contains no data files (txt, md, jsonl,"):
         documents_at(tmp_path)
@@ -321,7 +350,9 @@ def test_column_without_text(tmp_path, kind):
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".txt.gz", ".jsonl.zst"])
 @pytest.mark.parametrize("distance", [10, 3 * CHUNK_SIZE - 1])
 def test_undecodable_byte_error_gives_the_place(tmp_path, suffix, distance):
-    line = {".txt": "文字\n", ".jsonl": '{"text": "文字"}\n', ".csv": "文字\n"}["." + suffix.split(".")[1]].encode()
+    line = {".txt": "文字\n", ".jsonl": '{"text": "文字"}\n', ".csv": "文字\n"}[
+        "." + suffix.split(".")[1]
+    ].encode()
     good = line * (distance // len(line) + 1)
     good = (b"text\n" if ".csv" in suffix else b"") + good
     content = good + line[:-4] + b"\xe6\xff"
@@ -336,7 +367,9 @@ def test_undecodable_byte_error_gives_the_place(tmp_path, suffix, distance):
         content.decode()
     offset = reference.value.start
     line_number = content[:offset].count(b"\n") + 1
-    with raises(f"{path} is not UTF-8: byte 0x{content[offset]:02x} at offset {offset} (line {line_number})"):
+    with raises(
+        f"{path} is not UTF-8: byte 0x{content[offset]:02x} at offset {offset} (line {line_number})"
+    ):
         documents_at(path)
 
 

@@ -22,7 +22,8 @@ CLOSED_PORT = "http://USERNAME:PASSWORD@127.0.0.1:9"
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """`/200/…` is a file of rows if the signature is right; `/404/…` is answered with status 404."""
+    """`/200/…` is a file of rows if the signature is right; `/404/…` is answered with status
+    404."""
 
     def do_HEAD(self) -> None:
         path, _, query = self.path.partition("?")
@@ -52,10 +53,16 @@ def server() -> Iterator[str]:
     [
         (f"{UNKNOWN_HOST}/a.jsonl", "Name or service not known|resolution|nodename"),
         (f"{UNKNOWN_HOST}/folder/", "Name or service not known|resolution|nodename"),
-        (f"{UNKNOWN_HOST.replace('http', 'ftp')}/a.jsonl", "Name or service not known|resolution|nodename"),
+        (
+            f"{UNKNOWN_HOST.replace('http', 'ftp')}/a.jsonl",
+            "Name or service not known|resolution|nodename",
+        ),
         (f"{CLOSED_PORT}/a.jsonl", "Connect call failed"),
         ("http://USERNAME:PASSWORD@SERVER/401/a.jsonl", "the server answers 401"),
-        ("http://USERNAME:PASSWORD@SERVER/403/a.jsonl?X-Amz-Signature=dead", "the server answers 403 Forbidden"),
+        (
+            "http://USERNAME:PASSWORD@SERVER/403/a.jsonl?X-Amz-Signature=dead",
+            "the server answers 403 Forbidden",
+        ),
         ("http://USERNAME:PASSWORD@SERVER/404/a.jsonl", "the server answers 404 Not Found"),
         ("http://USERNAME:PASSWORD@SERVER/500/folder/", "the server answers 500"),
         ("http://SERVER/200/a.jsonl?X-Amz-Signature=dead", "the server answers 403"),
@@ -81,12 +88,18 @@ def test_checkpoints_in_a_store_that_does_not_answer(url):
 
 def test_a_signed_url_is_a_file(server):
     source = resolve_source(f"http://{server}/200/a.jsonl?X-Amz-Signature=right")
-    texts = ["".join(document) for part in source.parts for document in part.documents(lambda n_bytes: None)]
+    texts = [
+        "".join(document)
+        for part in source.parts
+        for document in part.documents(lambda n_bytes: None)
+    ]
     assert texts == ["text 0", "text 1", "text 2"]
     assert [part.name for part in source.parts] == ["a.jsonl"] and "right" not in source.name
 
 
-@pytest.mark.parametrize(("path", "n_requests"), [("/404/a", 1), ("/403/a", 1), ("/429/a", 3), ("/503/a", 3)])
+@pytest.mark.parametrize(
+    ("path", "n_requests"), [("/404/a", 1), ("/403/a", 1), ("/429/a", 3), ("/503/a", 3)]
+)
 def test_what_lasts_is_asked_for_once(path, n_requests, server, monkeypatch, log):
     monkeypatch.setattr(stored, "ATTEMPTS", 3)
     monkeypatch.setattr(stored.time, "sleep", lambda seconds: None)
@@ -106,10 +119,17 @@ def test_a_log_line_says_once_that_content_is_not_compared(server, tmp_path, log
     for _ in range(2):
         assert data_digest(resolve_source, str(tmp_path), url)
         data_digest(
-            lambda name: StreamSource(name=name, dataset=HubDataset(path="a/b"), split="train", text_column="t"),
+            lambda name: StreamSource(
+                name=name, dataset=HubDataset(path="a/b"), split="train", text_column="t"
+            ),
             "",
             "x",
         )
     compared = "a run that resumes compares"
-    assert log.text.count(f"{compared} sizes, and the checksums or times that the store lists, not the content") == 1
+    assert (
+        log.text.count(
+            f"{compared} sizes, and the checksums or times that the store lists, not the content"
+        )
+        == 1
+    )
     assert log.text.count(f"x: {compared} its name, not the content") == 1

@@ -1,1 +1,2 @@
-"""Fine-tuning data: rows of a table to conversations, conversations to tokens, tokens to windows."""
+"""Fine-tuning data: rows of a table to conversations, conversations to tokens, tokens to
+windows."""

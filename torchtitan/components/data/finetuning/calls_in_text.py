@@ -1,4 +1,5 @@
-"""Function calls, their results and tools that a row writes as text: Hermes' tags, and Glaive's transcripts."""
+"""Function calls, their results and tools that a row writes as text: Hermes' tags, and Glaive's
+transcripts."""
 
 import ast
 import json
@@ -14,13 +15,19 @@ _CALLS_AT_END = re.compile(rf"(?P<text>.*?)(?P<calls>(?:{_CALL.format('inner')}\
 _ONE_CALL = re.compile(_CALL.format("inner"), re.DOTALL)
 _GLAIVE_CALL = re.compile(r"(?P<text>.*?)<functioncall>(?P<inner>.*)\Z", re.DOTALL)
 _GLAIVE_ARGUMENTS = re.compile(
-    r"""\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"arguments":\s*'(?P<arguments>.*)'\s*\}\s*""", re.DOTALL
+    r"""\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"arguments":\s*'(?P<arguments>.*)'\s*\}\s*""",
+    re.DOTALL,
 )
 _RESULTS = re.compile(r"\s*(?:<tool_response>.*?</tool_response>\s*)+", re.DOTALL)
 _ONE_RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
 _TOOLS = re.compile(r"<tools>((?:(?!</?tools>).)*)</tools>", re.DOTALL)
 _GLAIVE_SPEAKER = re.compile(r"(?:\A\s*|\n\n+\s*)(SYSTEM|USER|ASSISTANT|FUNCTION RESPONSE):")
-_GLAIVE_ROLES = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+_GLAIVE_ROLES = {
+    "SYSTEM": "system",
+    "USER": "user",
+    "ASSISTANT": "assistant",
+    "FUNCTION RESPONSE": "tool",
+}
 _END = "<|endoftext|>"
 
 
@@ -33,8 +40,8 @@ class Tagged(NamedTuple):
 
 
 def read_call(text: str) -> Any:
-    """Parse a function call, or a list of them: JSON, a Python literal, or Glaive's, whose arguments are JSON in single
-    quotes. Raise `BrokenSample` for other texts."""
+    """Parse a function call, or a list of them: JSON, a Python literal, or Glaive's, whose
+    arguments are JSON in single quotes. Raise `BrokenSample` for other texts."""
     if glaive := _GLAIVE_ARGUMENTS.fullmatch(text):
         try:
             return {"name": glaive["name"], "arguments": _quoted(glaive["arguments"])}
@@ -45,7 +52,9 @@ def read_call(text: str) -> Any:
     except ValueError as error:
         literal = _literal(text)
         if literal is None:
-            raise BrokenSample(f"the function_call must be valid JSON ({error}): {shortened(text)}") from None
+            raise BrokenSample(
+                f"the function_call must be valid JSON ({error}): {shortened(text)}"
+            ) from None
         return literal
 
 
@@ -67,8 +76,9 @@ def _literal(text: str) -> Any:
 
 
 def calls_in(text: str) -> Tagged | None:
-    """Return the calls at the end of a text, between Hermes' tags `<tool_call>` or after Glaive's `<functioncall>`;
-    None if there are none, or text follows them. Raise `BrokenSample` for a call that cannot be read."""
+    """Return the calls at the end of a text, between Hermes' tags `<tool_call>` or after Glaive's
+    `<functioncall>`; None if there are none, or text follows them. Raise `BrokenSample` for a call
+    that cannot be read."""
     if "<tool_call>" not in text and "<functioncall>" not in text:
         return None
     if (glaive := _GLAIVE_CALL.fullmatch(text)) and "{" in glaive["inner"]:
@@ -85,8 +95,8 @@ def calls_in(text: str) -> Tagged | None:
 
 
 def results_in(text: str) -> list[dict[str, Any]]:
-    """Return the results in a text that has only these, between Hermes' tags `<tool_response>`, each with its name if
-    it has one; empty for other texts."""
+    """Return the results in a text that has only these, between Hermes' tags `<tool_response>`,
+    each with its name if it has one; empty for other texts."""
     if not _RESULTS.fullmatch(text):
         return []
     return [_result(one[1].strip()) for one in _ONE_RESULT.finditer(text)]
@@ -97,7 +107,11 @@ def _result(text: str) -> dict[str, Any]:
         known = parse_json(text)
     except ValueError:
         known = _literal(text)
-    is_wrapped = isinstance(known, Mapping) and "content" in known and {*known} <= {"name", "content", "tool_call_id"}
+    is_wrapped = (
+        isinstance(known, Mapping)
+        and "content" in known
+        and {*known} <= {"name", "content", "tool_call_id"}
+    )
     if not is_wrapped:
         return {"content": text}
     content = known["content"]
@@ -107,8 +121,9 @@ def _result(text: str) -> dict[str, Any]:
 
 
 def move_tools(messages: list[Any], tools: Any) -> tuple[list[Any], Any]:
-    """Return messages without the tools that Hermes' system prompts write between `<tools>` tags, and the tools. The
-    other words of the prompt stay. Raise `BrokenSample` if a row's tools differ from those."""
+    """Return messages without the tools that Hermes' system prompts write between `<tools>` tags,
+    and the tools. The other words of the prompt stay. Raise `BrokenSample` if a row's tools differ
+    from those."""
     if not messages or not isinstance(messages[0], Mapping) or messages[0].get("role") != "system":
         return messages, tools
     first, others = messages[0], messages[1:]
@@ -123,19 +138,26 @@ def move_tools(messages: list[Any], tools: Any) -> tuple[list[Any], Any]:
         written = normalize(probe, listed).tools
         given = normalize(probe, tools).tools
         if given is not None and given != written:
-            raise BrokenSample("the tools differ between the column tools and the system prompt; remove one")
+            raise BrokenSample(
+                "the tools differ between the column tools and the system prompt; remove one"
+            )
         words = (content[: block.start()].rstrip() + "\n" + content[block.end() :].lstrip()).strip()
         return ([{**first, "content": words}, *others] if words else others), written
     return messages, tools
 
 
 def _objects(text: str) -> list[Any]:
-    """Parse a list of objects, or objects after each other, in JSON or Python's syntax; empty for other texts."""
+    """Parse a list of objects, or objects after each other, in JSON or Python's syntax; empty for
+    other texts."""
     text = text.strip()
     found: Any = _literal(text)
     if found is None:
         found = _consecutive(text)
-    listed = found[0] if len(found) == 1 and isinstance(found, list) and isinstance(found[0], list) else found
+    listed = (
+        found[0]
+        if len(found) == 1 and isinstance(found, list) and isinstance(found[0], list)
+        else found
+    )
     listed = listed if isinstance(listed, list) else [listed]
     return listed if all(isinstance(one, Mapping) for one in listed) else []
 
@@ -157,7 +179,8 @@ def _consecutive(text: str) -> list[Any]:
 
 
 def glaive_turns(text: str) -> list[dict[str, Any]] | None:
-    """Parse a text such as "USER: Hi\\n\\n\\nASSISTANT: Hello" into turns without end tokens; None if it is none."""
+    """Parse a text such as "USER: Hi\\n\\n\\nASSISTANT: Hello" into turns without end tokens; None
+    if it is none."""
     before, *pieces = _GLAIVE_SPEAKER.split(text)
     if before.strip() or "USER" not in pieces[::2]:
         return None
@@ -169,12 +192,14 @@ def glaive_turns(text: str) -> list[dict[str, Any]] | None:
 
 
 def glaive_system(text: str) -> tuple[str, list[Any]]:
-    """Return the words of Glaive's system prompt, and the functions that follow them. Raise `BrokenSample` if these
-    cannot be read."""
+    """Return the words of Glaive's system prompt, and the functions that follow them. Raise
+    `BrokenSample` if these cannot be read."""
     words, brace, functions = text.strip().removeprefix("SYSTEM:").partition("{")
     if not brace:
         return words.strip(), []
     listed = _objects(brace + functions)
     if not listed:
-        raise BrokenSample(f"the functions in the column system must be valid JSON: {shortened(brace + functions)}")
+        raise BrokenSample(
+            f"the functions in the column system must be valid JSON: {shortened(brace + functions)}"
+        )
     return words.strip(), listed

@@ -27,7 +27,8 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 TrainOn = Literal["all", "assistant", "last_assistant"]
-"""All tokens, the assistant's turns, or only the last of them. A row's own settings take precedence."""
+"""All tokens, the assistant's turns, or only the last of them. A row's own settings take
+precedence."""
 
 _WINDOW = 256
 """Characters at the end of a prompt in which its last special token is looked for."""
@@ -39,8 +40,8 @@ _MOST_ENDINGS = 10_000
 """Ends of prompts whose ids are remembered."""
 
 _LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|<(?:start|end)_of_turn>")
-"""Text that can only be a special token, in the forms of most models, DeepSeek (full-width bars) and Gemma. Excludes
-`[INST]` and similar markers, which are ordinary text in Llama 2."""
+"""Text that can only be a special token, in the forms of most models, DeepSeek (full-width bars)
+and Gemma. Excludes `[INST]` and similar markers, which are ordinary text in Llama 2."""
 
 _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 """Text that looks like a single token; applied only to the end of an answer."""
@@ -57,7 +58,8 @@ class Facts(NamedTuple):
     options: tuple[str, ...] = ()
     """Options of the template that turns were rendered with, such as `enable_thinking=False`."""
     lost: tuple[str, ...] = ()
-    """Parts that the template leaves out: trained ones that the loader accepts, and those of prompts."""
+    """Parts that the template leaves out: trained ones that the loader accepts, and those of
+    prompts."""
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> "Facts":
@@ -129,11 +131,12 @@ class EncodedRow(NamedTuple):
 class ChatEncoder:
     """Encodes conversations with a chat template.
 
-    Each trained turn of the assistant is encoded as inference sees it: the ids of the conversation before it with the
-    generation prompt, and the ids of what the model must write, up to and including the stop (see `TurnFinder`). Turns
-    share one sample if its ids begin with theirs; a template that rewrites earlier turns makes several samples of a
-    conversation. If tokens would merge over the beginning of a turn, prompt and turn are encoded separately. If the
-    template marks text by `{% generation %}`, only the marked part of a turn and its stop are trained.
+    Each trained turn of the assistant is encoded as inference sees it: the ids of the conversation
+    before it with the generation prompt, and the ids of what the model must write, up to and
+    including the stop (see `TurnFinder`). Turns share one sample if its ids begin with theirs; a
+    template that rewrites earlier turns makes several samples of a conversation. If tokens would
+    merge over the beginning of a turn, prompt and turn are encoded separately. If the template
+    marks text by `{% generation %}`, only the marked part of a turn and its stop are trained.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -143,7 +146,11 @@ class ChatEncoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn, accepted: Sequence[Part] = ()
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        train_on: TrainOn,
+        accepted: Sequence[Part] = (),
     ):
         self._tokenizer = tokenizer
         self._template = template
@@ -158,65 +165,86 @@ class ChatEncoder:
     def fingerprint(self) -> str:
         """Hexadecimal digest of tokenizer, template and options, for cache keys."""
         template = [self._template.source, self._template.variables] if self._template else None
-        parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on, self._accepted]
+        parts = [
+            self._tokenizer.fingerprint,
+            sorted(self._special_ids),
+            template,
+            self._train_on,
+            self._accepted,
+        ]
         return digest_of(parts)
 
     def check(self) -> None:
-        """Raise `UserError` if tokens of the template are missing from the vocabulary (see `_check_template_tokens`).
-        Warn if the template's text depends on the date."""
+        """Raise `UserError` if tokens of the template are missing from the vocabulary (see
+        `_check_template_tokens`). Warn if the template's text depends on the date."""
         if self._template and self._finder:
             _check_template_tokens(self._template, self._tokenizer, self._finder.stops)
             if "strftime_now" in self._template.source:
                 logger.warning(
-                    f"{self._template.name} writes the current date (strftime_now): cached samples keep the date of "
-                    "their tokenization"
+                    f"{self._template.name} writes the current date (strftime_now): cached samples "
+                    "keep the date of their tokenization"
                 )
 
-    def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[list[EncodedSample] | BrokenSample]:
-        """Return the samples of each conversation or text, or the error that prevents encoding. Raise `UserError` if a
-        template is missing.
+    def encode_batch(
+        self, samples: Sequence[Conversation | Text]
+    ) -> list[list[EncodedSample] | BrokenSample]:
+        """Return the samples of each conversation or text, or the error that prevents encoding.
+        Raise `UserError` if a template is missing.
 
-        Texts get BOS (if the model has it) and EOS, as by `Tokenizer.encode_documents`; all tokens but BOS are trained.
+        Texts get BOS (if the model has it) and EOS, as by `Tokenizer.encode_documents`; all tokens
+        but BOS are trained.
         """
-        texts = iter(self._encode_texts([sample.text for sample in samples if isinstance(sample, Text)]))
+        texts = iter(
+            self._encode_texts([sample.text for sample in samples if isinstance(sample, Text)])
+        )
         conversations = [sample for sample in samples if not isinstance(sample, Text)]
         chats = iter(self._encode_conversations(conversations, self._train_on))
         return [[next(texts)] if isinstance(sample, Text) else next(chats) for sample in samples]
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
-        """Return the ids, int64 (n,), of a conversation followed by the generation prompt. Raise `BrokenSample` if
-        the template does not accept the conversation, `UserError` if there is none."""
+        """Return the ids, int64 (n,), of a conversation followed by the generation prompt. Raise
+        `BrokenSample` if the template does not accept the conversation, `UserError` if there is
+        none."""
         text = self._required_finder().prompt(conversation)
         return np.array(self._tokenizer.tokenize([text], allow_special=True)[0], dtype=np.int64)
 
     def encode_pair(self, pair: Pair) -> tuple[EncodedSample, EncodedSample]:
-        """Encode the prompt with each continuation. Only the assistant's turns in the continuations are trained. Raise
-        `BrokenSample` if a continuation cannot be encoded as one sequence, `UserError` if there is no template."""
+        """Encode the prompt with each continuation. Only the assistant's turns in the continuations
+        are trained. Raise `BrokenSample` if a continuation cannot be encoded as one sequence,
+        `UserError` if there is no template."""
         finder = self._required_finder()
         thinks = finder.has_reasoning([*pair.prompt.messages, *pair.chosen, *pair.rejected])
-        conversations = [_continued(pair.prompt, messages) for messages in (pair.chosen, pair.rejected)]
+        conversations = [
+            _continued(pair.prompt, messages) for messages in (pair.chosen, pair.rejected)
+        ]
         parts = []
         for encoded in self._encode_conversations(conversations, "assistant", thinks):
             if isinstance(encoded, BrokenSample):
                 raise encoded
             if len(encoded) > 1:
                 raise LossySample(
-                    f"{self._template and self._template.name} rewrites earlier turns of an answer, so its turns are "
-                    "not one sequence; end chosen and rejected after their first turn",
+                    f"{self._template and self._template.name} rewrites earlier turns of an "
+                    "answer, so its turns are not one sequence; end chosen and rejected after "
+                    "their first turn",
                     "rewritten",
                 )
             parts.append(encoded[0])
         return parts[0], parts[1]
 
     def encode_whole(self, prompt: Conversation, answer: Sequence[dict[str, Any]]) -> EncodedSample:
-        """Encode a finished conversation as transformers' `apply_chat_template` does, for models that read it instead
-        of continuing its prompt. All tokens from the answer on count as trained. Raise `BrokenSample` if the answer
-        cannot be located, `UserError` if there is no template."""
+        """Encode a finished conversation as transformers' `apply_chat_template` does, for models
+        that read it instead of continuing its prompt. All tokens from the answer on count as
+        trained. Raise `BrokenSample` if the answer cannot be located, `UserError` if there is no
+        template."""
         finder = self._required_finder()
         conversation = _continued(prompt, answer)
         text = finder.whole(conversation)
         first, last = len(prompt.messages), len(conversation.messages)
-        answers = [number for number in range(first, last) if conversation.messages[number]["role"] == "assistant"]
+        answers = [
+            number
+            for number in range(first, last)
+            if conversation.messages[number]["role"] == "assistant"
+        ]
         lost = finder.losses(conversation, answers, text)
         start, _ = finder.span(conversation, first, text)
         [(ids, offsets)] = self._tokenizer.tokenize_with_offsets([text], allow_special=True)
@@ -228,27 +256,35 @@ class ChatEncoder:
     def _required_finder(self) -> TurnFinder:
         if self._finder is None:
             raise UserError(
-                "the data contains conversations, but the model has no chat template; set --dataloader.chat_template "
-                f"to a file or one of: {', '.join(BUILT_IN_TEMPLATES)}"
+                "the data contains conversations, but the model has no chat template; set "
+                f"--dataloader.chat_template to a file or one of: {', '.join(BUILT_IN_TEMPLATES)}"
             )
         return self._finder
 
     def _encode_texts(self, texts: Sequence[str]) -> Iterator[EncodedSample]:
         for ids in self._tokenizer.encode_documents(texts) if texts else []:
-            yield EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, np.ones(len(ids), dtype=bool)))
+            yield EncodedSample(
+                np.array(ids, dtype=np.int64), self._without_bos(ids, np.ones(len(ids), dtype=bool))
+            )
 
     def _encode_conversations(
         self, conversations: Sequence[Conversation], train_on: TrainOn, thinks: bool | None = None
     ) -> list[list[EncodedSample] | BrokenSample]:
         planned = [self._try_plan(conversation, train_on, thinks) for conversation in conversations]
-        texts = [plan.text for plans in planned if not isinstance(plans, BrokenSample) for plan in plans]
-        encoded = iter(self._tokenizer.tokenize_with_offsets(texts, allow_special=True) if texts else [])
+        texts = [
+            plan.text for plans in planned if not isinstance(plans, BrokenSample) for plan in plans
+        ]
+        encoded = iter(
+            self._tokenizer.tokenize_with_offsets(texts, allow_special=True) if texts else []
+        )
         results: list[list[EncodedSample] | BrokenSample] = []
         for conversation, plans in zip(conversations, planned, strict=True):
             if isinstance(plans, BrokenSample):
                 results.append(plans)
                 continue
-            samples = [sample for plan in plans for sample in self._samples_of(plan, *next(encoded))]
+            samples = [
+                sample for plan in plans for sample in self._samples_of(plan, *next(encoded))
+            ]
             samples[0] = samples[0]._replace(n_special_in_text=self._count_special(conversation))
             results.append(samples)
         return results
@@ -263,7 +299,8 @@ class ChatEncoder:
             return error
 
     def _samples_of(self, plan: "_Plan", ids: list[int], offsets: Offsets) -> list[EncodedSample]:
-        """Return the sample of a plan, preceded by those of turns whose prompt has other ids at inference."""
+        """Return the sample of a plan, preceded by those of turns whose prompt has other ids at
+        inference."""
         tokens = _Tokens(plan.text, ids, offsets, self._special_ids)
         trained = np.zeros(len(ids), bool)
         shared: list[Turn] = []
@@ -288,9 +325,9 @@ class ChatEncoder:
         return [*apart, whole]
 
     def _is_prompt(self, prompt: str, tokens: "_Tokens", n: int) -> bool:
-        """Return whether the first `n` ids of a text are those of a prompt. Only the prompt's end is encoded again, as
-        what follows it can change only the last tokens: from its last special token, where the text is the same in
-        most conversations, or from some tokens before."""
+        """Return whether the first `n` ids of a text are those of a prompt. Only the prompt's end
+        is encoded again, as what follows it can change only the last tokens: from its last special
+        token, where the text is the same in most conversations, or from some tokens before."""
         window, ids = prompt[-_WINDOW:], tokens.ids
         starts = [found.start() for found in self._special.finditer(window)]
         if not starts:
@@ -315,18 +352,26 @@ class ChatEncoder:
         specials = self._special.findall(turn.prompt)
         anchors = ["", *specials[-1:]]
         n_text = len(self._tokenizer.decode(prompt))
-        expected = self._tokenizer.decode(self._tokenizer.tokenize([turn.text], allow_special=True)[0])
+        expected = self._tokenizer.decode(
+            self._tokenizer.tokenize([turn.text], allow_special=True)[0]
+        )
         chosen: list[int] = []
         for anchor in reversed(anchors):
             # Some tokenizers begin a text with a space, but not the text after a special token.
-            n_anchor = len(self._tokenizer.tokenize([anchor], allow_special=True)[0]) if anchor else 0
-            chosen = self._tokenizer.tokenize([anchor + turn.completion], allow_special=True)[0][n_anchor:]
+            n_anchor = (
+                len(self._tokenizer.tokenize([anchor], allow_special=True)[0]) if anchor else 0
+            )
+            chosen = self._tokenizer.tokenize([anchor + turn.completion], allow_special=True)[0][
+                n_anchor:
+            ]
             if self._tokenizer.decode([*prompt, *chosen])[n_text:] == expected[n_text:]:
                 break
         trained = np.ones(len(chosen), bool)
         if turn.marks is not None:
             offset = len(turn.prompt)
-            [(ids, offsets)] = self._tokenizer.tokenize_with_offsets([turn.completion], allow_special=True)
+            [(ids, offsets)] = self._tokenizer.tokenize_with_offsets(
+                [turn.completion], allow_special=True
+            )
             if ids == chosen:
                 tokens = _Tokens(turn.completion, ids, offsets, self._special_ids)
                 trained[:] = False
@@ -358,15 +403,21 @@ class _Plan(NamedTuple):
     """What the text teaches besides the turns."""
 
 
-def _plans(finder: TurnFinder, conversation: Conversation, train_on: TrainOn, thinks: bool | None) -> list[_Plan]:
+def _plans(
+    finder: TurnFinder, conversation: Conversation, train_on: TrainOn, thinks: bool | None
+) -> list[_Plan]:
     messages = conversation.messages
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    default = {"all": range(len(messages)), "assistant": answers, "last_assistant": answers[-1:]}[train_on]
+    default = {"all": range(len(messages)), "assistant": answers, "last_assistant": answers[-1:]}[
+        train_on
+    ]
     wanted = [n in default if flag is None else flag for n, flag in enumerate(conversation.trained)]
     if train_on == "all":
         return [_whole(finder, conversation, wanted)]
     trained = [number for number in answers if wanted[number]]
-    others = [number for number, is_wanted in enumerate(wanted) if is_wanted and number not in answers]
+    others = [
+        number for number, is_wanted in enumerate(wanted) if is_wanted and number not in answers
+    ]
     turns = finder.turns(conversation, trained, thinks)
     plans: list[_Plan] = []
     for turn in reversed(turns):
@@ -385,13 +436,19 @@ def _begins_with(plan: _Plan, turn: Turn) -> bool:
 
 
 def _whole(finder: TurnFinder, conversation: Conversation, wanted: Sequence[bool]) -> _Plan:
-    """Return the whole text, trained except messages that are not wanted. Raise `LossySample` if the text lacks a part
-    of the assistant's messages that must be trained."""
+    """Return the whole text, trained except messages that are not wanted. Raise `LossySample` if
+    the text lacks a part of the assistant's messages that must be trained."""
     text = finder.whole(conversation)
     roles = [message["role"] for message in conversation.messages]
-    answers = [number for number, role in enumerate(roles) if role == "assistant" and wanted[number]]
+    answers = [
+        number for number, role in enumerate(roles) if role == "assistant" and wanted[number]
+    ]
     lost = finder.losses(conversation, answers, text)
-    untrained = [(*finder.span(conversation, n, text), False) for n, is_wanted in enumerate(wanted) if not is_wanted]
+    untrained = [
+        (*finder.span(conversation, n, text), False)
+        for n, is_wanted in enumerate(wanted)
+        if not is_wanted
+    ]
     facts = Facts(
         n_turns=len(answers),
         n_stops=finder.count_stops(conversation, answers),
@@ -420,7 +477,11 @@ def _spans(turn: Turn) -> list[tuple[int, int]]:
     """Return the marked spans of a turn, and its stop."""
     end = len(turn.text)
     begin = len(turn.prompt)
-    inside = [(max(first, begin), min(last, end)) for first, last in turn.marks or () if first < end and last >= begin]
+    inside = [
+        (max(first, begin), min(last, end))
+        for first, last in turn.marks or ()
+        if first < end and last >= begin
+    ]
     is_marked = any(last >= end for _, last in inside) or not inside
     return inside if is_marked else [*inside, (end - len(turn.stop), end)]
 
@@ -445,19 +506,25 @@ class _Tokens:
         return self._offsets[token][0]
 
     def bounds(self, character: int) -> int | None:
-        """Return the number of tokens before a character; None if a token has characters on both sides. A special
-        token may absorb the whitespace after it."""
+        """Return the number of tokens before a character; None if a token has characters on both
+        sides. A special token may absorb the whitespace after it."""
         n = self._n_before(character)
         end = self._offsets[n - 1][1] if n else 0
-        if end > character and (self.ids[n - 1] not in self._special_ids or self._text[character:end].strip()):
+        if end > character and (
+            self.ids[n - 1] not in self._special_ids or self._text[character:end].strip()
+        ):
             return None
         return n
 
     def touched(self, start: int, end: int) -> slice:
-        """Return the tokens with a character in [start, end). Excludes a token that begins before `start` and absorbs
-        the whitespace after it."""
+        """Return the tokens with a character in [start, end). Excludes a token that begins before
+        `start` and absorbs the whitespace after it."""
         first, last = self._n_before(start), self._n_before(end)
-        while first and self._offsets[first - 1][1] > start and self._text[start : self._offsets[first - 1][1]].strip():
+        while (
+            first
+            and self._offsets[first - 1][1] > start
+            and self._text[start : self._offsets[first - 1][1]].strip()
+        ):
             first -= 1
         return slice(first, last)
 
@@ -479,9 +546,9 @@ def _texts(value: Any) -> Iterator[str]:
 def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer, stops: Stops) -> None:
     """Raise `UserError` if the template writes special tokens that are not in the vocabulary.
 
-    They would be learned as ordinary text, and none would end an answer. A model's own template may contain such
-    markers (Zephyr's `<|user|>`) if a special token ends its turns. In any other template, all markup after an answer
-    must be special tokens.
+    They would be learned as ordinary text, and none would end an answer. A model's own template may
+    contain such markers (Zephyr's `<|user|>`) if a special token ends its turns. In any other
+    template, all markup after an answer must be special tokens.
     """
     found = stops.all()
     ends_with_special = any(stop.token_id is not None for stop in found)
@@ -492,16 +559,20 @@ def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer, stops: 
         texts += _MARKUP.findall(end)
     missing = [token for token in dict.fromkeys(texts) if tokenizer.id_of(token) is None]
     if missing and template.of_model and ends_with_special:
-        logger.warning(f"{template.name} writes {', '.join(missing)}, which the tokenizer encodes as ordinary text")
+        logger.warning(
+            f"{template.name} writes {', '.join(missing)}, which the tokenizer encodes as ordinary "
+            "text"
+        )
     elif missing:
         raise UserError(
-            f"{template.name} writes {', '.join(missing)}, which the vocabulary does not contain; set "
-            "another --dataloader.chat_template, or add the tokens with --tokenizer.added_tokens "
-            + " ".join(map(repr, missing))
+            f"{template.name} writes {', '.join(missing)}, which the vocabulary does not contain; "
+            "set another --dataloader.chat_template, or add the tokens with "
+            "--tokenizer.added_tokens " + " ".join(map(repr, missing))
         )
     elif not ends_with_special:
         logger.warning(
-            f"{template.name} writes no special token after an answer: a model trained with it will not stop"
+            f"{template.name} writes no special token after an answer: a model trained with it "
+            "will not stop"
             + (f" by itself; generation ends at the text {end!r}" if end.strip() else "")
         )
 
@@ -527,7 +598,8 @@ class RowEncoder:
         self._chat.check()
 
     def encode_batch(self, samples: Sequence[Sample]) -> list[list[EncodedRow] | BrokenSample]:
-        """Return the encoded samples of each row, at least one, or the error that prevents encoding."""
+        """Return the encoded samples of each row, at least one, or the error that prevents
+        encoding."""
         return [self._try_encode(sample) for sample in samples]
 
     def encode(self, sample: Sample) -> EncodedRow:

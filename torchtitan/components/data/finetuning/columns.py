@@ -20,14 +20,18 @@ LABELS = ("label", "kto_tag")
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 
 _RELEVANT_NAMES = frozenset(
-    "label labels kto_tag weight weights loss_weight sample_weight train train_detail mask loss_mask score scores "
-    "rating reward rewards chosen rejected system system_prompt tools functions function_call documents history input "
-    "inputs context reasoning reasoning_content thinking image images video videos audio audios "
-    "thought thoughts analysis cot complex_cot chain_of_thought rationale "
-    "chat_template_kwargs".split()
+    "label labels kto_tag weight weights loss_weight sample_weight train train_detail mask "
+    "loss_mask score scores rating reward rewards chosen rejected system system_prompt tools "
+    "functions function_call documents history input inputs context reasoning reasoning_content "
+    "thinking image images video videos audio audios thought thoughts analysis cot complex_cot "
+    "chain_of_thought rationale chat_template_kwargs".split()
 )
-_PROMPT_NAMES = "prompt question query problem instruction input inputs user human source request".split()
-_ANSWER_NAMES = "response completion answer output outputs solution target targets assistant reply".split()
+_PROMPT_NAMES = (
+    "prompt question query problem instruction input inputs user human source request".split()
+)
+_ANSWER_NAMES = (
+    "response completion answer output outputs solution target targets assistant reply".split()
+)
 _TURN_NAMES = "conversation dialogue dialog chat turns dialogs".split()
 
 
@@ -52,7 +56,11 @@ def is_filled(value: Any) -> bool:
 
 def relevant_columns(row: Mapping[str, Any]) -> list[str]:
     """Return the non-empty columns of a row whose names suggest an effect on training."""
-    return [column for column, value in row.items() if column.lower() in _RELEVANT_NAMES and is_filled(value)]
+    return [
+        column
+        for column, value in row.items()
+        if column.lower() in _RELEVANT_NAMES and is_filled(value)
+    ]
 
 
 def suggested_columns(columns: Iterable[str]) -> str:
@@ -68,13 +76,19 @@ def suggested_columns(columns: Iterable[str]) -> str:
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """Parse `["prompt=question", …]` into a dictionary. Raise `UserError` for other forms and repeated names."""
+    """Parse `["prompt=question", …]` into a dictionary. Raise `UserError` for other forms and
+    repeated names."""
     mapping: dict[str, str] = {}
     for entry in columns:
         ours, equals, theirs = (part.strip() for part in entry.partition("="))
         if not (ours and equals and theirs):
-            raise UserError(f"--dataloader.columns: {entry!r} must have the form OURS=THEIRS, such as prompt=question")
+            raise UserError(
+                f"--dataloader.columns: {entry!r} must have the form OURS=THEIRS, such as "
+                "prompt=question"
+            )
         if ours in mapping:
-            raise UserError(f"--dataloader.columns: {ours!r} is set twice, to {mapping[ours]!r} and {theirs!r}")
+            raise UserError(
+                f"--dataloader.columns: {ours!r} is set twice, to {mapping[ours]!r} and {theirs!r}"
+            )
         mapping[ours] = theirs
     return mapping

@@ -1,7 +1,7 @@
 """Samples of fine-tuning data, the common result of reading all row formats.
 
-A message is a dictionary for transformers' chat templates: `role`, `content`, optionally `name`, `tool_calls`,
-`tool_call_id`, and any other keys for the model's own template.
+A message is a dictionary for transformers' chat templates: `role`, `content`, optionally `name`,
+`tool_calls`, `tool_call_id`, and any other keys for the model's own template.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,8 @@ class Conversation:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""
+    """Functions that the model may call, each `{"type": "function", "function": {"name": …,
+    "parameters": …}}`."""
     trained: list[bool | None] = field(default_factory=list)
     """For each message, whether to train on it; None, the default: `train_on` decides."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -72,7 +73,11 @@ class Conversation:
 
     def is_answered(self) -> bool:
         """Return False if all trainable messages of the assistant are empty."""
-        trainable = [message for message, flag in zip(self.messages, self.trained, strict=True) if flag is not False]
+        trainable = [
+            message
+            for message, flag in zip(self.messages, self.trained, strict=True)
+            if flag is not False
+        ]
         assistant = [message for message in trainable if message["role"] == "assistant"]
         return not assistant or any(map(has_content, assistant))
 
@@ -86,8 +91,8 @@ class Text:
 
 @dataclass(slots=True)
 class Pair:
-    """Preferred and rejected continuation of a conversation. Both begin with an assistant message. For methods that
-    judge single answers, one of the two may be missing: an empty list."""
+    """Preferred and rejected continuation of a conversation. Both begin with an assistant message.
+    For methods that judge single answers, one of the two may be missing: an empty list."""
 
     prompt: Conversation
     chosen: list[Message]
@@ -112,26 +117,31 @@ def normalize(messages: Any, tools: Any = None, options: Any = None) -> Conversa
     """Convert messages in OpenAI's format to a conversation for chat templates.
 
     - Content parts (`[{"type": "text", "text": …}, …]`) are joined.
-    - Reasoning moves to the key `reasoning_content`, from `thinking`, `reasoning`, `thought` or `thoughts`, or from
-      content parts of type `thinking` or `reasoning`.
+    - Reasoning moves to the key `reasoning_content`, from `thinking`, `reasoning`, `thought` or
+      `thoughts`, or from content parts of type `thinking` or `reasoning`.
     - JSON text in `arguments` of tool calls is parsed; ids and names stay unchanged.
-    - Tables store every key in every object of a column. Null values of the keys of messages (except `content`),
-      schemas, and arguments given as objects are therefore dropped, unless the called tool's schema requires the
-      argument or lists `null` among its types. In JSON text, null values are kept.
+    - Tables store every key in every object of a column. Null values of the keys of messages
+      (except `content`), schemas, and arguments given as objects are therefore dropped, unless the
+      called tool's schema requires the argument or lists `null` among its types. In JSON text, null
+      values are kept.
     - A message's `weight`, `loss_weight`, `loss`, `train` or `training` (0, 1 or boolean) moves to
       `Conversation.trained`.
-    - A bare function, as OpenAI's Responses have it, is wrapped in `{"type": "function", "function": …}`.
+    - A bare function, as OpenAI's Responses have it, is wrapped in `{"type": "function",
+      "function": …}`.
 
-    Messages and tools are lists or their JSON text, as in a CSV cell, and so is each item; `tools`, the callable
-    functions, may also be a single one or None. `options` is an object for the chat template, its JSON text or None.
-    Raise `EmptySample` if there are no messages, and `BrokenSample` for an invalid one, naming its number, from 1."""
+    Messages and tools are lists or their JSON text, as in a CSV cell, and so is each item; `tools`,
+    the callable functions, may also be a single one or None. `options` is an object for the chat
+    template, its JSON text or None. Raise `EmptySample` if there are no messages, and
+    `BrokenSample` for an invalid one, naming its number, from 1."""
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
         raise BrokenSample(f"messages must be a list, not {kind_of(turns)}")
     if not turns:
         raise EmptySample("there are no messages")
     functions = _tools(tools)
-    parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in functions or []}
+    parameters = {
+        tool["function"]["name"]: tool["function"].get("parameters") for tool in functions or []
+    }
     normal, trained = [], []
     for number, turn in enumerate(turns, 1):
         try:
@@ -161,9 +171,12 @@ def from_json(value: Any, what: str) -> Any:
 
 
 def has_content(message: Message) -> bool:
-    """Return whether a normalized message has tool calls, or content or reasoning other than whitespace."""
+    """Return whether a normalized message has tool calls, or content or reasoning other than
+    whitespace."""
     texts = [message.get(key) or "" for key in ("content", "reasoning_content")]
-    return "tool_calls" in message or any(not isinstance(text, str) or text.strip() for text in texts)
+    return "tool_calls" in message or any(
+        not isinstance(text, str) or text.strip() for text in texts
+    )
 
 
 def checked_text(value: Any, what: str) -> str:
@@ -181,7 +194,11 @@ def shortened(value: Any) -> str:
 
 def describe_other_keys(turn: Mapping[str, Any]) -> str:
     """Return the keys of a turn for the error message about a missing key: `, but has text`."""
-    others = [key for key, value in turn.items() if value is not None and key not in ("role", "from", *_FLAGS)]
+    others = [
+        key
+        for key, value in turn.items()
+        if value is not None and key not in ("role", "from", *_FLAGS)
+    ]
     return f", but has {', '.join(others)}" if others else ""
 
 
@@ -197,7 +214,9 @@ def _message(turn: Mapping[str, Any], parameters: Mapping[str, Any]) -> Message:
         raise BrokenSample(f"the role {role!r} is unknown; use one of: {', '.join(ROLES)}")
     if calls := _objects(message.pop("tool_calls", None), "tool_calls"):
         if role != "assistant":
-            raise BrokenSample(f"a message with role {role!r} has tool_calls, which only the assistant may have")
+            raise BrokenSample(
+                f"a message with role {role!r} has tool_calls, which only the assistant may have"
+            )
         message["tool_calls"] = [_tool_call(call, parameters) for call in calls]
     content = message.get("content")
     if content is None and not calls:
@@ -216,11 +235,16 @@ def _message(turn: Mapping[str, Any], parameters: Mapping[str, Any]) -> Message:
 
 
 def _separated(message: Message, content: Any) -> tuple[Any, str]:
-    """Return the content of a message without reasoning, and the reasoning; empty if there is none."""
+    """Return the content of a message without reasoning, and the reasoning; empty if there is
+    none."""
     found = {key: message[key] for key in _REASONING_KEYS if message.get(key) not in (None, "")}
     texts = {checked_text(text, key).strip(): text for key, text in found.items()}
     if isinstance(content, list):
-        of_parts = [part for part in content if isinstance(part, Mapping) and part.get("type") in _REASONING_PARTS]
+        of_parts = [
+            part
+            for part in content
+            if isinstance(part, Mapping) and part.get("type") in _REASONING_PARTS
+        ]
         content = [part for part in content if part not in of_parts]
         text = "\n\n".join(_reasoning_of(part) for part in of_parts)
         texts.setdefault(text.strip(), text)
@@ -228,12 +252,21 @@ def _separated(message: Message, content: Any) -> tuple[Any, str]:
             content = None
     texts.pop("", None)
     if len(texts) > 1:
-        raise BrokenSample(f"its reasoning differs between {' and '.join(found) or 'its parts'}; keep one")
+        raise BrokenSample(
+            f"its reasoning differs between {' and '.join(found) or 'its parts'}; keep one"
+        )
     return content, next(iter(texts.values()), "")
 
 
 def _reasoning_of(part: Mapping[str, Any]) -> str:
-    value = next((part[key] for key in ("thinking", "reasoning", "text", "content") if part.get(key) is not None), None)
+    value = next(
+        (
+            part[key]
+            for key in ("thinking", "reasoning", "text", "content")
+            if part.get(key) is not None
+        ),
+        None,
+    )
     if isinstance(value, list):  # Mistral's parts hold parts
         return "".join(_part(inside) for inside in value)
     return checked_text(value, "text of a part with reasoning")
@@ -251,7 +284,9 @@ def _part(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if kind not in _TEXT_PARTS:
         raise BrokenSample(f"its content has a part of type {kind!r}; only text is supported")
-    text = next((part[key] for key in ("text", "value", "content") if part.get(key) is not None), None)
+    text = next(
+        (part[key] for key in ("text", "value", "content") if part.get(key) is not None), None
+    )
     if text is None:
         raise BrokenSample(f"a part of its content has no text{describe_other_keys(part)}")
     return checked_text(text, "text of a part")
@@ -263,7 +298,9 @@ def _tool_call(call: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[s
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
         arguments = _without_nulls(arguments, parameters.get(function["name"]))
-    arguments = from_json(arguments, "arguments of a tool call") if arguments not in ("", None) else {}
+    arguments = (
+        from_json(arguments, "arguments of a tool call") if arguments not in ("", None) else {}
+    )
     function["arguments"] = _object(arguments, "arguments of a tool call")
     if "function" not in wrapper:
         return {"type": "function", "function": function}
@@ -271,8 +308,8 @@ def _tool_call(call: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[s
 
 
 def _without_nulls(value: Any, schema: Any = None) -> Any:
-    """Return an object without the null values that a table adds to it, in all depths: null stays where the schema
-    requires the key or allows null."""
+    """Return an object without the null values that a table adds to it, in all depths: null stays
+    where the schema requires the key or allows null."""
     if isinstance(value, list):
         items = schema.get("items") if isinstance(schema, Mapping) else None
         return [_without_nulls(item, items) for item in value]
@@ -292,7 +329,12 @@ def _allows_null(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
     types = schema.get("type")
-    return types == "null" or isinstance(types, list) and "null" in types or schema.get("nullable") is True
+    return (
+        types == "null"
+        or isinstance(types, list)
+        and "null" in types
+        or schema.get("nullable") is True
+    )
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -304,7 +346,9 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
             tool = _without_nulls(tool)
         function = _function(tool, "tool")
         if isinstance(function.get("parameters"), str):
-            function["parameters"] = _object(from_json(function["parameters"], "parameters"), "parameters")
+            function["parameters"] = _object(
+                from_json(function["parameters"], "parameters"), "parameters"
+            )
         is_wrapped = tool.get("function") is not None
         wrapped.append({**(tool if is_wrapped else {"type": "function"}), "function": function})
     return wrapped or None
@@ -322,7 +366,8 @@ def _parsed(value: Any, what: str) -> Any:
 
 
 def _function(wrapper: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the function of a tool or tool call, which has it as a key, or is the function itself, without `type`."""
+    """Return the function of a tool or tool call, which has it as a key, or is the function itself,
+    without `type`."""
     function = wrapper.get("function")
     if function is None:
         function = {key: value for key, value in wrapper.items() if key not in ("type", "function")}
@@ -335,15 +380,21 @@ def _function(wrapper: Mapping[str, Any], what: str) -> dict[str, Any]:
 def _trained(turn: Mapping[str, Any]) -> bool | None:
     if fine := [key for key in _FINE_FLAGS if turn.get(key) is not None]:
         raise BrokenSample(
-            f"its {fine[0]} is not supported: a message is trained completely or not at all; use a weight of 1 or 0"
+            f"its {fine[0]} is not supported: a message is trained completely or not at all; use a "
+            "weight of 1 or 0"
         )
     flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise BrokenSample(f"its {key} is {value!r}; it must be 0 or false (not trained), or 1 or true (trained)")
+            raise BrokenSample(
+                f"its {key} is {value!r}; it must be 0 or false (not trained), or 1 or true "
+                "(trained)"
+            )
     values = {bool(value) for value in flags.values()}
     if len(values) > 1:
-        raise BrokenSample("its " + " and its ".join(f"{key} is {value!r}" for key, value in flags.items()))
+        raise BrokenSample(
+            "its " + " and its ".join(f"{key} is {value!r}" for key, value in flags.items())
+        )
     return values.pop() if values else None
 
 
@@ -355,5 +406,7 @@ def _list(value: Any, what: str) -> Sequence[Any]:
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise BrokenSample(f"the {what} must be an object, not {kind_of(value)}: {shortened(value)}")
+        raise BrokenSample(
+            f"the {what} must be an object, not {kind_of(value)}: {shortened(value)}"
+        )
     return value

@@ -1,5 +1,5 @@
-"""Readers that convert rows to samples, given the names of columns. They raise `BrokenSample` for unusable rows,
-`EmptySample` for empty ones."""
+"""Readers that convert rows to samples, given the names of columns. They raise `BrokenSample` for
+unusable rows, `EmptySample` for empty ones."""
 
 import math
 import re
@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from itertools import cycle
 from typing import Any
 
-from torchtitan.components.data.finetuning.calls_in_text import glaive_system, glaive_turns, move_tools
+from torchtitan.components.data.finetuning.calls_in_text import (
+    glaive_system,
+    glaive_turns,
+    move_tools,
+)
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
@@ -46,7 +50,14 @@ ANSWERS = ("answer", "solution", "ground_truth")
 """Columns with a reference answer; the first one present is used."""
 
 
-_LABEL_VALUES = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "undesirable": False}
+_LABEL_VALUES = {
+    "true": True,
+    "1": True,
+    "desirable": True,
+    "false": False,
+    "0": False,
+    "undesirable": False,
+}
 
 
 def read_text(row: Cells) -> Text:
@@ -59,8 +70,8 @@ def read_turns(column: str, row: Cells) -> Conversation:
 
 
 def read_instruction(answer: str, row: Cells) -> Conversation:
-    """Read `instruction` and an answer, with an optional `input` (appended to the instruction after an empty line) and
-    pairs of earlier turns in `history`."""
+    """Read `instruction` and an answer, with an optional `input` (appended to the instruction after
+    an empty line) and pairs of earlier turns in `history`."""
     response = [_message("assistant", _filled(row, answer))]
     return _conversation(row, [*instruction_in(row), *_with_reasoning(response, row)])
 
@@ -70,19 +81,22 @@ def read_question(question: str, answer: str, row: Cells) -> Conversation:
     prompt, response = turns_in("user", question, row), turns_in("assistant", answer, row)
     if (role := role_of(response[0])) in ("system", "user"):
         raise BrokenSample(
-            f"{answer} must begin with the role 'assistant', not {role!r}; for a column of whole conversations, "
-            "set --dataloader.columns messages=NAME"
+            f"{answer} must begin with the role 'assistant', not {role!r}; for a column of whole "
+            "conversations, set --dataloader.columns messages=NAME"
         )
     return _answered(_conversation(row, [*prompt, *_with_reasoning(response, row)]))
 
 
 def _with_reasoning(response: list[Any], row: Cells) -> list[Any]:
-    """Return the turns of an answer with the reasoning of a row's own column, which belongs to the only turn."""
+    """Return the turns of an answer with the reasoning of a row's own column, which belongs to the
+    only turn."""
     reasoning = one_reasoning({column: row.get(column) for column in REASONING_COLUMNS})
     if not reasoning:
         return response
     if len(response) != 1 or not isinstance(response[0], Mapping):
-        raise BrokenSample("the answer has several turns, so a column with reasoning cannot be assigned to one")
+        raise BrokenSample(
+            "the answer has several turns, so a column with reasoning cannot be assigned to one"
+        )
     return [{**response[0], OF_COLUMN: reasoning}]
 
 
@@ -94,8 +108,12 @@ def read_glaive(row: Cells) -> Conversation:
         return read_turns("chat", row)
     words, functions = glaive_system(checked_text(system or "", "system"))
     if functions and row.get("tools"):
-        raise BrokenSample("there are tools both in the column tools and in the column system; remove one")
-    return _answered(_conversation({**row, "system": words, "tools": functions or row.get("tools")}, turns))
+        raise BrokenSample(
+            "there are tools both in the column tools and in the column system; remove one"
+        )
+    return _answered(
+        _conversation({**row, "system": words, "tools": functions or row.get("tools")}, turns)
+    )
 
 
 def read_calls(row: Cells) -> Conversation:
@@ -112,30 +130,39 @@ def read_calls(row: Cells) -> Conversation:
 def read_pair(prompt: PromptReader, row: Cells) -> Pair:
     """Read `chosen` and `rejected`, continuations of a prompt as text, a message or messages.
 
-    If they are transcripts or do not begin with the assistant, they are whole conversations: the prompt is their common
-    prefix, and `prompt` is not called.
+    If they are transcripts or do not begin with the assistant, they are whole conversations: the
+    prompt is their common prefix, and `prompt` is not called.
     """
     chosen, rejected = (_continuation(row, column) for column in ("chosen", "rejected"))
     if all(role_of(messages[0]) == "assistant" for messages in (chosen, rejected)):
         turns = prompt(row)
         n_prompt = len(_conversation(row, turns).messages)
-        first, second = _conversation(row, [*turns, *chosen]), _conversation(row, [*turns, *rejected])
+        first, second = (
+            _conversation(row, [*turns, *chosen]),
+            _conversation(row, [*turns, *rejected]),
+        )
     else:
         first, second = _conversation(row, chosen), _conversation(row, rejected)
         limit = min(len(first.messages), len(second.messages)) - 1
-        equal = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
+        equal = (
+            a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True)
+        )
         n_prompt = next((n for n, is_equal in enumerate(equal) if not is_equal), limit)
     return _pair(first, second, n_prompt, row.get("margin"))
 
 
 def read_rated(question: str, answer: str, label: str, row: Cells) -> Pair:
-    """Read an answer and its label: a pair without a rejected answer if the label is true, or without a chosen one."""
+    """Read an answer and its label: a pair without a rejected answer if the label is true, or
+    without a chosen one."""
     is_desirable = _LABEL_VALUES.get(str(row[label]).lower())
     if is_desirable is None:
         raise BrokenSample(f"{label} must be true or false, not {shortened(row[label])}")
     conversation = read_question(question, answer, row)
     prompt = Conversation(
-        conversation.messages[:-1], conversation.tools, conversation.trained[:-1], conversation.options
+        conversation.messages[:-1],
+        conversation.tools,
+        conversation.trained[:-1],
+        conversation.options,
     )
     answers = conversation.messages[-1:]
     return Pair(prompt, answers, []) if is_desirable else Pair(prompt, [], answers)
@@ -143,7 +170,9 @@ def read_rated(question: str, answer: str, label: str, row: Cells) -> Pair:
 
 def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: Any) -> Pair:
     pair = Pair(
-        Conversation(chosen.messages[:n_prompt], chosen.tools, chosen.trained[:n_prompt], chosen.options),
+        Conversation(
+            chosen.messages[:n_prompt], chosen.tools, chosen.trained[:n_prompt], chosen.options
+        ),
         chosen.messages[n_prompt:],
         rejected.messages[n_prompt:],
         margin,
@@ -151,14 +180,21 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: A
     if n_prompt == 0:
         raise BrokenSample("chosen and rejected have no common first message to use as the prompt")
     if False in (*chosen.trained[n_prompt:], *rejected.trained[n_prompt:]):
-        raise BrokenSample("chosen or rejected has a message with weight 0, but answers are always compared completely")
+        raise BrokenSample(
+            "chosen or rejected has a message with weight 0, but answers are always compared "
+            "completely"
+        )
     for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if not messages:
             raise BrokenSample(
-                f"{name} is a call that continues the last answer of the prompt; move both to one message"
+                f"{name} is a call that continues the last answer of the prompt; move both to one "
+                "message"
             )
         if messages[0]["role"] != "assistant":
-            raise BrokenSample(f"{name} continues the prompt with the role {messages[0]['role']!r}, not 'assistant'")
+            raise BrokenSample(
+                f"{name} continues the prompt with the role {messages[0]['role']!r}, not "
+                "'assistant'"
+            )
         if not Conversation(messages).is_answered():
             raise EmptySample(f"{name} is empty")
     if _stripped(pair.chosen) == _stripped(pair.rejected):
@@ -168,7 +204,9 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: A
 
 def _stripped(messages: list[Message]) -> list[Message]:
     """Return messages without whitespace around their texts."""
-    return [{**message, "content": str(message.get("content") or "").strip()} for message in messages]
+    return [
+        {**message, "content": str(message.get("content") or "").strip()} for message in messages
+    ]
 
 
 def read_prompt(prompt: PromptReader, row: Cells) -> Prompt:
@@ -207,8 +245,8 @@ def instruction_in(row: Cells) -> list[Any]:
 
 def no_prompt(row: Cells) -> list[Any]:
     raise BrokenSample(
-        "chosen and rejected have no prompt; name its column with --dataloader.columns prompt=NAME, or write "
-        "transcripts such as '\\n\\nHuman: ...\\n\\nAssistant: ...'"
+        "chosen and rejected have no prompt; name its column with --dataloader.columns "
+        "prompt=NAME, or write transcripts such as '\\n\\nHuman: ...\\n\\nAssistant: ...'"
     )
 
 
@@ -223,10 +261,13 @@ def _conversation(row: Cells, turns: list[Any]) -> Conversation:
     if system not in ("", None):
         if messages and role_of(messages[0]) == "system":
             raise BrokenSample(
-                "there are two system prompts, in the column system and in the first message; remove one"
+                "there are two system prompts, in the column system and in the first message; "
+                "remove one"
             )
         messages = [
-            _message("system", system if isinstance(system, list) else checked_text(system, "system")),
+            _message(
+                "system", system if isinstance(system, list) else checked_text(system, "system")
+            ),
             *messages,
         ]
     messages, tools = move_tools(messages, row.get("tools"))
@@ -245,23 +286,35 @@ def listed_in(column: str, row: Cells) -> list[Any]:
     try:
         listed = from_json(value, column)
     except BrokenSample as error:
-        raise BrokenSample(f"{error}; for plain text, set --dataloader.columns text={column}") from None
+        raise BrokenSample(
+            f"{error}; for plain text, set --dataloader.columns text={column}"
+        ) from None
     if not isinstance(listed, list):
-        raise BrokenSample(f"{column} must be a list of messages, not {kind_of(listed)}: {shortened(listed)}")
+        raise BrokenSample(
+            f"{column} must be a list of messages, not {kind_of(listed)}: {shortened(listed)}"
+        )
     return alternating(listed)
 
 
 def _continuation(row: Cells, column: str) -> list[Any]:
     value = row[column]
-    return (transcript(value) if isinstance(value, str) else None) or turns_in("assistant", column, row)
+    return (transcript(value) if isinstance(value, str) else None) or turns_in(
+        "assistant", column, row
+    )
 
 
 def turns_in(role: str, column: str, row: Cells) -> list[Any]:
-    """Return the turns in a column: a list, one turn, a transcript without an answer, or a text with the given role."""
+    """Return the turns in a column: a list, one turn, a transcript without an answer, or a text
+    with the given role."""
     value = row[column]
     if isinstance(value, Mapping):
         return [value]
-    if role == "user" and isinstance(value, str) and (turns := transcript(value)) and not turns[-1]["content"]:
+    if (
+        role == "user"
+        and isinstance(value, str)
+        and (turns := transcript(value))
+        and not turns[-1]["content"]
+    ):
         return turns[:-1]
     return value if isinstance(value, list) and value else [_message(role, _filled(row, column))]
 
@@ -282,22 +335,28 @@ def _filled(row: Cells, column: str) -> str:
 def _number_as_text(value: Any) -> Any:
     """Convert a number to text; return other values unchanged."""
     is_number = (
-        isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        or isinstance(value, float)
+        and math.isfinite(value)
     )
     return str(value) if is_number else value
 
 
 def alternating(turns: list[Any]) -> list[Any]:
-    """Convert a list of plain texts (not JSON) to alternating user and assistant turns; return other lists
-    unchanged."""
+    """Convert a list of plain texts (not JSON) to alternating user and assistant turns; return
+    other lists unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
-    return [_message(role, text) for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
+    return [
+        _message(role, text)
+        for role, text in zip(cycle(("user", "assistant")), turns, strict=False)
+    ]
 
 
 def transcript(text: str) -> list[Any] | None:
-    """Parse a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH) into turns; return None for
-    other texts."""
+    """Parse a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH) into
+    turns; return None for other texts."""
     if not _BEGINS_TRANSCRIPT.match(text):
         return None
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)

@@ -1,11 +1,15 @@
-"""Filters for empty and broken rows, and limits on tokens. The module `samples` handles samples longer than a
-window."""
+"""Filters for empty and broken rows, and limits on tokens. The module `samples` handles samples
+longer than a window."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
-from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, LossySample
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    EmptySample,
+    LossySample,
+)
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.tools.errors import UserError, require
 
@@ -53,9 +57,24 @@ class FilterConfig:
     def __post_init__(self) -> None:
         require(self.min_tokens >= 0, "--dataloader.min_tokens", self.min_tokens, "at least 0")
         least, most = max(1, self.min_tokens), self.max_tokens
-        require(most is None or most >= least, "--dataloader.max_tokens", most, f"at least {least} (min_tokens)")
-        require(0 <= self.max_repetition <= 1, "--dataloader.max_repetition", self.max_repetition, "from 0 to 1")
-        require(self.repetition_ngram >= 1, "--dataloader.repetition_ngram", self.repetition_ngram, "at least 1 token")
+        require(
+            most is None or most >= least,
+            "--dataloader.max_tokens",
+            most,
+            f"at least {least} (min_tokens)",
+        )
+        require(
+            0 <= self.max_repetition <= 1,
+            "--dataloader.max_repetition",
+            self.max_repetition,
+            "from 0 to 1",
+        )
+        require(
+            self.repetition_ngram >= 1,
+            "--dataloader.repetition_ngram",
+            self.repetition_ngram,
+            "at least 1 token",
+        )
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
         """Return the sample, or the reason to drop it. Raise `UserError` for the policy `error`."""
@@ -96,7 +115,8 @@ class FilterConfig:
 def _drop(reason: str, why: str, policy: Policy) -> Dropped:
     if policy == "error":
         raise UserError(
-            f"{why}; set --dataloader.{reason} drop to skip such rows (torchtitan data inspect counts them)"
+            f"{why}; set --dataloader.{reason} drop to skip such rows (torchtitan data inspect "
+            "counts them)"
         )
     return Dropped(reason, why)
 
@@ -104,7 +124,8 @@ def _drop(reason: str, why: str, policy: Policy) -> Dropped:
 def repetition(ids: Array, n: int) -> float:
     """Return the fraction of n-grams that repeat an earlier one, 0 if there are no n-grams.
 
-    Based on the repetition filters of Rae et al. 2021 (arXiv:2112.11446, table A1), with tokens instead of words.
+    Based on the repetition filters of Rae et al. 2021 (arXiv:2112.11446, table A1), with tokens
+    instead of words.
     """
     n_grams = len(ids) - n + 1
     if n_grams < 1:

@@ -1,4 +1,5 @@
-"""User functions that convert rows to a known format: loading by name, and fingerprints of their code."""
+"""User functions that convert rows to a known format: loading by name, and fingerprints of their
+code."""
 
 import hashlib
 import importlib
@@ -18,20 +19,30 @@ from torchtitan.config.registry import import_failure
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.user_code import EXITS
 
-_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Event)
+_LOCKS = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Condition,
+    threading.Semaphore,
+    threading.Event,
+)
 
 
 def load_function(reference: str) -> RowFunction:
-    """Load the function `package.module:function` or `path/to/file.py:function`. Raise `UserError` if the file, module
-    or function does not exist, or the import fails."""
+    """Load the function `package.module:function` or `path/to/file.py:function`. Raise `UserError`
+    if the file, module or function does not exist, or the import fails."""
     module_name, colon, name = reference.rpartition(":")
     if not colon:  # what is code here must be code for `CodeReference`
-        raise UserError(f"{reference!r} must have the form package.module:function or path/to/file.py:function")
+        raise UserError(
+            f"{reference!r} must have the form package.module:function or path/to/file.py:function"
+        )
     is_file = module_name.endswith(".py")
     module = (_import_file if is_file else _import_module)(module_name, reference)
     functions = dict(inspect.getmembers(module, inspect.isfunction))
     if name not in functions:
-        raise UserError(f"{reference!r}: {module_name} has no function {name!r}{suggest(name, functions)}")
+        raise UserError(
+            f"{reference!r}: {module_name} has no function {name!r}{suggest(name, functions)}"
+        )
     return functions[name]
 
 
@@ -53,7 +64,8 @@ def _import_file(name: str, reference: str) -> ModuleType:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Append a folder to `sys.path` temporarily; last, so that its modules do not shadow libraries."""
+    """Append a folder to `sys.path` temporarily; last, so that its modules do not shadow
+    libraries."""
     if str(folder) in sys.path:
         yield
         return
@@ -66,33 +78,39 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def _import_module(name: str, reference: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{reference!r} must have the form package.module:function or path/to/file.py:function")
+        raise UserError(
+            f"{reference!r} must have the form package.module:function or path/to/file.py:function"
+        )
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UserError(f"{reference!r}: the module {name!r} does not exist; for a file, use {name}.py") from error
+            raise UserError(
+                f"{reference!r}: the module {name!r} does not exist; for a file, use {name}.py"
+            ) from error
         raise import_failure(name, error) from error
     except (ImportError, SyntaxError, *EXITS) as error:
         raise import_failure(name, error) from error
 
 
 def function_fingerprint(function: Callable[..., Any]) -> str:
-    """Return a digest of a function. It covers the function's file (or its code and globals if there is no file, as in
-    a notebook), its defaults and closure, and all functions among these, such as one wrapped by a decorator.
+    """Return a digest of a function. It covers the function's file (or its code and globals if
+    there is no file, as in a notebook), its defaults and closure, and all functions among these,
+    such as one wrapped by a decorator.
 
-    The current values are used. Modules imported by the file are not included. Raise `UserError` if the function is not
-    written in Python, or has a value that cannot be fingerprinted."""
+    The current values are used. Modules imported by the file are not included. Raise `UserError` if
+    the function is not written in Python, or has a value that cannot be fingerprinted."""
     if not inspect.isfunction(function):
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
     from datasets.fingerprint import Hasher  # deferred: takes seconds
 
     def refusal(reason: str) -> UserError:
         return UserError(
-            f"the function {function.__qualname__} uses a value that cannot be fingerprinted for the cache ({reason}); "
-            "create it inside the function, or in a module that the function imports"
+            f"the function {function.__qualname__} uses a value that cannot be fingerprinted for "
+            f"the cache ({reason}); create it inside the function, or in a module that the "
+            "function imports"
         )
 
     def digest(value: Any) -> str:
@@ -105,11 +123,16 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
     parts = []
     for found in functions:
         file = Path(found.__code__.co_filename)
-        parts.append(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else digest(found))
+        parts.append(
+            hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else digest(found)
+        )
         values = [cell.cell_contents for cell in found.__closure__ or ()]
         values += [found.__defaults__, found.__kwdefaults__, getattr(found, "__wrapped__", None)]
-        if locks := [value for value in values if isinstance(value, _LOCKS)]:  # the hasher accepts them
+        # the hasher accepts them
+        if locks := [value for value in values if isinstance(value, _LOCKS)]:
             raise refusal(f"a {type(locks[0]).__name__}")
-        functions += [value for value in values if inspect.isfunction(value) and value not in functions]
+        functions += [
+            value for value in values if inspect.isfunction(value) and value not in functions
+        ]
         parts.append(digest([None if inspect.isfunction(value) else value for value in values]))
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()

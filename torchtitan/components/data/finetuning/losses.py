@@ -58,16 +58,23 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def is_written(part: str, text: str) -> bool:
-    """Return whether a text contains a part as it is, without whitespace around it, or escaped as in JSON, in XML or by
-    `repr`; numbers and constants also in Python's spelling. Whitespace inside does not count."""
+    """Return whether a text contains a part as it is, without whitespace around it, or escaped as
+    in JSON, in XML or by `repr`; numbers and constants also in Python's spelling. Whitespace inside
+    does not count."""
     part = part.strip()
     if part in text:
         return True
-    spellings = [json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1], repr(part)[1:-1]]
+    spellings = [
+        json.dumps(part, ensure_ascii=False)[1:-1],
+        json.dumps(part)[1:-1],
+        repr(part)[1:-1],
+    ]
     spellings += [json.dumps(spelling, ensure_ascii=False)[1:-1] for spelling in spellings[:1]]
     spellings += {"true": ["True"], "false": ["False"], "null": ["None"]}.get(part, [])
     spellings += [part.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")]
     if any(spelling in text for spelling in spellings):
         return True
     dense = "".join(text.split())
-    return "".join(part.split()) in dense or any("".join(spelling.split()) in dense for spelling in spellings)
+    return "".join(part.split()) in dense or any(
+        "".join(spelling.split()) in dense for spelling in spellings
+    )

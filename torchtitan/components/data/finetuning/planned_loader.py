@@ -12,14 +12,23 @@ import numpy as np
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
-from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
+from torchtitan.components.data.base import (
+    NO_DOCUMENT,
+    Batch,
+    TokenizingDataLoader,
+    can_resume_position,
+)
 from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, LossPolicy, Policy
 from torchtitan.components.data.finetuning.losses import PARTS, Part
 from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
-from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
+from torchtitan.components.data.finetuning.sample_cache import (
+    SampleCache,
+    first_columns,
+    open_sample_cache,
+)
 from torchtitan.components.data.finetuning.samples import (
     LengthFilteredDataset,
     SampleSets,
@@ -28,8 +37,19 @@ from torchtitan.components.data.finetuning.samples import (
     Windows,
     pack_windows,
 )
-from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics
-from torchtitan.components.data.prepare.prepared import dataset_identity, find_prepared, find_samples, validation_split
+from torchtitan.components.data.plan import (
+    Planner,
+    Sampler,
+    ShuffleSampler,
+    Snapshot,
+    StepStatistics,
+)
+from torchtitan.components.data.prepare.prepared import (
+    dataset_identity,
+    find_prepared,
+    find_samples,
+    validation_split,
+)
 from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
 from torchtitan.components.data.workers import Workers
@@ -49,13 +69,15 @@ CHUNK_WITHOUT_PACKING = 1024
 class PlannedDataLoader(TokenizingDataLoader):
     """Batches of the windows that a `Planner` plans.
 
-    The global order of windows does not depend on ranks, workers or batch size B: the n-th batch of rank r of R holds B
-    windows, starting with window n * R * B + r * B. The planner runs in the main process. The position is exact after
-    every batch, and can be resumed with a different number of ranks, workers or windows per batch. A batch's
-    `documents` (B, M) are the sample numbers of each window over all datasets, padded with `NO_DOCUMENT`.
+    The global order of windows does not depend on ranks, workers or batch size B: the n-th batch of
+    rank r of R holds B windows, starting with window n * R * B + r * B. The planner runs in the
+    main process. The position is exact after every batch, and can be resumed with a different
+    number of ranks, workers or windows per batch. A batch's `documents` (B, M) are the sample
+    numbers of each window over all datasets, padded with `NO_DOCUMENT`.
 
-    Subclasses define the kind of rows (`kind`) and their encoding (`encoder_class`), and may override the maximum
-    length (`max_length`), the planning of windows (`plan`) and the creation of batches (`collate`).
+    Subclasses define the kind of rows (`kind`) and their encoding (`encoder_class`), and may
+    override the maximum length (`max_length`), the planning of windows (`plan`) and the creation of
+    batches (`collate`).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,27 +85,35 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Rows of fine-tuning data."""
 
         dataset: list[str] = field(default_factory=list)
-        """Datasets, each a registered name or a local path: a file (json, jsonl, csv, parquet, optionally .gz or
-        .zst), a folder, a glob pattern, or a folder written by `datasets.save_to_disk`."""
+        """Datasets, each a registered name or a local path: a file (json, jsonl, csv, parquet,
+        optionally .gz or .zst), a folder, a glob pattern, or a folder written by
+        `datasets.save_to_disk`."""
         format: CodeReference = "auto"
-        """Row format: auto (detected from the columns), a format name, or a custom function, package.module:function or
-        path/to/file.py:function. Applies to all datasets that it fits."""
+        """Row format: auto (detected from the columns), a format name, or a custom function,
+        package.module:function or path/to/file.py:function. Applies to all datasets that it
+        fits."""
         columns: list[str] = field(default_factory=list)
-        """Columns to rename, as OURS=THEIRS: prompt=question. Applies to all datasets that have them."""
+        """Columns to rename, as OURS=THEIRS: prompt=question. Applies to all datasets that have
+        them."""
         chat_template: str = ""
-        """Chat template: chatml, llama3, mistral, alpaca, or a file; empty: the model's template."""
+        """Chat template: chatml, llama3, mistral, alpaca, or a file; empty: the model's
+        template."""
         empty: Policy = "drop"
         """Rows without content: drop or error."""
         broken: Policy = "error"
         """Rows that cannot be read or encoded: drop or error."""
         on_loss_of_reasoning: LossPolicy = "drop"
-        """Rows with a trained turn whose reasoning the chat template leaves out: error, drop, or train (without it)."""
+        """Rows with a trained turn whose reasoning the chat template leaves out: error, drop, or
+        train (without it)."""
         on_loss_of_tools: LossPolicy = "drop"
-        """Rows with a trained turn whose tool calls the chat template leaves out: error, drop, or train."""
+        """Rows with a trained turn whose tool calls the chat template leaves out: error, drop, or
+        train."""
         on_loss_of_content: LossPolicy = "drop"
-        """Rows with a trained turn whose text the chat template leaves out: error, drop, or train."""
+        """Rows with a trained turn whose text the chat template leaves out: error, drop, or
+        train."""
         too_long: TooLong = "drop"
-        """Samples longer than the sequence length: drop, truncate_left (keeps the end), truncate_right, or error."""
+        """Samples longer than the sequence length: drop, truncate_left (keeps the end),
+        truncate_right, or error."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
         """Order in which samples are drawn."""
 
@@ -97,21 +127,34 @@ class PlannedDataLoader(TokenizingDataLoader):
             self.check_host()
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
-        def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
-            """Open the cache of each dataset, encoding it if necessary. Raise `UserError` for unusable data."""
+        def open_caches(
+            self, tokenizer: Tokenizer, template: ChatTemplate | None
+        ) -> list[SampleCache]:
+            """Open the cache of each dataset, encoding it if necessary. Raise `UserError` for
+            unusable data."""
             encoder, filters = self.encoder(tokenizer, template), self.filters()
-            caches = [find_samples(name, self.split, encoder, verify=self.verify_caches) for name in self.dataset]
+            caches = [
+                find_samples(name, self.split, encoder, verify=self.verify_caches)
+                for name in self.dataset
+            ]
             rows = iter(self.rows())
             return [
-                cache or open_sample_cache(*next(rows), encoder, filters, self.cache_dir, verify=self.verify_caches)
+                cache
+                or open_sample_cache(
+                    *next(rows), encoder, filters, self.cache_dir, verify=self.verify_caches
+                )
                 for cache in caches
             ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
-            return self._loader.encoder_class(ChatEncoder(tokenizer, template, "assistant", self.accepted_losses()))
+            return self._loader.encoder_class(
+                ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
+            )
 
         def filters(self) -> FilterConfig:
-            return FilterConfig(empty=self.empty, broken=self.broken, untrained=None, **self.loss_policies())
+            return FilterConfig(
+                empty=self.empty, broken=self.broken, untrained=None, **self.loss_policies()
+            )
 
         def loss_policies(self) -> dict[str, Any]:
             """Return the policies for parts of messages that a template leaves out, by option."""
@@ -127,18 +170,20 @@ class PlannedDataLoader(TokenizingDataLoader):
             return [part for part in PARTS if policies[f"on_loss_of_{part}"] == "train"]
 
         def order_key(self) -> list[Any]:
-            """Return all settings that affect windows, except samples and sequence length, as JSON-serializable
-            values."""
+            """Return all settings that affect windows, except samples and sequence length, as
+            JSON-serializable values."""
             return [self.too_long, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, by default the model's; None if not needed. Raise `UserError` if
-            missing."""
-            return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
+            """Return the configured template, by default the model's; None if not needed. Raise
+            `UserError` if missing."""
+            return resolve_chat_template(
+                self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer
+            )
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
-            """Return the source and row format of each dataset that is not prepared. Raise `UserError` if either is
-            unknown."""
+            """Return the source and row format of each dataset that is not prepared. Raise
+            `UserError` if either is unknown."""
             raw = [dataset for dataset in self.dataset if not find_prepared(dataset, CHAT_DATASETS)]
             sources = [self.source(dataset) for dataset in raw]
             columns = [first_columns(source) for source in sources]
@@ -147,13 +192,15 @@ class PlannedDataLoader(TokenizingDataLoader):
             return list(zip(sources, formats, strict=True))
 
         def source(self, dataset: str) -> Source:
-            """Return the rows of a dataset that is not prepared. Raise `UserError` if there are none."""
+            """Return the rows of a dataset that is not prepared. Raise `UserError` if there are
+            none."""
             source = resolve_source(dataset, split=self.split, catalog=CHAT_DATASETS)
             assert isinstance(source, Source)
             return source
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, the content of its datasets, and the options for reading rows."""
+            """Return the loader's class, the content of its datasets, and the options for reading
+            rows."""
             digest = partial(data_digest, self.source, self.cache_dir)
             options = ("split", "format", "columns", "chat_template")
             return TokenizingDataLoader.Config.identity(self) | {
@@ -162,13 +209,16 @@ class PlannedDataLoader(TokenizingDataLoader):
             }
 
         def for_validation(self, dataset: str) -> Self | None:
-            """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
-            training datasets that have one. `format` and `columns` are kept if they fit."""
+            """Return the config for the validation split of `dataset` (all data if it has no
+            splits), by default of the training datasets that have one. `format` and `columns` are
+            kept if they fit."""
             if (found := validation_split(dataset, self.dataset, CHAT_DATASETS)) is None:
                 return None
             chosen, split = found
             in_order = ShuffleSampler.Config(shuffle=False)
-            config = dataclasses.replace(self, dataset=chosen, split=split, sampler=in_order, num_workers=0)
+            config = dataclasses.replace(
+                self, dataset=chosen, split=split, sampler=in_order, num_workers=0
+            )
             if self.format == AUTO and not self.columns:
                 return config
             try:
@@ -193,7 +243,9 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Chat template; None for plain text."""
         self.samples = self._open_samples()
         """Samples that fit into windows, with reports on dropped rows."""
-        self._batches = WindowDataset(self.samples, self._layout.seq_len, type(self).collate, self._layout.vocab_size)
+        self._batches = WindowDataset(
+            self.samples, self._layout.seq_len, type(self).collate, self._layout.vocab_size
+        )
         self._planner = self._new_planner(seed, samples_per_step)
         self._prefetched_positions: deque[Snapshot] = deque()
         self._position = self._planner.snapshot()
@@ -205,7 +257,8 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     @staticmethod
     def max_length(seq_len: int) -> int:
-        """Return the maximum number of tokens in a sequence; its last token is only a label and needs no position."""
+        """Return the maximum number of tokens in a sequence; its last token is only a label and
+        needs no position."""
         return seq_len + 1
 
     @staticmethod
@@ -213,20 +266,35 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Return a batch without `documents`."""
         return pack_windows(windows, seq_len)
 
-    def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
-        """Create a planner at the first window, by default with one sample per window, for steps of `windows_per_step`.
-        There is a sampler per dataset; windows never end if there is no number of `epochs`, the passes over the data;
-        `order` are further arguments of the planner."""
+    def plan(
+        self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
+    ) -> Planner:
+        """Create a planner at the first window, by default with one sample per window, for steps of
+        `windows_per_step`. There is a sampler per dataset; windows never end if there is no number
+        of `epochs`, the passes over the data; `order` are further arguments of the planner."""
         lengths = [np.ones(data.n_samples, np.int64) for data in self.samples.sets]
-        return Planner(lengths, 1, samplers, packing="none", chunk=CHUNK_WITHOUT_PACKING, epochs=epochs, **order)
+        return Planner(
+            lengths,
+            1,
+            samplers,
+            packing="none",
+            chunk=CHUNK_WITHOUT_PACKING,
+            epochs=epochs,
+            **order,
+        )
 
     def _open_samples(self) -> SampleSets:
         config = self.config
-        caches, max_length = config.open_caches(self._tokenizer, self.template), self.max_length(self._layout.seq_len)
+        caches, max_length = (
+            config.open_caches(self._tokenizer, self.template),
+            self.max_length(self._layout.seq_len),
+        )
         contents = [cache.fingerprint for cache in caches]
         self._fingerprint = digest_of([contents, [self._layout.seq_len, *config.order_key()]])
         filtered = [
-            LengthFilteredDataset(cache, max_length, config.too_long, config.filters().untrained, name)
+            LengthFilteredDataset(
+                cache, max_length, config.too_long, config.filters().untrained, name
+            )
             for name, cache in zip(config.dataset, caches, strict=True)
         ]
         return SampleSets(config.dataset, filtered)
@@ -234,7 +302,9 @@ class PlannedDataLoader(TokenizingDataLoader):
     def _new_planner(self, seed: int, windows_per_step: int) -> Planner:
         config = self.config
         sizes = [data.n_samples for data in self.samples.sets]
-        samplers = [config.sampler.build(n_samples=size, seed=seed + i) for i, size in enumerate(sizes)]
+        samplers = [
+            config.sampler.build(n_samples=size, seed=seed + i) for i, size in enumerate(sizes)
+        ]
         self.needs_sample_losses = any(sampler.needs_sample_losses for sampler in samplers)
         return self.plan(
             samplers,
@@ -250,12 +320,16 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Windows in one pass over all data."""
         if (windows := self._planner.windows_by_epoch) is not None:
             return windows[0]
-        samplers = [ShuffleSampler.Config().build(n_samples=data.n_samples, seed=0) for data in self.samples.sets]
+        samplers = [
+            ShuffleSampler.Config().build(n_samples=data.n_samples, seed=0)
+            for data in self.samples.sets
+        ]
         return sum(1 for _ in self.plan(samplers, epochs=1, windows_per_step=1))
 
     @property
     def packing_efficiency(self) -> float | None:
-        """Fraction of the windows' positions that hold samples, over an epoch; None: samples are not packed."""
+        """Fraction of the windows' positions that hold samples, over an epoch; None: samples are
+        not packed."""
         return None
 
     def summary(self, n_samples: int) -> DataSummary:
@@ -263,8 +337,16 @@ class PlannedDataLoader(TokenizingDataLoader):
             n_samples = min(n_samples, self.n_samples)
         epochs, limits = self._planner.epochs_after(n_samples), self._planner.max_epochs
         sets = [
-            SetSummary(name=name, report=data.report, lengths=data.all_lengths, epochs=times, max_epochs=limit)
-            for name, data, times, limit in zip(self.samples.names, self.samples.sets, epochs, limits, strict=True)
+            SetSummary(
+                name=name,
+                report=data.report,
+                lengths=data.all_lengths,
+                epochs=times,
+                max_epochs=limit,
+            )
+            for name, data, times, limit in zip(
+                self.samples.names, self.samples.sets, epochs, limits, strict=True
+            )
         ]
         return DataSummary(
             sets=sets,
@@ -297,7 +379,9 @@ class PlannedDataLoader(TokenizingDataLoader):
         if self._exhausted:
             raise StopIteration
         if self._workers is None:
-            self._workers = Workers(self._batches, sampler=self._keys(), num_workers=self.config.num_workers)
+            self._workers = Workers(
+                self._batches, sampler=self._keys(), num_workers=self.config.num_workers
+            )
         try:
             batch: Batch = next(self._workers)
         except StopIteration:
@@ -307,14 +391,18 @@ class PlannedDataLoader(TokenizingDataLoader):
         return batch
 
     def _keys(self) -> Iterator[Any]:
-        """Yield the sample numbers of the windows of each batch of this rank. After a planning error, yield
-        the error, which `Workers` raises in its turn, since the run may not need more batches."""
+        """Yield the sample numbers of the windows of each batch of this rank. After a planning
+        error, yield the error, which `Workers` raises in its turn, since the run may not need more
+        batches."""
         batch_size = self._layout.global_batch_size
         first = self._layout.dp_rank * self._layout.local_batch_size
         try:
             while windows := list(itertools.islice(self._planner, batch_size)):
                 self._prefetched_positions.append(self._planner.snapshot())
-                numbers = [(window.samples + self._planner.offsets[window.source]).tolist() for window in windows]
+                numbers = [
+                    (window.samples + self._planner.offsets[window.source]).tolist()
+                    for window in windows
+                ]
                 numbers += [[]] * (batch_size - len(numbers))
                 yield numbers[first : first + self._layout.local_batch_size]
         except UserError as error:
@@ -324,7 +412,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         return self._state_at(self._position)
 
     def present_state(self) -> Callable[[], dict[str, Any]]:
-        return partial(self._state_at, self._position)  # a snapshot refers to arrays, which nothing modifies
+        # a snapshot refers to arrays, which nothing modifies
+        return partial(self._state_at, self._position)
 
     def _state_at(self, snapshot: Snapshot) -> dict[str, Any]:
         position = self._planner.state_dict(snapshot)
@@ -340,8 +429,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         self._position = self._planner.snapshot()
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Pass a step's statistics to the samplers. They affect draws `PREFETCHED_BATCHES` batches per worker later,
-        and only samples not yet drawn."""
+        """Pass a step's statistics to the samplers. They affect draws `PREFETCHED_BATCHES` batches
+        per worker later, and only samples not yet drawn."""
         self._planner.observe(statistics, self._position.n_windows)
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
@@ -353,7 +442,8 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     def assets(self) -> dict[str, str]:
         """Return the chat template and its settings as files; see `chat_assets`."""
-        from torchtitan.components.weights.assets import chat_assets  # deferred, like all saving code
+        # deferred, like all saving code
+        from torchtitan.components.weights.assets import chat_assets
 
         return chat_assets(self._tokenizer, self.template) if self.template else {}
 

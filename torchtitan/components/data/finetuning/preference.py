@@ -1,4 +1,5 @@
-"""Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single answers with labels."""
+"""Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single
+answers with labels."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +10,18 @@ import numpy as np
 import torch
 
 from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
-from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, Pair, Sample, shortened
+from torchtitan.components.data.finetuning.chat_encoding import (
+    EncodedRow,
+    EncodedSample,
+    RowEncoder,
+)
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    EmptySample,
+    Pair,
+    Sample,
+    shortened,
+)
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
@@ -25,33 +36,38 @@ _MISSING = EncodedSample(np.zeros(0, np.int64), np.zeros(0, bool))
 
 
 class PairEncoder(RowEncoder):
-    """Encodes pairs: the prompt with the chosen and with the rejected answer. A missing answer has no tokens at all."""
+    """Encodes pairs: the prompt with the chosen and with the rejected answer. A missing answer has
+    no tokens at all."""
 
     n_parts = len(SIDES)
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)
-        both = Pair(sample.prompt, sample.chosen or sample.rejected, sample.rejected or sample.chosen)
+        both = Pair(
+            sample.prompt, sample.chosen or sample.rejected, sample.rejected or sample.chosen
+        )
         chosen, rejected = self._chat.encode_pair(both)
         for side, part in zip(SIDES, (chosen, rejected), strict=True):
             if not part.trained[1:].any():
                 raise EmptySample(f"{side} has no token to predict")
         if sample.chosen and sample.rejected and np.array_equal(chosen.ids, rejected.ids):
             raise EmptySample("chosen and rejected have the same tokens")
-        return EncodedRow((chosen if sample.chosen else _MISSING, rejected if sample.rejected else _MISSING))
+        return EncodedRow(
+            (chosen if sample.chosen else _MISSING, rejected if sample.rejected else _MISSING)
+        )
 
 
 class PreferenceDataLoader(PlannedDataLoader):
     """Pairs, packed into windows without splitting; see `PlannedDataLoader` for order and position.
 
-    A window has W = 2 `seq_len` positions and holds one or more pairs, so each sequence, the prompt with one of the
-    answers, may take `seq_len` positions. A batch has `input`, `labels` (on the assistant's turns of the answers) and
-    `attention` as in SFT, each sequence being a document, and `sequences` (B, W): a position's number of its sequence,
-    2 i for the chosen answer of the i-th pair and 2 i + 1 for the rejected one. Padding has the number 0, and no
-    labels.
+    A window has W = 2 `seq_len` positions and holds one or more pairs, so each sequence, the prompt
+    with one of the answers, may take `seq_len` positions. A batch has `input`, `labels` (on the
+    assistant's turns of the answers) and `attention` as in SFT, each sequence being a document, and
+    `sequences` (B, W): a position's number of its sequence, 2 i for the chosen answer of the i-th
+    pair and 2 i + 1 for the rejected one. Padding has the number 0, and no labels.
 
-    `too_long` applies to pairs with a side longer than `seq_len` positions. `truncate_left` removes the same number of
-    tokens from both sides, and drops pairs if an answer alone is too long.
+    `too_long` applies to pairs with a side longer than `seq_len` positions. `truncate_left` removes
+    the same number of tokens from both sides, and drops pairs if an answer alone is too long.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -59,10 +75,12 @@ class PreferenceDataLoader(PlannedDataLoader):
         """Preference data."""
 
         too_long: Literal["drop", "truncate_left", "error"] = "drop"
-        """Pairs longer than the sequence length: drop, truncate_left (shortens the prompt), or error."""
+        """Pairs longer than the sequence length: drop, truncate_left (shortens the prompt), or
+        error."""
 
         packing: Packing = "ffd"
-        """Packing of pairs into windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
+        """Packing of pairs into windows: ffd (first-fit-decreasing), multipack (equally full
+        windows), or none."""
 
         def order_key(self) -> list[Any]:
             return [*PlannedDataLoader.Config.order_key(self), self.packing]
@@ -76,18 +94,23 @@ class PreferenceDataLoader(PlannedDataLoader):
     def collate(windows: Windows, seq_len: int) -> Batch:
         return to_batch([pack_pairs(window, seq_len * SEQUENCES_PER_SAMPLE) for window in windows])
 
-    def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
+    def plan(
+        self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
+    ) -> Planner:
         positions = [data.sequence_positions().sum(axis=1) for data in self.samples.sets]
         capacity = self._layout.seq_len * SEQUENCES_PER_SAMPLE
-        return Planner(positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **order)
+        return Planner(
+            positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **order
+        )
 
 
 class AnswerDataLoader(PreferenceDataLoader):
     """Single answers with a label, as for KTO: rows with a prompt, an answer and `label`, or pairs.
 
-    The batches are like batches of pairs, in which one of the answers may be missing: a desirable answer is a chosen
-    one. They also have `mismatched_input`, `mismatched_labels` and `mismatched_attention`: the answers of each window
-    with another prompt of the window, `n_mismatched` (B,), their number, and `n_answers` (B,), the number of answers.
+    The batches are like batches of pairs, in which one of the answers may be missing: a desirable
+    answer is a chosen one. They also have `mismatched_input`, `mismatched_labels` and
+    `mismatched_attention`: the answers of each window with another prompt of the window,
+    `n_mismatched` (B,), their number, and `n_answers` (B,), the number of answers.
     """
 
     kind = "rated"
@@ -98,24 +121,38 @@ class AnswerDataLoader(PreferenceDataLoader):
 
     def log_data(self) -> None:
         super().log_data()
-        lengths = np.concatenate([data.sequence_positions() for data in self.samples.sets]).max(axis=0).tolist()
+        lengths = (
+            np.concatenate([data.sequence_positions() for data in self.samples.sets])
+            .max(axis=0)
+            .tolist()
+        )
         if 0 in lengths:
-            found, lacking = ("desirable", "undesirable") if lengths[0] else ("undesirable", "desirable")
-            logger.warning(f"all answers in {' '.join(self.config.dataset)} are {found}; KTO also needs {lacking} ones")
+            found, lacking = (
+                ("desirable", "undesirable") if lengths[0] else ("undesirable", "desirable")
+            )
+            logger.warning(
+                f"all answers in {' '.join(self.config.dataset)} are {found}; KTO also needs "
+                f"{lacking} ones"
+            )
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         batch = PreferenceDataLoader.collate(windows, seq_len)
         mismatched = [_mismatched(window, seq_len) for window in windows]
-        others = to_batch([pack_samples(samples, seq_len * SEQUENCES_PER_SAMPLE) for samples in mismatched])
+        others = to_batch(
+            [pack_samples(samples, seq_len * SEQUENCES_PER_SAMPLE) for samples in mismatched]
+        )
         numbers = [sum(part.trained.any() for part in samples) for samples in mismatched]
-        counts = {"n_mismatched": torch.tensor(numbers), "n_answers": torch.tensor([*map(len, mismatched)])}
+        counts = {
+            "n_mismatched": torch.tensor(numbers),
+            "n_answers": torch.tensor([*map(len, mismatched)]),
+        }
         return batch | {f"mismatched_{k}": v for k, v in others.items()} | counts
 
 
 class RewardEncoder(PairEncoder):
-    """Encodes pairs of whole conversations with their margins. Another token follows each answer, so that the model
-    sees the last one."""
+    """Encodes pairs of whole conversations with their margins. Another token follows each answer,
+    so that the model sees the last one."""
 
     has_answers = True
 
@@ -129,13 +166,20 @@ class RewardEncoder(PairEncoder):
             is_number = False
         if not is_number:
             raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
-        parts = [self._chat.encode_whole(sample.prompt, answer) for answer in (sample.chosen, sample.rejected)]
-        longer = (part._replace(ids=np.append(part.ids, 0), trained=np.append(part.trained, False)) for part in parts)
+        parts = [
+            self._chat.encode_whole(sample.prompt, answer)
+            for answer in (sample.chosen, sample.rejected)
+        ]
+        longer = (
+            part._replace(ids=np.append(part.ids, 0), trained=np.append(part.trained, False))
+            for part in parts
+        )
         return EncodedRow(tuple(longer), str(margin))
 
 
 class RewardDataLoader(PreferenceDataLoader):
-    """Pairs for reward models, with `margins` (B, W): of the i-th pair at [:, i], as by `sum_answers`."""
+    """Pairs for reward models, with `margins` (B, W): of the i-th pair at [:, i], as by
+    `sum_answers`."""
 
     encoder_class = RewardEncoder
     token_tensors = ("input", "sequences", "margins")
@@ -159,22 +203,24 @@ def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.n
 
 
 def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
-    """Return the sums of values over the positions of each answer, (B, W, 2), with the i-th pair at [:, i]."""
+    """Return the sums of values over the positions of each answer, (B, W, 2), with the i-th pair at
+    [:, i]."""
     zeros = torch.zeros_like(values_BW).repeat(1, len(SIDES))
     return zeros.scatter_add(1, sequences_BW, values_BW).unflatten(1, (-1, len(SIDES)))
 
 
 def _mismatched(window: Sequence[EncodedRow], seq_len: int) -> list[EncodedSample]:
-    """Return each prompt of a window followed by an answer to another prompt, without the first tokens of prompts if it
-    is longer than `seq_len` positions. Each answer occurs once. If a prompt has more than half of the answers, some
-    follow their own prompt, and are not trained."""
+    """Return each prompt of a window followed by an answer to another prompt, without the first
+    tokens of prompts if it is longer than `seq_len` positions. Each answer occurs once. If a prompt
+    has more than half of the answers, some follow their own prompt, and are not trained."""
     of_prompts: dict[bytes, list[EncodedSample]] = {}
     for side in range(len(SIDES)):
         for part in (row.parts[side] for row in window if len(row.parts[side].ids)):
             prompt_ids = part.ids[: int(part.trained.argmax())]
             of_prompts.setdefault(np.asarray(prompt_ids, np.int64).tobytes(), []).append(part)
     answers = [(prompt, part) for prompt, parts in of_prompts.items() for part in parts]
-    # The answers to a prompt are neighbors, so those that lie as far apart as the most of a prompt are of two prompts.
+    # The answers to a prompt are neighbors, so those that lie as far apart as the most of a prompt
+    # are of two prompts.
     most = max(map(len, of_prompts.values()), default=0)
     others = [*answers[-most:], *answers[:-most]] if most else []
     result = []

@@ -8,7 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
+from torchtitan.components.data.finetuning.chat_encoding import (
+    EncodedRow,
+    EncodedSample,
+    RowEncoder,
+)
 from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.samples import Windows
@@ -35,10 +39,10 @@ class PromptRowEncoder(RowEncoder):
 class PromptDataLoader(PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
-    A batch has lists with an element for each sample: `prompts`, the token ids including the generation prompt, as
-    `torchtitan.components.generation.generate` takes them; `answers`, the reference answer or None; and `rows`, all
-    columns. A padding sample has an empty prompt, and `NO_DOCUMENT` in `documents`. `seq_len` limits the prompt without
-    its answer.
+    A batch has lists with an element for each sample: `prompts`, the token ids including the
+    generation prompt, as `torchtitan.components.generation.generate` takes them; `answers`, the
+    reference answer or None; and `rows`, all columns. A padding sample has an empty prompt, and
+    `NO_DOCUMENT` in `documents`. `seq_len` limits the prompt without its answer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -46,7 +50,8 @@ class PromptDataLoader(PlannedDataLoader):
         """Prompts to answer."""
 
         too_long: Literal["drop", "truncate_left", "error"] = "drop"
-        """Prompts longer than the sequence length: drop, truncate_left (keeps the end), or error."""
+        """Prompts longer than the sequence length: drop, truncate_left (keeps the end), or
+        error."""
 
     config: Config
     kind = "prompt"
@@ -65,6 +70,7 @@ class PromptDataLoader(PlannedDataLoader):
 
 
 def prompts_in(batch: Batch) -> list[tuple[list[int], dict[str, Any], int]]:
-    """Return the token ids, the row and the number in the data of each prompt of a batch, without padding."""
+    """Return the token ids, the row and the number in the data of each prompt of a batch, without
+    padding."""
     prompts = zip(batch["prompts"], batch["rows"], batch["documents"][:, 0].tolist(), strict=True)
     return [prompt for prompt in prompts if prompt[2] != NO_DOCUMENT]

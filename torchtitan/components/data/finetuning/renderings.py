@@ -19,14 +19,21 @@ from torchtitan.components.chat_template.forms import (
     prepared,
     split_reasoning,
 )
-from torchtitan.components.chat_template.stops import FOLLOWING, QUESTION, Kind, Stop, Stops, n_common
+from torchtitan.components.chat_template.stops import (
+    FOLLOWING,
+    QUESTION,
+    Kind,
+    Stop,
+    Stops,
+    n_common,
+)
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Message
 from torchtitan.components.data.finetuning.losses import Part, is_written, lost_parts, parts_of
 from torchtitan.tools.errors import UserError
 
 _ADVICE = (
-    f"set another --dataloader.chat_template ({', '.join(BUILT_IN_TEMPLATES)}), or a copy of the template that "
-    "continues its generation prompt"
+    f"set another --dataloader.chat_template ({', '.join(BUILT_IN_TEMPLATES)}), or a copy of the "
+    "template that continues its generation prompt"
 )
 
 MARK = "ContentMark"
@@ -49,7 +56,8 @@ class Turn(NamedTuple):
     unseen: tuple[str, ...]
     """Parts of the prompt that the template leaves out: "system message" or "tools"."""
     marks: tuple[tuple[int, int], ...] | None
-    """Spans that the template marks by `{% generation %}`, in characters of prompt and completion; None: no marks."""
+    """Spans that the template marks by `{% generation %}`, in characters of prompt and completion;
+    None: no marks."""
     is_only_a_stop: bool = False
     """True if the model learns nothing from the turn but to stop."""
     rest: str = ""
@@ -66,8 +74,8 @@ class Attempt(NamedTuple):
     turn: Turn | None
     problem: str = ""
     n_passed: int = 0
-    """How far the form gets: 0 if the template rejects it, 1 if its turn does not continue the generation prompt, 2 if
-    the turn has a fault."""
+    """How far the form gets: 0 if the template rejects it, 1 if its turn does not continue the
+    generation prompt, 2 if the turn has a fault."""
 
 
 class TriedTemplate(NamedTuple):
@@ -87,7 +95,9 @@ class Renderings:
         thinks: whether the conversation has reasoning; None: as its messages have it.
     """
 
-    def __init__(self, tried: TriedTemplate, conversation: Conversation, thinks: bool | None = None):
+    def __init__(
+        self, tried: TriedTemplate, conversation: Conversation, thinks: bool | None = None
+    ):
         self._tried = tried
         self._template, self._forms, self._stops = tried
         self.messages = [self._split(message) for message in conversation.messages]
@@ -97,7 +107,9 @@ class Renderings:
         self._traits: dict[int, Traits] = {}
         self._prepared: dict[Form, list[Message]] = {}
         self._rendered: dict[tuple[int, bool, Form], tuple[str, list[tuple[int, int]]]] = {}
-        self.has_system = any(message["role"] in ("system", "developer") for message in self.messages)
+        self.has_system = any(
+            message["role"] in ("system", "developer") for message in self.messages
+        )
 
     def _split(self, message: Message) -> Message:
         if message["role"] != "assistant":
@@ -108,7 +120,9 @@ class Renderings:
         """Return the traits of the assistant's message `number`."""
         if number in self._traits:
             return self._traits[number]
-        answers = [message for message in self.messages[: number + 1] if message["role"] == "assistant"]
+        answers = [
+            message for message in self.messages[: number + 1] if message["role"] == "assistant"
+        ]
         calling = [message for message in answers if message.get("tool_calls")]
         bare = {_kind_of(message) for message in calling if not message.get("content")}
         self._traits[number] = traits = Traits(
@@ -126,12 +140,15 @@ class Renderings:
         """Return the conversation up to message `number`, with markers in place of its texts."""
         message = _marked(self.messages[number])
         before = [{**other} for other in self.messages[:number]]
-        row = Renderings(self._tried, Conversation([], self.tools, options=self.options), self.thinks)
+        row = Renderings(
+            self._tried, Conversation([], self.tools, options=self.options), self.thinks
+        )
         row.messages, row.has_system = [*before, message], self.has_system
         return row
 
     def rest(self, turn: Turn) -> str:
-        """Return what the template writes after a turn in the whole conversation; empty if it rewrites the turn."""
+        """Return what the template writes after a turn in the whole conversation; empty if it
+        rewrites the turn."""
         try:
             whole = self.render(len(self.messages), turn.form, prompted=False)
         except UserError:
@@ -153,18 +170,23 @@ class Renderings:
         key = n, prompted, form
         if key not in self._rendered:
             messages = self._in_form(n, form, prompted)
-            template, options = self._template, {**dict(form.options), "null_content": form.empty == "none"}
+            template, options = (
+                self._template,
+                {**dict(form.options), "null_content": form.empty == "none"},
+            )
             if template.marks_generation and not prompted:
                 result = template.render_marked(messages[:n], tools=self.tools, **options)
             else:
-                text = template.render(messages[:n], tools=self.tools, add_generation_prompt=prompted, **options)
+                text = template.render(
+                    messages[:n], tools=self.tools, add_generation_prompt=prompted, **options
+                )
                 result = text, []
             self._rendered[key] = result
         return self._rendered[key]
 
     def _in_form(self, n: int, form: Form, prompted: bool) -> list[Message]:
-        """Return the first `n` messages. The form of reasoning that is not under a key concerns the last one only:
-        earlier turns have what the template keeps of them."""
+        """Return the first `n` messages. The form of reasoning that is not under a key concerns the
+        last one only: earlier turns have what the template keeps of them."""
         usual = form if form.reasoning in KEYS else replace(form, reasoning=REASONING, tags=None)
         if usual not in self._prepared:
             self._prepared[usual] = prepared(self.messages, usual)
@@ -187,7 +209,12 @@ class Renderings:
         if kind == "call" and stop and stop.lead is not None:
             # Some templates end several calls like answers, but not a single one.
             usual = self._stops.of("answer", dict(form.options))
-            ends_alike = usual and usual.lead is None and usual.text and completion.rstrip().endswith(usual.text)
+            ends_alike = (
+                usual
+                and usual.lead is None
+                and usual.text
+                and completion.rstrip().endswith(usual.text)
+            )
             stop = usual if ends_alike else stop
         finished = stop.cut(completion) if stop else None
         if finished is None:
@@ -203,17 +230,24 @@ class Renderings:
         return Attempt(Turn(prompt, finished, end, form, lost, unseen, marks, is_only_a_stop))
 
     def texts_after(self, form: Form) -> list[str]:
-        """Return what the template writes between each message and the next one, for messages with markers in place of
-        their texts."""
-        marked = Renderings(self._tried, Conversation([], self.tools, options=self.options), self.thinks)
-        marked.messages = [_numbered(message, number) for number, message in enumerate(self.messages)]
+        """Return what the template writes between each message and the next one, for messages with
+        markers in place of their texts."""
+        marked = Renderings(
+            self._tried, Conversation([], self.tools, options=self.options), self.thinks
+        )
+        marked.messages = [
+            _numbered(message, number) for number, message in enumerate(self.messages)
+        ]
         text = marked.text(len(marked.messages), form)
         ends, end = [], 0
         for number in range(len(marked.messages)):
             end = max([end, *(found.end() for found in _numbered_marker(number).finditer(text))])
             ends.append(end)
         begins = [_numbered_marker(number + 1).search(text, end) for number, end in enumerate(ends)]
-        return [text[end : begin.start() if begin else None] for end, begin in zip(ends, begins, strict=True)]
+        return [
+            text[end : begin.start() if begin else None]
+            for end, begin in zip(ends, begins, strict=True)
+        ]
 
     def kind(self, number: int) -> Kind:
         return "call" if self.messages[number].get("tool_calls") else "answer"
@@ -224,8 +258,8 @@ class Renderings:
         return f"{self._template.name} writes message {number + 1} (assistant){tried}"
 
     def closing_inside(self, number: int, completion: str) -> str:
-        """Return the tag inside the reasoning of message `number` that also closes it in its turn; empty if there is
-        none."""
+        """Return the tag inside the reasoning of message `number` that also closes it in its turn;
+        empty if there is none."""
         reasoning = self.messages[number].get(REASONING) or ""
         closings = (tags.close for tags in self._forms.tags if tags.close in reasoning)
         return next((closing for closing in closings if completion.count(closing) > 1), "")
@@ -233,7 +267,8 @@ class Renderings:
     def _completion(
         self, number: int, form: Form, prompt: str
     ) -> tuple[str | None, tuple[tuple[int, int], ...] | None]:
-        """Return the text of the turn after the generation prompt, None if there is none, and the marked spans."""
+        """Return the text of the turn after the generation prompt, None if there is none, and the
+        marked spans."""
         if form.way == "followed":
             followed = self._followed(number, form)
             return self._joined(number, form, prompt, followed) if followed else None, None
@@ -251,10 +286,12 @@ class Renderings:
     def _tail(
         self, number: int, form: Form, prompt: str, finished: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[str | None, tuple[tuple[int, int], ...] | None]:
-        """Return the text after the generation prompt at the place where the template writes any answer."""
+        """Return the text after the generation prompt at the place where the template writes any
+        answer."""
         generated = self._forms.prompt(form.options)
         header = self._header(number, form)
-        if number and not generated.strip():  # without a prompt of its own, the turn follows the previous message
+        # without a prompt of its own, the turn follows the previous message
+        if number and not generated.strip():
             previous = str(self.messages[number - 1].get("content") or "").strip()
             generated = prompt[prompt.rfind(previous) :] if previous in prompt else ""
         is_usable = generated.strip() and prompt.endswith(generated)
@@ -268,9 +305,13 @@ class Renderings:
         return finished[end:], marks if self._template.marks_generation else None
 
     def _joined(self, number: int, form: Form, prompt: str, finished: str) -> str | None:
-        """Return the reasoning, its closing tag and the answer as the template renders it without reasoning."""
+        """Return the reasoning, its closing tag and the answer as the template renders it without
+        reasoning."""
         assert form.tags
-        header, before = self._header(number, form, prompt), self.render(number, form, prompted=False)
+        header, before = (
+            self._header(number, form, prompt),
+            self.render(number, form, prompted=False),
+        )
         if header is None or not finished.startswith(header) or not header.startswith(before):
             return None
         answer, extra = finished[len(header) :], prompt[len(header) :]
@@ -288,11 +329,19 @@ class Renderings:
             return None
         if block := BLOCK.match(answer):
             inner = "\n" if "\n" in block["inner"] else ""
-            return block["open"] + inner + reasoning + inner + block["close"] + answer[block.end("close") :]
+            return (
+                block["open"]
+                + inner
+                + reasoning
+                + inner
+                + block["close"]
+                + answer[block.end("close") :]
+            )
         return form.tags.block(reasoning) + answer
 
     def _followed(self, number: int, form: Form) -> str | None:
-        """Return the text of the conversation up to message `number`, up to its stop, if another message follows."""
+        """Return the text of the conversation up to message `number`, up to its stop, if another
+        message follows."""
         stop = self._stops.of(self.kind(number), dict(form.options))
         if stop is None or stop.lead is not None or not stop.text:
             return None
@@ -301,18 +350,20 @@ class Renderings:
         return head + found if found else None
 
     def _replaced(self, number: int, message: Message, form: Form) -> str:
-        """Return the text of the conversation up to message `number` with another message in its place, and, if the
-        form says so, one that follows."""
+        """Return the text of the conversation up to message `number` with another message in its
+        place, and, if the form says so, one that follows."""
         before = self._in_form(number, form, True)
         messages = [*before, *prepared([message], replace(form, reasoning="none"))]
         if form.way == "followed":
             messages += _following(message)
         options = {**dict(form.options), "null_content": form.empty == "none"}
-        return self._template.render(messages, tools=self.tools, add_generation_prompt=False, **options)
+        return self._template.render(
+            messages, tools=self.tools, add_generation_prompt=False, **options
+        )
 
     def _header(self, number: int, form: Form, prompt: str | None = None) -> str | None:
-        """Return the text before the content of message `number`; with a prompt, what both have in common, which ends
-        before markup that differs."""
+        """Return the text before the content of message `number`; with a prompt, what both have in
+        common, which ends before markup that differs."""
         message = self.messages[number]
         if message.get("content") or not message.get("tool_calls"):
             message = {**message, "content": MARK}
@@ -341,7 +392,10 @@ class Renderings:
         if form.empty == "none" and self._writes_none(number, form):
             return "a text for a content that is none"
         if number == 0 and (more := self._added(finished, form)):
-            return f"text before it that no prompt has, {more!r}; give the message a weight of 0, or remove it"
+            return (
+                f"text before it that no prompt has, {more!r}; give the message a weight of 0, or "
+                "remove it"
+            )
         reasoning, content = message.get(REASONING), message.get("content")
         texts = [text for text in (reasoning, content) if isinstance(text, str) and text]
         if any(finished.count(text) > 1 for text in texts):
@@ -359,29 +413,39 @@ class Renderings:
         if opened := forms.opened_by(prompt):
             is_closed = opened.close in finished and opened.open.strip() not in finished
             if not is_closed:
-                return f"no {opened.close!r}, although its generation prompt ends with {opened.open!r}"
+                return (
+                    f"no {opened.close!r}, although its generation prompt ends with {opened.open!r}"
+                )
             is_misplaced = _is_misclosed(finished, reasoning, opened)
             return f"{opened.close!r} before the reasoning, or twice" if is_misplaced else ""
         if not reasoning or reasoning not in finished:
             return ""
-        is_twice = closed_block(prompt) or any(finished.count(tags.close) > 1 for tags in forms.tags)
+        is_twice = closed_block(prompt) or any(
+            finished.count(tags.close) > 1 for tags in forms.tags
+        )
         return "reasoning after an empty block of reasoning" if is_twice else ""
 
     def _added(self, finished: str, form: Form) -> str:
-        """Return the text before the markers of a first message if it is not the same after a question, such as a
-        system prompt; empty if it is."""
+        """Return the text before the markers of a first message if it is not the same after a
+        question, such as a system prompt; empty if it is."""
         head = _before_markers(finished)
         if not head.strip():
             return ""
         question = {"role": "user", "content": QUESTION}
-        asked = Renderings(self._tried, Conversation([], self.tools, options=self.options), self.thinks)
+        asked = Renderings(
+            self._tried, Conversation([], self.tools, options=self.options), self.thinks
+        )
         asked.messages = [question, self.messages[0]]
         turn = asked.attempt(1, form).turn
         return "" if turn and _before_markers(turn.completion) == head else head
 
     def _unseen(self, number: int, prompt: str) -> Iterator[str]:
         if self.has_system:
-            texts = [m.get("content") for m in self.messages[:number] if m["role"] in ("system", "developer")]
+            texts = [
+                m.get("content")
+                for m in self.messages[:number]
+                if m["role"] in ("system", "developer")
+            ]
             if any(isinstance(text, str) and not is_written(text, prompt) for text in texts):
                 yield "system message"
         if self.tools and not all(tool["function"]["name"] in prompt for tool in self.tools):
@@ -397,8 +461,9 @@ class Renderings:
         before = self.render(number, form, prompted=False)
         if is_second and len(prompt) < len(before) and before.startswith(prompt):
             return (
-                f"the generation prompt of {self._template.name} continues message {number} (assistant), so it begins "
-                f"no other one; make messages {number} and {number + 1} one"
+                f"the generation prompt of {self._template.name} continues message {number} "
+                f"(assistant), so it begins no other one; make messages {number} and {number + 1} "
+                "one"
             )
         finished = self.render(number + 1, form, prompted=False)
         n = n_common(finished, prompt)
@@ -411,15 +476,21 @@ class Renderings:
 def _without_prompt(error: UserError) -> str:
     """Return the reason why a first message of the assistant cannot be trained."""
     return (
-        f"message 1 (assistant) has no prompt, as the template needs a message before it ({error}); begin with another "
-        "role, or give the message a weight of 0"
+        "message 1 (assistant) has no prompt, as the template needs a message before it "
+        f"({error}); begin with another role, or give the message a weight of 0"
     )
 
 
 def _following(message: Message) -> list[Message]:
-    """Return the messages that follow a turn of the assistant: a result of each call, or a question."""
+    """Return the messages that follow a turn of the assistant: a result of each call, or a
+    question."""
     results = [
-        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id"), "content": FOLLOWING}
+        {
+            "role": "tool",
+            "name": call["function"]["name"],
+            "tool_call_id": call.get("id"),
+            "content": FOLLOWING,
+        }
         for call in message.get("tool_calls") or []
     ]
     return results or [{"role": "user", "content": FOLLOWING}]
@@ -427,12 +498,15 @@ def _following(message: Message) -> list[Message]:
 
 def _before_markers(text: str) -> str:
     """Return the text before the first marker."""
-    places = [text.find(marker) for marker in (MARK, _REASONING_MARK, _VALUE_MARK) if marker in text]
+    places = [
+        text.find(marker) for marker in (MARK, _REASONING_MARK, _VALUE_MARK) if marker in text
+    ]
     return text[: min(places)] if places else text
 
 
 def _is_misclosed(finished: str, reasoning: str | None, opened: Tags) -> bool:
-    """Return whether the tag that closes the reasoning which a prompt opens is not directly after it."""
+    """Return whether the tag that closes the reasoning which a prompt opens is not directly after
+    it."""
     inside, _, rest = finished.partition(opened.close)
     return opened.close in rest or inside.strip() != (reasoning or "")
 

@@ -41,7 +41,8 @@ from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.user_code import is_ctrl_c, with_place
 
 Kind = Literal["sft", "preference", "rated", "prompt"]
-"""Purpose of rows: samples to imitate, pairs to compare, answers to judge (pairs too), prompts to answer."""
+"""Purpose of rows: samples to imitate, pairs to compare, answers to judge (pairs too), prompts to
+answer."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class RowFormat:
     required: tuple[str, ...]
     """Columns that a row must have."""
     convert: Callable[[dict[str, Any]], Sample | None]
-    """Converts a row; user functions may return None to drop it. Raises `BrokenSample` for an unusable row. In results
-    of `find_format`, rows have the column names of the file."""
+    """Converts a row; user functions may return None to drop it. Raises `BrokenSample` for an
+    unusable row. In results of `find_format`, rows have the column names of the file."""
     optional: tuple[str, ...] = ()
     """Columns that are read if present; other columns are ignored."""
     mapping: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +84,10 @@ _INSTRUCTION = ("input", "history", *_TURNS)
 _REASONED = (*_TURNS, *REASONING_COLUMNS)
 _REASONED_INSTRUCTION = (*_INSTRUCTION, *REASONING_COLUMNS)
 _PROMPTS: dict[str, tuple[PromptReader, tuple[str, ...]]] = {
-    **{name: (partial(turns_in, "user", name), _TURNS) for name in ("prompt", "question", "query", "problem")},
+    **{
+        name: (partial(turns_in, "user", name), _TURNS)
+        for name in ("prompt", "question", "query", "problem")
+    },
     "instruction": (instruction_in, _INSTRUCTION),
     **{name: (partial(listed_in, name), _TURNS) for name in ("conversations", "messages")},
 }
@@ -101,9 +105,17 @@ _CHOICE = ("chosen", "rejected")
 
 FORMATS: Sequence[RowFormat] = (
     RowFormat("messages", "sft", ("messages",), partial(read_turns, "messages"), _TURNS),
-    RowFormat("conversations", "sft", ("conversations",), partial(read_turns, "conversations"), _TURNS),
+    RowFormat(
+        "conversations", "sft", ("conversations",), partial(read_turns, "conversations"), _TURNS
+    ),
     *(
-        RowFormat(name, "sft", ("instruction", answer), partial(read_instruction, answer), _REASONED_INSTRUCTION)
+        RowFormat(
+            name,
+            "sft",
+            ("instruction", answer),
+            partial(read_instruction, answer),
+            _REASONED_INSTRUCTION,
+        )
         for name, answer in (("instruction", "output"), ("instruction_response", "response"))
     ),
     *(
@@ -114,13 +126,25 @@ FORMATS: Sequence[RowFormat] = (
     RowFormat("glaive", "sft", ("system", "chat"), read_glaive, ("tools",)),
     RowFormat("text", "sft", ("text",), read_text),
     *(
-        RowFormat(column, "preference", (column, *_CHOICE), partial(read_pair, prompt), ("margin", *optional))
+        RowFormat(
+            column,
+            "preference",
+            (column, *_CHOICE),
+            partial(read_pair, prompt),
+            ("margin", *optional),
+        )
         for column, (prompt, optional) in _PROMPTS.items()
     ),
-    RowFormat("chosen_rejected", "preference", _CHOICE, partial(read_pair, no_prompt), ("margin", *_TURNS)),
+    RowFormat(
+        "chosen_rejected", "preference", _CHOICE, partial(read_pair, no_prompt), ("margin", *_TURNS)
+    ),
     *(
         RowFormat(
-            "_".join((*columns, label)), "rated", (*columns, label), partial(read_rated, *columns, label), _REASONED
+            "_".join((*columns, label)),
+            "rated",
+            (*columns, label),
+            partial(read_rated, *columns, label),
+            _REASONED,
         )
         for columns in _QUESTIONS
         for label in LABELS
@@ -139,15 +163,20 @@ def formats_of(kind: Kind) -> list[RowFormat]:
     return [format for format in FORMATS if format.kind in kinds]
 
 
-def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
-    """Return the format of rows for a purpose, given the columns of the first valid row; its `convert` accepts rows
-    with the column names of the file, to which `mapping` leads from the format's. `format` is "auto" (detected from the
-    columns, must use all mapped ones), a format name, or a user function, `package.module:function` or
-    `path/to/file.py:function`. Raise `UserError` if no format matches, the format or function does not exist, or a
-    mapped column is missing."""
+def find_format(
+    columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
+) -> RowFormat:
+    """Return the format of rows for a purpose, given the columns of the first valid row; its
+    `convert` accepts rows with the column names of the file, to which `mapping` leads from the
+    format's. `format` is "auto" (detected from the columns, must use all mapped ones), a format
+    name, or a user function, `package.module:function` or `path/to/file.py:function`. Raise
+    `UserError` if no format matches, the format or function does not exist, or a mapped column is
+    missing."""
     if ":" in format:
         if mapping:
-            raise UserError(f"--dataloader.columns cannot be combined with the function {format!r}; remove one")
+            raise UserError(
+                f"--dataloader.columns cannot be combined with the function {format!r}; remove one"
+            )
         return function_format(load_function(format), kind)
     _check_mapping(columns, mapping, kind)
     renamed = mapped_row(dict.fromkeys(columns), mapping)
@@ -165,13 +194,18 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
 
 
 def dataset_formats(
-    datasets: Sequence[str], columns: Sequence[Sequence[str]], format: str, mapping: Mapping[str, str], kind: Kind
+    datasets: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    format: str,
+    mapping: Mapping[str, str],
+    kind: Kind,
 ) -> list[RowFormat]:
     """Return the row formats of datasets, given the columns of each.
 
-    `format` (other than "auto") and `mapping` apply to all datasets that they fit and override the registration. Other
-    datasets use the registered or detected format. A function fits all datasets registered without a format. Raise
-    `UserError` like `find_format`, and if `format` and `mapping` fit no dataset."""
+    `format` (other than "auto") and `mapping` apply to all datasets that they fit and override the
+    registration. Other datasets use the registered or detected format. A function fits all datasets
+    registered without a format. Raise `UserError` like `find_format`, and if `format` and `mapping`
+    fit no dataset."""
     datasets_columns = list(zip(datasets, columns, strict=True))
     if format == AUTO and not mapping:
         return [_default_format(dataset, names, kind) for dataset, names in datasets_columns]
@@ -182,7 +216,8 @@ def dataset_formats(
         try:
             if ":" in format and registered is not None and registered.has_format():
                 raise UserError(
-                    f"--dataloader.format {format!r} cannot be used: {dataset!r} is registered with a format"
+                    f"--dataloader.format {format!r} cannot be used: {dataset!r} is registered "
+                    "with a format"
                 )
             requested.append(find_format(names, format, mapping, kind))
         except UserError as error:
@@ -218,18 +253,27 @@ def function_format(function: RowFunction, kind: Kind) -> RowFormat:
 
 
 def _preference_rows_error(known: Mapping[str, str]) -> UserError:
-    """Return the error for preference rows in SFT, with the option that selects one answer. `known` maps the formats'
-    column names to column names in the file."""
+    """Return the error for preference rows in SFT, with the option that selects one answer. `known`
+    maps the formats' column names to column names in the file."""
     endings = [(f.required[:-1], f.required[-1]) for f in FORMATS if f.kind == "sft"]
-    matching = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
+    matching = [
+        (before, last)
+        for before, last in endings
+        if set(before) <= set(known) and last not in known
+    ]
     _, answer = max(matching, key=lambda ending: len(ending[0]))
     other = _detect(known, "sft")
-    if other and other.name in ("messages", "conversations"):  # the answers may continue or repeat them
-        advice = "write a function that returns the whole conversation, --dataloader.format my_rows.py:function"
+    # the answers may continue or repeat them
+    if other and other.name in ("messages", "conversations"):
+        advice = (
+            "write a function that returns the whole conversation, --dataloader.format "
+            "my_rows.py:function"
+        )
     else:
         advice = f"set --dataloader.columns {answer}={known['chosen']}"
     return UserError(
-        f"the columns {known['chosen']} and {known['rejected']} are for preference training; to train on one of them, "
+        f"the columns {known['chosen']} and {known['rejected']} are for preference training; to "
+        "train on one of them, "
         f"{advice}" + (f"; to ignore both, set --dataloader.format {other.name}" if other else "")
     )
 
@@ -237,8 +281,8 @@ def _preference_rows_error(known: Mapping[str, str]) -> UserError:
 def _mismatch_error(columns: Sequence[str], format: RowFormat | None, kind: Kind) -> UserError:
     if kind == "preference" and (label := next((name for name in LABELS if name in columns), None)):
         return UserError(
-            f"the column {label} rates single answers; use --config kto, since this method needs two answers per "
-            "prompt, in the columns chosen and rejected"
+            f"the column {label} rates single answers; use --config kto, since this method needs "
+            "two answers per prompt, in the columns chosen and rejected"
         )
     if format:
         problem = f"but {format.name!r} needs {_needs(format)}"
@@ -248,8 +292,8 @@ def _mismatch_error(columns: Sequence[str], format: RowFormat | None, kind: Kind
         problem, formats = "which match no format", f": {_overview(kind)}"
         suggested = suggested_columns(columns) if kind == "sft" else "OURS=THEIRS"
     return UserError(
-        f"the rows have the columns {', '.join(columns) or '(none)'}, {problem}; rename them with --dataloader.columns "
-        f"{suggested}, or set another --dataloader.format{formats}"
+        f"the rows have the columns {', '.join(columns) or '(none)'}, {problem}; rename them with "
+        f"--dataloader.columns {suggested}, or set another --dataloader.format{formats}"
     )
 
 
@@ -280,15 +324,19 @@ def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kin
             )
         if theirs not in columns:
             raise UserError(
-                f"--dataloader.columns: the rows have no column {theirs!r}{suggest(theirs, columns)} "
-                f"(they have: {', '.join(columns)})"
+                "--dataloader.columns: the rows have no column "
+                f"{theirs!r}{suggest(theirs, columns)} (they have: {', '.join(columns)})"
             )
 
 
-def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, Any]) -> Sample | None:
+def _convert(
+    format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, Any]
+) -> Sample | None:
     renamed = renamed_row(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:
-        raise BrokenSample(f"no column {', '.join(missing)}; the columns are: {', '.join(renamed) or '(none)'}")
+        raise BrokenSample(
+            f"no column {', '.join(missing)}; the columns are: {', '.join(renamed) or '(none)'}"
+        )
     if auto:
         _check_label(format, renamed)
     try:
@@ -296,13 +344,17 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
     except EmptySample as error:
         if auto and (other := _filled_format(format, renamed)):
             raise BrokenSample(
-                f"{error}, but the columns of another format have content ({_needs(other)}); split rows of different "
-                f"formats into separate datasets, or skip such rows with --dataloader.format {format.name}"
+                f"{error}, but the columns of another format have content ({_needs(other)}); split "
+                "rows of different formats into separate datasets, or skip such rows with "
+                f"--dataloader.format {format.name}"
             ) from None
         raise
 
 
-_JUDGING_COLUMNS = {**dict.fromkeys(LABELS, "rate answers, as for KTO"), **dict.fromkeys(ROW_WEIGHTS, "weight rows")}
+_JUDGING_COLUMNS = {
+    **dict.fromkeys(LABELS, "rate answers, as for KTO"),
+    **dict.fromkeys(ROW_WEIGHTS, "weight rows"),
+}
 """Column → meaning, for error messages."""
 
 _BAD = ("false", "0", "0.0", "undesirable")
@@ -315,23 +367,29 @@ def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
     for column, meaning in _JUDGING_COLUMNS.items():
         if column not in format.columns and str(row.get(column)).lower() in _BAD:
             raise UserError(
-                f"its {column} is {row[column]!r}: such columns {meaning}, so this answer must not be learned; drop "
-                "such rows in a function (--dataloader.format my_rows.py:good_ones), or train on all rows with "
-                f"--dataloader.format {format.name}"
+                f"its {column} is {row[column]!r}: such columns {meaning}, so this answer must not "
+                "be learned; drop such rows in a function (--dataloader.format "
+                "my_rows.py:good_ones), or train on all rows with --dataloader.format "
+                f"{format.name}"
             )
 
 
 def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | None:
-    """Return another format that fits a row without content in its own format: all required columns have content,
-    including its own columns with content. A `text` next to an instruction without output does not count."""
+    """Return another format that fits a row without content in its own format: all required columns
+    have content, including its own columns with content. A `text` next to an instruction without
+    output does not count."""
     filled = {column for column, value in row.items() if is_filled(value)}
     own = filled & set(format.required)
     if own == set(format.required):
         return None
-    return next((f for f in FORMATS if f.kind == format.kind and own <= set(f.required) <= filled), None)
+    return next(
+        (f for f in FORMATS if f.kind == format.kind and own <= set(f.required) <= filled), None
+    )
 
 
-def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, Any]) -> Sample | None:
+def _convert_by_function(
+    function: RowFunction, kind: Kind, row: Mapping[str, Any]
+) -> Sample | None:
     name = f"the function {function.__qualname__}"
     try:
         result = function(dict(row))
@@ -346,12 +404,16 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
     if result is None:
         return None
     if not isinstance(result, Mapping):
-        raise UserError(f"{name} returned {kind_of(result)}; it must return a dictionary, or None to drop the row")
+        raise UserError(
+            f"{name} returned {kind_of(result)}; it must return a dictionary, or None to drop the "
+            "row"
+        )
     renamed = renamed_row(result, {})
     format = _detect(renamed, kind)
     if format is None:
         raise UserError(
-            f"{name} returned the columns {', '.join(map(repr, result))}, which match no format: {_overview(kind)}"
+            f"{name} returned the columns {', '.join(map(repr, result))}, which match no format: "
+            f"{_overview(kind)}"
         )
     _check_label(format, renamed)
     return format.convert(renamed)

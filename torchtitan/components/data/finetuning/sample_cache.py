@@ -1,10 +1,12 @@
-"""Samples as token ids and masks on disk, built once per host, addressed by content, and mapped into memory.
+"""Samples as token ids and masks on disk, built once per host, addressed by content, and mapped
+into memory.
 
-`{cache}/samples/{key}/` holds, for all sequences of all samples, `ids.bin` (uint32), `trained.bin` (one byte per token)
-and `offsets.bin` (int64: sequence starts, and the total); JSON texts `places.bin` with `place_offsets.bin` (row
-locations) and, for prompts, `answers.bin` with `answer_offsets.bin` (reference answers); `report.json`;
-`fingerprint`, a digest of the samples; and checksums (see `disk_cache`). The key is a digest of all inputs that
-determine the content; the window size is not one of them.
+`{cache}/samples/{key}/` holds, for all sequences of all samples, `ids.bin` (uint32), `trained.bin`
+(one byte per token) and `offsets.bin` (int64: sequence starts, and the total); JSON texts
+`places.bin` with `place_offsets.bin` (row locations) and, for prompts, `answers.bin` with
+`answer_offsets.bin` (reference answers); `report.json`; `fingerprint`, a digest of the samples; and
+checksums (see `disk_cache`). The key is a digest of all inputs that determine the content; the
+window size is not one of them.
 """
 
 import hashlib
@@ -21,8 +23,17 @@ import numpy as np
 
 from torchtitan import components
 from torchtitan.components.data.disk_cache import content_digest, map_array, open_or_build, readable
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Sample, Text
+from torchtitan.components.data.finetuning.chat_encoding import (
+    EncodedRow,
+    EncodedSample,
+    RowEncoder,
+)
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    Sample,
+    Text,
+)
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
@@ -34,8 +45,15 @@ from torchtitan.tools.digests import check_digest
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 
-SOURCES = ("chat_template/*.py", "tokenizer/*.py", "data/report.py", "data/sources/*.py", "data/finetuning/*.py")
-"""Glob patterns, relative to `torchtitan/components`, of the modules that affect the content of the cache."""
+SOURCES = (
+    "chat_template/*.py",
+    "tokenizer/*.py",
+    "data/report.py",
+    "data/sources/*.py",
+    "data/finetuning/*.py",
+)
+"""Glob patterns, relative to `torchtitan/components`, of the modules that affect the content of the
+cache."""
 
 BATCH_ROWS = 1024
 
@@ -49,8 +67,8 @@ def code_version() -> str:
 
 
 class SampleCache:
-    """Samples of `n_parts` token sequences each, from the folder of a finished cache, mapped into memory. Pickling
-    stores only the path of the folder."""
+    """Samples of `n_parts` token sequences each, from the folder of a finished cache, mapped into
+    memory. Pickling stores only the path of the folder."""
 
     def __init__(self, folder: Path, n_parts: int, has_answers: bool):
         self.folder, self._n_parts = folder, n_parts
@@ -87,14 +105,16 @@ class SampleCache:
         """Return a sample by its number, from 0 in row order."""
         bounds = self._offsets[index * self._n_parts : (index + 1) * self._n_parts + 1].tolist()
         parts = tuple(
-            EncodedSample(self._ids[start:stop].astype(np.int64), np.array(self._trained[start:stop]))
+            EncodedSample(
+                self._ids[start:stop].astype(np.int64), np.array(self._trained[start:stop])
+            )
             for start, stop in itertools.pairwise(bounds)
         )
         return EncodedRow(parts, self._answers[index] if self._answers else None)
 
     def describe(self, index: int) -> str:
-        """Return the name of a sample, which is unique: the location of its row, `my.jsonl:17`, followed by the number
-        of the sample if the row has several: `my.jsonl:17, sample 2`."""
+        """Return the name of a sample, which is unique: the location of its row, `my.jsonl:17`,
+        followed by the number of the sample if the row has several: `my.jsonl:17, sample 2`."""
         location = self._locations[index]
         return location if isinstance(location, str) else f"{location[0]}, sample {location[1]}"
 
@@ -113,7 +133,9 @@ class _Texts:
         self._json = _mapped(folder / f"{name}s.bin", "uint8", int(self._offsets[-1]))
 
     def __getitem__(self, index: int) -> Any:
-        return json.loads(self._json[self._offsets[index] : self._offsets[index + 1]].tobytes().decode())
+        return json.loads(
+            self._json[self._offsets[index] : self._offsets[index + 1]].tobytes().decode()
+        )
 
 
 def _mapped(path: Path, dtype: str, length: int) -> np.ndarray:
@@ -130,12 +152,19 @@ def open_sample_cache(
     *,
     verify: bool = False,
 ) -> SampleCache:
-    """Open the cached samples of a source, encoding them if necessary; see `open_or_build`. Raise `UserError` if
-    `filters` reject a row with policy `error`, no row is left, or the cache folder is not writable."""
+    """Open the cached samples of a source, encoding them if necessary; see `open_or_build`. Raise
+    `UserError` if `filters` reject a row with policy `error`, no row is left, or the cache folder
+    is not writable."""
     return open_or_build(
         "samples",
         source,
-        lambda identity: [code_version(), identity, format.fingerprint, encoder.fingerprint, asdict(filters)],
+        lambda identity: [
+            code_version(),
+            identity,
+            format.fingerprint,
+            encoder.fingerprint,
+            asdict(filters),
+        ],
         partial(SampleCache, n_parts=encoder.n_parts, has_answers=encoder.has_answers),
         partial(_build, source, format, encoder, filters),
         cache_dir,
@@ -153,7 +182,9 @@ def first_columns(source: Source) -> list[str]:
     raise UserError(error or f"{source.name} has no rows; add some, or name other data")
 
 
-def _build(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:
+def _build(
+    source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path
+) -> str:
     with progress(f"tokenizing {source.name}", source.size()) as advance:
         report = write_samples(source, format, encoder, filters, folder, advance)
     if not report.kept:
@@ -170,9 +201,15 @@ def finish_samples(folder: Path, report: Report, *, has_answers: bool) -> None:
 
 
 def write_samples(
-    source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path, advance: OnRead
+    source: Source,
+    format: RowFormat,
+    encoder: RowEncoder,
+    filters: FilterConfig,
+    folder: Path,
+    advance: OnRead,
 ) -> Report:
-    """Write the arrays of a source's samples. Raise `UserError` if `filters` reject a row with policy `error`."""
+    """Write the arrays of a source's samples. Raise `UserError` if `filters` reject a row with
+    policy `error`."""
     report = Report(format=format.name)
     with _writer(folder, encoder.has_answers) as add:
         for row, converted, encoded in _encode(source.rows(advance), format, encoder):
@@ -180,7 +217,9 @@ def write_samples(
             if isinstance(converted, Conversation) and _is_respelled(row, converted):
                 report.normal.add(row.where, json.dumps(converted.messages, ensure_ascii=False))
             report.unread += [
-                column for column in format.unread_columns(row.values or {}) if column not in report.unread
+                column
+                for column in format.unread_columns(row.values or {})
+                if column not in report.unread
             ]
             try:
                 results = _filtered(encoded, filters)
@@ -201,14 +240,19 @@ def write_samples(
 
 
 def _is_respelled(row: Row, conversation: Conversation) -> bool:
-    """Return whether a row has a list of messages, and in another form than the conversation that is read from it."""
+    """Return whether a row has a list of messages, and in another form than the conversation that
+    is read from it."""
     listed = [value for value in (row.values or {}).values() if isinstance(value, list)]
     lists = [value for value in listed if value and all(isinstance(turn, dict) for turn in value)]
     if not lists or conversation.messages in lists:
         return False
     # Tables store every key in every message.
-    known = [[{key: v for key, v in turn.items() if v is not None} for turn in turns] for turns in lists]
-    return [{key: v for key, v in m.items() if v is not None} for m in conversation.messages] not in known
+    known = [
+        [{key: v for key, v in turn.items() if v is not None} for turn in turns] for turns in lists
+    ]
+    return [
+        {key: v for key, v in m.items() if v is not None} for m in conversation.messages
+    ] not in known
 
 
 def _filtered(
@@ -236,12 +280,16 @@ def _count(report: Report, where: str, sample: EncodedRow) -> None:
         for option in facts.options:
             report.options[option] = report.options.get(option, 0) + 1
         for lost in facts.lost:
-            report.lost.setdefault(lost, ExampleCounter()).add(where, "the template does not write it")
+            report.lost.setdefault(lost, ExampleCounter()).add(
+                where, "the template does not write it"
+            )
 
 
 def _encode(
     rows: Iterable[Row], format: RowFormat, encoder: RowEncoder
-) -> Iterator[tuple[Row, Sample | BrokenSample | Dropped, Sequence[EncodedRow] | BrokenSample | Dropped]]:
+) -> Iterator[
+    tuple[Row, Sample | BrokenSample | Dropped, Sequence[EncodedRow] | BrokenSample | Dropped]
+]:
     rows, checked = iter(rows), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         converted = [_convert(row, format) for row in batch]
@@ -251,7 +299,11 @@ def _encode(
             checked = True
         encoded = iter(encoder.encode_batch(usable))
         for row, sample in zip(batch, converted, strict=True):
-            yield row, sample, sample if isinstance(sample, (BrokenSample, Dropped)) else next(encoded)
+            yield (
+                row,
+                sample,
+                sample if isinstance(sample, (BrokenSample, Dropped)) else next(encoded),
+            )
 
 
 def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
@@ -269,11 +321,16 @@ def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
 
 
 @contextmanager
-def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str | list[Any], EncodedRow], None]]:
+def _writer(
+    folder: Path, has_answers: bool
+) -> Iterator[Callable[[str | list[Any], EncodedRow], None]]:
     with ExitStack() as stack:
 
         def column(name: str, offsets: str) -> _Column:
-            opened = (stack.enter_context(durable.new_file(folder / f"{file}.bin")) for file in (name, offsets))
+            opened = (
+                stack.enter_context(durable.new_file(folder / f"{file}.bin"))
+                for file in (name, offsets)
+            )
             return _Column(*opened)
 
         ids, locations = column("ids", "offsets"), column("places", "place_offsets")

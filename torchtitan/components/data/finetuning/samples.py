@@ -21,24 +21,33 @@ from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 MANY_TOO_LONG = 0.01
-"""A warning is logged if more than this fraction of the rows are dropped because of their length."""
+"""A warning is logged if more than this fraction of the rows are dropped because of their
+length."""
 
 TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
 """`truncate_left` keeps the end of a sample, `truncate_right` its beginning."""
 
 
 class LengthFilteredDataset:
-    """Samples of a cache whose sequences have at most `max_length` tokens, possibly truncated. `name` is the dataset's,
-    for messages. Raises `UserError` if a sample violates a policy `error`, or if no sample is left.
+    """Samples of a cache whose sequences have at most `max_length` tokens, possibly truncated.
+    `name` is the dataset's, for messages. Raises `UserError` if a sample violates a policy `error`,
+    or if no sample is left.
 
     Args:
-        too_long: policy for samples with a longer sequence. Truncation removes the same number of tokens from all
-            sequences of a sample, so that common prefixes stay equal.
-        untrained: policy for samples without trained tokens after truncation. None: drop samples if truncation would
-            remove trained tokens, since comparisons need complete answers.
+        too_long: policy for samples with a longer sequence. Truncation removes the same number of
+            tokens from all sequences of a sample, so that common prefixes stay equal.
+        untrained: policy for samples without trained tokens after truncation. None: drop samples if
+            truncation would remove trained tokens, since comparisons need complete answers.
     """
 
-    def __init__(self, cache: SampleCache, max_length: int, too_long: TooLong, untrained: Policy | None, name: str):
+    def __init__(
+        self,
+        cache: SampleCache,
+        max_length: int,
+        too_long: TooLong,
+        untrained: Policy | None,
+        name: str,
+    ):
         self._cache = cache
         self._too_long = too_long
         self._untrained = untrained
@@ -47,7 +56,8 @@ class LengthFilteredDataset:
         """Report of the cache, updated for samples that are too long."""
         lengths = cache.lengths
         self.all_lengths: Array = lengths
-        """Tokens of the longest sequence of each cached sample, including dropped and truncated ones."""
+        """Tokens of the longest sequence of each cached sample, including dropped and truncated
+        ones."""
         keep = np.ones(len(lengths), bool)
         dropped: list[tuple[int, Dropped]] = []
         for index in np.flatnonzero(lengths > max_length).tolist():
@@ -84,23 +94,32 @@ class LengthFilteredDataset:
         if unread := self.report.unread:
             plural = len(unread) > 1
             yield (
-                f"the column{'s' * plural} {', '.join(unread)} {'are' if plural else 'is'} ignored (format "
-                f"{self.report.format}) but may affect training; to use {'them' if plural else 'it'}, set "
-                "--dataloader.format to a function that converts the rows"
+                f"the column{'s' * plural} {', '.join(unread)} {'are' if plural else 'is'} ignored "
+                f"(format {self.report.format}) but may affect training; to use "
+                f"{'them' if plural else 'it'}, set --dataloader.format to a function that "
+                "converts the rows"
             )
         if self.report.turns and not self.report.stops:
-            yield "no trained turn teaches a stop: the model will not end its answers; set another chat template"
+            yield (
+                "no trained turn teaches a stop: the model will not end its answers; set another "
+                "chat template"
+            )
         if options := self.report.options:
             yield (
-                f"some samples are rendered with {', '.join(options)}: to get such answers, use the same option of the "
-                "chat template at inference"
+                f"some samples are rendered with {', '.join(options)}: to get such answers, use "
+                "the same option of the chat template at inference"
             )
         dropped = self.report.dropped.get("too_long", ExampleCounter()).count
         if dropped > MANY_TOO_LONG * self.report.rows:
             yield (
-                f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are dropped because they "
-                f"have more than {self.max_length:,} tokens; increase --training.seq_len"
-                + (f", or set --dataloader.too_long {self._truncations}" if self._too_long == "drop" else "")
+                f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are "
+                f"dropped because they have more than {self.max_length:,} tokens; increase "
+                "--training.seq_len"
+                + (
+                    f", or set --dataloader.too_long {self._truncations}"
+                    if self._too_long == "drop"
+                    else ""
+                )
             )
 
     @property
@@ -130,7 +149,11 @@ class LengthFilteredDataset:
         where = self._cache.describe(index)
         sample = self._cache.sample(index)
         report = self.report
-        limit = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
+        limit = (
+            f"{self.max_length:,} fit"
+            if self._untrained is None
+            else f"a window holds {self.max_length:,}"
+        )
         size = f"{length:,} tokens, {limit}"
         result = self._truncate_or_drop(sample, where, size)
         report.tokens -= sample.n_tokens
@@ -145,13 +168,19 @@ class LengthFilteredDataset:
     def _truncate_or_drop(self, sample: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
         if self._too_long == "error":
             comma = " or" if self._untrained is None else ","
-            raise UserError(f"{where}: {size}; set --dataloader.too_long to drop{comma} {self._truncations}")
+            raise UserError(
+                f"{where}: {size}; set --dataloader.too_long to drop{comma} {self._truncations}"
+            )
         if self._too_long == "drop":
             return Dropped("too_long", size)
         truncated = self._truncate(sample)
         if self._untrained is None:
             is_incomplete = truncated.n_trained < sample.n_trained
-            return Dropped("too_long", f"{size}, and its answers alone are too long") if is_incomplete else truncated
+            return (
+                Dropped("too_long", f"{size}, and its answers alone are too long")
+                if is_incomplete
+                else truncated
+            )
         if truncated.n_trained:
             return truncated
         why = f"it has no trained tokens after truncation ({size})"
@@ -164,7 +193,9 @@ class LengthFilteredDataset:
         if n_excess <= 0:
             return sample
         kept = slice(n_excess, None) if self._too_long == "truncate_left" else slice(-n_excess)
-        parts = (part._replace(ids=part.ids[kept], trained=part.trained[kept]) for part in sample.parts)
+        parts = (
+            part._replace(ids=part.ids[kept], trained=part.trained[kept]) for part in sample.parts
+        )
         return sample._replace(parts=tuple(parts))
 
 
@@ -202,8 +233,8 @@ class SampleSets:
         return self.sets[source].sample(index)
 
     def describe(self, number: int) -> str:
-        """Return the location of a sample's row, prefixed by the dataset if there is more than one: `b/c.jsonl:17` for
-        a file, otherwise `my_set: c.jsonl:17`."""
+        """Return the location of a sample's row, prefixed by the dataset if there is more than one:
+        `b/c.jsonl:17` for a file, otherwise `my_set: c.jsonl:17`."""
         source, index = self.locate(number)
         location, name = self.sets[source].describe(index), self.names[source]
         if len(self.sets) == 1:
@@ -213,11 +244,18 @@ class SampleSets:
         return f"{parent}{slash}{location}" if contains_name else f"{name}: {location}"
 
     def find_numbers(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of the samples with these `describe` names. Raise `UserError` for an unknown name."""
+        """Return the numbers of the samples with these `describe` names. Raise `UserError` for an
+        unknown name."""
         targets = set(names)
-        found = {name: number for number in range(self.first[-1]) if (name := self.describe(number)) in targets}
+        found = {
+            name: number
+            for number in range(self.first[-1])
+            if (name := self.describe(number)) in targets
+        }
         if missing := [name for name in names if name not in found]:
-            raise UserError(f"'{missing[0]}' is not a sample of this data; use the run's data configuration")
+            raise UserError(
+                f"'{missing[0]}' is not a sample of this data; use the run's data configuration"
+            )
         return [found[name] for name in names]
 
 
@@ -226,11 +264,15 @@ Windows = Sequence[Sequence[EncodedRow]]
 
 
 class WindowDataset(Dataset[Batch | UserError]):
-    """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it without `documents`. An
-    error in place of the numbers stays as it is."""
+    """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it
+    without `documents`. An error in place of the numbers stays as it is."""
 
     def __init__(
-        self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch], vocab_size: int | None
+        self,
+        samples: SampleSets,
+        seq_len: int,
+        collate: Callable[[Windows, int], Batch],
+        vocab_size: int | None,
     ):
         self.samples = samples
         self.seq_len = seq_len
@@ -241,7 +283,9 @@ class WindowDataset(Dataset[Batch | UserError]):
         if isinstance(windows, UserError):
             return windows
         try:
-            batch = self.collate([list(map(self._sample, window)) for window in windows], self.seq_len)
+            batch = self.collate(
+                [list(map(self._sample, window)) for window in windows], self.seq_len
+            )
         except UserError as error:
             return error
         documents = np.full((len(windows), max(1, *map(len, windows))), NO_DOCUMENT, np.int64)
@@ -253,19 +297,26 @@ class WindowDataset(Dataset[Batch | UserError]):
     def _sample(self, number: int) -> EncodedRow:
         sample = self.samples.sample(number)
         for part in sample.parts:
-            check_ids(part.ids, self.vocab_size, lambda index: f"{self.samples.describe(number)}, token {index + 1:,}")
+            check_ids(
+                part.ids,
+                self.vocab_size,
+                lambda index: f"{self.samples.describe(number)}, token {index + 1:,}",
+            )
         return sample
 
 
 def pack_windows(windows: Windows, seq_len: int) -> Batch:
-    """Pack the first sequence of each sample by `pack_samples` into a batch of windows of `seq_len` tokens."""
-    return to_batch([pack_samples([sample.parts[0] for sample in window], seq_len) for window in windows])
+    """Pack the first sequence of each sample by `pack_samples` into a batch of windows of `seq_len`
+    tokens."""
+    return to_batch(
+        [pack_samples([sample.parts[0] for sample in window], seq_len) for window in windows]
+    )
 
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:
-    """Pack samples into one window of `seq_len` positions, each as a separate document. Return `input`, `labels` and
-    `positions`, each (seq_len,), and `n_tokens`. The rest of the window is padding: a separate document with ignored
-    labels."""
+    """Pack samples into one window of `seq_len` positions, each as a separate document. Return
+    `input`, `labels` and `positions`, each (seq_len,), and `n_tokens`. The rest of the window is
+    padding: a separate document with ignored labels."""
     window = {
         "input": np.zeros(seq_len, np.int64),
         "labels": np.full(seq_len, IGNORE_INDEX, np.int64),

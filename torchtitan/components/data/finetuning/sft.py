@@ -7,8 +7,18 @@ from functools import cached_property
 from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, RowEncoder, TrainOn
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Sample, Text
+from torchtitan.components.data.finetuning.chat_encoding import (
+    ChatEncoder,
+    EncodedRow,
+    RowEncoder,
+    TrainOn,
+)
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    Sample,
+    Text,
+)
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
@@ -26,17 +36,20 @@ class ConversationEncoder(RowEncoder):
         assert len(supported) == len(samples), "samples must be conversations or texts"
         encoded = self._chat.encode_batch(supported)
         return [
-            parts if isinstance(parts, BrokenSample) else [EncodedRow((part,)) for part in parts] for parts in encoded
+            parts if isinstance(parts, BrokenSample) else [EncodedRow((part,)) for part in parts]
+            for parts in encoded
         ]
 
 
 class SFTDataLoader(PlannedDataLoader):
-    """Conversations, instructions or texts, packed without splitting, with labels for trained tokens only.
+    """Conversations, instructions or texts, packed without splitting, with labels for trained
+    tokens only.
 
-    A sample of n tokens takes n - 1 positions: its inputs are all tokens except the last, its labels all except the
-    first, or `IGNORE_INDEX` for untrained tokens. Each sample is a separate document, as is the padding of a window.
-    With weights, training ends as soon as one dataset has been read `epochs` times. Only the weight schedule uses
-    `global_batch_size`. See `PlannedDataLoader` for arguments, order and position.
+    A sample of n tokens takes n - 1 positions: its inputs are all tokens except the last, its
+    labels all except the first, or `IGNORE_INDEX` for untrained tokens. Each sample is a separate
+    document, as is the padding of a window. With weights, training ends as soon as one dataset has
+    been read `epochs` times. Only the weight schedule uses `global_batch_size`. See
+    `PlannedDataLoader` for arguments, order and position.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -44,24 +57,30 @@ class SFTDataLoader(PlannedDataLoader):
         """Fine-tuning data."""
 
         dataset: list[str] = field(default_factory=lambda: ["chats"])
-        """Datasets, each `chats` (built in), a registered name, or a local path: a file (json, jsonl, csv, parquet,
-        txt, md, optionally .gz or .zst), a folder, a glob pattern, or a folder written by `datasets.save_to_disk`."""
+        """Datasets, each `chats` (built in), a registered name, or a local path: a file (json,
+        jsonl, csv, parquet, txt, md, optionally .gz or .zst), a folder, a glob pattern, or a folder
+        written by `datasets.save_to_disk`."""
         train_on: TrainOn = "assistant"
-        """Turns to train on: assistant (all of its turns), last_assistant, or all. Weights in a row take precedence."""
+        """Turns to train on: assistant (all of its turns), last_assistant, or all. Weights in a row
+        take precedence."""
         untrained: Policy = "drop"
         """Samples without trained tokens: drop or error."""
         min_tokens: int = 0
         """Minimum tokens of a sample; shorter samples are dropped."""
         max_tokens: int | None = None
-        """Maximum tokens of a sample, independent of the sequence length; longer samples are dropped."""
+        """Maximum tokens of a sample, independent of the sequence length; longer samples are
+        dropped."""
         token_range: str = ""
-        """Range of allowed token ids, LOW-HIGH (inclusive); samples with other ids are dropped. Empty: all."""
+        """Range of allowed token ids, LOW-HIGH (inclusive); samples with other ids are dropped.
+        Empty: all."""
         max_repetition: float = 1.0
-        """Maximum fraction of repeated token n-grams in a sample; samples with more are dropped. 1: no limit."""
+        """Maximum fraction of repeated token n-grams in a sample; samples with more are dropped. 1:
+        no limit."""
         repetition_ngram: int = 10
         """Tokens per n-gram, for max_repetition."""
         packing: Packing = "ffd"
-        """Packing of samples into windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
+        """Packing of samples into windows: ffd (first-fit-decreasing), multipack (equally full
+        windows), or none."""
         pack_chunk: int = 8192
         """Samples of a dataset that are packed at a time, after shuffling."""
         weights: list[float] = field(default_factory=list)
@@ -69,13 +88,22 @@ class SFTDataLoader(PlannedDataLoader):
         weight_schedule: list[str] = field(default_factory=list)
         """Steps from which new weights apply: "500: 0.2 0.8"."""
         max_epochs: list[float] = field(default_factory=list)
-        """Maximum epochs of each dataset; empty: 1 with weights and without training.epochs, otherwise no limit."""
+        """Maximum epochs of each dataset; empty: 1 with weights and without training.epochs,
+        otherwise no limit."""
 
         def validate(self) -> None:
             PlannedDataLoader.Config.validate(self)
-            require(self.pack_chunk >= 1, "--dataloader.pack_chunk", self.pack_chunk, "at least 1 sample")
+            require(
+                self.pack_chunk >= 1,
+                "--dataloader.pack_chunk",
+                self.pack_chunk,
+                "at least 1 sample",
+            )
             if self.weight_schedule and not self.weights:
-                raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
+                raise UserError(
+                    "--dataloader.weight_schedule also needs --dataloader.weights, the initial "
+                    "weights"
+                )
             if self.weights:
                 check_weights("weights", self.weights, len(self.dataset))
             for _, weights in parse_schedule(self.weight_schedule):
@@ -100,34 +128,53 @@ class SFTDataLoader(PlannedDataLoader):
                 **self.loss_policies(),
             )
 
-        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ConversationEncoder:
-            return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on, self.accepted_losses()))
+        def encoder(
+            self, tokenizer: Tokenizer, template: ChatTemplate | None
+        ) -> ConversationEncoder:
+            return ConversationEncoder(
+                ChatEncoder(tokenizer, template, self.train_on, self.accepted_losses())
+            )
 
         def identity(self) -> dict[str, Any]:
             """Return the identity of the data and of the trained turns."""
             return PlannedDataLoader.Config.identity(self) | {"dataloader.train_on": self.train_on}
 
         def order_key(self) -> list[Any]:  # without weights, which a resumed run may change
-            return [self.too_long, self.untrained, self.packing, self.pack_chunk, self.sampler.to_dict()]
+            return [
+                self.too_long,
+                self.untrained,
+                self.packing,
+                self.pack_chunk,
+                self.sampler.to_dict(),
+            ]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, by default the model's; None if there is none (for plain text)."""
-            if not self.chat_template and (not tokenizer.folder or load_chat_template(tokenizer.folder) is None):
+            """Return the configured template, by default the model's; None if there is none (for
+            plain text)."""
+            if not self.chat_template and (
+                not tokenizer.folder or load_chat_template(tokenizer.folder) is None
+            ):
                 return None
             return PlannedDataLoader.Config.find_template(self, tokenizer)
 
         def for_validation(self, dataset: str) -> "SFTDataLoader.Config | None":
-            """Return the base class's config without weights: all datasets are read equally often."""
+            """Return the base class's config without weights: all datasets are read equally
+            often."""
             config = PlannedDataLoader.Config.for_validation(self, dataset)
-            return config and dataclasses.replace(config, weights=[], weight_schedule=[], max_epochs=[])
+            return config and dataclasses.replace(
+                config, weights=[], weight_schedule=[], max_epochs=[]
+            )
 
     config: Config
     kind = "sft"
 
-    def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
+    def plan(
+        self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
+    ) -> Planner:
         config, n_sets = self.config, len(self.samples.sets)
         limits: list[float | None] = [*config.max_epochs] or [None] * n_sets
-        if config.weights and not config.max_epochs and epochs is None:  # otherwise, epochs limit the run
+        # otherwise, epochs limit the run
+        if config.weights and not config.max_epochs and epochs is None:
             limits = [1.0] * n_sets
         return Planner(
             self.samples.positions,
@@ -156,9 +203,16 @@ class SFTDataLoader(PlannedDataLoader):
         positions, config = self.samples.positions, self.config
         if (windows := self._planner.windows_by_epoch) is not None and not config.weights:
             return windows[0]
-        samplers = [ShuffleSampler.Config().build(n_samples=len(lengths), seed=0) for lengths in positions]
+        samplers = [
+            ShuffleSampler.Config().build(n_samples=len(lengths), seed=0) for lengths in positions
+        ]
         epoch = Planner(
-            positions, self._layout.seq_len, samplers, packing=config.packing, chunk=config.pack_chunk, epochs=1
+            positions,
+            self._layout.seq_len,
+            samplers,
+            packing=config.packing,
+            chunk=config.pack_chunk,
+            epochs=1,
         )
         return sum(1 for _ in epoch)
 
@@ -170,8 +224,8 @@ class SFTDataLoader(PlannedDataLoader):
     def log_data(self) -> None:
         super().log_data()
         logger.info(
-            f"packing: {self.packing_efficiency:.1%} of the windows' {self._layout.seq_len:,} positions are filled, "
-            f"{self.samples.trained_fraction:.1%} of these are trained"
+            f"packing: {self.packing_efficiency:.1%} of the windows' {self._layout.seq_len:,} "
+            f"positions are filled, {self.samples.trained_fraction:.1%} of these are trained"
         )
 
 
@@ -180,13 +234,18 @@ def parse_token_range(text: str) -> tuple[int, int] | None:
     if not text:
         return None
     low, dash, high = text.partition("-")
-    if not (dash and low.strip().isdecimal() and high.strip().isdecimal() and int(low) <= int(high)):
-        raise UserError(f"--dataloader.token_range must have the form LOW-HIGH, such as 0-31999, not {text!r}")
+    if not (
+        dash and low.strip().isdecimal() and high.strip().isdecimal() and int(low) <= int(high)
+    ):
+        raise UserError(
+            f"--dataloader.token_range must have the form LOW-HIGH, such as 0-31999, not {text!r}"
+        )
     return int(low), int(high)
 
 
 def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
-    """Parse `["500: 0.2 0.8", …]` into pairs of step and weights. Raise `UserError` for other forms."""
+    """Parse `["500: 0.2 0.8", …]` into pairs of step and weights. Raise `UserError` for other
+    forms."""
     schedule = []
     for entry in entries:
         step, colon, weights = entry.partition(":")
@@ -195,5 +254,8 @@ def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
         except ValueError:
             colon = ""
         if not colon:
-            raise UserError(f"--dataloader.weight_schedule must have entries such as '500: 0.2 0.8', not {entry!r}")
+            raise UserError(
+                "--dataloader.weight_schedule must have entries such as '500: 0.2 0.8', not "
+                f"{entry!r}"
+            )
     return schedule

@@ -1,8 +1,9 @@
 """One normal form of turns from every spelling in public data.
 
-A message has `role`, `content`, and the assistant's may have `reasoning_content` and `tool_calls`, as in OpenAI's chat
-format. Results of calls have the role `tool` and the `tool_call_id` of their call. `docs/fine_tuning.md` lists the
-spellings. Invalid turns stay unchanged: `normalize` reports them.
+A message has `role`, `content`, and the assistant's may have `reasoning_content` and `tool_calls`,
+as in OpenAI's chat format. Results of calls have the role `tool` and the `tool_call_id` of their
+call. `docs/fine_tuning.md` lists the spellings. Invalid turns stay unchanged: `normalize` reports
+them.
 """
 
 import json
@@ -48,13 +49,14 @@ REASONING_COLUMNS = ("reasoning_content", "reasoning", "thinking", "thought", "t
 """Columns with the reasoning of an answer in another column."""
 
 _WRITTEN = "written"
-"""Key of an answer's text as the row has it, with reasoning between tags, for templates that have no other place for
-reasoning."""
+"""Key of an answer's text as the row has it, with reasoning between tags, for templates that have
+no other place for reasoning."""
 
 OF_COLUMN = "reasoning column"
 _OF_ITEM = "reasoning item"
 _OF_CALL = "tags before its call"
-"""Keys under which an answer carries reasoning from elsewhere, until all its reasoning is compared."""
+"""Keys under which an answer carries reasoning from elsewhere, until all its reasoning is
+compared."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = (
@@ -71,14 +73,26 @@ _HIDDEN_PARTS = ("redacted_thinking", _ENCRYPTED_DETAIL)
 _CALL_PARTS = ("tool_use", "tool_call", "tool-call", "function_call")
 _RESULT_PARTS = ("tool_result", "tool-result")
 
-_ITEM_ROLES = {"function_call": "assistant", "reasoning": "assistant", "function_call_output": "tool"}
+_ITEM_ROLES = {
+    "function_call": "assistant",
+    "reasoning": "assistant",
+    "function_call_output": "tool",
+}
 """Type of an item of OpenAI's Responses without a role → role of its message."""
 
 _IDS_OF_RESULTS = ("tool_call_id", "tool_use_id", "call_id", "toolCallId")
 
 _LOST_KEYS = (
     *("text", "value", "output", "response", "answer", "final", "completion", "parts"),
-    *("cot", "chain_of_thought", "rationale", "scratchpad", "reasoning_text", "inner_monologue", "thinking_content"),
+    *(
+        "cot",
+        "chain_of_thought",
+        "rationale",
+        "scratchpad",
+        "reasoning_text",
+        "inner_monologue",
+        "thinking_content",
+    ),
     *("function_calls", "tool_uses", "tool_results", "tool_responses"),
     *("image", "images", "audio", "audios", "video", "videos", "attachments"),
 )
@@ -108,9 +122,9 @@ def role_of(turn: Any) -> Any:
 def openai_messages(turns: list[Any]) -> list[Any]:
     """Convert turns in any spelling to messages with `role` and `content`.
 
-    Call ids that are missing have nine letters and digits, as some templates require. Raise `BrokenSample`, naming the
-    turn from 1, for an unknown speaker, two different reasonings, a result that no call asked for, and content
-    that would be lost or moved."""
+    Call ids that are missing have nine letters and digits, as some templates require. Raise
+    `BrokenSample`, naming the turn from 1, for an unknown speaker, two different reasonings, a
+    result that no call asked for, and content that would be lost or moved."""
     reader = _Reader()
     for number, turn in enumerate(turns, 1):
         with suppress(BrokenSample):  # which `normalize` reports
@@ -125,8 +139,8 @@ def openai_messages(turns: list[Any]) -> list[Any]:
 
 
 def split_reasoning(text: str) -> tuple[str, str] | None:
-    """Return the reasoning between tags at the beginning of a text, and the rest; None if there is none, its closing
-    tag is missing, or it has another opening tag inside."""
+    """Return the reasoning between tags at the beginning of a text, and the rest; None if there is
+    none, its closing tag is missing, or it has another opening tag inside."""
     start = text.lstrip()
     for opening, closing in _TAGS:
         if not start.startswith(opening):
@@ -141,9 +155,11 @@ def split_reasoning(text: str) -> tuple[str, str] | None:
 
 
 def one_reasoning(found: Mapping[str, Any]) -> str:
-    """Return the reasoning that is the value of each filled key; empty if there is none. Raise `BrokenSample` if two
-    differ in more than whitespace."""
-    texts = {key: _reasoning_text(value, key) for key, value in found.items() if not _is_encrypted(value)}
+    """Return the reasoning that is the value of each filled key; empty if there is none. Raise
+    `BrokenSample` if two differ in more than whitespace."""
+    texts = {
+        key: _reasoning_text(value, key) for key, value in found.items() if not _is_encrypted(value)
+    }
     texts = {key: text for key, text in texts.items() if text.strip()}
     if not texts and (hidden := [key for key, value in found.items() if _is_encrypted(value)]):
         raise _encrypted_error(hidden[0])
@@ -153,7 +169,8 @@ def one_reasoning(found: Mapping[str, Any]) -> str:
 
 
 def _reasoning_text(value: Any, what: str) -> str:
-    """Return the text of reasoning: a text, a part, or a list of these. The full text has precedence over a summary."""
+    """Return the text of reasoning: a text, a part, or a list of these. The full text has
+    precedence over a summary."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -163,7 +180,9 @@ def _reasoning_text(value: Any, what: str) -> str:
     if not isinstance(value, Mapping):
         return checked_text(value, what)
     keys = ("thinking", "reasoning", "thought", "text", "content", "summary")
-    texts = [_reasoning_text(value[key], what) for key in keys if value.get(key) not in (None, "", [])]
+    texts = [
+        _reasoning_text(value[key], what) for key in keys if value.get(key) not in (None, "", [])
+    ]
     if texts:
         return texts[0]
     if value.get("type") in _HIDDEN_PARTS or value.get("encrypted_content"):
@@ -173,11 +192,17 @@ def _reasoning_text(value: Any, what: str) -> str:
 
 def _is_encrypted(value: Any) -> bool:
     """Return whether `reasoning_details` of OpenRouter contain no text."""
-    return isinstance(value, list) and bool(value) and all(_type_of(part) == _ENCRYPTED_DETAIL for part in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(_type_of(part) == _ENCRYPTED_DETAIL for part in value)
+    )
 
 
 def _encrypted_error(what: str) -> BrokenSample:
-    return BrokenSample(f"its reasoning is encrypted ({what}), so it cannot be trained; remove it from the row")
+    return BrokenSample(
+        f"its reasoning is encrypted ({what}), so it cannot be trained; remove it from the row"
+    )
 
 
 class _Call(NamedTuple):
@@ -220,13 +245,18 @@ class _Reader:
 
     def _refuse_reasoning(self, message: Turn) -> None:
         if self.reasoning:
-            raise BrokenSample(f"the reasoning before it is followed by the role {message.get('role')!r}, by no answer")
+            raise BrokenSample(
+                f"the reasoning before it is followed by the role {message.get('role')!r}, by no "
+                "answer"
+            )
         for key in REASONING_KEYS:
             value = message.get(key)
             if value in (None, "", []):
                 message.pop(key, None)
             else:
-                raise BrokenSample(f"it has {key}, which only the assistant may have: {shortened(value)}")
+                raise BrokenSample(
+                    f"it has {key}, which only the assistant may have: {shortened(value)}"
+                )
 
     def _add_answer(self, message: Turn, is_call: bool) -> None:
         if message.get("type") == "reasoning":
@@ -251,7 +281,8 @@ class _Reader:
         message.pop(_WRITTEN, None)
 
     def _close(self) -> None:
-        """Assign the following results by their ids only, since the turn of the pending calls is over."""
+        """Assign the following results by their ids only, since the turn of the pending calls is
+        over."""
         self._unanswered += self._pending
         self._pending = []
 
@@ -262,7 +293,9 @@ class _Reader:
         registered = []
         for call in calls:
             call = dict(call)
-            name = call["function"].get("name") if isinstance(call.get("function"), Mapping) else None
+            name = (
+                call["function"].get("name") if isinstance(call.get("function"), Mapping) else None
+            )
             if call.get("id") in (None, ""):
                 call["id"] = self._new_id()
                 self._invented[call["id"]] = call
@@ -291,7 +324,8 @@ class _Reader:
         self.messages.append(message)
 
     def _call_of(self, given: Any, name: Any, message: Turn) -> Any:
-        """Return the id of the call that a result answers, and mark it as answered; None for a call in the text."""
+        """Return the id of the call that a result answers, and mark it as answered; None for a call
+        in the text."""
         if given is not None:
             return self._call_by_id(given, message)
         named = [call for call in self._pending if name is None or call.name == name]
@@ -300,9 +334,14 @@ class _Reader:
             return named[0].id
         if self._pending:
             names = ", ".join(str(call.name) for call in self._pending)
-            raise BrokenSample(f"it is a result of {name!r}, which no call asked for (calls without a result: {names})")
+            raise BrokenSample(
+                f"it is a result of {name!r}, which no call asked for (calls without a result: "
+                f"{names})"
+            )
         if self._ids or not self._follows_text():
-            raise BrokenSample(f"it is a result that no call asked for: {shortened(message.get('content'))}")
+            raise BrokenSample(
+                f"it is a result that no call asked for: {shortened(message.get('content'))}"
+            )
         return None
 
     def _call_by_id(self, given: Any, message: Turn) -> Any:
@@ -315,7 +354,8 @@ class _Reader:
         nameless = [call for call in nameless if name is None or call.name == name]
         if not nameless or given in self._ids:
             raise BrokenSample(
-                f"it is the result of the call {given!r}, which no earlier message made or which has a result already"
+                f"it is the result of the call {given!r}, which no earlier message made or which "
+                "has a result already"
             )
         self._pending.remove(nameless[0])
         self._invented.pop(nameless[0].id)["id"] = given
@@ -323,19 +363,22 @@ class _Reader:
         return given
 
     def _follows_text(self) -> bool:
-        """Return whether the last message but results is an answer, whose text may have calls in an unknown form."""
+        """Return whether the last message but results is an answer, whose text may have calls in an
+        unknown form."""
         others = [message for message in self.messages if role_of(message) != "tool"]
         return bool(others) and role_of(others[-1]) == "assistant"
 
 
 def _unified(turn: Mapping[str, Any]) -> tuple[Turn, bool]:
-    """Return a turn as a message with `role` and `content`, and whether it is a call by itself rather than a message of
-    the assistant."""
+    """Return a turn as a message with `role` and `content`, and whether it is a call by itself
+    rather than a message of the assistant."""
     speaker, message = turn.get("role"), dict(turn)
     if turn.get("from") is not None:
         speaker = str(message.pop("from"))
         if speaker not in SPEAKERS:
-            raise BrokenSample(f"the speaker {speaker!r} is unknown; use one of: {', '.join(SPEAKERS)}")
+            raise BrokenSample(
+                f"the speaker {speaker!r} is unknown; use one of: {', '.join(SPEAKERS)}"
+            )
         if "content" not in message and "value" not in message:
             raise BrokenSample(f"it has no value{describe_other_keys(turn)}")
         message["content"] = message.pop("value", message.get("content"))
@@ -343,7 +386,9 @@ def _unified(turn: Mapping[str, Any]) -> tuple[Turn, bool]:
     if speaker is None and isinstance(kind, str):
         return _item(message), kind == "function_call"
     if kind == "message":  # of OpenAI's Responses
-        message = {key: value for key, value in message.items() if key not in ("type", "id", "status")}
+        message = {
+            key: value for key, value in message.items() if key not in ("type", "id", "status")
+        }
     role = role_of(turn)
     if role is not None:
         message["role"] = role
@@ -374,23 +419,38 @@ def _item(message: Turn) -> Turn:
     """Return the message of an item without a role of OpenAI's Responses."""
     kind = message["type"]
     if kind not in _ITEM_ROLES:
-        raise BrokenSample(f"an item of type {kind!r} is not supported; use one of: message, {', '.join(_ITEM_ROLES)}")
+        raise BrokenSample(
+            f"an item of type {kind!r} is not supported; use one of: message, "
+            f"{', '.join(_ITEM_ROLES)}"
+        )
     role = _ITEM_ROLES[kind]
     if kind == "reasoning":
         return {**message, "role": role}
     if kind == "function_call_output":
-        return {"role": role, "tool_call_id": message.get("call_id"), "content": message.get("output")}
+        return {
+            "role": role,
+            "tool_call_id": message.get("call_id"),
+            "content": message.get("output"),
+        }
     call = {"id": message.get("call_id") or message.get("id"), "name": message.get("name")}
-    return {"role": role, "content": None, "tool_calls": [_call({**call, "arguments": message.get("arguments")})]}
+    return {
+        "role": role,
+        "content": None,
+        "tool_calls": [_call({**call, "arguments": message.get("arguments")})],
+    }
 
 
 def _refuse_lost_keys(message: Mapping[str, Any]) -> None:
     for key in _LOST_KEYS:
         value = message.get(key)
-        if value not in (None, "", [], {}) and value != message.get("content") and message.get("content") is not None:
+        if (
+            value not in (None, "", [], {})
+            and value != message.get("content")
+            and message.get("content") is not None
+        ):
             raise BrokenSample(
-                f"its key {key!r} looks like content, but no template reads it; move it to content, reasoning_content "
-                "or tool_calls, or remove it"
+                f"its key {key!r} looks like content, but no template reads it; move it to "
+                "content, reasoning_content or tool_calls, or remove it"
             )
 
 
@@ -412,7 +472,9 @@ def _call(call: Any) -> Any:
     name = function.get("name", function.get("toolName"))
     if not isinstance(name, str):
         return call
-    keys = [key for key in ("arguments", "input", "args", "parameters") if function.get(key) is not None]
+    keys = [
+        key for key in ("arguments", "input", "args", "parameters") if function.get(key) is not None
+    ]
     if len(keys) > 1:
         raise BrokenSample(f"a call of {name} has {' and '.join(keys)}; keep one of them")
     arguments = function[keys[0]] if keys else None
@@ -450,7 +512,9 @@ def _result(part: Mapping[str, Any]) -> Turn:
     content = values[0] if values else ""
     if isinstance(content, Mapping) and set(content) == {"type", "value"}:  # Vercel's AI SDK
         content = content["value"]
-    is_parts = isinstance(content, list) and all(isinstance(one, str) or _type_of(one) for one in content)
+    is_parts = isinstance(content, list) and all(
+        isinstance(one, str) or _type_of(one) for one in content
+    )
     if not isinstance(content, str) and not is_parts:
         content = json.dumps(content, ensure_ascii=False)
     ids = {key: part[key] for key in _IDS_OF_RESULTS if part.get(key) is not None}
@@ -490,7 +554,11 @@ def _answer(message: Turn) -> Turn:
         message["reasoning_content"] = reasoning
     _take_calls(message)
     # Only text that is still the answer's whole text can be written back.
-    if written and not message.get("tool_calls") and not _is_filled(found, except_key="tags in its content"):
+    if (
+        written
+        and not message.get("tool_calls")
+        and not _is_filled(found, except_key="tags in its content")
+    ):
         message[_WRITTEN] = written
     return message
 
@@ -500,7 +568,8 @@ def _is_filled(found: Mapping[str, Any], except_key: str) -> bool:
 
 
 def _take_parts(message: Turn) -> str:
-    """Move calls from the parts of a message to its calls, keep parts with text; return the reasoning."""
+    """Move calls from the parts of a message to its calls, keep parts with text; return the
+    reasoning."""
     kept: list[Any] = []
     calls: list[Any] = []
     reasoning = []
@@ -508,7 +577,9 @@ def _take_parts(message: Turn) -> str:
         kind = _type_of(part)
         if kind in _HIDDEN_PARTS or kind in _REASONING_PARTS:
             if any(map(_has_text, kept)) or calls:
-                raise BrokenSample("its reasoning comes after its text or calls; make them separate messages")
+                raise BrokenSample(
+                    "its reasoning comes after its text or calls; make them separate messages"
+                )
             reasoning.append(_reasoning_text(part, f"part of type {kind!r}"))
         elif kind in _CALL_PARTS:
             calls.append(_call({key: value for key, value in part.items() if key != "type"}))
@@ -526,12 +597,18 @@ def _take_parts(message: Turn) -> str:
     if not kept and (calls or message.get("tool_calls")):
         message["content"] = None
     elif kept and all(map(_is_text, kept)):
-        message["content"] = "".join(part if isinstance(part, str) else _text_of(part) for part in kept)
+        message["content"] = "".join(
+            part if isinstance(part, str) else _text_of(part) for part in kept
+        )
     return "\n\n".join(text for text in reasoning if text.strip())
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, str) or isinstance(_text_of(part), str) and _type_of(part) in (None, *_TEXT_PARTS)
+    return (
+        isinstance(part, str)
+        or isinstance(_text_of(part), str)
+        and _type_of(part) in (None, *_TEXT_PARTS)
+    )
 
 
 def _has_text(part: Any) -> bool:
@@ -541,7 +618,11 @@ def _has_text(part: Any) -> bool:
 
 def _text_of(part: Any) -> Any:
     keys = ("text", "value", "content")
-    return next((part[key] for key in keys if part.get(key) is not None), None) if isinstance(part, Mapping) else None
+    return (
+        next((part[key] for key in keys if part.get(key) is not None), None)
+        if isinstance(part, Mapping)
+        else None
+    )
 
 
 def _take_refusal(message: Turn) -> None:
@@ -572,28 +653,47 @@ _OWN_KEYS = ("role", "content", "tool_calls", "reasoning_content", _WRITTEN)
 
 
 def _continues(previous: Any, call: Turn) -> bool:
-    """Return whether a call belongs to the message before it, since both are one turn of the assistant."""
+    """Return whether a call belongs to the message before it, since both are one turn of the
+    assistant."""
     if role_of(previous) != "assistant" or call.get("reasoning_content"):
         return False
     if not isinstance(previous.get("content"), str | None):
         return False
-    if not isinstance(call.get("tool_calls"), list) or not isinstance(previous.get("tool_calls", []), list):
+    if not isinstance(call.get("tool_calls"), list) or not isinstance(
+        previous.get("tool_calls", []), list
+    ):
         return False
-    others = [{key: value for key, value in one.items() if key not in _OWN_KEYS} for one in (previous, call)]
+    others = [
+        {key: value for key, value in one.items() if key not in _OWN_KEYS}
+        for one in (previous, call)
+    ]
     return others[0] == others[1]
 
 
 _JSON_TYPES = {
-    **{"str": "string", "string": "string", "int": "integer", "integer": "integer", "float": "number"},
-    **{"number": "number", "bool": "boolean", "boolean": "boolean", "dict": "object", "object": "object"},
+    **{
+        "str": "string",
+        "string": "string",
+        "int": "integer",
+        "integer": "integer",
+        "float": "number",
+    },
+    **{
+        "number": "number",
+        "bool": "boolean",
+        "boolean": "boolean",
+        "dict": "object",
+        "object": "object",
+    },
     **dict.fromkeys(("list", "array", "tuple", "set"), "array"),
 }
 """Type in xLAM's functions → type in a JSON schema."""
 
 
 def with_parameters(tools: list[Turn] | None) -> list[Turn] | None:
-    """Return normalized tools with a JSON schema of their arguments under `parameters`, also if it is Anthropic's
-    `input_schema`, the Model Context Protocol's `inputSchema`, or xLAM's table of arguments."""
+    """Return normalized tools with a JSON schema of their arguments under `parameters`, also if it
+    is Anthropic's `input_schema`, the Model Context Protocol's `inputSchema`, or xLAM's table of
+    arguments."""
     if tools is None:
         return None
     return [{**tool, "function": _with_parameters(tool["function"])} for tool in tools]
@@ -602,7 +702,9 @@ def with_parameters(tools: list[Turn] | None) -> list[Turn] | None:
 def _with_parameters(function: Turn) -> Turn:
     names = [name for name in ("input_schema", "inputSchema") if function.get(name) is not None]
     if names and function.get("parameters") is None:
-        others = {key: value for key, value in function.items() if key not in (*names, "parameters")}
+        others = {
+            key: value for key, value in function.items() if key not in (*names, "parameters")
+        }
         function = {**others, "parameters": function[names[0]]}
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping) or not _is_table(parameters):
@@ -611,13 +713,16 @@ def _with_parameters(function: Turn) -> Turn:
 
 
 def _is_table(parameters: Mapping[str, Any]) -> bool:
-    """Return whether parameters are xLAM's: a mapping of names to objects with a type, without a schema's own keys."""
-    return bool(parameters) and all(isinstance(_type_of(given), str) for given in parameters.values())
+    """Return whether parameters are xLAM's: a mapping of names to objects with a type, without a
+    schema's own keys."""
+    return bool(parameters) and all(
+        isinstance(_type_of(given), str) for given in parameters.values()
+    )
 
 
 def _schema(table: Mapping[str, Any]) -> Turn:
-    """Return the JSON schema of xLAM's arguments, such as {"n": {"type": "int, optional"}}. Types that
-    JSON schemas do not have (`List[int]`) keep their words in the description."""
+    """Return the JSON schema of xLAM's arguments, such as {"n": {"type": "int, optional"}}. Types
+    that JSON schemas do not have (`List[int]`) keep their words in the description."""
     properties, required = {}, []
     for name, given in table.items():
         written = given["type"]

@@ -1,4 +1,5 @@
-"""The assistant's turns of a conversation as inference sees them: the prompt, and what the model must write."""
+"""The assistant's turns of a conversation as inference sees them: the prompt, and what the model
+must write."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,9 +7,20 @@ from typing import Any, NamedTuple
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.forms import REASONING, Form, Forms
 from torchtitan.components.chat_template.stops import Stops
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, LossySample, Message
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    LossySample,
+    Message,
+)
 from torchtitan.components.data.finetuning.losses import Part, lost_parts
-from torchtitan.components.data.finetuning.renderings import MARK, Attempt, Renderings, TriedTemplate, Turn
+from torchtitan.components.data.finetuning.renderings import (
+    MARK,
+    Attempt,
+    Renderings,
+    TriedTemplate,
+    Turn,
+)
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.logging import logger
 
@@ -41,10 +53,11 @@ class _Rank(NamedTuple):
 class TurnFinder:
     """Finds the assistant's turns of conversations.
 
-    Turn i is rendered twice: the messages before it with the generation prompt, P, and the messages up to it, F. If F
-    begins with P, the rest of F is what the model must write, up to the stop. Otherwise, and if the rest lacks a part
-    of the message, other forms are tried (see `Forms`). The forms that suit a kind of turns are found once, with marker
-    texts in place of the turn's own; each turn is then checked with these.
+    Turn i is rendered twice: the messages before it with the generation prompt, P, and the messages
+    up to it, F. If F begins with P, the rest of F is what the model must write, up to the stop.
+    Otherwise, and if the rest lacks a part of the message, other forms are tried (see `Forms`). The
+    forms that suit a kind of turns are found once, with marker texts in place of the turn's own;
+    each turn is then checked with these.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, accepted: Sequence[Part] = ()):
@@ -54,11 +67,13 @@ class TurnFinder:
         self._known: dict[str, _Verdict] = {}
         self._told: set[str] = set()
 
-    def turns(self, conversation: Conversation, numbers: Sequence[int], thinks: bool | None = None) -> list[Turn]:
-        """Return the assistant's messages with these numbers as turns. `thinks` says whether the conversation has
-        reasoning; None: as its messages have it. Raise `LossySample` if a turn lacks a part of
-        its message that must be trained, `BrokenSample` if the template rejects the conversation or a turn does not
-        begin with the generation prompt."""
+    def turns(
+        self, conversation: Conversation, numbers: Sequence[int], thinks: bool | None = None
+    ) -> list[Turn]:
+        """Return the assistant's messages with these numbers as turns. `thinks` says whether the
+        conversation has reasoning; None: as its messages have it. Raise `LossySample` if a turn
+        lacks a part of its message that must be trained, `BrokenSample` if the template rejects the
+        conversation or a turn does not begin with the generation prompt."""
         row = Renderings(self._tried, conversation, thinks)
         turns = [self._turn(row, number) for number in numbers]
         if turns:
@@ -70,13 +85,15 @@ class TurnFinder:
         return Renderings(self._tried, Conversation(list(messages))).thinks
 
     def whole(self, conversation: Conversation) -> str:
-        """Return the text of a whole conversation. Raise `BrokenSample` if the template rejects it."""
+        """Return the text of a whole conversation. Raise `BrokenSample` if the template rejects
+        it."""
         row = Renderings(self._tried, conversation)
         return row.text(len(conversation.messages), self._form_of(row))
 
     def span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
-        """Return the span of message `number` in a text of the conversation, an assistant's without the generation
-        prompt. Raise `BrokenSample` if the text does not contain the message as the last one of its conversation."""
+        """Return the span of message `number` in a text of the conversation, an assistant's without
+        the generation prompt. Raise `BrokenSample` if the text does not contain the message as the
+        last one of its conversation."""
         row = Renderings(self._tried, conversation)
         form = self._form_of(row)
         before = row.text(number, form) if number else ""
@@ -88,27 +105,34 @@ class TurnFinder:
         if text.startswith(after) and after.startswith(before):
             return len(before), len(after)
         raise BrokenSample(
-            f"{self._template.name} writes the conversation up to message {number + 1} ({role}) differently if more "
-            "messages follow, so the message cannot be located in the text; remove its weight, or set another "
-            f"--dataloader.chat_template ({', '.join(BUILT_IN_TEMPLATES)})"
+            f"{self._template.name} writes the conversation up to message {number + 1} ({role}) "
+            "differently if more messages follow, so the message cannot be located in the text; "
+            "remove its weight, or set another --dataloader.chat_template "
+            f"({', '.join(BUILT_IN_TEMPLATES)})"
         )
 
     def _form_of(self, row: Renderings) -> Form:
         """Return the form of a conversation, of which not a turn but the text is needed."""
-        answers = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
+        answers = [
+            number for number, message in enumerate(row.messages) if message["role"] == "assistant"
+        ]
         plain = Form(tuple(row.options.items()))
         forms = self._suitable(row, answers[-1]).forms if answers else []
         return forms[0] if forms else plain
 
     def prompt(self, conversation: Conversation) -> str:
-        """Return a conversation with the generation prompt, in the form in which its next turn would be trained. Raise
-        `BrokenSample` if the template rejects it."""
+        """Return a conversation with the generation prompt, in the form in which its next turn
+        would be trained. Raise `BrokenSample` if the template rejects it."""
         number = len(conversation.messages)
         answer = {"role": "assistant", "content": MARK}
-        answered = Conversation([*conversation.messages, answer], conversation.tools, options=conversation.options)
+        answered = Conversation(
+            [*conversation.messages, answer], conversation.tools, options=conversation.options
+        )
         row = Renderings(self._tried, answered, thinks=True)
         forms = self._suitable(row, number).forms
-        return row.text(number, forms[0] if forms else Form(tuple(row.options.items())), prompted=True)
+        return row.text(
+            number, forms[0] if forms else Form(tuple(row.options.items())), prompted=True
+        )
 
     def _turn(self, row: Renderings, number: int) -> Turn:
         verdict = self._suitable(row, number)
@@ -124,8 +148,8 @@ class TurnFinder:
         self._refuse_loss(best.lost, number)
         if closing := row.closing_inside(number, best.completion):
             raise LossySample(
-                f"the reasoning of message {number + 1} (assistant) contains {closing!r}, with which "
-                f"{self._template.name} closes it: inference would end it there",
+                f"the reasoning of message {number + 1} (assistant) contains {closing!r}, with "
+                f"which {self._template.name} closes it: inference would end it there",
                 "on_loss_of_reasoning",
             )
         self._tell(best)
@@ -139,8 +163,8 @@ class TurnFinder:
                 yield form
 
     def losses(self, conversation: Conversation, numbers: Sequence[int], text: str) -> list[Part]:
-        """Return the parts of the assistant's messages with these numbers that a text of the whole conversation lacks.
-        Raise `LossySample` if one of them must be trained."""
+        """Return the parts of the assistant's messages with these numbers that a text of the whole
+        conversation lacks. Raise `LossySample` if one of them must be trained."""
         row = Renderings(self._tried, conversation)
         found: list[Part] = []
         for number in numbers:
@@ -150,8 +174,8 @@ class TurnFinder:
         return found
 
     def count_stops(self, conversation: Conversation, numbers: Sequence[int]) -> int:
-        """Return after how many of the assistant's messages with these numbers their stop follows, before the next
-        message, in the whole conversation."""
+        """Return after how many of the assistant's messages with these numbers their stop follows,
+        before the next message, in the whole conversation."""
         row = Renderings(self._tried, conversation)
         form = self._form_of(row)
         texts = row.texts_after(form)
@@ -162,13 +186,16 @@ class TurnFinder:
     def _refuse_loss(self, lost: Sequence[Part], number: int) -> None:
         if refused := [part for part in lost if part not in self._accepted]:
             raise LossySample(
-                f"{self._template.name} leaves out the {refused[0]} of message {number + 1} (assistant)",
+                f"{self._template.name} leaves out the {refused[0]} of message {number + 1} "
+                "(assistant)",
                 f"on_loss_of_{refused[0]}",
             )
 
-    def _best(self, row: Renderings, number: int, forms: Sequence[Form] | Iterator[Form]) -> tuple[Turn | None, str]:
-        """Return the first turn without losses, else the one with the fewest, and the problem of the form that gets
-        furthest."""
+    def _best(
+        self, row: Renderings, number: int, forms: Sequence[Form] | Iterator[Form]
+    ) -> tuple[Turn | None, str]:
+        """Return the first turn without losses, else the one with the fewest, and the problem of
+        the form that gets furthest."""
         best, furthest = None, Attempt(None)
         for form in forms:
             attempt = row.attempt(number, form)
@@ -185,7 +212,11 @@ class TurnFinder:
         """Return the forms for a turn, found with markers in place of its texts."""
         traits = row.traits(number)
         message, before = row.messages[number], row.messages[number - 1]["role"] if number else ""
-        own = bool(message.get(REASONING)), bool(message.get("content")), len(message.get("tool_calls") or ())
+        own = (
+            bool(message.get(REASONING)),
+            bool(message.get("content")),
+            len(message.get("tool_calls") or ()),
+        )
         key = repr((traits, own, before, bool(row.tools), row.has_system))
         if key in self._known:
             return self._known[key]
@@ -220,11 +251,18 @@ class TurnFinder:
 
     def _tell(self, turn: Turn) -> None:
         form = turn.form
-        if form.way in ("joined", "followed") and form.tags and form.tags.close and form.tags.close in turn.completion:
+        if (
+            form.way in ("joined", "followed")
+            and form.tags
+            and form.tags.close
+            and form.tags.close in turn.completion
+        ):
             self._warn_once(
-                f"{self._template.name} does not continue its generation prompt in some finished turns: they are "
-                f"trained after it, with {form.tags.inner + form.tags.close + form.tags.after!r} after the reasoning "
-                "(also if there is none); this whitespace is a guess, since no rendering of the template shows it"
+                f"{self._template.name} does not continue its generation prompt in some finished "
+                "turns: they are trained after it, with "
+                f"{form.tags.inner + form.tags.close + form.tags.after!r} after the reasoning "
+                "(also if there is none); this whitespace is a guess, since no rendering of the "
+                "template shows it"
             )
         for what in turn.unseen:
             self._warn_once(f"{self._template.name} does not write the {what} of the prompt")

@@ -1,9 +1,24 @@
 """Assignment of samples to windows, planned from the samples' lengths alone."""
 
 from torchtitan.components.data.plan.mixture import Mixture
-from torchtitan.components.data.plan.packing import Packing, Window, first_fit_decreasing, multipack, no_packing
+from torchtitan.components.data.plan.packing import (
+    Packing,
+    Window,
+    first_fit_decreasing,
+    multipack,
+    no_packing,
+)
 from torchtitan.components.data.plan.planner import Planner, Snapshot
 from torchtitan.components.data.plan.sampler import Sampler, ShuffleSampler, StepStatistics
 
-__all__ = ["Mixture", "Packing", "Planner", "Sampler", "ShuffleSampler", "Snapshot", "StepStatistics", "Window"]
+__all__ = [
+    "Mixture",
+    "Packing",
+    "Planner",
+    "Sampler",
+    "ShuffleSampler",
+    "Snapshot",
+    "StepStatistics",
+    "Window",
+]
 __all__ += ["first_fit_decreasing", "multipack", "no_packing"]

@@ -8,7 +8,8 @@ from torchtitan.tools.errors import UserError
 
 
 class Mixture:
-    """Selects the source of each window by weight, deterministically and exactly to within one window.
+    """Selects the source of each window by weight, deterministically and exactly to within one
+    window.
 
     After every window, the tokens read from a source differ from its share (the sum over all
     windows of its weight times the window's tokens) by at most one window's capacity. A source is
@@ -37,8 +38,13 @@ class Mixture:
         windows_per_step: int = 1,
     ):
         steps = [step for step, _ in schedule]
-        if any(step < 1 for step in steps) or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
-            raise UserError(f"the steps of --dataloader.weight_schedule must ascend and be at least 1, not {steps}")
+        if any(step < 1 for step in steps) or any(
+            a >= b for a, b in zip(steps, steps[1:], strict=False)
+        ):
+            raise UserError(
+                "the steps of --dataloader.weight_schedule must ascend and be at least 1, not "
+                f"{steps}"
+            )
         check_weights("weights", weights, len(weights))
         for _, new in schedule:
             check_weights("weight_schedule", new, len(weights))
@@ -59,26 +65,42 @@ class Mixture:
         # Shares are sums of floats: allow for rounding errors.
         tolerance = 1e-6 * self._capacity
         weights = self._weights()
-        behind = [share - n_read for share, n_read in zip(self.share, self.tokens_read, strict=True)]
+        behind = [
+            share - n_read for share, n_read in zip(self.share, self.tokens_read, strict=True)
+        ]
         # A source with weight 0 may still be behind if it had another weight before.
-        return [i for i, tokens in enumerate(behind) if tokens > (-tolerance if weights[i] else tolerance)]
+        return [
+            i
+            for i, tokens in enumerate(behind)
+            if tokens > (-tolerance if weights[i] else tolerance)
+        ]
 
     def choose(self, n_tokens: Mapping[int, int]) -> int:
-        """Return the source with the earliest due time, given each candidate's tokens in its next window."""
+        """Return the source with the earliest due time, given each candidate's tokens in its next
+        window."""
         return min(n_tokens, key=lambda source: (self._due(source, n_tokens[source]), source))
 
     def add_window(self, source: int, n_tokens: int) -> None:
         """Record that the next window comes from `source`."""
-        self.share = [share + weight * n_tokens for share, weight in zip(self.share, self._weights(), strict=True)]
+        self.share = [
+            share + weight * n_tokens
+            for share, weight in zip(self.share, self._weights(), strict=True)
+        ]
         self.tokens_read[source] += n_tokens
         self.n_windows += 1
 
     def share_after(self, n_windows: int) -> list[float]:
-        """Estimate each source's share of the first `n_windows` in tokens, from the mean number of tokens per window so
-        far."""
-        share, mean = self.share, sum(self.tokens_read) / self.n_windows if self.n_windows else self._capacity
+        """Estimate each source's share of the first `n_windows` in tokens, from the mean number of
+        tokens per window so far."""
+        share, mean = (
+            self.share,
+            sum(self.tokens_read) / self.n_windows if self.n_windows else self._capacity,
+        )
         for count, weights in self._ahead(n_windows):
-            share = [tokens + weight * count * mean for tokens, weight in zip(share, weights, strict=True)]
+            share = [
+                tokens + weight * count * mean
+                for tokens, weight in zip(share, weights, strict=True)
+            ]
         return share
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,16 +125,18 @@ class Mixture:
         self._pieces = self._pieces_by_window()
 
     def _pieces_by_window(self) -> list[tuple[int, list[float]]]:
-        """Return pairs of a window and the weights from this window on. Windows may be negative for steps completed
-        before `windows_per_step` changed."""
+        """Return pairs of a window and the weights from this window on. Windows may be negative for
+        steps completed before `windows_per_step` changed."""
         n_steps, n_windows = self._changed_at
         scheduled = [
-            (n_windows + (step - 1 - n_steps) * self._windows_per_step, weights) for step, weights in self._schedule
+            (n_windows + (step - 1 - n_steps) * self._windows_per_step, weights)
+            for step, weights in self._schedule
         ]
         return [(min([0, *(first for first, _ in scheduled)]), self._weights_before), *scheduled]
 
     def _due(self, source: int, n_tokens: int) -> float:
-        """Return the tokens of all sources until `source`'s share covers its next window, assuming full windows."""
+        """Return the tokens of all sources until `source`'s share covers its next window, assuming
+        full windows."""
         missing = self.tokens_read[source] + n_tokens - self.share[source]
         elapsed = 0.0
         for count, weights in self._ahead(math.inf):
@@ -125,7 +149,8 @@ class Mixture:
         return elapsed
 
     def _ahead(self, n_windows: float) -> Iterator[tuple[float, list[float]]]:
-        """Yield pairs of a number of windows and their weights, from the next window up to `n_windows`."""
+        """Yield pairs of a number of windows and their weights, from the next window up to
+        `n_windows`."""
         ends = [*(first for first, _ in self._pieces[1:]), math.inf]
         for (first, weights), end in zip(self._pieces, ends, strict=True):
             count = min(end, n_windows) - max(first, self.n_windows)
@@ -137,17 +162,24 @@ class Mixture:
 
 
 def check_per_dataset(option: str, values: Sequence[float | None], n_sources: int) -> None:
-    """Raise `UserError` unless a data loader's option has a value for each of `n_sources` datasets."""
+    """Raise `UserError` unless a data loader's option has a value for each of `n_sources`
+    datasets."""
     if len(values) != n_sources:
-        raise UserError(f"--dataloader.{option} must have one value per dataset ({n_sources}), not {len(values)}")
+        raise UserError(
+            f"--dataloader.{option} must have one value per dataset ({n_sources}), not "
+            f"{len(values)}"
+        )
 
 
 def check_weights(option: str, weights: Sequence[float], n_sources: int) -> None:
-    """Raise `UserError` for weights of a data loader's option that do not suit `n_sources` datasets."""
+    """Raise `UserError` for weights of a data loader's option that do not suit `n_sources`
+    datasets."""
     check_per_dataset(option, weights, n_sources)
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         listed = " ".join(f"{weight:g}" for weight in weights)
-        raise UserError(f"--dataloader.{option}: the weights {listed} must be finite, at least 0, and not all 0")
+        raise UserError(
+            f"--dataloader.{option}: the weights {listed} must be finite, at least 0, and not all 0"
+        )
 
 
 def _normalized(weights: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """Packs one source's samples into windows, chunk by chunk, without splitting samples.
 
-The bin-packing functions take the samples' lengths (n,), each from 1 to `capacity`, and return the sample indices of
-each window in ascending order. They are deterministic.
+The bin-packing functions take the samples' lengths (n,), each from 1 to `capacity`, and return the
+sample indices of each window in ascending order. They are deterministic.
 """
 
 import heapq
@@ -23,8 +23,9 @@ def no_packing(lengths: Array, capacity: int) -> list[Array]:
 def first_fit_decreasing(lengths: Array, capacity: int) -> list[Array]:
     """Put each sample, longest first, into the first window with enough room: O(n log n).
 
-    Uses at most 11/9 of the optimal number of windows plus 6/9 (Dósa, "The tight bound of first fit decreasing
-    bin-packing algorithm", 2007). With samples much shorter than the window, only the last few windows are not full.
+    Uses at most 11/9 of the optimal number of windows plus 6/9 (Dósa, "The tight bound of first fit
+    decreasing bin-packing algorithm", 2007). With samples much shorter than the window, only the
+    last few windows are not full.
     """
     _check(lengths, capacity)
     return _windows(_first_fit_decreasing(lengths, capacity))
@@ -33,9 +34,9 @@ def first_fit_decreasing(lengths: Array, capacity: int) -> list[Array]:
 def multipack(lengths: Array, capacity: int) -> list[Array]:
     """Fill windows equally, to balance tokens between ranks and micro-batches.
 
-    Puts each sample, longest first, into the least full window ("longest processing time first"; Graham, "Bounds on
-    multiprocessing timing anomalies", 1969). Uses the number of windows of first-fit-decreasing, increased by 0.5 %
-    until no window is too full: O(n log n).
+    Puts each sample, longest first, into the least full window ("longest processing time first";
+    Graham, "Bounds on multiprocessing timing anomalies", 1969). Uses the number of windows of
+    first-fit-decreasing, increased by 0.5 % until no window is too full: O(n log n).
     """
     n_windows = len(first_fit_decreasing(lengths, capacity))
     while n_windows:
@@ -48,7 +49,8 @@ def multipack(lengths: Array, capacity: int) -> list[Array]:
 
 def _longest_processing_time(lengths: Array, n_windows: int) -> Array:
     order = np.argsort(-lengths, kind="stable")
-    # An entry of the heap is `load * n_windows + window`: the least full window first, ties by number.
+    # An entry of the heap is `load * n_windows + window`: the least full window first, ties by
+    # number.
     heap = list(range(n_windows))
     window_of = np.empty(len(lengths), np.int64)
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
@@ -58,8 +60,9 @@ def _longest_processing_time(lengths: Array, n_windows: int) -> Array:
 
 
 def _first_fit_decreasing(lengths: Array, capacity: int) -> Array:
-    # A binary tree over the windows, as an array: leaf `n_leaves + w` is the room left in window w, and each inner
-    # node the most room below it, so that the first window with room is found from the root.
+    # A binary tree over the windows, as an array: leaf `n_leaves + w` is the room left in window w,
+    # and each inner node the most room below it, so that the first window with room is found from
+    # the root.
     n_leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [capacity] * (2 * n_leaves)
     window_of = np.empty(len(lengths), np.int64)
@@ -88,7 +91,9 @@ def _windows(window_of: Array) -> list[Array]:
 
 
 def _check(lengths: Array, capacity: int) -> None:
-    assert len(lengths) == 0 or 1 <= lengths.min() <= lengths.max() <= capacity, "a sample must fit into a window"
+    assert len(lengths) == 0 or 1 <= lengths.min() <= lengths.max() <= capacity, (
+        "a sample must fit into a window"
+    )
 
 
 Packing = Literal["ffd", "multipack", "none"]
@@ -163,7 +168,9 @@ class SourceStream:
             if self._epochs is not None and self.sampler.epoch >= self._epochs:
                 return None
             epoch = self.sampler.epoch
-            self._chunk = self._pack(self._chunk.number + 1, epoch, self.sampler.draw(self._chunk_size))
+            self._chunk = self._pack(
+                self._chunk.number + 1, epoch, self.sampler.draw(self._chunk_size)
+            )
             self._n_returned = 0
         return self._chunk.n_tokens[self._n_returned]
 
@@ -202,5 +209,9 @@ class SourceStream:
             windows.sort(key=lambda window: int(window[0]))
         else:
             # Packing orders windows by sample length.
-            windows = [windows[i] for i in permutation(len(windows), self._seed, self._source, number)]
-        return _Chunk(number, epoch, drawn, windows, [int(lengths[window].sum()) for window in windows])
+            windows = [
+                windows[i] for i in permutation(len(windows), self._seed, self._source, number)
+            ]
+        return _Chunk(
+            number, epoch, drawn, windows, [int(lengths[window].sum()) for window in windows]
+        )

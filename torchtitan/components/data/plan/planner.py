@@ -29,27 +29,31 @@ class Snapshot:
 class Planner:
     """Iterator over the windows of all sources, in the same order on every rank.
 
-    The sampler of each source draws chunks of samples, which are packed into windows; a `Mixture` selects the source of
-    each window. The order depends only on the arguments and the input of `observe`, not on ranks, workers or batches,
-    so a count of windows is a position. Sample s of source i has the global number `offsets[i] + s`.
+    The sampler of each source draws chunks of samples, which are packed into windows; a `Mixture`
+    selects the source of each window. The order depends only on the arguments and the input of
+    `observe`, not on ranks, workers or batches, so a count of windows is a position. Sample s of
+    source i has the global number `offsets[i] + s`.
 
     Args:
-        lengths: for each source, the positions (n,) of its samples, 1 to `capacity` each; n is at least 1.
+        lengths: for each source, the positions (n,) of its samples, 1 to `capacity` each; n is at
+            least 1.
         capacity: positions of a window.
         samplers: one new sampler per source.
         packing: packing method of a chunk.
         chunk: samples of one source that are packed at a time.
-        weights: share of each source in the tokens; None: by size, so that all are read equally often.
+        weights: share of each source in the tokens; None: by size, so that all are read equally
+            often.
         schedule: steps and new weights, see `Mixture`; requires `weights`.
         windows_per_step: windows of a training step, for the schedule; a resumed run may change it.
-        max_epochs: maximum number of epochs of each source; None: no limit. `next` raises `UserError` if it is
-            exceeded.
+        max_epochs: maximum number of epochs of each source; None: no limit. `next` raises
+            `UserError` if it is exceeded.
         names: names of the sources, for messages.
         seed: seed of the order of windows in a chunk.
-        epochs: passes over the sources; with weights, the iterator ends when a source has completed them. None:
-            endless.
-        ahead: maximum number of windows planned before they are trained on; a step's statistics affect samples drawn
-            this many windows later. A resumed run needs the same value to draw the same samples.
+        epochs: passes over the sources; with weights, the iterator ends when a source has completed
+            them. None: endless.
+        ahead: maximum number of windows planned before they are trained on; a step's statistics
+            affect samples drawn this many windows later. A resumed run needs the same value to draw
+            the same samples.
 
     Raises:
         UserError: weights, schedule or limits are invalid.
@@ -72,20 +76,35 @@ class Planner:
         epochs: int | None = None,
         ahead: int = 0,
     ):
-        self.names = list(names) if names is not None else [f"dataset {i + 1}" for i in range(len(lengths))]
+        self.names = (
+            list(names) if names is not None else [f"dataset {i + 1}" for i in range(len(lengths))]
+        )
         self.offsets = np.cumsum([0, *(len(of_source) for of_source in lengths)])
         """Global number of each source's first sample, and the total."""
         self.n_tokens = [int(of_source.sum()) for of_source in lengths]
         """Positions of all samples of each source."""
         self._streams = [
-            SourceStream(i, of_source, capacity, sampler, packing=packing, chunk=chunk, seed=seed, epochs=epochs)
+            SourceStream(
+                i,
+                of_source,
+                capacity,
+                sampler,
+                packing=packing,
+                chunk=chunk,
+                seed=seed,
+                epochs=epochs,
+            )
             for i, (of_source, sampler) in enumerate(zip(lengths, samplers, strict=True))
         ]
         if weights is None and schedule:
-            raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
+            raise UserError(
+                "--dataloader.weight_schedule also needs --dataloader.weights, the initial weights"
+            )
         self._weighted = weights is not None
         self._mixture = Mixture(weights or self.n_tokens, capacity, schedule, windows_per_step)
-        self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
+        self.max_epochs: list[float | None] = list(
+            [None] * len(lengths) if max_epochs is None else max_epochs
+        )
         check_per_dataset("max_epochs", self.max_epochs, len(lengths))
         self.epochs = epochs
         self._ahead = ahead
@@ -116,7 +135,10 @@ class Planner:
                 self._apply_statistics(statistics)
         source, n_tokens = self._choose()
         limit = self.max_epochs[source]
-        if limit is not None and self._mixture.tokens_read[source] + n_tokens > limit * self.n_tokens[source]:
+        if (
+            limit is not None
+            and self._mixture.tokens_read[source] + n_tokens > limit * self.n_tokens[source]
+        ):
             raise self._max_epochs_error(source, limit, n_tokens)
         self._mixture.add_window(source, n_tokens)
         return self._streams[source].next_window()
@@ -126,7 +148,8 @@ class Planner:
         if self._weighted and None in sizes.values():
             raise StopIteration
         candidates = {source: size for source, size in sizes.items() if size is not None}
-        if not candidates:  # all released sources have ended; the others end within a window of their share
+        # all released sources have ended; the others end within a window of their share
+        if not candidates:
             all_sizes = {source: stream.next_size() for source, stream in enumerate(self._streams)}
             candidates = {source: size for source, size in all_sizes.items() if size is not None}
         if not candidates:
@@ -140,13 +163,15 @@ class Planner:
         at_least = (self._mixture.tokens_read[source] + n_tokens) / self.n_tokens[source]
         times = max(min(estimated, self.epochs or math.inf), at_least)
         return UserError(
-            f"{self.names[source]} would be read {times:.2f} times in {n_windows} windows, more than its limit of "
-            f"{limit:g}; train fewer steps, reduce its weight, or increase --dataloader.max_epochs"
+            f"{self.names[source]} would be read {times:.2f} times in {n_windows} windows, more "
+            f"than its limit of {limit:g}; train fewer steps, reduce its weight, or increase "
+            "--dataloader.max_epochs"
         )
 
     def epochs_after(self, n_windows: int) -> list[float]:
-        """Return the epochs of each source, by tokens, after `n_windows` windows or at the end, ignoring limits and
-        statistics. Exact for one pass over all tokens, then estimated from the mean number of tokens per window."""
+        """Return the epochs of each source, by tokens, after `n_windows` windows or at the end,
+        ignoring limits and statistics. Exact for one pass over all tokens, then estimated from the
+        mean number of tokens per window."""
         planner = self._from_start()
         planner.max_epochs = [None] * len(self.max_epochs)
         mixture, n_all = planner._mixture, sum(self.n_tokens)
@@ -157,20 +182,24 @@ class Planner:
         else:
             tokens = [float(n_read) for n_read in mixture.tokens_read]
         limit = self.epochs or math.inf
-        return [min(n_read / total, limit) for n_read, total in zip(tokens, self.n_tokens, strict=True)]
+        return [
+            min(n_read / total, limit) for n_read, total in zip(tokens, self.n_tokens, strict=True)
+        ]
 
     @cached_property
     def windows_by_epoch(self) -> list[int] | None:
-        """Number of windows in each epoch, over all sources; None: endless, or dependent on observed statistics. Takes
-        seconds per million samples. Raises `UserError` if the limit of a source would be exceeded."""
+        """Number of windows in each epoch, over all sources; None: endless, or dependent on
+        observed statistics. Takes seconds per million samples. Raises `UserError` if the limit of a
+        source would be exceeded."""
         if self.epochs is None or self.is_adaptive:
             return None
         counts = Counter(window.epoch for window in self._from_start())
         return [counts[epoch] for epoch in range(self.epochs)]
 
     def check_repetitions(self, n_windows: int) -> None:
-        """Raise `UserError` if `n_windows` windows, without further statistics, exceed the limit of a source. The
-        message estimates the epochs of the source from the mean number of tokens per window."""
+        """Raise `UserError` if `n_windows` windows, without further statistics, exceed the limit of
+        a source. The message estimates the epochs of the source from the mean number of tokens per
+        window."""
         if all(limit is None for limit in self.max_epochs):
             return
         planner = self._from_start()
@@ -180,19 +209,24 @@ class Planner:
             pass
 
     def observe(self, statistics: StepStatistics, n_windows: int) -> None:
-        """Pass a training step's statistics, with global sample numbers, to the samplers; `n_windows` counts the
-        windows trained on so far, including the step's, and must increase."""
+        """Pass a training step's statistics, with global sample numbers, to the samplers;
+        `n_windows` counts the windows trained on so far, including the step's, and must
+        increase."""
         if not self.is_adaptive:
             return
-        assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` allows"
-        # Positions before `n_windows` are no longer saved; later positions already include the effect of the dropped
-        # entries.
+        assert self.n_windows <= n_windows + self._ahead, (
+            "planned further ahead than `ahead` allows"
+        )
+        # Positions before `n_windows` are no longer saved; later positions already include the
+        # effect of the dropped entries.
         self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self._ahead]
         self._observed.append((n_windows, statistics))
 
     def _apply_statistics(self, statistics: StepStatistics) -> None:
         for i, stream in enumerate(self._streams):
-            is_local = (statistics.samples >= self.offsets[i]) & (statistics.samples < self.offsets[i + 1])
+            is_local = (statistics.samples >= self.offsets[i]) & (
+                statistics.samples < self.offsets[i + 1]
+            )
             stream.sampler.observe(
                 replace(
                     statistics,
@@ -203,17 +237,23 @@ class Planner:
 
     def snapshot(self) -> Snapshot:
         """Return the position after the last window."""
-        return Snapshot(self.n_windows, self._mixture.state_dict(), [stream.snapshot() for stream in self._streams])
+        return Snapshot(
+            self.n_windows,
+            self._mixture.state_dict(),
+            [stream.snapshot() for stream in self._streams],
+        )
 
     def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
-        """Return a position (by default, the current one) as JSON-serializable values, with statistics that are not
-        applied yet. A `snapshot` must not be older than the last `observe`."""
+        """Return a position (by default, the current one) as JSON-serializable values, with
+        statistics that are not applied yet. A `snapshot` must not be older than the last
+        `observe`."""
         snapshot = snapshot or self.snapshot()
         applied = snapshot.n_windows - 1 - self._ahead
         return {
             "mixture": snapshot.mixture,
             "streams": [
-                stream.state_dict(position) for stream, position in zip(self._streams, snapshot.streams, strict=True)
+                stream.state_dict(position)
+                for stream, position in zip(self._streams, snapshot.streams, strict=True)
             ],
             "observed": [
                 {"n_windows": at, **arrays_to_lists(vars(statistics))}
@@ -223,14 +263,20 @@ class Planner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position in the same data, with the same capacity, packing, chunk and number of sources."""
+        """Restore a position in the same data, with the same capacity, packing, chunk and number of
+        sources."""
         self._mixture.load_state_dict(state["mixture"])
         for stream, stream_state in zip(self._streams, state["streams"], strict=True):
             stream.load_state_dict(stream_state)
         self._observed = []
         for entry in state["observed"]:
-            samples, losses = np.array(entry["samples"], np.int64), np.array(entry["sample_losses"], np.float64)
-            statistics = StepStatistics(entry["step"], entry["loss"], entry["grad_norm"], samples, losses)
+            samples, losses = (
+                np.array(entry["samples"], np.int64),
+                np.array(entry["sample_losses"], np.float64),
+            )
+            statistics = StepStatistics(
+                entry["step"], entry["loss"], entry["grad_norm"], samples, losses
+            )
             if entry["n_windows"] < self.n_windows - self._ahead:
                 self._apply_statistics(statistics)  # saved by a run with a larger `ahead`
             else:

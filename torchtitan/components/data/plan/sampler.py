@@ -22,17 +22,19 @@ class StepStatistics:
     grad_norm: float
     """Gradient norm before clipping."""
     samples: Array
-    """Numbers (n,) of the step's samples in the dataset; empty unless the sampler `needs_sample_losses`."""
+    """Numbers (n,) of the step's samples in the dataset; empty unless the sampler
+    `needs_sample_losses`."""
     sample_losses: npt.NDArray[np.float64]
-    """Mean loss (n,) per trained token of each sample, in nats; empty unless the sampler `needs_sample_losses`."""
+    """Mean loss (n,) per trained token of each sample, in nats; empty unless the sampler
+    `needs_sample_losses`."""
 
 
 class Sampler(Configurable):
     """Draws the samples of one dataset, numbered from 0 to `n_samples` - 1.
 
-    Each rank has its own sampler, and all must draw the same samples: draws may depend only on the arguments, the calls
-    of `draw`, and the input of `observe`. Subclasses define `draw`, `epoch`, `state_dict` and `load_state_dict`, and
-    override `observe` to adapt to training.
+    Each rank has its own sampler, and all must draw the same samples: draws may depend only on the
+    arguments, the calls of `draw`, and the input of `observe`. Subclasses define `draw`, `epoch`,
+    `state_dict` and `load_state_dict`, and override `observe` to adapt to training.
 
     Args:
         n_samples: samples in the dataset, at least 1.
@@ -72,12 +74,13 @@ class Sampler(Configurable):
         raise NotImplementedError
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Adapt to a training step; `statistics.samples` are numbers in this dataset. Called in step order, after the
-        samples prefetched for later steps have been drawn; see `Planner`."""
+        """Adapt to a training step; `statistics.samples` are numbers in this dataset. Called in
+        step order, after the samples prefetched for later steps have been drawn; see `Planner`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the complete state, JSON-serializable except for numpy arrays as values. This is called for every
-        batch, so return large state as arrays without copying, and do not modify the arrays later."""
+        """Return the complete state, JSON-serializable except for numpy arrays as values. This is
+        called for every batch, so return large state as arrays without copying, and do not modify
+        the arrays later."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,12 +139,18 @@ class ShuffleSampler(Sampler):
 
 
 def permutation(size: int, *key: int) -> Array:
-    """Return a pseudo-random permutation of `range(size)` that depends only on `key`. Sorts raw numbers of a bit
-    generator, which are stable across numpy versions, unlike `Generator.permutation`."""
-    raw = np.random.PCG64(np.random.SeedSequence([part % (1 << 64) for part in key])).random_raw(size)
+    """Return a pseudo-random permutation of `range(size)` that depends only on `key`. Sorts raw
+    numbers of a bit generator, which are stable across numpy versions, unlike
+    `Generator.permutation`."""
+    raw = np.random.PCG64(np.random.SeedSequence([part % (1 << 64) for part in key])).random_raw(
+        size
+    )
     return np.argsort(raw, kind="stable")
 
 
 def arrays_to_lists(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy with numpy arrays converted to lists."""
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }

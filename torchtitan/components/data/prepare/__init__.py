@@ -1,1 +1,2 @@
-"""Preparation of data ahead of a run: in parts, by any number of processes and hosts, with an identical result."""
+"""Preparation of data ahead of a run: in parts, by any number of processes and hosts, with an
+identical result."""

@@ -1,4 +1,5 @@
-"""Encoding of one part of a source into the arrays of a cache, and selection of items from such arrays."""
+"""Encoding of one part of a source into the arrays of a cache, and selection of items from such
+arrays."""
 
 import hashlib
 import itertools
@@ -15,7 +16,11 @@ from torchtitan.components.checkpoint.filesystem import Folder
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
-from torchtitan.components.data.finetuning.sample_cache import code_version, finish_samples, write_samples
+from torchtitan.components.data.finetuning.sample_cache import (
+    code_version,
+    finish_samples,
+    write_samples,
+)
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining import token_cache
 from torchtitan.components.data.report import Report
@@ -26,14 +31,23 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 HASH_BYTES = 16
-ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("split", "u1"), ("number", "i8"), ("tokens", "i8"), ("trained", "i8")])
+ITEM = np.dtype(
+    [
+        ("hash", f"S{HASH_BYTES}"),
+        ("split", "u1"),
+        ("number", "i8"),
+        ("tokens", "i8"),
+        ("trained", "i8"),
+    ]
+)
 """An item of arrays: digest of its content, number of its split (0: none), its number, its
 tokens, and how many of them are predicted."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """Files with the values of consecutive items, and the file with the items' offsets in them (int64)."""
+    """Files with the values of consecutive items, and the file with the items' offsets in them
+    (int64)."""
 
     offsets: str
     values: dict[str, str]
@@ -54,21 +68,28 @@ class Encoding:
     columns: list[Column]
     """The first has the items' tokens, and maybe `trained.bin`."""
     write: Callable[[Source, Path], tuple[Report, np.ndarray]]
-    """Writes the arrays of a source to a folder; returns a report, and a mask of the items to keep, (n,)."""
+    """Writes the arrays of a source to a folder; returns a report, and a mask of the items to keep,
+    (n,)."""
     finish: Callable[[Path, Report, str], None]
-    """Completes the arrays in a folder to a cache, given their counts and the name of their first part."""
+    """Completes the arrays in a folder to a cache, given their counts and the name of their first
+    part."""
     encoder: ArrayEncoder | None = None
     """What `write` encodes text with; its ids are always the tokenizer's."""
 
     def items(self, folder: Folder, keep: np.ndarray) -> np.ndarray:
-        """Return the items of arrays that a mask (n,) keeps, without splits, in the order of their hashes, `ITEM` (k,).
-        Equal items have equal hashes, and keep their order."""
+        """Return the items of arrays that a mask (n,) keeps, without splits, in the order of their
+        hashes, `ITEM` (k,). Equal items have equal hashes, and keep their order."""
         column = self.columns[0]
         offsets = _array(folder, column.offsets)
         bounds = offsets[:: column.sequences]
-        contents = zip(*(_contents(folder, column) for column in self.columns if column.hashed), strict=True)
+        contents = zip(
+            *(_contents(folder, column) for column in self.columns if column.hashed), strict=True
+        )
         items = np.zeros(len(bounds) - 1, ITEM)
-        items["hash"] = [hashlib.blake2b(b"\0".join(content), digest_size=HASH_BYTES).digest() for content in contents]
+        items["hash"] = [
+            hashlib.blake2b(b"\0".join(content), digest_size=HASH_BYTES).digest()
+            for content in contents
+        ]
         items["number"] = np.arange(len(items))
         items["tokens"] = np.diff(bounds)
         items["trained"] = _n_trained(folder, column, offsets)
@@ -76,13 +97,17 @@ class Encoding:
         return items[np.argsort(items["hash"], kind="stable")]
 
     def select(self, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
-        """Write items of several folders, each with the numbers of its items, in their order, to arrays in a new
-        folder. Raise `UserError` for a folder whose arrays do not fit each other."""
+        """Write items of several folders, each with the numbers of its items, in their order, to
+        arrays in a new folder. Raise `UserError` for a folder whose arrays do not fit each
+        other."""
         folder.mkdir()
         for column in self.columns:
             lengths = [np.zeros(1, np.int64)]
             with ExitStack() as stack:
-                files = {name: stack.enter_context(durable.new_file(folder / name)) for name in column.values}
+                files = {
+                    name: stack.enter_context(durable.new_file(folder / name))
+                    for name in column.values
+                }
                 for source, numbers in selections:
                     of_source = np.diff(_array(source, column.offsets))
                     selected = np.zeros(len(of_source), bool)
@@ -92,7 +117,10 @@ class Encoding:
                     for name, dtype in column.values.items():
                         values = _array(source, name, dtype)
                         if len(values) != of_source.sum():
-                            raise UserError(f"{source}/{name} is damaged; remove {source}, and run the command again")
+                            raise UserError(
+                                f"{source}/{name} is damaged; remove {source}, and run the command "
+                                "again"
+                            )
                         files[name].write(values[chosen].data)
             with durable.new_file(folder / column.offsets) as file:
                 file.write(np.cumsum(np.concatenate(lengths)).tobytes())
@@ -105,7 +133,10 @@ def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None)
 
     def write(source: Source, folder: Path) -> tuple[Report, np.ndarray]:
         token_cache.write_tokens(source, encoder, folder, lambda n: None)
-        offsets, tokens = np.fromfile(folder / "offsets.bin", np.int64), np.fromfile(folder / "tokens.bin", dtype)
+        offsets, tokens = (
+            np.fromfile(folder / "offsets.bin", np.int64),
+            np.fromfile(folder / "tokens.bin", dtype),
+        )
         report, keep = Report("text", rows=len(offsets) - 1), np.diff(offsets) > 0
         to_check = keep if applied != FilterConfig() else np.zeros(len(keep), bool)
         for number in np.flatnonzero(~keep | to_check).tolist():
@@ -117,25 +148,44 @@ def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None)
         return report, keep
 
     def finish(folder: Path, report: Report, name: str) -> None:
-        meta = {"dtype": dtype, "n_tokens": report.tokens, "documents_per_part": [report.kept], "names": [name]}
+        meta = {
+            "dtype": dtype,
+            "n_tokens": report.tokens,
+            "documents_per_part": [report.kept],
+            "names": [name],
+        }
         (folder / "meta.json").write_text(json.dumps(meta))
 
     wrapped = [tokenizer.fingerprint, *token_cache.document_wrapping(tokenizer)]
-    identity = {"version": token_cache.FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(applied)}
-    return Encoding("tokens", identity, [Column("offsets.bin", {"tokens.bin": dtype})], write, finish, encoder)
+    identity = {
+        "version": token_cache.FORMAT_VERSION,
+        "tokenizer": wrapped,
+        "filters": asdict(applied),
+    }
+    return Encoding(
+        "tokens", identity, [Column("offsets.bin", {"tokens.bin": dtype})], write, finish, encoder
+    )
 
 
-def sample_encoding(formats: Mapping[str, RowFormat], encoder: RowEncoder, filters: FilterConfig) -> Encoding:
-    """Return the encoding of samples as a sample cache. `formats` has the row format of each source by its name."""
+def sample_encoding(
+    formats: Mapping[str, RowFormat], encoder: RowEncoder, filters: FilterConfig
+) -> Encoding:
+    """Return the encoding of samples as a sample cache. `formats` has the row format of each source
+    by its name."""
 
     def write(source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        report = write_samples(source, formats[source.name], encoder, filters, folder, lambda n: None)
+        report = write_samples(
+            source, formats[source.name], encoder, filters, folder, lambda n: None
+        )
         return report, np.ones(report.samples, bool)
 
     def finish(folder: Path, report: Report, name: str) -> None:
         finish_samples(folder, report, has_answers=encoder.has_answers)
 
-    fingerprints = {"format": [each.fingerprint for each in formats.values()], "encoder": encoder.fingerprint}
+    fingerprints = {
+        "format": [each.fingerprint for each in formats.values()],
+        "encoder": encoder.fingerprint,
+    }
     identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
     columns = [
         Column("offsets.bin", {"ids.bin": "uint32", "trained.bin": "bool"}, encoder.n_parts),
@@ -165,7 +215,8 @@ def _array(folder: Folder, name: str, dtype: str = "int64") -> np.ndarray:
 
 
 def _n_trained(folder: Folder, column: Column, offsets: np.ndarray) -> np.ndarray:
-    """Return the tokens of each item that are predicted, (n,); nothing predicts the first one of a sequence."""
+    """Return the tokens of each item that are predicted, (n,); nothing predicts the first one of a
+    sequence."""
     lengths = np.diff(offsets)
     if "trained.bin" not in column.values:
         return (lengths - (lengths > 0)).reshape(-1, column.sequences).sum(1)

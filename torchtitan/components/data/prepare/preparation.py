@@ -1,11 +1,12 @@
-"""Preparation of data: parts, planned from the sources alone and each written completely or not at all, and their merge
-with exact deduplication over all of them.
+"""Preparation of data: parts, planned from the sources alone and each written completely or not at
+all, and their merge with exact deduplication over all of them.
 
-The folder of a preparation has `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays of its items,
-`items.bin`, and `part.json`, which marks it as complete; and the result of `merge`, which removes the parts. PLAN is a
-digest: preparations do not mix, even if two begin together in a store without conditional writes. The result is
-`manifest.json` with the counts of each source and split, and a digest; caches `SPLIT/DIGEST/`, one per part of text, or
-one for all samples; and `SPLIT.index`, which lists them, see `INDEX_ROWS`.
+The folder of a preparation has `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays
+of its items, `items.bin`, and `part.json`, which marks it as complete; and the result of `merge`,
+which removes the parts. PLAN is a digest: preparations do not mix, even if two begin together in a
+store without conditional writes. The result is `manifest.json` with the counts of each source and
+split, and a digest; caches `SPLIT/DIGEST/`, one per part of text, or one for all samples; and
+`SPLIT.index`, which lists them, see `INDEX_ROWS`.
 """
 
 import contextlib
@@ -51,17 +52,20 @@ WORK = ".work-"
 FAST = "gigatoken"
 """Empty file of a part that gigatoken has encoded."""
 REFUSED = "gigatoken-differs"
-"""Empty file beside the parts after gigatoken had other ids in one of them; those with `FAST` are not complete."""
+"""Empty file beside the parts after gigatoken had other ids in one of them; those with `FAST` are
+not complete."""
 TRAIN, VALIDATION = "train", "validation"
 
 INDEX_ROWS = 3
 """Rows of an index, int64 (INDEX_ROWS, caches): first token, and the cache's digest (two rows)."""
 
 ITEMS_PER_PASS = 1 << 24
-"""Approximate number of hashes that a process compares at a time, which need about 90 bytes each."""
+"""Approximate number of hashes that a process compares at a time, which need about 90 bytes
+each."""
 
 PLAN_FORMAT = 1
-"""Number of the plan's keys and their meaning; plans without one had the words of messages as keys."""
+"""Number of the plan's keys and their meaning; plans without one had the words of messages as
+keys."""
 
 _PLAN_WORDS = {
     "kind": "kind",
@@ -82,8 +86,8 @@ _function: Callable[[int], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """A preparation of sources in a folder. The same sources and options always have the same parts, so any number of
-    processes and hosts can write them, in any order and repeatedly."""
+    """A preparation of sources in a folder. The same sources and options always have the same
+    parts, so any number of processes and hosts can write them, in any order and repeatedly."""
 
     open_sources: Callable[[], Sequence[Source]]
     """Lists the sources: at the start, and before the end to find changes."""
@@ -112,8 +116,8 @@ class Preparation:
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """Everything that determines the result, as JSON values by the keys of `_PLAN_WORDS`. Files are identified by
-        `file_version`, since reading them takes long."""
+        """Everything that determines the result, as JSON values by the keys of `_PLAN_WORDS`. Files
+        are identified by `file_version`, since reading them takes long."""
         return {
             "format": PLAN_FORMAT,
             "kind": self.encoding.kind,
@@ -125,19 +129,29 @@ class Preparation:
         }
 
     def begin(self) -> None:
-        """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
-        is not writable."""
+        """Create the folder, or continue in it. Raise `UserError` if it holds another preparation
+        or other files, or is not writable."""
         if not has_file(self.place / "plan", PLAN):
             with self.working() as work:
-                names = os.listdir(self.place) if isinstance(self.place, LocalFolder) else self.place.files()
-                others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders
+                names = (
+                    os.listdir(self.place)
+                    if isinstance(self.place, LocalFolder)
+                    else self.place.files()
+                )
+                # not work folders
+                others = {name.partition("/")[0] for name in names if name[0] != "."}
                 if others and "plan" not in others:  # otherwise, another process has begun
-                    raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
+                    raise UserError(
+                        f"{self.place} holds other files, such as {min(others)}; set --out to a "
+                        "new folder"
+                    )
                 self.place.create()
                 (work / "plan").mkdir()
                 (work / "plan" / PLAN).write_text(json.dumps(self.plan))
                 publish(work / "plan", self.place / "plan", PLAN)
-            logger.info("until it is complete, sources are compared by size and times, not by content")
+            logger.info(
+                "until it is complete, sources are compared by size and times, not by content"
+            )
         self.check()
 
     def is_complete(self) -> bool:
@@ -149,19 +163,22 @@ class Preparation:
         begun, plan = json.loads(read(self.place / "plan", PLAN)), json.loads(json.dumps(self.plan))
         if not isinstance(begun, dict) or begun.get("format") != PLAN_FORMAT:
             raise UserError(
-                f"{self.place} was begun by another version of torchtitan, whose {PLAN} has other keys; continue with "
-                "that version, or set --out to a new folder"
+                f"{self.place} was begun by another version of torchtitan, whose {PLAN} has other "
+                "keys; continue with that version, or set --out to a new folder"
             )
-        if changed := " and ".join(words for key, words in _PLAN_WORDS.items() if plan[key] != begun.get(key)):
+        if changed := " and ".join(
+            words for key, words in _PLAN_WORDS.items() if plan[key] != begun.get(key)
+        ):
             how = " (compared by size and times)" if plan["sources"] != begun.get("sources") else ""
             raise UserError(
-                f"{self.place} was begun with other {changed}, or they have changed{how}; set --out to a new folder"
+                f"{self.place} was begun with other {changed}, or they have changed{how}; set "
+                "--out to a new folder"
             )
 
     @contextlib.contextmanager
     def _unless_complete(self) -> Iterator[None]:
-        """Ignore a `UserError` in the block if another process has completed the preparation, which removes parts and
-        work folders that are still in use."""
+        """Ignore a `UserError` in the block if another process has completed the preparation, which
+        removes parts and work folders that are still in use."""
         try:
             yield
         except UserError:
@@ -170,14 +187,23 @@ class Preparation:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Path]:
-        """Yield a temporary folder, in the same file system if possible. Turn an `OSError` in the block into a
-        `UserError`, and ignore it if the preparation is complete."""
+        """Yield a temporary folder, in the same file system if possible. Turn an `OSError` in the
+        block into a `UserError`, and ignore it if the preparation is complete."""
         local = self.place.path if isinstance(self.place, LocalFolder) else None
-        where, options = (local, "--out") if local else (f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR")
-        with self._unless_complete(), os_errors_as(f"cannot write to {where}", f"; set {options} to another"):
+        where, options = (
+            (local, "--out")
+            if local
+            else (f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR")
+        )
+        with (
+            self._unless_complete(),
+            os_errors_as(f"cannot write to {where}", f"; set {options} to another"),
+        ):
             if local:
                 durable.make_folder(local)
-            with tempfile.TemporaryDirectory(prefix=WORK, dir=local, ignore_cleanup_errors=True) as folder:
+            with tempfile.TemporaryDirectory(
+                prefix=WORK, dir=local, ignore_cleanup_errors=True
+            ) as folder:
                 yield Path(folder)
 
     @cached_property
@@ -188,10 +214,12 @@ class Preparation:
         return self._parts_folder / f"{number:06}"
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not complete; none after the merge, which removes the parts."""
+        """Return the numbers of the parts that are not complete; none after the merge, which
+        removes the parts."""
         with self._unless_complete():
             files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
-            if not self.is_complete():  # asked afterwards, so that the parts were there when they were listed
+            # asked afterwards, so that the parts were there when they were listed
+            if not self.is_complete():
                 invalid = f"/{FAST}" if REFUSED in files else None
                 return [
                     number
@@ -213,7 +241,9 @@ class Preparation:
             with durable.new_file(folder / ITEMS) as file:
                 file.write(items.tobytes())
             kept = report.kept if self.encoding.kind == "samples" else len(items)
-            report = replace(report, kept=kept, samples=len(items), tokens=int(items["tokens"].sum()))
+            report = replace(
+                report, kept=kept, samples=len(items), tokens=int(items["tokens"].sum())
+            )
             (folder / PART).write_text(json.dumps(asdict(report)))
             if self.encoding.encoder and self.encoding.encoder.is_fast:
                 (folder / FAST).touch()
@@ -224,7 +254,8 @@ class Preparation:
         return report.tokens
 
     def _is_refused(self) -> bool:
-        """Return whether gigatoken had other ids in any part, here or on another host; then, do not use it."""
+        """Return whether gigatoken had other ids in any part, here or on another host; then, do not
+        use it."""
         encoder = self.encoding.encoder
         if encoder is None or not has_file(self._parts_folder, REFUSED):
             return False
@@ -239,14 +270,18 @@ class Preparation:
                 write_file(self._parts_folder, REFUSED, b"", work)
 
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
-        """Write parts and show progress and throughput. If gigatoken has other ids than the tokenizer in one of them,
-        write them without it, and also all others that it has encoded."""
+        """Write parts and show progress and throughput. If gigatoken has other ids than the
+        tokenizer in one of them, write them without it, and also all others that it has encoded."""
         if self.encoding.encoder:
-            self.encoding.encoder.expect(sum(self.parts[number][1].size() for number in numbers))  # once, before forks
+            # once, before forks
+            self.encoding.encoder.expect(sum(self.parts[number][1].size() for number in numbers))
         try:
             self._write_all(numbers, workers)
         except DifferentIds as error:
-            logger.warning(f"{different_ids_message(error)}; the parts that gigatoken has encoded are written again")
+            logger.warning(
+                f"{different_ids_message(error)}; the parts that gigatoken has encoded are written "
+                "again"
+            )
             self._refuse()
             # The others that are missing belong to other hosts.
             wrong = [number for number in self.missing() if has_file(self.folder(number), FAST)]
@@ -258,19 +293,23 @@ class Preparation:
             for tokens in run_in_processes(self.write, numbers, workers):
                 n_tokens += tokens
                 advance(1, f"preparing, {n_tokens / (time.monotonic() - started):,.0f} tokens/s")
-        logger.info(f"parts written: {len(numbers):,} ({n_tokens:,} tokens in {time.monotonic() - started:,.1f} s)")
+        logger.info(
+            f"parts written: {len(numbers):,} ({n_tokens:,} tokens in "
+            f"{time.monotonic() - started:,.1f} s)"
+        )
 
 
 def merge(preparation: Preparation, workers: int) -> None:
-    """Write the items of each split, of equal ones the first, and the manifest; then remove the parts. May be killed
-    and repeated. Raise `UserError` if parts are missing, a split is empty, or the plan or the sources have changed."""
+    """Write the items of each split, of equal ones the first, and the manifest; then remove the
+    parts. May be killed and repeated. Raise `UserError` if parts are missing, a split is empty, or
+    the plan or the sources have changed."""
     place = preparation.place
     if has_file(place / "plan", PLAN):
         preparation.check()
     if missing := preparation.missing():
         raise UserError(
-            f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first {missing[0] + 1}; run "
-            "the same command without --merge to write them"
+            f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first "
+            f"{missing[0] + 1}; run the same command without --merge to write them"
         )
     if not preparation.is_complete():
         with preparation.working() as work:
@@ -280,7 +319,10 @@ def merge(preparation: Preparation, workers: int) -> None:
     with os_errors_as(f"{place} is complete, but its parts cannot be removed"):
         _remove_parts(place)
     manifest = json.loads(read(place, MANIFEST))
-    counts = (f"{split}: {of['items']:,} items, {of['tokens']:,} tokens" for split, of in manifest["splits"].items())
+    counts = (
+        f"{split}: {of['items']:,} items, {of['tokens']:,} tokens"
+        for split, of in manifest["splits"].items()
+    )
     logger.info(f"{place} is complete: {'; '.join(counts)}; digest {manifest['digest']}")
 
 
@@ -293,17 +335,24 @@ class _Merge:
         self.work = work
         self.splits = {TRAIN: 1, VALIDATION: 2} if preparation.held_out else {TRAIN: 1}
         folders = [preparation.folder(part) for part in range(len(preparation.parts))]
-        with ThreadPoolExecutor(16) as pool, durable.new_file(work / "items") as file:  # a store takes long to answer
+        # a store takes long to answer
+        with ThreadPoolExecutor(16) as pool, durable.new_file(work / "items") as file:
             reports = pool.map(lambda folder: json.loads(read(folder, PART)), folders)
             self.found = list(map(Report.from_dict, reports))
             for first in range(0, len(folders), _PARTS_AT_A_TIME):
-                file.writelines(pool.map(partial(read, name=ITEMS), folders[first : first + _PARTS_AT_A_TIME]))
+                file.writelines(
+                    pool.map(partial(read, name=ITEMS), folders[first : first + _PARTS_AT_A_TIME])
+                )
         if not any(report.kept for report in self.found):
-            raise no_rows_left_error(", ".join(of.name for of in preparation.sources), Report.total(self.found))
+            raise no_rows_left_error(
+                ", ".join(of.name for of in preparation.sources), Report.total(self.found)
+            )
         ends = np.cumsum([report.samples for report in self.found])
         if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
             parts = f"{preparation.place}/parts"
-            raise UserError(f"{parts} is damaged, or of another version; remove it and prepare all parts again")
+            raise UserError(
+                f"{parts} is damaged, or of another version; remove it and prepare all parts again"
+            )
         items = np.memmap(work / "items", ITEM, "r+")
         self.items = np.split(items, ends[:-1])
         """Items of each part, `ITEM` (n,); duplicates are in no split."""
@@ -323,7 +372,9 @@ class _Merge:
         reports = {split: [self._report(part, split) for part in parts] for split in self.splits}
         for split, of_parts in reports.items():
             if not any(report.kept for report in of_parts):
-                selected = "no document; increase" if split == VALIDATION else "all documents; decrease"
+                selected = (
+                    "no document; increase" if split == VALIDATION else "all documents; decrease"
+                )
                 raise UserError(f"--held_out selects {selected} it, or leave it out")
         splits, sources = {}, {}
         for split, of_parts in reports.items():
@@ -332,7 +383,11 @@ class _Merge:
                 totals[source][1].add(report)
             sources[split] = [(name, asdict(total)) for name, total in totals]
             splits[split] = self._write_caches(split, of_parts)
-        description = {"kind": encoding.kind, "encoding": encoding.identity, "digest": digest_of(splits)}
+        description = {
+            "kind": encoding.kind,
+            "encoding": encoding.identity,
+            "digest": digest_of(splits),
+        }
         return {**description, "splits": splits, "sources": sources}
 
     def _kept(self, part: int, split: str) -> np.ndarray:
@@ -348,10 +403,14 @@ class _Merge:
         rows = rows_of(self.preparation.folder(part), items, report)
         kept_rows = {*rows[items["split"] == self.splits[split]].tolist()}
         left_out = sum(row in kept_rows for row in rows.tolist()) - len(kept)
-        others = {*rows[(items["split"] != 0) & (items["split"] != self.splits[split])].tolist()} - kept_rows
+        others = {
+            *rows[(items["split"] != 0) & (items["split"] != self.splits[split])].tolist()
+        } - kept_rows
         duplicates = {*rows[items["split"] == 0].tolist()} - kept_rows - others
         counts = {"duplicate": len(duplicates), "other_split": len(others)}
-        dropped = report.dropped | {reason: ExampleCounter(count) for reason, count in counts.items()}
+        dropped = report.dropped | {
+            reason: ExampleCounter(count) for reason, count in counts.items()
+        }
         return replace(
             report,
             kept=len(kept_rows),
@@ -363,17 +422,24 @@ class _Merge:
         )
 
     def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, Any]:
-        """Write the caches and the index of a split, with the reports of its parts; return its counts."""
+        """Write the caches and the index of a split, with the reports of its parts; return its
+        counts."""
         preparation = self.preparation
         encoding = preparation.encoding
         parts = range(len(reports))
-        groups = [[*parts]] if encoding.kind == "samples" else [[part] for part in parts if reports[part].kept]
+        groups = (
+            [[*parts]]
+            if encoding.kind == "samples"
+            else [[part] for part in parts if reports[part].kept]
+        )
         totals = [Report.total(reports[part] for part in group) for group in groups]
 
         def write_cache(number: int) -> tuple[int, str]:
             """Write the items of a group of parts to a cache; return its number and digest."""
             group = groups[number]
-            selections = [(preparation.folder(part), self._kept(part, split)["number"]) for part in group]
+            selections = [
+                (preparation.folder(part), self._kept(part, split)["number"]) for part in group
+            ]
             with tempfile.TemporaryDirectory(dir=self.work) as temporary:
                 folder = Path(temporary) / "cache"
                 encoding.select(selections, folder)
@@ -383,25 +449,40 @@ class _Merge:
                 publish(folder, preparation.place / split / digest, BLOCKS_FILE)
             return number, digest
 
-        digests = [digest for _, digest in sorted(run_in_processes(write_cache, range(len(groups)), self.workers))]
-        total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
+        digests = [
+            digest
+            for _, digest in sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
+        ]
+        total, ends = (
+            Report.total(totals),
+            np.cumsum([0, *(of_group.tokens for of_group in totals)]),
+        )
         index = np.vstack(
             [ends[:-1], np.frombuffer(bytes.fromhex("".join(digests)), np.int64).reshape(-1, 2).T]
         ).tobytes()
         write_file(preparation.place, f"{split}.index", index, self.work)
-        return {"tokens": total.tokens, "items": total.samples, "parts": len(groups), "digest": bytes_digest(index)}
+        return {
+            "tokens": total.tokens,
+            "items": total.samples,
+            "parts": len(groups),
+            "digest": bytes_digest(index),
+        }
 
 
 def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:
-    """Return the indices, over all parts, of the items that repeat an earlier item of the same hash. `parts` has each
-    part's items in the order of their hashes, `ITEM` (n,). A pass compares one of `n_passes` ranges of hashes."""
+    """Return the indices, over all parts, of the items that repeat an earlier item of the same
+    hash. `parts` has each part's items in the order of their hashes, `ITEM` (n,). A pass compares
+    one of `n_passes` ranges of hashes."""
     low, high = (number * 256**HASH_BYTES // n_passes for number in (index, index + 1))
     first, last = low.to_bytes(HASH_BYTES), (high - 1).to_bytes(HASH_BYTES)
     hashes = []
     indices = []
     n_before = 0
     for items in parts:
-        start, stop = np.searchsorted(items["hash"], first), np.searchsorted(items["hash"], last, side="right")
+        start, stop = (
+            np.searchsorted(items["hash"], first),
+            np.searchsorted(items["hash"], last, side="right"),
+        )
         hashes.append(items["hash"][start:stop])
         indices.append(np.arange(start, stop) + n_before)
         n_before += len(items)
@@ -433,8 +514,8 @@ def has_file(folder: Folder, name: str) -> bool:
 
 
 def publish(folder: Path, target: Folder, last: str) -> None:
-    """Move a complete local folder to its place. In a store, the file `last` is written last. Leave the folder of
-    another process that was faster: it has the same content, except for plans."""
+    """Move a complete local folder to its place. In a store, the file `last` is written last. Leave
+    the folder of another process that was faster: it has the same content, except for plans."""
     if isinstance(target, LocalFolder):
         durable.make_folder(target.path.parent)
         try:
@@ -446,12 +527,16 @@ def publish(folder: Path, target: Folder, last: str) -> None:
     for name in sorted(LocalFolder(folder).files(), key=lambda name: name == last):
         write = target.write_new if name == last else target.write
         with contextlib.suppress(FileExistsError):
-            with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
+            with_patience(
+                f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes())
+            )
 
 
-def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
-    """Yield the function's results for the numbers in order of completion. Raise `RunFailure` if a process is
-    killed."""
+def run_in_processes(
+    function: Callable[[int], T], numbers: Sequence[int], workers: int
+) -> Iterator[T]:
+    """Yield the function's results for the numbers in order of completion. Raise `RunFailure` if a
+    process is killed."""
     if workers == 1:
         yield from map(function, numbers)
         return
@@ -465,8 +550,8 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
                 yield future.result()
         except BrokenProcessPool:
             raise RunFailure(
-                "a process was killed, possibly for lack of memory (set --workers); run the same command again to "
-                "continue: complete parts are kept"
+                "a process was killed, possibly for lack of memory (set --workers); run the same "
+                "command again to continue: complete parts are kept"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)

@@ -1,5 +1,5 @@
-"""Data written by `torchtitan data prepare`: token caches of any number of parts, local or in a store, read as one
-stream; and sample caches."""
+"""Data written by `torchtitan data prepare`: token caches of any number of parts, local or in a
+store, read as one stream; and sample caches."""
 
 import json
 import os
@@ -19,7 +19,14 @@ from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import read
-from torchtitan.components.data.prepare.preparation import INDEX_ROWS, MANIFEST, PLAN, TRAIN, VALIDATION, has_file
+from torchtitan.components.data.prepare.preparation import (
+    INDEX_ROWS,
+    MANIFEST,
+    PLAN,
+    TRAIN,
+    VALIDATION,
+    has_file,
+)
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.block_cache import BlockCache
@@ -54,18 +61,32 @@ class Prepared:
             _checked(json.dumps(self.splits).encode(), self.digest, MANIFEST)
 
     def check(self, split: str, kind: str, encoding: dict[str, Any]) -> None:
-        """Raise `UserError` unless the data has this split and is of this kind, encoded in this way by any filters."""
+        """Raise `UserError` unless the data has this split and is of this kind, encoded in this way
+        by any filters."""
         if split not in self.splits:
-            raise UserError(f"{self.place} has no split {split!r}; use one of: {', '.join(self.splits)}")
+            raise UserError(
+                f"{self.place} has no split {split!r}; use one of: {', '.join(self.splits)}"
+            )
         if self.kind != kind:
-            raise UserError(f"{self.place} holds {self.kind}, but this configuration reads {kind}{_REMEDY} with it")
-        if changed := [name for name in encoding if name != "filters" and encoding[name] != self.encoding.get(name)]:
+            raise UserError(
+                f"{self.place} holds {self.kind}, but this configuration reads {kind}{_REMEDY} "
+                "with it"
+            )
+        if changed := [
+            name
+            for name in encoding
+            if name != "filters" and encoding[name] != self.encoding.get(name)
+        ]:
             names = " and ".join(changed)
-            raise UserError(f"{self.place} was prepared with another {names}{_REMEDY} with the options of this run")
+            raise UserError(
+                f"{self.place} was prepared with another {names}{_REMEDY} with the options of this "
+                "run"
+            )
 
     def index(self, split: str, copies: Path, *, verify: bool) -> Array:
-        """Map the index of a split into memory, see `INDEX_ROWS`, or its copy in the folder `copies` if it is in a
-        store; other processes may copy it too. Verify the index, and the digests of 16 caches, or of all."""
+        """Map the index of a split into memory, see `INDEX_ROWS`, or its copy in the folder
+        `copies` if it is in a store; other processes may copy it too. Verify the index, and the
+        digests of 16 caches, or of all."""
         name, n = f"{split}.index", int(self.splits[split]["parts"])
         with disk_cache.readable(self.folder, _REMEDY):
             digest = check_digest(self.splits[split]["digest"])
@@ -74,7 +95,9 @@ class Prepared:
                 path = self._copy(name, digest, copies)
             index = disk_cache.map_array(path, "int64", INDEX_ROWS * n).reshape(INDEX_ROWS, n)
             _checked(index.tobytes(), digest, name)
-        for number in range(n) if verify else disk_cache.evenly_spaced(n, disk_cache.SAMPLED_BLOCKS):
+        for number in (
+            range(n) if verify else disk_cache.evenly_spaced(n, disk_cache.SAMPLED_BLOCKS)
+        ):
             cache = self.cache(split, index, number)
             with disk_cache.readable(cache, _REMEDY):
                 _checked(read(cache, disk_cache.BLOCKS_FILE), cache.name, disk_cache.BLOCKS_FILE)
@@ -108,8 +131,8 @@ def _checked(content: bytes, digest: str, name: str) -> bytes:
 
 
 def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
-    """Return the preparation at a path or URL; None if there is none, or the dataset is a name in the catalog. Raise
-    `UserError` if it is not complete."""
+    """Return the preparation at a path or URL; None if there is none, or the dataset is a name in
+    the catalog. Raise `UserError` if it is not complete."""
     if not dataset or dataset in catalog.names():
         return None
     folder = folder_at(os.path.expanduser(dataset))
@@ -118,7 +141,10 @@ def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
             _reject_part(folder.path.absolute())
         return None
     if not has_file(folder, MANIFEST):
-        raise UserError(f"the preparation in {dataset} is not complete; run torchtitan data prepare again to continue")
+        raise UserError(
+            f"the preparation in {dataset} is not complete; run torchtitan data prepare again to "
+            "continue"
+        )
     return Prepared(dataset)
 
 
@@ -130,7 +156,8 @@ def _reject_part(folder: Path) -> None:
 
 
 class PreparedTokens(JoinedTokens):
-    """One split of a prepared token cache. Neither the index nor the parts are read as a whole, unless `verify`.
+    """One split of a prepared token cache. Neither the index nor the parts are read as a whole,
+    unless `verify`.
 
     Args:
         prepared: the manifest.
@@ -142,20 +169,26 @@ class PreparedTokens(JoinedTokens):
     def __init__(self, prepared: Prepared, split: str, blocks: BlockCache, *, verify: bool = False):
         index = prepared.index(split, blocks.root / "indexes", verify=verify)
         open_cache = partial(_open, prepared, split, index, blocks)
-        super().__init__(f"{prepared.digest}-{split}", index[0], prepared.splits[split]["tokens"], open_cache)
+        super().__init__(
+            f"{prepared.digest}-{split}", index[0], prepared.splits[split]["tokens"], open_cache
+        )
         self._arguments = (prepared, split, blocks)
         self.sources = prepared.sources[split]
         self.is_remote = not isinstance(prepared.folder, LocalFolder)
 
 
-def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool = False) -> SampleCache | None:
-    """Open a prepared sample cache; None if the dataset is not prepared. Raise `UserError` if it is damaged, in a
-    store, or encoded differently."""
+def find_samples(
+    dataset: str, split: str, encoder: RowEncoder, *, verify: bool = False
+) -> SampleCache | None:
+    """Open a prepared sample cache; None if the dataset is not prepared. Raise `UserError` if it is
+    damaged, in a store, or encoded differently."""
     if (prepared := find_prepared(dataset, CHAT_DATASETS)) is None:
         return None
     prepared.check(split, "samples", {"encoder": encoder.fingerprint})
     if not isinstance(prepared.folder, LocalFolder):
-        raise UserError(f"{dataset}: prepared samples must be in a local folder; copy them, and set the path")
+        raise UserError(
+            f"{dataset}: prepared samples must be in a local folder; copy them, and set the path"
+        )
     cache = prepared.cache(split, prepared.index(split, prepared.folder.path, verify=verify), 0)
     _check_inside(prepared.folder, cache)
     return SampleCache(Path(str(cache)), encoder.n_parts, encoder.has_answers)
@@ -164,10 +197,14 @@ def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool 
 def _check_inside(outer: Folder, cache: Folder) -> None:
     """Raise `UserError` if a folder of prepared data is a link out of the preparation."""
     if isinstance(outer, LocalFolder) and isinstance(cache, LocalFolder):
-        named_file(outer.path, f"{cache.path.relative_to(outer.path)}/meta.json", f"{outer}/{MANIFEST}")
+        named_file(
+            outer.path, f"{cache.path.relative_to(outer.path)}/meta.json", f"{outer}/{MANIFEST}"
+        )
 
 
-def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, number: int) -> ArrayTokens:
+def _open(
+    prepared: Prepared, split: str, index: Array, blocks: BlockCache, number: int
+) -> ArrayTokens:
     """Open a cache by its number in the index."""
     folder = prepared.cache(split, index, number)
     _check_inside(prepared.folder, folder)
@@ -187,7 +224,8 @@ def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, numb
 
 @dataclass(frozen=True)
 class _StoredArray:
-    """An array in a store, of which slices are read. The folder's name identifies its content in the cache."""
+    """An array in a store, of which slices are read. The folder's name identifies its content in
+    the cache."""
 
     folder: Folder
     name: str
@@ -207,13 +245,19 @@ class _StoredArray:
         what = f"reading {self.folder}/{self.name} at offset {start:,}"
         content = with_patience(what, lambda: self.folder.read_range(self.name, start, stop))
         if len(content) != stop - start:
-            raise UserError(f"{what}: the file ends after {len(content):,} bytes; copy or prepare the data again")
+            raise UserError(
+                f"{what}: the file ends after {len(content):,} bytes; copy or prepare the data "
+                "again"
+            )
         return content
 
 
-def validation_split(dataset: str, training: Sequence[str], catalog: Catalog[Any]) -> tuple[list[str], str] | None:
-    """Return the datasets to validate with, and their split: `dataset`, by default those of `training` that have a
-    validation split; None if there are none. A dataset without one is read as a whole."""
+def validation_split(
+    dataset: str, training: Sequence[str], catalog: Catalog[Any]
+) -> tuple[list[str], str] | None:
+    """Return the datasets to validate with, and their split: `dataset`, by default those of
+    `training` that have a validation split; None if there are none. A dataset without one is read
+    as a whole."""
 
     def splits(name: str) -> Sequence[str]:
         found = find_prepared(name, catalog)
@@ -226,10 +270,14 @@ def validation_split(dataset: str, training: Sequence[str], catalog: Catalog[Any
     return [dataset], VALIDATION if VALIDATION in available else available[0]
 
 
-def dataset_identity(datasets: Sequence[str], digest: Callable[[str], str], catalog: Catalog[Any]) -> dict[str, str]:
-    """Return the identity of datasets for the run's identity: their content, or their names if the content of one is
-    unknown. `digest` returns the digest of data that is not prepared."""
+def dataset_identity(
+    datasets: Sequence[str], digest: Callable[[str], str], catalog: Catalog[Any]
+) -> dict[str, str]:
+    """Return the identity of datasets for the run's identity: their content, or their names if the
+    content of one is unknown. `digest` returns the digest of data that is not prepared."""
     prepared = [find_prepared(dataset, catalog) for dataset in datasets]
-    digests = [of.digest if of else digest(name) for name, of in zip(datasets, prepared, strict=True)]
+    digests = [
+        of.digest if of else digest(name) for name, of in zip(datasets, prepared, strict=True)
+    ]
     joined = digests[0] if len(digests) == 1 else digest_of(digests)
     return identify_content(", ".join(map(location, datasets)), joined if all(digests) else "")

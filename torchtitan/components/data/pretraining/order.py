@@ -24,9 +24,9 @@ _MASK = (1 << 64) - 1
 class BlockOrder:
     """Global order of the blocks of several sets, computed for any place in it.
 
-    Without weights, each epoch is one permutation of all blocks. With weights, the sets take turns in a cycle, which
-    holds them in exactly the ratio of their weights, and in which each stays within one block of its share (see
-    `Mixture`); each set is read in its own epochs.
+    Without weights, each epoch is one permutation of all blocks. With weights, the sets take turns
+    in a cycle, which holds them in exactly the ratio of their weights, and in which each stays
+    within one block of its share (see `Mixture`); each set is read in its own epochs.
 
     Args:
         sizes: blocks of each set, at least 1.
@@ -38,7 +38,9 @@ class BlockOrder:
         UserError: weights are invalid, or see `check_cycle`.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float] = (), *, shuffle: bool, seed: int):
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float] = (), *, shuffle: bool, seed: int
+    ):
         self._sizes = sizes
         self._weights = weights
         self._shuffle = shuffle
@@ -61,7 +63,8 @@ class BlockOrder:
         return number, block
 
     def blocks_of_sets(self, n_blocks: int) -> list[float]:
-        """Return how many of the first `n_blocks` are of each set; without weights, their mean over all seeds."""
+        """Return how many of the first `n_blocks` are of each set; without weights, their mean over
+        all seeds."""
         if not self._weights:
             return [n_blocks * size / self._ends[-1] for size in self._sizes]
         return list(map(float, self._counts(n_blocks)))
@@ -69,24 +72,31 @@ class BlockOrder:
     def _counts(self, n_blocks: int) -> Array:
         """Return how many of the first `n_blocks` are of each group, (n_groups,)."""
         cycles, rest = divmod(n_blocks, len(self._turns))
-        whole, begun = (np.bincount(turns, minlength=len(self._groups)) for turns in (self._turns, self._turns[:rest]))
+        whole, begun = (
+            np.bincount(turns, minlength=len(self._groups))
+            for turns in (self._turns, self._turns[:rest])
+        )
         return cycles * whole + begun
 
     def blocks_in(self, epochs: int) -> int:
-        """Return the number of blocks until, with weights, the first set has been read `epochs` times."""
+        """Return the number of blocks until, with weights, the first set has been read `epochs`
+        times."""
         wanted = epochs * np.array(self._groups, object)  # Python's integers, which do not overflow
-        return bisect.bisect_left(range(sys.maxsize), True, key=lambda n: bool((self._counts(n) >= wanted).any()))
+        return bisect.bisect_left(
+            range(sys.maxsize), True, key=lambda n: bool((self._counts(n) >= wanted).any())
+        )
 
 
 def check_cycle(weights: Sequence[float]) -> int:
-    """Return the number of blocks in the shortest cycle that holds each set in the ratio of its weight. Raise
-    `UserError` if there are more than `MOST_TURNS`."""
-    ratios = [Fraction(str(weight)) for weight in weights]  # 0.1 is a tenth, unlike its binary value
+    """Return the number of blocks in the shortest cycle that holds each set in the ratio of its
+    weight. Raise `UserError` if there are more than `MOST_TURNS`."""
+    # 0.1 is a tenth, unlike its binary value
+    ratios = [Fraction(str(weight)) for weight in weights]
     n_turns = math.lcm(*((ratio / sum(ratios)).denominator for ratio in ratios))
     if n_turns > MOST_TURNS:
         raise UserError(
-            f"--dataloader.weights: the shortest cycle with exactly these shares has {n_turns:,} windows, more than "
-            f"{MOST_TURNS:,}; use fewer digits"
+            f"--dataloader.weights: the shortest cycle with exactly these shares has {n_turns:,} "
+            f"windows, more than {MOST_TURNS:,}; use fewer digits"
         )
     return n_turns
 
@@ -102,16 +112,20 @@ def _cycle(weights: Sequence[float]) -> Array:
 
 
 def permute(index: int, size: int, *key: int) -> int:
-    """Return the image of `index` under a pseudo-random permutation of `range(size)` chosen by `key`.
+    """Return the image of `index` under a pseudo-random permutation of `range(size)` chosen by
+    `key`.
 
-    Needs no memory: a Feistel network permutes a range of at least `size` with an even number of bits, and is repeated
-    until the result is in range ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002). The domain has at most 4 * `size` elements, so the mean number of passes is below 4.
+    Needs no memory: a Feistel network permutes a range of at least `size` with an even number of
+    bits, and is repeated until the result is in range ("cycle walking"; Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002). The domain has at most 4 * `size` elements, so the mean
+    number of passes is below 4.
     """
     assert 0 <= index < size
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
     half_mask = (1 << half_bits) - 1
-    round_keys = struct.unpack("<6Q", hashlib.blake2b(repr(key).encode(), digest_size=6 * 8).digest())
+    round_keys = struct.unpack(
+        "<6Q", hashlib.blake2b(repr(key).encode(), digest_size=6 * 8).digest()
+    )
     while True:
         left, right = index >> half_bits, index & half_mask
         for round_key in round_keys:
@@ -122,7 +136,8 @@ def permute(index: int, size: int, *key: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): each input bit affects all output bits."""
+    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): each input bit affects all output
+    bits."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)

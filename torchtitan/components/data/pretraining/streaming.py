@@ -1,9 +1,10 @@
 """Batches from registered datasets that are streamed and tokenized during training.
 
-The stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node packs its documents into
-windows and can resume at any window. The shuffle buffer of `datasets` is not used because resuming loses its content.
-Instead, a node reads a block of documents and permutes it. Its state is the stream's state before the block and the
-position in the block; resuming reads the block again.
+The stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node
+packs its documents into windows and can resume at any window. The shuffle buffer of `datasets` is
+not used because resuming loses its content. Instead, a node reads a block of documents and permutes
+it. Its state is the stream's state before the block and the position in the block; resuming reads
+the block again.
 """
 
 from collections.abc import Iterator
@@ -17,8 +18,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.order import permute
-from torchtitan.components.data.pretraining.token_cache import different_ids_message, document_wrapping
-from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, pack, padding_sample
+from torchtitan.components.data.pretraining.token_cache import (
+    different_ids_message,
+    document_wrapping,
+)
+from torchtitan.components.data.pretraining.windows import (
+    BatchIterator,
+    Sample,
+    collate,
+    pack,
+    padding_sample,
+)
 from torchtitan.components.data.sources.rows import check_text
 from torchtitan.components.data.sources.source import StreamSource
 from torchtitan.components.data.workers import Workers
@@ -60,7 +70,9 @@ class StreamOrder:
 class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
     """Batches of one rank; each worker packs its own shard of the stream."""
 
-    def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
+    def __init__(
+        self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder
+    ):
         self.source = source
         self.encoder = ArrayEncoder(tokenizer)
         self.layout = layout
@@ -74,7 +86,8 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 
 
 class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
-    """Batches of one node; the state is the start of the next window. Errors are returned as items, see `Workers`."""
+    """Batches of one node; the state is the start of the next window. Errors are returned as items,
+    see `Workers`."""
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self.dataset = dataset
@@ -140,10 +153,13 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             yield sample, StreamPosition(epoch=position.epoch + 1)
 
     def _first_window(self, pieces: list[Piece]) -> tuple[Sample, list[Piece]]:
-        """Return the sample of the first window of `pieces`, and the pieces from its last token on."""
+        """Return the sample of the first window of `pieces`, and the pieces from its last token
+        on."""
         layout = self.dataset.layout
         ends = np.cumsum([len(ids) for _, ids in pieces])
-        tokens = np.concatenate([ids[: layout.seq_len + 1] for _, ids in pieces])[: layout.seq_len + 1]
+        tokens = np.concatenate([ids[: layout.seq_len + 1] for _, ids in pieces])[
+            : layout.seq_len + 1
+        ]
         starts = np.append(0, ends[ends < len(tokens)])
         first, last = self._number(pieces[0][0]), self._number(pieces[len(starts) - 1][0])
         sample = pack(tokens, starts, layout.seq_len, document_mask=layout.document_mask)
@@ -156,13 +172,16 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return (sample, (first, last)), rest
 
     def _documents(self, position: StreamPosition) -> Iterator[tuple[StreamPosition, Array]]:
-        """Yield the non-empty documents with their positions, from `position` to the end of the epoch."""
+        """Yield the non-empty documents with their positions, from `position` to the end of the
+        epoch."""
         for block, source, texts in self._blocks(position):
             texts = self._permuted(texts, position.epoch, block)
             first = position.document if block == position.block else 0
             for start in range(first, len(texts), DOCUMENTS_PER_ENCODING):
                 numbers = range(start, min(start + DOCUMENTS_PER_ENCODING, len(texts)))
-                for number, ids in zip(numbers, self._encode(texts[start : numbers.stop]), strict=True):
+                for number, ids in zip(
+                    numbers, self._encode(texts[start : numbers.stop]), strict=True
+                ):
                     if len(ids):
                         yield StreamPosition(position.epoch, block, source, number), ids
 
@@ -173,8 +192,11 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         key = (order.seed, order.restarts, epoch, block, self.node)
         return [texts[permute(i, len(texts), *key)] for i in range(len(texts))]
 
-    def _blocks(self, position: StreamPosition) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
-        """Yield each block's number, the stream's state before it, and its texts, from the block of `position` on."""
+    def _blocks(
+        self, position: StreamPosition
+    ) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
+        """Yield each block's number, the stream's state before it, and its texts, from the block of
+        `position` on."""
         source, column = self.dataset.source, self.dataset.source.text_column
         with _stream_failures(source):
             stream = open_shard(source, self.node, self.n_nodes)
@@ -189,7 +211,11 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
                 rows = next(blocks, None)
             if rows is None:
                 return
-            yield block, state, [check_text(text, column, f"dataset {source.name!r}") for text in rows[column]]
+            yield (
+                block,
+                state,
+                [check_text(text, column, f"dataset {source.name!r}") for text in rows[column]],
+            )
             block, state = block + 1, stream.state_dict()
 
     def _encode(self, texts: list[str]) -> list[Array]:
@@ -203,7 +229,9 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return [ids if text else ids[:0] for text, ids in zip(visible, encoded, strict=True)]
 
     def _number(self, position: StreamPosition) -> int:
-        return (position.block * self.dataset.order.block_size + position.document) * self.n_nodes + self.node
+        return (
+            position.block * self.dataset.order.block_size + position.document
+        ) * self.n_nodes + self.node
 
 
 @contextmanager
@@ -214,12 +242,15 @@ def _stream_failures(source: StreamSource) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        message = f"{source.read_failure(error)}; check the network, and resume from the last checkpoint"
+        message = (
+            f"{source.read_failure(error)}; check the network, and resume from the last checkpoint"
+        )
         raise RunFailure(message) from error
 
 
 def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
-    """Return one node's shard of a stream: whole files if there are enough, otherwise every n-th row."""
+    """Return one node's shard of a stream: whole files if there are enough, otherwise every n-th
+    row."""
     from datasets.distributed import split_dataset_by_node
 
     stream = source.open()
@@ -229,10 +260,12 @@ def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
 
 
 class StreamBatches(BatchIterator):
-    """Batches from a stream. Exact resumption needs the same number of ranks and workers; otherwise the stream restarts
-    with a warning and is shuffled differently."""
+    """Batches from a stream. Exact resumption needs the same number of ranks and workers; otherwise
+    the stream restarts with a warning and is shuffled differently."""
 
-    def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
+    def __init__(
+        self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder
+    ):
         self._source = source
         self._tokenizer = tokenizer
         self._order = order
@@ -247,7 +280,9 @@ class StreamBatches(BatchIterator):
         if not self.exhausted:
             if self._workers is None:
                 dataset = PackedStream(self._source, self._tokenizer, layout, self._order)
-                self._workers = Workers(dataset, num_workers=layout.num_workers, state=self._workers_state)
+                self._workers = Workers(
+                    dataset, num_workers=layout.num_workers, state=self._workers_state
+                )
             try:
                 batch: Batch = next(self._workers)
                 return batch
@@ -255,11 +290,18 @@ class StreamBatches(BatchIterator):
                 self.exhausted = True
         if layout.dp_world_size == 1:
             raise StopIteration
-        return collate([padding_sample(layout.seq_len, document_mask=layout.document_mask)] * layout.local_batch_size)
+        return collate(
+            [padding_sample(layout.seq_len, document_mask=layout.document_mask)]
+            * layout.local_batch_size
+        )
 
     def _shard_counts(self) -> dict[str, int]:
         layout = self._layout
-        return {"ranks": layout.dp_world_size, "rank": layout.dp_rank, "workers": layout.num_workers}
+        return {
+            "ranks": layout.dp_world_size,
+            "rank": layout.dp_rank,
+            "workers": layout.num_workers,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -275,7 +317,12 @@ class StreamBatches(BatchIterator):
         self.close()
         self.exhausted = False
         self._workers_state = None
-        order = replace(self._order, seed=state["seed"], restarts=state["restarts"], first_epoch=state["first_epoch"])
+        order = replace(
+            self._order,
+            seed=state["seed"],
+            restarts=state["restarts"],
+            first_epoch=state["first_epoch"],
+        )
         ended, epochs = state["ended_after_epochs"], self._layout.epochs
         if state["layout"] == self._shard_counts():
             self._order = order if ended is None else replace(order, first_epoch=ended)
@@ -284,9 +331,10 @@ class StreamBatches(BatchIterator):
         else:
             self._order = replace(order, restarts=order.restarts + 1)
             logger.warning(
-                f"the position in {self._source.name!r} was saved with {_in_words(state['layout'])}, but this run has "
-                f"{_in_words(self._shard_counts())}: the stream restarts from its beginning and is shuffled "
-                "differently. To resume exactly, use the same number of ranks and workers"
+                f"the position in {self._source.name!r} was saved with "
+                f"{_in_words(state['layout'])}, but this run has "
+                f"{_in_words(self._shard_counts())}: the stream restarts from its beginning and is "
+                "shuffled differently. To resume exactly, use the same number of ranks and workers"
             )
 
     def describe(self, first: int, last: int) -> str:
@@ -295,7 +343,10 @@ class StreamBatches(BatchIterator):
         end = last // (self._layout.dp_world_size * workers_per_rank)
         rank, worker = divmod(node, workers_per_rank)
         documents = f"document {begin + 1}" if begin == end else f"documents {begin + 1}-{end + 1}"
-        return f"{self._source.name} ({self._source.split}), {documents} as read by worker {worker} of rank {rank}"
+        return (
+            f"{self._source.name} ({self._source.split}), {documents} as read by worker {worker} "
+            f"of rank {rank}"
+        )
 
     def close(self) -> None:
         if self._workers is not None:

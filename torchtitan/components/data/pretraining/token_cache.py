@@ -1,8 +1,10 @@
-"""Local documents as token ids on disk, built once per host, addressed by content, and mapped into memory.
+"""Local documents as token ids on disk, built once per host, addressed by content, and mapped into
+memory.
 
-`{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for more than 65,536 token ids), `offsets.bin` (int64:
-start of each document, and the total), `meta.json`, and checksums (see `disk_cache`). Documents are encoded in
-batches (see `ArrayEncoder`) to use all threads with bounded memory.
+`{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for more than 65,536 token ids),
+`offsets.bin` (int64: start of each document, and the total), `meta.json`, and checksums (see
+`disk_cache`). Documents are encoded in batches (see `ArrayEncoder`) to use all threads with bounded
+memory.
 """
 
 import itertools
@@ -36,14 +38,17 @@ BATCH_TEXTS = 1 << 15
 
 
 class TokenCache(ArrayTokens):
-    """Token ids of a dataset's documents, mapped into memory. Pickling stores only the path of the folder."""
+    """Token ids of a dataset's documents, mapped into memory. Pickling stores only the path of the
+    folder."""
 
     def __init__(self, folder: Path, names: list[str]):
         self.folder = folder
         with readable(folder):
             meta = json.loads((folder / "meta.json").read_text())
             tokens = map_array(folder / "tokens.bin", meta["dtype"], meta["n_tokens"])
-            offsets = map_array(folder / "offsets.bin", "int64", sum(meta["documents_per_part"]) + 1)
+            offsets = map_array(
+                folder / "offsets.bin", "int64", sum(meta["documents_per_part"]) + 1
+            )
             super().__init__(folder.name, tokens, offsets, names, meta["documents_per_part"])
         self.place = str(folder / "tokens.bin")
 
@@ -51,13 +56,20 @@ class TokenCache(ArrayTokens):
         return TokenCache, (self.folder, self.names)
 
 
-def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
-    """Open the cached tokens of a source, encoding it if necessary; see `open_or_build`. Raise `UserError` if the data
-    is invalid or empty, or the cache folder is not writable."""
+def open_token_cache(
+    source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False
+) -> TokenCache:
+    """Open the cached tokens of a source, encoding it if necessary; see `open_or_build`. Raise
+    `UserError` if the data is invalid or empty, or the cache folder is not writable."""
     return open_or_build(
         "tokens",
         source,
-        lambda identity: [FORMAT_VERSION, tokenizer.fingerprint, document_wrapping(tokenizer), identity],
+        lambda identity: [
+            FORMAT_VERSION,
+            tokenizer.fingerprint,
+            document_wrapping(tokenizer),
+            identity,
+        ],
         partial(TokenCache, names=[part.name for part in source.parts]),
         partial(_build, source, tokenizer),
         cache_dir,
@@ -93,9 +105,12 @@ def token_dtype(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
-def write_tokens(source: Source, encoder: ArrayEncoder, folder: Path, advance: OnRead) -> dict[str, Any]:
-    """Write `tokens.bin` and `offsets.bin` of a source, including empty documents; return the content of
-    `meta.json`. Raise `DifferentIds` if the files must be written again, see `ArrayEncoder`."""
+def write_tokens(
+    source: Source, encoder: ArrayEncoder, folder: Path, advance: OnRead
+) -> dict[str, Any]:
+    """Write `tokens.bin` and `offsets.bin` of a source, including empty documents; return the
+    content of `meta.json`. Raise `DifferentIds` if the files must be written again, see
+    `ArrayEncoder`."""
     dtype = np.dtype(token_dtype(encoder.tokenizer))
     n_tokens = 0
     documents_per_part = [0] * len(source.parts)
@@ -122,14 +137,21 @@ def write_tokens(source: Source, encoder: ArrayEncoder, folder: Path, advance: O
 def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_file: Path) -> None:
     offsets = np.memmap(offsets_file, dtype=np.int64, mode="r")
     at_bounds = offsets[[0, *itertools.accumulate(documents_per_part)]]
-    empty = [part.name for part, n_tokens in zip(source.parts, np.diff(at_bounds), strict=True) if n_tokens == 0]
+    empty = [
+        part.name
+        for part, n_tokens in zip(source.parts, np.diff(at_bounds), strict=True)
+        if n_tokens == 0
+    ]
     if empty:
         shown = ", ".join(empty[:3]) + (", ..." if len(empty) > 3 else "")
-        logger.warning(f"{len(empty)} of {len(source.parts)} files of {source.name} contain no text: {shown}")
+        logger.warning(
+            f"{len(empty)} of {len(source.parts)} files of {source.name} contain no text: {shown}"
+        )
 
 
 class EncodedBatch(NamedTuple):
-    """Token ids of consecutive documents, of which the first and the last may be in other batches, too."""
+    """Token ids of consecutive documents, of which the first and the last may be in other batches,
+    too."""
 
     ids: np.ndarray
     """Ids with BOS and EOS at the documents' ends, uint32 (n,)."""
@@ -151,14 +173,21 @@ class _Piece(NamedTuple):
         return self.begins and self.ends and (not self.text or self.text.isspace())
 
 
-def encode_documents(documents: Iterable[Document], encoder: ArrayEncoder) -> Iterator[EncodedBatch]:
-    """Yield documents in batches, encoded as by `Tokenizer.encode_documents`, but without ids for those without visible
-    characters. Raise `DifferentIds`, see `ArrayEncoder`."""
-    is_splittable, wrapping = _is_splittable(encoder.tokenizer), document_wrapping(encoder.tokenizer)
+def encode_documents(
+    documents: Iterable[Document], encoder: ArrayEncoder
+) -> Iterator[EncodedBatch]:
+    """Yield documents in batches, encoded as by `Tokenizer.encode_documents`, but without ids for
+    those without visible characters. Raise `DifferentIds`, see `ArrayEncoder`."""
+    is_splittable, wrapping = (
+        _is_splittable(encoder.tokenizer),
+        document_wrapping(encoder.tokenizer),
+    )
     batch: list[_Piece] = []
     n_characters, begins = 0, True
     for document in documents:
-        for text, ends in split_document(document, PIECE_SIZE) if is_splittable else [("".join(document), True)]:
+        for text, ends in (
+            split_document(document, PIECE_SIZE) if is_splittable else [("".join(document), True)]
+        ):
             batch.append(_Piece(text, begins, ends))
             n_characters, begins = n_characters + len(text), ends
             if n_characters >= BATCH_SIZE or len(batch) >= BATCH_TEXTS:
@@ -167,11 +196,15 @@ def encode_documents(documents: Iterable[Document], encoder: ArrayEncoder) -> It
     yield _encode(batch, encoder, *wrapping)
 
 
-def _encode(batch: Sequence[_Piece], encoder: ArrayEncoder, prefix: list[int], suffix: list[int]) -> EncodedBatch:
+def _encode(
+    batch: Sequence[_Piece], encoder: ArrayEncoder, prefix: list[int], suffix: list[int]
+) -> EncodedBatch:
     is_blank = np.fromiter((piece.is_blank for piece in batch), bool, len(batch))
     begins = np.fromiter((piece.begins for piece in batch), bool, len(batch)) & ~is_blank
     ends = np.fromiter((piece.ends for piece in batch), bool, len(batch))
-    encoded = encoder.encode([piece.text for piece, blank in zip(batch, is_blank.tolist(), strict=True) if not blank])
+    encoded = encoder.encode(
+        [piece.text for piece, blank in zip(batch, is_blank.tolist(), strict=True) if not blank]
+    )
     lengths = np.zeros(len(batch), np.int64)
     lengths[~is_blank] = encoded.lengths
     lengths += begins * len(prefix) + (ends & ~is_blank) * len(suffix)
@@ -189,17 +222,20 @@ def _encode(batch: Sequence[_Piece], encoder: ArrayEncoder, prefix: list[int], s
 
 def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the token ids that `Tokenizer.encode_documents` puts before and after a document."""
-    [bare], [wrapped] = tokenizer.encode_batch(["a"], add_bos=False, add_eos=False), tokenizer.encode_documents(["a"])
+    [bare], [wrapped] = (
+        tokenizer.encode_batch(["a"], add_bos=False, add_eos=False),
+        tokenizer.encode_documents(["a"]),
+    )
     begin = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
     return wrapped[:begin], wrapped[begin + len(bare) :]
 
 
 def split_document(document: Document, size: int) -> Iterator[tuple[str, bool]]:
-    """Yield a document's text in pieces of about `size` characters, split only at boundaries of pre-tokens; each with
-    whether it is the last.
+    """Yield a document's text in pieces of about `size` characters, split only at boundaries of
+    pre-tokens; each with whether it is the last.
 
-    Byte-level BPE pre-tokenizers always split after a newline between two non-space characters, and before a `\\r\\n`
-    after a letter or digit. Text without such a boundary is not split.
+    Byte-level BPE pre-tokenizers always split after a newline between two non-space characters, and
+    before a `\\r\\n` after a letter or digit. Text without such a boundary is not split.
     """
     pending: list[str] = []
     for chunk in document:
@@ -227,9 +263,14 @@ def _last_cut(text: str) -> int:
 
 
 def _is_splittable(tokenizer: Tokenizer) -> bool:
-    """Return whether texts can be encoded in pieces; not with SentencePiece, which marks the start of a text."""
+    """Return whether texts can be encoded in pieces; not with SentencePiece, which marks the start
+    of a text."""
 
     def encode(*texts: str) -> list[int]:
-        return [i for ids in tokenizer.encode_batch(list(texts), add_bos=False, add_eos=False) for i in ids]
+        return [
+            i
+            for ids in tokenizer.encode_batch(list(texts), add_bos=False, add_eos=False)
+            for i in ids
+        ]
 
     return encode("a\nb") == encode("a\n", "b") and encode("a\r\nb") == encode("a", "\r\nb")

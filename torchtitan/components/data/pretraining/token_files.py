@@ -1,8 +1,8 @@
-"""Token files of other programs, read as they are: Megatron's `.bin` with `.idx`, litdata's folders of chunks, llm.c's
-and nanoGPT's `.bin`, and OLMo's `.npy`.
+"""Token files of other programs, read as they are: Megatron's `.bin` with `.idx`, litdata's folders
+of chunks, llm.c's and nanoGPT's `.bin`, and OLMo's `.npy`.
 
-Megatron's and litdata's files have an index of documents. The other formats mark documents by the EOS token, before or
-after each.
+Megatron's and litdata's files have an index of documents. The other formats mark documents by the
+EOS token, before or after each.
 """
 
 import glob
@@ -34,7 +34,8 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the type, sequences, and entries of the document index."""
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _LLM_C_TYPES = {20240520: "uint16", 20240801: "uint32"}
-"""Magic number of the header of 256 int32, followed by version and number of tokens → type of the tokens."""
+"""Magic number of the header of 256 int32, followed by version and number of tokens → type of the
+tokens."""
 _LLM_C_HEADER = 256 * 4
 _BLOCK = 1 << 22
 """Tokens that are compared with the vocabulary at a time."""
@@ -49,14 +50,16 @@ class TokenFile:
     start: int = 0
     """Offset of the first token in bytes."""
     read_offsets: "Callable[[TokenFile], Array] | None" = None
-    """Returns the first token of each document, and the number of tokens, (n_documents + 1,); None: EOS marks the
-    documents."""
+    """Returns the first token of each document, and the number of tokens, (n_documents + 1,); None:
+    EOS marks the documents."""
 
     def __post_init__(self) -> None:
         size, item_bytes = self.path.stat().st_size, np.dtype(self.dtype).itemsize
         self.n_tokens, rest = divmod(size - self.start, item_bytes)
         if rest:
-            raise UserError(f"{self.path} has {size:,} bytes, which are not whole tokens of {item_bytes} bytes")
+            raise UserError(
+                f"{self.path} has {size:,} bytes, which are not whole tokens of {item_bytes} bytes"
+            )
 
     def map(self) -> np.ndarray:
         with open_regular(self.path) as file:
@@ -64,9 +67,9 @@ class TokenFile:
 
 
 def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
-    """Return the token files at a path: a file, Megatron's path without `.bin`, litdata's folder, a folder without
-    other data, or a glob pattern; sorted. Empty if there are none, or the dataset is one of `names`. Raise `UserError`
-    for a folder of MDS or of other items than tokens."""
+    """Return the token files at a path: a file, Megatron's path without `.bin`, litdata's folder, a
+    folder without other data, or a glob pattern; sorted. Empty if there are none, or the dataset is
+    one of `names`. Raise `UserError` for a folder of MDS or of other items than tokens."""
     if not dataset or dataset in names:
         return []
     path = Path(os.path.expanduser(dataset))
@@ -76,7 +79,9 @@ def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
         found = sorted(file for file in path.rglob("*") if not file.is_dir())
         files = [file for file in found if file.is_file() or file.suffix in _SUFFIXES]
         has_other = any(map(file_format, files))
-        return [] if has_other else [regular_file(file) for file in files if file.suffix in _SUFFIXES]
+        return (
+            [] if has_other else [regular_file(file) for file in files if file.suffix in _SUFFIXES]
+        )
     index = path if path.suffix == ".idx" else path.with_name(f"{path.name}.idx")
     if index.is_file():
         return [regular_file(index.with_suffix(".bin"))]
@@ -86,8 +91,9 @@ def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
 
 
 def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer, cache_dir: str = "") -> Tokens:
-    """Open token files as one stream. Each file is read completely once, and what was found is remembered in the cache
-    folder. Raise `UserError` for a damaged file, or token ids outside the vocabulary."""
+    """Open token files as one stream. Each file is read completely once, and what was found is
+    remembered in the cache folder. Raise `UserError` for a damaged file, or token ids outside the
+    vocabulary."""
     chunks = {folder: _litdata_chunks(folder) for folder in {path.parent for path in paths}}
     inspected = [_inspect(path, tokenizer, chunks[path.parent].get(path.name)) for path in paths]
     files = [file for file in inspected if file.n_tokens]
@@ -97,7 +103,8 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer, cache_dir: str
     for file in files:
         _check_ids(file, tokenizer.vocab_size, cache_root(cache_dir))
     eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
-    # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
+    # A later file may begin in the middle of a document, so the first one shows where the
+    # delimiters are.
     begins = (bool(file.map()[0] == eos) for file in files if not file.read_offsets)
     open_file = partial(_open, files, eos, next(begins, False))
     return JoinedTokens(files_digest(paths, cache_dir), first[:-1], int(first[-1]), open_file)
@@ -105,7 +112,9 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer, cache_dir: str
 
 def files_digest(paths: Sequence[Path], cache_dir: str = "") -> str:
     """Return a digest of the content of the files and of their indexes."""
-    indexes = {index for path in paths for index in (path.with_suffix(".idx"), path.parent / "index.json")}
+    indexes = {
+        index for path in paths for index in (path.with_suffix(".idx"), path.parent / "index.json")
+    }
     files = [*paths, *sorted(index for index in indexes if index.is_file())]
     return digest_of([file_digest(cache_root(cache_dir), path) for path in files])
 
@@ -123,7 +132,9 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
             return _numpy(path)
         if path.suffix == ".npy":
             return TokenFile(path, token_dtype(tokenizer))
-        magic, _, n_tokens = struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
+        magic, _, n_tokens = (
+            struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
+        )
         if dtype := _LLM_C_TYPES.get(magic):
             _check_end(path, _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize, "its header")
             return TokenFile(path, dtype, _LLM_C_HEADER)
@@ -138,7 +149,9 @@ def _numpy(path: Path) -> TokenFile:
     """Open a file of `numpy.save`, whose header states type and shape."""
     with open_regular(path) as file:
         is_first = np.lib.format.read_magic(file) == (1, 0)
-        read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        read_header = (
+            np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        )
         shape, _, dtype = read_header(file)
         start = file.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
@@ -153,11 +166,14 @@ def _check_end(path: Path, expected: int, announced_by: str) -> None:
 
 
 def _check_ids(file: TokenFile, vocab_size: int, root: Path) -> None:
-    """Raise `UserError` for the first token id outside the vocabulary; remember the least and the largest one."""
+    """Raise `UserError` for the first token id outside the vocabulary; remember the least and the
+    largest one."""
     if not (n_tokens := file.n_tokens):
         return
     what = f"least and largest {file.dtype} from byte {file.start} on"
-    least, largest = map(int, remembered(root, what, [file.path], lambda: _range_of_ids(file)).split())
+    least, largest = map(
+        int, remembered(root, what, [file.path], lambda: _range_of_ids(file)).split()
+    )
     if 0 <= least and largest < vocab_size:
         return
     tokens = file.map()
@@ -166,8 +182,8 @@ def _check_ids(file: TokenFile, vocab_size: int, root: Path) -> None:
         if len(wrong := np.flatnonzero((block < 0) | (block >= vocab_size))):
             offset = file.start + (first + int(wrong[0])) * tokens.itemsize
             raise UserError(
-                f"{file.path}: token {block[wrong[0]]} at offset {offset:,} is outside the vocabulary of "
-                f"{vocab_size:,} tokens; use the tokenizer that wrote the file"
+                f"{file.path}: token {block[wrong[0]]} at offset {offset:,} is outside the "
+                f"vocabulary of {vocab_size:,} tokens; use the tokenizer that wrote the file"
             )
 
 
@@ -175,7 +191,9 @@ def _range_of_ids(file: TokenFile) -> str:
     """Return the least and the largest token id of a file."""
     tokens = file.map()
     least, largest = int(tokens[0]), int(tokens[0])
-    with progress(f"looking for token ids outside the vocabulary in {file.path}", file.n_tokens) as advance:
+    with progress(
+        f"looking for token ids outside the vocabulary in {file.path}", file.n_tokens
+    ) as advance:
         for first in range(0, file.n_tokens, _BLOCK):
             block = tokens[first : first + _BLOCK]
             least, largest = min(least, int(block.min())), max(largest, int(block.max()))
@@ -195,7 +213,9 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     expected = _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
     if index.stat().st_size < expected:  # a multimodal index has more
         _check_end(index, expected, "its header")
-    return TokenFile(path, dtype, read_offsets=partial(_megatron_offsets, index, n_sequences, n_entries))
+    return TokenFile(
+        path, dtype, read_offsets=partial(_megatron_offsets, index, n_sequences, n_entries)
+    )
 
 
 def _megatron_offsets(index: Path, n_sequences: int, n_entries: int, file: TokenFile) -> Array:
@@ -209,19 +229,22 @@ def _megatron_offsets(index: Path, n_sequences: int, n_entries: int, file: Token
     _check_end(file.path, int(starts[-1]) * np.dtype(file.dtype).itemsize, "its index")
     is_ascending = all((numbers >= 0).all() for numbers in (lengths, np.diff(entries)))
     if not is_ascending or [*entries[:1], *entries[-1:]] != [0, n_sequences]:
-        raise UserError(f"{index} does not divide {file.path} into documents; write both files again")
+        raise UserError(
+            f"{index} does not divide {file.path} into documents; write both files again"
+        )
     return starts[entries]
 
 
 def _litdata_chunks(folder: Path) -> dict[str, Any]:
-    """Return the chunks of a folder written by litdata with its `TokensLoader`, by name; empty for other folders. Raise
-    `UserError` if the items are not tokens, and for MDS."""
+    """Return the chunks of a folder written by litdata with its `TokensLoader`, by name; empty for
+    other folders. Raise `UserError` if the items are not tokens, and for MDS."""
     try:
         index = json.loads(read_regular(folder / _LITDATA_INDEX))
         chunks = {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
         is_mds, config = "shards" in index, index["config"] if chunks else {}
         kind = " ".join([*config.get("data_format", ()), config.get("compression") or ""]).strip()
-        has_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
+        # the tokens of the chunk
+        has_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())
     except UserError:  # no regular file, or too large
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -229,18 +252,23 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
     if is_mds or chunks and not (has_tokens and re.fullmatch(r"no_header_\S+", kind)):
         problem = "is in MDS, whose library needs NumPy below 2.2 and transformers below 5"
         if not is_mds:
-            problem = f"holds litdata's items of type {kind}, not uncompressed tokens of its TokensLoader"
+            problem = (
+                f"holds litdata's items of type {kind}, not uncompressed tokens of its TokensLoader"
+            )
         raise UserError(f"{folder} {problem}; write its texts as JSON Lines")
     return chunks
 
 
 def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
-    """Open a chunk: the number of items (documents), their offsets in bytes, and the last one's end, all uint32; then
-    their tokens."""
+    """Open a chunk: the number of items (documents), their offsets in bytes, and the last one's
+    end, all uint32; then their tokens."""
     size, start = path.stat().st_size, 4 * (n_items + 2)
     item_bytes, rest = divmod(size - start, max(1, n_tokens))
     if rest or item_bytes not in (1, 2, 4, 8):
-        raise UserError(f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte {start:,} on")
+        raise UserError(
+            f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte "
+            f"{start:,} on"
+        )
     # Types differ only for negative numbers and floats, which are not in the vocabulary.
     return TokenFile(path, f"uint{8 * item_bytes}", start, _litdata_offsets)
 
@@ -262,7 +290,8 @@ def _open(files: Sequence[TokenFile], eos: int, delimiter_first: bool, number: i
 
 
 class DelimitedTokens(ArrayTokens):
-    """Tokens with a delimiter before each document, or after each. The file is not searched to count documents."""
+    """Tokens with a delimiter before each document, or after each. The file is not searched to
+    count documents."""
 
     def __init__(self, file: TokenFile, delimiter: int, delimiter_first: bool):
         super().__init__(str(file.path), file.map(), np.empty(0, np.int64), [file.path.name], [])
@@ -270,7 +299,9 @@ class DelimitedTokens(ArrayTokens):
 
     def starts(self, start: int, stop: int) -> Array:
         first = max(0, start - self._shift)
-        delimiters = np.flatnonzero(self._tokens[first : min(stop, self.n_tokens) - self._shift] == self._delimiter)
+        delimiters = np.flatnonzero(
+            self._tokens[first : min(stop, self.n_tokens) - self._shift] == self._delimiter
+        )
         starts = delimiters + first + self._shift - start
         return np.append(0, starts) if start == 0 and self._shift else starts
 

@@ -34,11 +34,13 @@ class Tokens(ABC):
 
     @abstractmethod
     def starts(self, start: int, stop: int) -> Array:
-        """Return the starts of documents in [start, stop), relative to `start`; the end of the data is not a start."""
+        """Return the starts of documents in [start, stop), relative to `start`; the end of the data
+        is not a start."""
 
     @abstractmethod
     def locate(self, token: int) -> tuple[str, int]:
-        """Return the place of a token's document: `a.jsonl, document`, and its number there, from 1."""
+        """Return the place of a token's document: `a.jsonl, document`, and its number there, from
+        1."""
 
     def describe(self, first: int, last: int) -> str:
         """Describe the documents from one token to another."""
@@ -53,16 +55,21 @@ class Tokens(ABC):
 
     @abstractmethod
     def lengths(self) -> Array:
-        """Return the tokens of each document, (n,); of joined streams, the documents of a sample of them."""
+        """Return the tokens of each document, (n,); of joined streams, the documents of a sample of
+        them."""
 
     def report(self) -> Report:
-        """Return the counts of documents and tokens, estimated if they are not recorded and `lengths` is a sample."""
+        """Return the counts of documents and tokens, estimated if they are not recorded and
+        `lengths` is a sample."""
         if self.sources:
             return Report.total(report for _, report in self.sources)
         lengths = self.lengths()
         n_sampled = int(lengths.sum())
         scale = self.n_tokens / max(1, n_sampled)
-        n_documents, n_nonempty = round(len(lengths) * scale), round(int((lengths > 0).sum()) * scale)
+        n_documents, n_nonempty = (
+            round(len(lengths) * scale),
+            round(int((lengths > 0).sum()) * scale),
+        )
         name = self.format if n_sampled == self.n_tokens else f"{self.format}, about"
         # The first token of a document is not predicted.
         return Report(
@@ -86,7 +93,14 @@ class ArrayTokens(Tokens):
         documents_per_part: number of documents in each part.
     """
 
-    def __init__(self, key: str, tokens: Any, offsets: Array, names: Sequence[str], documents_per_part: Sequence[int]):
+    def __init__(
+        self,
+        key: str,
+        tokens: Any,
+        offsets: Array,
+        names: Sequence[str],
+        documents_per_part: Sequence[int],
+    ):
         self.key = key
         self.n_tokens = len(tokens)
         self.names = names
@@ -121,24 +135,28 @@ class JoinedTokens(Tokens):
         key: see `Tokens`.
         first_tokens: position of each stream's first token, ascending, int64 (n,).
         n_tokens: tokens of all streams.
-        open_stream: opens a stream by its index, and can be pickled. Raise `UserError` if it is damaged.
+        open_stream: opens a stream by its index, and can be pickled. Raise `UserError` if it is
+            damaged.
     """
 
     format = "tokens"
 
-    def __init__(self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]):
+    def __init__(
+        self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]
+    ):
         self._arguments: tuple[Any, ...] = (key, first_tokens, n_tokens, open_stream)
         self.key = key
         self._first_tokens = first_tokens
         self.n_tokens = n_tokens
-        self._stream = functools.lru_cache(128)(open_stream)  # an open one may have files mapped into memory
+        # an open one may have files mapped into memory
+        self._stream = functools.lru_cache(128)(open_stream)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int, int]]:
-        """Yield the streams that overlap a range, with the position of the first token of the stream, and the range
-        in it."""
+        """Yield the streams that overlap a range, with the position of the first token of the
+        stream, and the range in it."""
         index = int(np.searchsorted(self._first_tokens, start, side="right")) - 1
         stop = min(stop, self.n_tokens)
         while start < stop:
@@ -148,11 +166,15 @@ class JoinedTokens(Tokens):
             start, index = end, index + 1
 
     def tokens(self, start: int, stop: int) -> Array:
-        return np.concatenate([stream.tokens(low, high) for stream, _, low, high in self._spans(start, stop)])
+        return np.concatenate(
+            [stream.tokens(low, high) for stream, _, low, high in self._spans(start, stop)]
+        )
 
     def starts(self, start: int, stop: int) -> Array:
         spans = self._spans(start, stop)
-        return np.concatenate([stream.starts(low, high) + first + low - start for stream, first, low, high in spans])
+        return np.concatenate(
+            [stream.starts(low, high) + first + low - start for stream, first, low, high in spans]
+        )
 
     def describe_token(self, token: int) -> str:
         [(stream, _, place, _)] = self._spans(token, token + 1)

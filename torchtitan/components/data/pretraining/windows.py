@@ -1,7 +1,8 @@
 """Windows over a stream of tokens, their order, and their batches.
 
-The concatenated documents of a dataset are one stream of tokens. Window `i` covers the `seq_len` + 1 tokens from `i *
-seq_len` on. Neighboring windows overlap by one, so every token except the first is a label exactly once.
+The concatenated documents of a dataset are one stream of tokens. Window `i` covers the `seq_len` +
+1 tokens from `i * seq_len` on. Neighboring windows overlap by one, so every token except the first
+is a label exactly once.
 """
 
 import dataclasses
@@ -29,11 +30,13 @@ Sample = tuple[dict[str, Array], tuple[int, int]]
 """A row of a batch, with the numbers of its first and last document."""
 
 SAMPLES_READ_AHEAD = 16
-"""Approximate number of samples of remote data that a process keeps in memory for the next batches."""
+"""Approximate number of samples of remote data that a process keeps in memory for the next
+batches."""
 
 
 def count_windows(n_tokens: int, seq_len: int) -> int:
-    """Return the number of windows of `seq_len` labels in `n_tokens` tokens, including a partial last one."""
+    """Return the number of windows of `seq_len` labels in `n_tokens` tokens, including a partial
+    last one."""
     return max(0, -(-(n_tokens - 1) // seq_len))
 
 
@@ -41,13 +44,15 @@ def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> 
     """Create the sample of one window, with `seq_len` positions.
 
     Args:
-        tokens: the window's 2 to `seq_len + 1` tokens; fewer than `seq_len + 1` only at the end of the data.
+        tokens: the window's 2 to `seq_len + 1` tokens; fewer than `seq_len + 1` only at the end of
+            the data.
         starts: indices in `tokens` of document starts, with or without index 0.
-        document_mask: restart positions at each document, and do not predict a document's first token from the previous
-            document. False: the window is one text without positions.
+        document_mask: restart positions at each document, and do not predict a document's first
+            token from the previous document. False: the window is one text without positions.
 
     Returns:
-        `input`, `labels` and, with document masking, `positions`, each (seq_len,), and `n_tokens`. The rest of a short
+        `input`, `labels` and, with document masking, `positions`, each (seq_len,), and `n_tokens`.
+        The rest of a short
             window is padding: a separate document with ignored labels.
     """
     n_inputs = len(tokens) - 1
@@ -61,14 +66,21 @@ def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> 
         return sample
     labels[starts[starts > 0] - 1] = IGNORE_INDEX
     origin = np.zeros(seq_len, np.int64)
-    inside = np.append(starts[starts < n_inputs], n_inputs) if n_inputs < seq_len else starts[starts < seq_len]
+    inside = (
+        np.append(starts[starts < n_inputs], n_inputs)
+        if n_inputs < seq_len
+        else starts[starts < seq_len]
+    )
     origin[inside] = inside
     return {**sample, "positions": np.arange(seq_len) - np.maximum.accumulate(origin)}
 
 
 def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
     """Return a sample without labels, to fill the last batch."""
-    sample = {"input": np.zeros(seq_len, np.int64), "labels": np.full(seq_len, IGNORE_INDEX, np.int64)}
+    sample = {
+        "input": np.zeros(seq_len, np.int64),
+        "labels": np.full(seq_len, IGNORE_INDEX, np.int64),
+    }
     sample["n_tokens"] = np.array(0)
     if document_mask:
         sample["positions"] = np.arange(seq_len)
@@ -100,11 +112,14 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def __next__(self) -> Batch:
-        """Return the next batch. Raise `StopIteration` if all ranks end after the same number of batches."""
+        """Return the next batch. Raise `StopIteration` if all ranks end after the same number of
+        batches."""
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
         """Change the length of windows, see `BaseDataLoader.set_seq_len`."""
-        raise UserError("--training.seq_len_schedule: the windows of a stream have one length; use local data")
+        raise UserError(
+            "--training.seq_len_schedule: the windows of a stream have one length; use local data"
+        )
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -129,10 +144,19 @@ class BatchIterator(ABC):
 
 
 class PackedDataset(Dataset[Batch | UserError]):
-    """Batches of one rank by their position in the global order of tokens, which is made of blocks of `block` tokens, a
-    multiple of `seq_len`; the windows of a block follow each other. See `BlockOrder`."""
+    """Batches of one rank by their position in the global order of tokens, which is made of blocks
+    of `block` tokens, a multiple of `seq_len`; the windows of a block follow each other. See
+    `BlockOrder`."""
 
-    def __init__(self, sets: Sequence[Tokens], layout: Layout, order: BlockOrder, *, block: int, n_samples: int | None):
+    def __init__(
+        self,
+        sets: Sequence[Tokens],
+        layout: Layout,
+        order: BlockOrder,
+        *,
+        block: int,
+        n_samples: int | None,
+    ):
         self.sets = sets
         self.layout = layout
         self.order = order
@@ -143,8 +167,8 @@ class PackedDataset(Dataset[Batch | UserError]):
         self._ahead: dict[int, Future[Sample]] = {}
 
     def __getitem__(self, position: int) -> Batch | UserError:
-        """Return the batch that begins at a global position; samples from `n_samples` on are padding. Return an error
-        for data that cannot be read."""
+        """Return the batch that begins at a global position; samples from `n_samples` on are
+        padding. Return an error for data that cannot be read."""
         seq_len = self.layout.seq_len
         positions = range(position, position + self.layout.local_batch_size * seq_len, seq_len)
         read = self._read_sample if self.is_remote else self._sample
@@ -154,10 +178,13 @@ class PackedDataset(Dataset[Batch | UserError]):
             return error
 
     def _read_sample(self, position: int) -> Sample:
-        """Return a sample of remote data, and read the samples at its place in the next batches in the background."""
+        """Return a sample of remote data, and read the samples at its place in the next batches in
+        the background."""
         if self._reader is None:  # created in the process that reads
             self._reader = ThreadPoolExecutor(SAMPLES_READ_AHEAD)
-        stride = self.layout.global_batch_size * self.layout.seq_len * max(1, self.layout.num_workers)
+        stride = (
+            self.layout.global_batch_size * self.layout.seq_len * max(1, self.layout.num_workers)
+        )
         n_batches = max(1, SAMPLES_READ_AHEAD // self.layout.local_batch_size)
         for following in range(position, position + n_batches * stride + 1, stride):
             if following not in self._ahead:
@@ -175,13 +202,17 @@ class PackedDataset(Dataset[Batch | UserError]):
         check_ids(tokens, self.layout.vocab_size, lambda index: data.describe_token(start + index))
         starts = data.starts(start, start + len(tokens))
         # Documents are numbered by their tokens here; the numbers are unique over all sets.
-        documents = start * len(self.sets) + number, (start + len(tokens) - 1) * len(self.sets) + number
+        documents = (
+            start * len(self.sets) + number,
+            (start + len(tokens) - 1) * len(self.sets) + number,
+        )
         return pack(tokens, starts, seq_len, document_mask=document_mask), documents
 
 
 class CachedBatches(BatchIterator):
-    """Batches from sets of tokens. The position is the number of tokens that all ranks have read in total, in blocks
-    and the tokens of an unfinished block; a run with different ranks, workers or batch size can resume from it.
+    """Batches from sets of tokens. The position is the number of tokens that all ranks have read in
+    total, in blocks and the tokens of an unfinished block; a run with different ranks, workers or
+    batch size can resume from it.
 
     Args:
         names: names of the sets.
@@ -223,8 +254,12 @@ class CachedBatches(BatchIterator):
             raise StopIteration
         if self._workers is None:
             order = self._order(self._block)
-            dataset = PackedDataset(self._sets, self._layout, order, block=self._block, n_samples=self.n_samples)
-            self._workers = Workers(dataset, sampler=self._positions(n_tokens), num_workers=self._layout.num_workers)
+            dataset = PackedDataset(
+                self._sets, self._layout, order, block=self._block, n_samples=self.n_samples
+            )
+            self._workers = Workers(
+                dataset, sampler=self._positions(n_tokens), num_workers=self._layout.num_workers
+            )
         batch: Batch = next(self._workers)
         self._position += self._layout.global_batch_size * self._layout.seq_len
         if n_tokens is not None:
@@ -232,8 +267,8 @@ class CachedBatches(BatchIterator):
         return batch
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
-        """Change the length of windows; the order of blocks of `longest` tokens stays. Leave out the tokens up to the
-        next multiple of `seq_len`."""
+        """Change the length of windows; the order of blocks of `longest` tokens stays. Leave out
+        the tokens up to the next multiple of `seq_len`."""
         if (self._layout.seq_len, self._block) == (seq_len, longest):
             return
         assert self.n_samples is None and longest % seq_len == 0
@@ -259,7 +294,10 @@ class CachedBatches(BatchIterator):
         self.close()
         self.exhausted = False
         # With a different seed, samples of this epoch would be repeated or skipped.
-        self._position, self._seed = state["position"] * self._block + state.get("offset", 0), state["seed"]
+        self._position, self._seed = (
+            state["position"] * self._block + state.get("offset", 0),
+            state["seed"],
+        )
 
     def describe(self, first: int, last: int) -> str:
         n = len(self._sets)
@@ -274,13 +312,23 @@ class CachedBatches(BatchIterator):
         summaries = []
         sources = []
         read = order.blocks_of_sets(n_samples)
-        for name, tokens, n_windows, n_read in zip(self._names, self._sets, windows, read, strict=True):
+        for name, tokens, n_windows, n_read in zip(
+            self._names, self._sets, windows, read, strict=True
+        ):
             report = tokens.report()
             if not self._layout.document_mask:
-                report.trained_tokens = tokens.n_tokens - 1  # only the first token of the whole text is not predicted
+                # only the first token of the whole text is not predicted
+                report.trained_tokens = tokens.n_tokens - 1
             lengths, epochs = tokens.lengths(), n_read / n_windows
-            summaries.append(SetSummary(name=name, report=report, lengths=lengths, epochs=epochs, max_epochs=None))
-            sources += [(source if len(self._sets) == 1 else f"{source} of {name}", r) for source, r in tokens.sources]
+            summaries.append(
+                SetSummary(
+                    name=name, report=report, lengths=lengths, epochs=epochs, max_epochs=None
+                )
+            )
+            sources += [
+                (source if len(self._sets) == 1 else f"{source} of {name}", r)
+                for source, r in tokens.sources
+            ]
             n_tokens += tokens.n_tokens - 1
         return DataSummary(
             sets=summaries,

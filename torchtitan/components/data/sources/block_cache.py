@@ -27,9 +27,12 @@ class BlockCache:
     n_bytes: int
     """Largest size of the file; 0: no cache."""
 
-    def read(self, name: str, size: int, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
-        """Return the bytes from `start` up to `stop` of the file `name` of `size` bytes, whose content never changes.
-        If the cache cannot be read or written, for example because the disk is full, warn once, and read without it.
+    def read(
+        self, name: str, size: int, start: int, stop: int, fetch: Callable[[int, int], bytes]
+    ) -> bytes:
+        """Return the bytes from `start` up to `stop` of the file `name` of `size` bytes, whose
+        content never changes. If the cache cannot be read or written, for example because the disk
+        is full, warn once, and read without it.
 
         Args:
             fetch: reads a range of the file from the store. Raises no `OSError`.
@@ -40,17 +43,27 @@ class BlockCache:
                 path = self.root / f"remote_blocks_{n_slots}"
                 with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0) as file:
                     first = start - start % BLOCK_BYTES
-                    bounds = [(begin, min(begin + BLOCK_BYTES, size)) for begin in range(first, stop, BLOCK_BYTES)]
-                    blocks = [_block(file.fileno(), n_slots, name, begin, end, fetch) for begin, end in bounds]
+                    bounds = [
+                        (begin, min(begin + BLOCK_BYTES, size))
+                        for begin in range(first, stop, BLOCK_BYTES)
+                    ]
+                    blocks = [
+                        _block(file.fileno(), n_slots, name, begin, end, fetch)
+                        for begin, end in bounds
+                    ]
                     return b"".join(blocks)[start - first : stop - first]
             except OSError as error:
                 if self.n_bytes:  # no other thread has warned yet
-                    logger.warning(f"remote data is read without the cache in {self.root}: {error.strerror}")
+                    logger.warning(
+                        f"remote data is read without the cache in {self.root}: {error.strerror}"
+                    )
                 self.n_bytes = 0
         return fetch(start, stop)
 
 
-def _block(file: int, n_slots: int, name: str, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
+def _block(
+    file: int, n_slots: int, name: str, start: int, stop: int, fetch: Callable[[int, int], bytes]
+) -> bytes:
     key = f"{name} {start}".encode()
     place = int(bytes_digest(key), 16) % n_slots * _SLOT_BYTES
     slot = os.pread(file, _DIGEST_BYTES + stop - start, place)

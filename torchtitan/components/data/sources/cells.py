@@ -17,21 +17,25 @@ if TYPE_CHECKING:
     import pyarrow
 
 CellReader = Callable[[Any], Any]
-"""Maps a cell that pyarrow converted to Python to the value of a row. Raises `ValueError` for broken JSON."""
+"""Maps a cell that pyarrow converted to Python to the value of a row. Raises `ValueError` for
+broken JSON."""
 
 
 def cell_readers(schema: "pyarrow.Schema") -> dict[str, CellReader]:
     """Return a reader for each column of a schema.
 
-    Arrow gives all objects of a column the same keys. Readers drop keys without a value, except within JSON text, which
-    keeps the keys of each object.
+    Arrow gives all objects of a column the same keys. Readers drop keys without a value, except
+    within JSON text, which keeps the keys of each object.
     """
     features = _features(schema)
-    return {field.name: _reader(field.type, features.get(field.name)) or _unchanged for field in schema}
+    return {
+        field.name: _reader(field.type, features.get(field.name)) or _unchanged for field in schema
+    }
 
 
 def _features(schema: "pyarrow.Schema") -> Mapping[str, Any]:
-    """Return the features of `datasets` by column, in the form of `Features.to_dict`; empty if the schema has none."""
+    """Return the features of `datasets` by column, in the form of `Features.to_dict`; empty if the
+    schema has none."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (LookupError, TypeError, ValueError, RecursionError):
@@ -50,7 +54,11 @@ def _reader(kind: "pyarrow.DataType", feature: Any) -> CellReader | None:
     from pyarrow import types
 
     if isinstance(kind, pyarrow.JsonType):
-        keeps_text = isinstance(feature, dict) and feature.get("_type") == "Json" and feature.get("decode") is False
+        keeps_text = (
+            isinstance(feature, dict)
+            and feature.get("_type") == "Json"
+            and feature.get("decode") is False
+        )
         return None if keeps_text else _decoder()
     if isinstance(kind, pyarrow.BaseExtensionType):
         return _reader(kind.storage_type, None)
@@ -58,7 +66,10 @@ def _reader(kind: "pyarrow.DataType", feature: Any) -> CellReader | None:
         return _reader(kind.value_type, feature)
     if types.is_struct(kind):
         fields = feature if isinstance(feature, dict) else {}
-        return partial(_read_object, {field.name: _reader(field.type, fields.get(field.name)) for field in kind})
+        return partial(
+            _read_object,
+            {field.name: _reader(field.type, fields.get(field.name)) for field in kind},
+        )
     if types.is_map(kind):
         return _if_any(_read_pairs, _reader(kind.key_type, None), _reader(kind.item_type, None))
     if _is_list(kind):
@@ -108,11 +119,17 @@ def _decoder() -> CellReader:
     return read
 
 
-def _read_object(readers: Mapping[str, CellReader | None], cell: dict[str, Any] | None) -> dict[str, Any] | None:
+def _read_object(
+    readers: Mapping[str, CellReader | None], cell: dict[str, Any] | None
+) -> dict[str, Any] | None:
     if cell is None:
         return None
     values = ((name, reader, cell[name]) for name, reader in readers.items())
-    return {name: reader(value) if reader else value for name, reader, value in values if value is not None}
+    return {
+        name: reader(value) if reader else value
+        for name, reader, value in values
+        if value is not None
+    }
 
 
 def _read_list(reader: CellReader, cell: list[Any] | None) -> list[Any] | None:

@@ -1,5 +1,5 @@
-"""Readers of local files. An invalid file raises `UserError` with its name and the position; an invalid row is yielded
-with its error."""
+"""Readers of local files. An invalid file raises `UserError` with its name and the position; an
+invalid row is yielded with its error."""
 
 import codecs
 import csv
@@ -40,11 +40,13 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
 
 MAX_WHOLE_SIZE = 4 << 30
-"""Largest list of JSON (characters) and compressed parquet file (bytes), which are read as a whole."""
+"""Largest list of JSON (characters) and compressed parquet file (bytes), which are read as a
+whole."""
 
 
 def file_format(path: Path) -> str | None:
-    """Return the extension without compression, `.jsonl` for `a.jsonl.zst`; None if it has no reader."""
+    """Return the extension without compression, `.jsonl` for `a.jsonl.zst`; None if it has no
+    reader."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     suffix = name.suffix.lower()
     return suffix if suffix in _READERS else None
@@ -52,12 +54,15 @@ def file_format(path: Path) -> str | None:
 
 def supported_formats() -> str:
     """Return the supported extensions, for a message."""
-    return f"{', '.join(suffix[1:] for suffix in _READERS)}, each also as {' or '.join(COMPRESSIONS)}"
+    return (
+        f"{', '.join(suffix[1:] for suffix in _READERS)}, each also as {' or '.join(COMPRESSIONS)}"
+    )
 
 
 def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
-    """Yield the rows of a file in order; a text file is one row with the column `text`. Raise `UserError` if the file
-    cannot be opened, decompressed, decoded or parsed, has no such `column`, or too many blank rows.
+    """Yield the rows of a file in order; a text file is one row with the column `text`. Raise
+    `UserError` if the file cannot be opened, decompressed, decoded or parsed, has no such `column`,
+    or too many blank rows.
 
     Args:
         path: a file of a known format.
@@ -116,7 +121,8 @@ def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return file
-    # Unlike gzip and zstandard, pyarrow reads both formats, supports several frames, and detects truncation.
+    # Unlike gzip and zstandard, pyarrow reads both formats, supports several frames, and detects
+    # truncation.
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), compression)
@@ -138,8 +144,8 @@ def _named_errors(path: Path) -> Iterator[None]:
     except UnicodeDecodeError:
         offset, line, byte = _find_bad_byte(path)
         raise UserError(
-            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} (line {line}); convert the file to UTF-8, or "
-            "remove it from the data"
+            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} (line {line}); convert the "
+            "file to UTF-8, or remove it from the data"
         ) from None
     except OSError as error:
         cause = error.strerror or first_line(error)
@@ -147,7 +153,8 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _find_bad_byte(path: Path) -> tuple[int, int, int]:
-    """Return the decompressed offset, line number (from 1) and value of the first byte that is not UTF-8."""
+    """Return the decompressed offset, line number (from 1) and value of the first byte that is not
+    UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     n_bytes, n_lines = 0, 1
     with _open_bytes(path, _ignore_progress) as file:
@@ -179,7 +186,8 @@ def _check_nul(text: str, path: Path, line: int) -> None:
     if "\0" in text:
         line += text.count("\n", 0, text.index("\0"))
         raise UserError(
-            f"{path}:{line}: found a NUL character; the file may be damaged or UTF-16; convert it to UTF-8 or remove it"
+            f"{path}:{line}: found a NUL character; the file may be damaged or UTF-16; convert it "
+            "to UTF-8 or remove it"
         )
 
 
@@ -198,10 +206,14 @@ def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> It
         first = _first_text(file)
     if first.startswith("["):
         with _open_text(path, on_read) as file:
-            yield from json_elements(name, "".join(_pieces(file, path, "write one row per line")), path)
+            yield from json_elements(
+                name, "".join(_pieces(file, path, "write one row per line")), path
+            )
         return
     if first.partition("\n")[0].strip() == "{":
-        raise UserError(f"{path} is one object over several lines; write a list of rows, or one row per line")
+        raise UserError(
+            f"{path} is one object over several lines; write a list of rows, or one row per line"
+        )
     yield from _read_json_lines(path, name, on_read, column)
 
 
@@ -214,18 +226,22 @@ def _first_text(file: IO[str]) -> str:
 
 
 def _pieces(file: IO[Any], path: Path, remedy: str) -> Iterator[Any]:
-    """Yield the content of a file that is read as a whole. Raise `UserError` if it exceeds `MAX_WHOLE_SIZE`."""
+    """Yield the content of a file that is read as a whole. Raise `UserError` if it exceeds
+    `MAX_WHOLE_SIZE`."""
     size = 0
     while piece := file.read(CHUNK_SIZE):
         size += len(piece)
         if size > MAX_WHOLE_SIZE:
-            raise UserError(f"{path} has more than {MAX_WHOLE_SIZE:,} characters or bytes; {remedy}")
+            raise UserError(
+                f"{path} has more than {MAX_WHOLE_SIZE:,} characters or bytes; {remedy}"
+            )
         yield piece
 
 
 def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    """Read the samples of a WebDataset: consecutive members with the same name up to the first dot after the folder.
-    The member `.json` has columns, and `.txt` the column `text`; kinds may be in upper case."""
+    """Read the samples of a WebDataset: consecutive members with the same name up to the first dot
+    after the folder. The member `.json` has columns, and `.txt` the column `text`; kinds may be in
+    upper case."""
     with _open_bytes(path, on_read) as file:
         offset = 0
         try:
@@ -234,7 +250,9 @@ def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Ite
                     yield row
                     offset = archive.offset
         except tarfile.TarError as error:
-            raise UserError(f"{path} is not a readable tar file: {error}, after offset {offset:,}") from None
+            raise UserError(
+                f"{path} is not a readable tar file: {error}, after offset {offset:,}"
+            ) from None
         while file.read(CHUNK_SIZE):  # empty blocks at the end
             pass
 
@@ -276,7 +294,9 @@ def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
         row = _sample_row(archive, f"{name}, sample {sample}", files)
         # Hidden files in folders, such as `folder/._a.txt`, are a sample `folder/` for webdataset.
         if row is not None or not sample.endswith("/"):
-            yield row or Row(f"{name}, sample {sample}", None, "it has neither .txt nor .json; remove the sample")
+            yield row or Row(
+                f"{name}, sample {sample}", None, "it has neither .txt nor .json; remove the sample"
+            )
 
 
 def _sample_row(archive: tarfile.TarFile, where: str, files: Iterable[_SampleFile]) -> Row | None:
@@ -286,16 +306,25 @@ def _sample_row(archive: tarfile.TarFile, where: str, files: Iterable[_SampleFil
     errors = []
     for _, kind, member in files:
         if member.size > MAX_ROW_CHARACTERS:
-            raise UserError(f"{where}: {member.name} has more than {MAX_ROW_CHARACTERS:,} bytes; split or remove it")
+            raise UserError(
+                f"{where}: {member.name} has more than {MAX_ROW_CHARACTERS:,} bytes; split or "
+                "remove it"
+            )
         if kind in kinds:
-            errors.append(f"there are several members .{kind}, the last one {member.name}; keep one of them")
+            errors.append(
+                f"there are several members .{kind}, the last one {member.name}; keep one of them"
+            )
         kinds.add(kind)
         if kind not in ("txt", "json"):
             continue
         content: Any = archive.extractfile(member)
         try:
             text = content.read().decode()
-            row = object_row(where, parse_json(text)) if kind == "json" else Row(where, {"text": text})
+            row = (
+                object_row(where, parse_json(text))
+                if kind == "json"
+                else Row(where, {"text": text})
+            )
             values |= row.values or {}
             errors += [row.error] if row.error else []
         except ValueError as failure:  # also if it is not UTF-8
@@ -306,7 +335,8 @@ def _sample_row(archive: tarfile.TarFile, where: str, files: Iterable[_SampleFil
 
 
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    csv.field_size_limit(MAX_ROW_CHARACTERS)  # the default of 131,072 characters is less than a long document
+    # the default of 131,072 characters is less than a long document
+    csv.field_size_limit(MAX_ROW_CHARACTERS)
     with _open_text(path, on_read, newline="") as file:
         reader = csv.reader(_without_nul(numbered_lines(file, path), path), strict=True)
         columns: list[str] = []
@@ -343,7 +373,9 @@ def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
 def _check_header(columns: Sequence[str], where: str) -> None:
     _check_names(columns, where)
     if len(columns) == 1 and (other := next((mark for mark in ";\t" if mark in columns[0]), None)):
-        raise UserError(f"{where}: the only column is {columns[0]!r}; separate columns by commas, not {other!r}")
+        raise UserError(
+            f"{where}: the only column is {columns[0]!r}; separate columns by commas, not {other!r}"
+        )
 
 
 def _check_names(columns: Sequence[str], where: str) -> None:
@@ -369,7 +401,9 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
         n_read = 0
         n_rows = file.metadata.num_rows
         size = path.stat().st_size
-        for batch in file.iter_batches(batch_size=1024, columns=None if column is None else [column]):
+        for batch in file.iter_batches(
+            batch_size=1024, columns=None if column is None else [column]
+        ):
             yield from arrow_rows(batch, name, n_read + 1)
             n_read += len(batch)
             on_read(size * len(batch) // max(n_read, n_rows))
@@ -378,7 +412,9 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
     if n_read != n_rows:
-        raise UserError(f"{path} is not a readable parquet file: it has {n_read:,} rows instead of {n_rows:,}")
+        raise UserError(
+            f"{path} is not a readable parquet file: it has {n_read:,} rows instead of {n_rows:,}"
+        )
 
 
 _TEXT_FORMATS = (".txt", ".md")

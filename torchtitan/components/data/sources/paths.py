@@ -27,7 +27,9 @@ def local_splits(dataset: str) -> tuple[str, ...]:
             return tuple(splits)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass
-    raise UserError(f"{path / _SAVED_DICT} is damaged: it contains no list of splits; save the dataset again")
+    raise UserError(
+        f"{path / _SAVED_DICT} is damaged: it contains no list of splits; save the dataset again"
+    )
 
 
 def saved_dataset(dataset: str, split: str) -> Path | None:
@@ -35,7 +37,11 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
     path = _path(dataset)
     if _is_saved_dict(path):
         return path / split
-    return path if all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json")) else None
+    return (
+        path
+        if all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))
+        else None
+    )
 
 
 def location(dataset: str) -> str:
@@ -59,8 +65,9 @@ def _is_saved_dict(path: Path) -> bool:
 
 
 def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
-    """Return the files of a path or pattern by display name, sorted; links to the same file are merged. Raise
-    `UserError` if no file is found, or a path cannot be read: a broken link, a pipe, a folder without permission.
+    """Return the files of a path or pattern by display name, sorted; links to the same file are
+    merged. Raise `UserError` if no file is found, or a path cannot be read: a broken link, a pipe,
+    a folder without permission.
 
     Args:
         dataset: file, glob pattern, or folder to search for files of known formats.
@@ -71,25 +78,34 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
         if path.is_file() and dataset:
             return {path.name: _readable(path)}
         if path.is_dir() and dataset:
-            found = _without_duplicates(file for found in _folders(path) for file in _data_files(*found))
+            found = _without_duplicates(
+                file for found in _folders(path) for file in _data_files(*found)
+            )
             if not found:
-                raise UserError(f"the folder {dataset!r} contains no data files ({supported_formats()})")
+                raise UserError(
+                    f"the folder {dataset!r} contains no data files ({supported_formats()})"
+                )
             return {str(file.relative_to(path)): file for file in found}
         if path.exists() and dataset:
             raise UserError(f"{dataset!r} is not a regular file; save its content to a file")
         if glob.has_magic(dataset):
-            matches = _without_duplicates(_readable(match) for match in _matches(path) if not match.is_dir())
+            matches = _without_duplicates(
+                _readable(match) for match in _matches(path) if not match.is_dir()
+            )
             if not matches:
                 raise UserError(f"no file matches the pattern {dataset!r}")
             return {str(match): match for match in matches}
         raise UserError(_not_found_message(dataset, path, names))
     except OSError as error:
-        raise UserError(f"dataset {dataset!r}: {error.filename} cannot be read: {error.strerror}") from error
+        raise UserError(
+            f"dataset {dataset!r}: {error.filename} cannot be read: {error.strerror}"
+        ) from error
 
 
 def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and its subfolders, except hidden ones, with the names of their files. Links are followed, and may
-    be cyclic: each real folder is yielded once, in each folder subfolders before links."""
+    """Yield a folder and its subfolders, except hidden ones, with the names of their files. Links
+    are followed, and may be cyclic: each real folder is yielded once, in each folder subfolders
+    before links."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -101,7 +117,9 @@ def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
             continue
         visited.add(real_path)
         visible = (Path(folder, name) for name in subfolders if name[0] != ".")
-        subfolders[:] = [path.name for path in sorted(visible, key=lambda path: (path.is_symlink(), path.name))]
+        subfolders[:] = [
+            path.name for path in sorted(visible, key=lambda path: (path.is_symlink(), path.name))
+        ]
         yield Path(folder), names
 
 
@@ -113,7 +131,8 @@ def _data_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the paths that match a pattern; `**` matches all subfolders, each once as in `_folders`."""
+    """Yield the paths that match a pattern; `**` matches all subfolders, each once as in
+    `_folders`."""
     if "**" not in pattern.parts:
         yield from map(Path, glob.glob(str(pattern)))
         return
@@ -121,7 +140,9 @@ def _matches(pattern: Path) -> Iterator[Path]:
     for top in sorted(glob.glob(str(Path(*pattern.parts[:depth])))):
         if os.path.isdir(top):
             for folder, _ in _folders(Path(top)):
-                yield from _matches(Path(glob.escape(str(folder)), *(pattern.parts[depth + 1 :] or ("*",))))
+                yield from _matches(
+                    Path(glob.escape(str(folder)), *(pattern.parts[depth + 1 :] or ("*",)))
+                )
 
 
 def _without_duplicates(files: Iterable[Path]) -> list[Path]:
@@ -129,25 +150,39 @@ def _without_duplicates(files: Iterable[Path]) -> list[Path]:
     real = cache(os.path.realpath)
     by_real_path: dict[str, Path] = {}
     for is_link, name, file in sorted((file.is_symlink(), str(file), file) for file in files):
-        by_real_path.setdefault(real(name) if is_link else os.path.join(real(file.parent), file.name), file)
+        by_real_path.setdefault(
+            real(name) if is_link else os.path.join(real(file.parent), file.name), file
+        )
     return sorted(by_real_path.values(), key=str)
 
 
 def _readable(path: Path) -> Path:
     if file_format(path) is None:
-        raise UserError(f"{path}: the file format is not supported; use one of: {supported_formats()}")
+        raise UserError(
+            f"{path}: the file format is not supported; use one of: {supported_formats()}"
+        )
     return regular_file(path)
 
 
 def _not_found_message(dataset: str, path: Path, names: Sequence[str]) -> str:
-    missing = next(step for step in (*reversed(path.parents), path) if not step.exists()) if dataset else path
+    missing = (
+        next(step for step in (*reversed(path.parents), path) if not step.exists())
+        if dataset
+        else path
+    )
     if missing.is_symlink():
         target = os.readlink(missing)
-        return f"dataset {dataset!r}: {missing} is a link to '{target}', which does not exist; fix or remove it"
+        return (
+            f"dataset {dataset!r}: {missing} is a link to '{target}', which does not exist; fix or "
+            "remove it"
+        )
     siblings = sorted(os.listdir(missing.parent)) if missing.parent.is_dir() else []
     is_name = os.sep not in dataset
     near = suggest(missing.name, [*siblings, *(names if is_name else ())])
     if is_name:
-        message = f"dataset {dataset!r} is neither a registered name ({', '.join(names)}) nor a file or folder"
+        message = (
+            f"dataset {dataset!r} is neither a registered name ({', '.join(names)}) nor a file or "
+            "folder"
+        )
         return message + (near or "; use one of these or a local path")
     return f"dataset {dataset!r}: {missing} does not exist{near}"

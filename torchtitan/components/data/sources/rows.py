@@ -1,4 +1,5 @@
-"""Parts of a source, which yield rows or documents, and rows from JSON: one per line, or the elements of a list."""
+"""Parts of a source, which yield rows or documents, and rows from JSON: one per line, or the
+elements of a list."""
 
 import json
 from abc import ABC, abstractmethod
@@ -28,7 +29,8 @@ Document = Iterable[str]
 """Text of one document in chunks of any size. Empty documents are numbered but skipped."""
 
 OnRead = Callable[[int], None]
-"""Progress callback, called with the number of bytes of a file or rows of a table read since the last call."""
+"""Progress callback, called with the number of bytes of a file or rows of a table read since the
+last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Part(ABC):
 
     @abstractmethod
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
-        """Return the identity of the rows: equal lists mean equal rows. `digest` hashes the content of a file."""
+        """Return the identity of the rows: equal lists mean equal rows. `digest` hashes the content
+        of a file."""
 
     @abstractmethod
     def rows(self, on_read: OnRead) -> Iterator[Row]:
@@ -72,7 +75,8 @@ class Part(ABC):
 
     @abstractmethod
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        """Yield the documents in order; consume each before the next. Raise `UserError` for unreadable data."""
+        """Yield the documents in order; consume each before the next. Raise `UserError` for
+        unreadable data."""
 
 
 def text_of(row: Row, text_column: str) -> Document:
@@ -88,7 +92,9 @@ def text_of(row: Row, text_column: str) -> Document:
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
     if text_column not in columns:
         remedy = (
-            f"set --dataloader.text_column to one of: {', '.join(columns)}" if columns else "the row has no columns"
+            f"set --dataloader.text_column to one of: {', '.join(columns)}"
+            if columns
+            else "the row has no columns"
         )
         raise UserError(f"{where}: no column {text_column!r}; {remedy}")
 
@@ -112,8 +118,8 @@ def first_line(error: Exception) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raise `ValueError` with a readable message if the text is invalid, nested too deeply, or not valid
-    Unicode."""
+    """Parse JSON. Raise `ValueError` with a readable message if the text is invalid, nested too
+    deeply, or not valid Unicode."""
     try:
         value = json.loads(text)
         _check_characters(value, text)
@@ -140,8 +146,8 @@ class BlankLimit:
         self._allowed += n_others * BLANKS_PER_CONTENT
         if self._n_blank > self._allowed:
             raise UserError(
-                f"{where}: found more than {self._allowed:,} blank {self._noun} up to here; the file may be damaged; "
-                f"remove blank {self._noun}"
+                f"{where}: found more than {self._allowed:,} blank {self._noun} up to here; the "
+                f"file may be damaged; remove blank {self._noun}"
             )
 
     def count_text(self, text: str, where: str) -> None:
@@ -150,8 +156,8 @@ class BlankLimit:
 
 
 def with_bounded_blanks(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows. Raise `UserError` for a file with too many blank rows, which have no cells or only empty ones, or
-    too many blank characters in long cells."""
+    """Yield rows. Raise `UserError` for a file with too many blank rows, which have no cells or
+    only empty ones, or too many blank characters in long cells."""
     of_rows = BlankLimit("rows", MAX_BLANK_ROWS)
     of_text = BlankLimit("characters", MAX_BLANK_CHARACTERS)
     for row in rows:
@@ -165,8 +171,8 @@ def with_bounded_blanks(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def json_rows(name: str, lines: Iterable[str]) -> Iterator[Row]:
-    """Yield one row per line with a JSON object; blank lines are rows without values. `name` is the file's in the rows'
-    locations."""
+    """Yield one row per line with a JSON object; blank lines are rows without values. `name` is the
+    file's in the rows' locations."""
     for number, line in enumerate(lines, 1):
         where = f"{name}:{number}"
         if not line.strip():
@@ -179,17 +185,20 @@ def json_rows(name: str, lines: Iterable[str]) -> Iterator[Row]:
 
 
 def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
-    """Yield the lines of a file. Raise `UserError` for a line of more than `MAX_ROW_CHARACTERS` characters."""
+    """Yield the lines of a file. Raise `UserError` for a line of more than `MAX_ROW_CHARACTERS`
+    characters."""
     for number, line in enumerate(iter(partial(file.readline, MAX_ROW_CHARACTERS), ""), 1):
         if len(line) == MAX_ROW_CHARACTERS:
             raise UserError(
-                f"{path}:{number}: the line has more than {MAX_ROW_CHARACTERS:,} characters; split or remove it"
+                f"{path}:{number}: the line has more than {MAX_ROW_CHARACTERS:,} characters; split "
+                "or remove it"
             )
         yield line
 
 
 def json_elements(name: str, text: str, path: Path) -> Iterator[Row]:
-    """Yield the elements of a list of objects. Raise `UserError` with the line in the file if it is not valid JSON.
+    """Yield the elements of a list of objects. Raise `UserError` with the line in the file if it is
+    not valid JSON.
 
     Args:
         name: file name in the rows' locations.
@@ -200,7 +209,9 @@ def json_elements(name: str, text: str, path: Path) -> Iterator[Row]:
         elements = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: broken JSON, {_describe_error(error)}; correct the file") from None
+        raise UserError(
+            f"{path}{line}: broken JSON, {_describe_error(error)}; correct the file"
+        ) from None
     for number, value in enumerate(elements, 1):
         where = f"{name}, element {number}"
         try:
@@ -230,4 +241,6 @@ def _check_characters(value: Any, text: str) -> None:
 def _describe_error(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} (column {error.colno})"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    return (
+        "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    )

@@ -1,7 +1,7 @@
 """Resolution of `--dataloader.dataset` to documents or rows.
 
-Local data is a `Source`, which is tokenized into a cache before training. A dataset registered for pre-training is a
-`StreamSource`, which is read during training.
+Local data is a `Source`, which is tokenized into a cache before training. A dataset registered for
+pre-training is a `StreamSource`, which is read during training.
 """
 
 import re
@@ -14,7 +14,15 @@ from torchtitan.assets import chats, stories
 from torchtitan.assets.generated import Generated
 from torchtitan.components.data.sources.files import FilePart, file_format
 from torchtitan.components.data.sources.paths import local_files, local_splits, saved_dataset
-from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, check_column, check_text, first_line
+from torchtitan.components.data.sources.rows import (
+    Document,
+    OnRead,
+    Part,
+    Row,
+    check_column,
+    check_text,
+    first_line,
+)
 from torchtitan.components.data.sources.stored import stored_files
 from torchtitan.components.data.sources.tables import Table, saved_table
 from torchtitan.tools.errors import UserError
@@ -25,8 +33,8 @@ AUTO = "auto"
 """Name of automatic format detection from the columns."""
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Maps a row (column → cell) to a row of a known format (`{"messages": […]}`, `{"text": …}`, …), or to None to drop
-it."""
+"""Maps a row (column → cell) to a row of a known format (`{"messages": […]}`, `{"text": …}`, …), or
+to None to drop it."""
 
 
 class Source:
@@ -52,28 +60,37 @@ class Source:
         return sum(part.size() for part in self.parts)
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
-        """Yield the rows in order, without blank lines. Raise `UserError` for an unreadable file."""
+        """Yield the rows in order, without blank lines. Raise `UserError` for an unreadable
+        file."""
         for part in self.parts:
             for row in part.rows(on_read):
                 if row.values is not None or row.error:
                     yield row
 
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
-        """Return the identity of the data: equal lists mean equal documents, or equal rows at equal locations. `digest`
-        returns the digest of a file's content."""
+        """Return the identity of the data: equal lists mean equal documents, or equal rows at equal
+        locations. `digest` returns the digest of a file's content."""
         contents = [part.contents(digest) for part in self.parts]
         if not self._documents:
-            return [" ".join([part.name, *content]) for part, content in zip(self.parts, contents, strict=True)]
+            return [
+                " ".join([part.name, *content])
+                for part, content in zip(self.parts, contents, strict=True)
+            ]
         first = self.parts[0]
         kind = [first.kind] if first.kind else []
-        return [*kind, f"column {first.text_column}", *(item for content in contents for item in content)]
+        return [
+            *kind,
+            f"column {first.text_column}",
+            *(item for content in contents for item in content),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Registered:
     path: str
-    """Hugging Face Hub repository (`allenai/c4`) or local path: a folder of data files for pre-training, any
-    `--dataloader.dataset` path for fine-tuning, with `{split}` as placeholder for the split."""
+    """Hugging Face Hub repository (`allenai/c4`) or local path: a folder of data files for
+    pre-training, any `--dataloader.dataset` path for fine-tuning, with `{split}` as placeholder for
+    the split."""
     name: str | None = None
     """Configuration of the repository, if it has more than one."""
     splits: tuple[str, ...] = ("train",)
@@ -95,14 +112,16 @@ class ChatDataset(_Registered):
     columns: Mapping[str, str] = field(default_factory=dict)
     """Format's column name → column name in the dataset."""
     function: RowFunction | None = None
-    """Maps a row to a row of a known format, or None to drop it; replaces `format` and `columns`."""
+    """Maps a row to a row of a known format, or None to drop it; replaces `format` and
+    `columns`."""
 
     def has_format(self) -> bool:
         """Return whether the registration specifies the row format."""
         return self.function is not None or self.format != AUTO or bool(self.columns)
 
     def on_hub(self) -> bool:
-        """Return whether `path` is a valid repository name, and neither a data file nor a local path."""
+        """Return whether `path` is a valid repository name, and neither a data file nor a local
+        path."""
         is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path) is not None
         return is_name and file_format(Path(self.path)) is None and not Path(self.path).exists()
 
@@ -142,11 +161,15 @@ class Catalog(Generic[D]):
         """Return the splits of a dataset string; see `resolve_source`."""
         if dataset in self.embedded:
             return tuple(self.embedded[dataset].items.n_default)
-        return self.registered[dataset].splits if dataset in self.registered else local_splits(dataset)
+        return (
+            self.registered[dataset].splits if dataset in self.registered else local_splits(dataset)
+        )
 
 
 DOCUMENTS: Catalog[HubDataset] = Catalog(
-    "dataset", {"stories": _STORIES}, {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))}
+    "dataset",
+    {"stories": _STORIES},
+    {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))},
 )
 
 CHAT_DATASETS: Catalog[ChatDataset] = Catalog(
@@ -155,13 +178,14 @@ CHAT_DATASETS: Catalog[ChatDataset] = Catalog(
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
-    """Register a dataset to stream in pre-training, `--dataloader.dataset NAME`. Raise `UserError` for a taken
-    name."""
+    """Register a dataset to stream in pre-training, `--dataloader.dataset NAME`. Raise `UserError`
+    for a taken name."""
     DOCUMENTS.register(name, dataset)
 
 
 def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
-    """Register a dataset for fine-tuning with `--dataloader.dataset NAME`. Raise `UserError` for a taken name."""
+    """Register a dataset for fine-tuning with `--dataloader.dataset NAME`. Raise `UserError` for a
+    taken name."""
     CHAT_DATASETS.register(name, dataset)
 
 
@@ -179,7 +203,9 @@ class _EmbeddedPart(Part):
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         for number, item in enumerate(self.items, 1):
-            yield Row(f"{self.name}, row {number}", {self.text_column: item} if self.text_column else item)
+            yield Row(
+                f"{self.name}, row {number}", {self.text_column: item} if self.text_column else item
+            )
             on_read(1)
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:
@@ -206,7 +232,9 @@ class StreamSource:
         """
         from datasets import load_dataset
 
-        stream = load_dataset(self.dataset.path, self.dataset.name, split=self.split, streaming=True)
+        stream = load_dataset(
+            self.dataset.path, self.dataset.name, split=self.split, streaming=True
+        )
         columns = stream.column_names or list(next(iter(stream), {}))
         check_column(columns, self.text_column, f"dataset {self.name!r}")
         return stream.select_columns([self.text_column])
@@ -218,13 +246,16 @@ class StreamSource:
         except UserError:
             raise
         except Exception as error:  # of `open`
-            raise UserError(f"{self.read_failure(error)}; check the network, or use a local path") from error
+            raise UserError(
+                f"{self.read_failure(error)}; check the network, or use a local path"
+            ) from error
         if first is None:
             raise UserError(f"dataset {self.name!r} has no documents in its split {self.split!r}")
         check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
 
     def read_failure(self, error: Exception) -> str:
-        """Return a one-line message with the dataset and the cause, an error of `open` or of iteration."""
+        """Return a one-line message with the dataset and the cause, an error of `open` or of
+        iteration."""
         return _read_failure(self.name, self.dataset, self.split, error)
 
 
@@ -258,20 +289,24 @@ def resolve_source(
     split: str = "train",
     catalog: Catalog[HubDataset] | Catalog[ChatDataset] = DOCUMENTS,
 ) -> Source | StreamSource:
-    """Return the data of a dataset string. Raise `UserError` if the dataset, path or split does not exist, or the file
-    format is not supported.
+    """Return the data of a dataset string. Raise `UserError` if the dataset, path or split does not
+    exist, or the file format is not supported.
 
     Args:
-        dataset: name in the catalog, local path (`~` is the home folder) or URL (s3://…): a file, a folder to search
-            for files of known formats, a glob pattern, or a local folder written by `datasets.save_to_disk`. Names
-            take precedence over paths; write `./stories` for the path.
-        text_column: column with a document's text; None: the registered dataset's column, else `text`.
+        dataset: name in the catalog, local path (`~` is the home folder) or URL (s3://…): a file, a
+            folder to search for files of known formats, a glob pattern, or a local folder written
+            by `datasets.save_to_disk`. Names take precedence over paths; write `./stories` for the
+            path.
+        text_column: column with a document's text; None: the registered dataset's column, else
+            `text`.
         split: `train`, or another split of the dataset.
         catalog: known names; only `DOCUMENTS` contains streams.
     """
     splits = catalog.splits(dataset)
     if split not in splits:
-        raise UserError(f"dataset {dataset!r} has no split {split!r}; use one of: {', '.join(splits)}")
+        raise UserError(
+            f"dataset {dataset!r} has no split {split!r}; use one of: {', '.join(splits)}"
+        )
     registered = catalog.registered.get(dataset)
     if isinstance(registered, HubDataset):
         column = text_column or registered.text_column
@@ -284,7 +319,9 @@ def resolve_source(
     else:
         path = registered.path.replace("{split}", split) if registered else dataset
         if registered and path == registered.path and split not in local_splits(path):
-            raise UserError(f"dataset {dataset!r}: {path} has no split {split!r}; use {{split}} in its path")
+            raise UserError(
+                f"dataset {dataset!r}: {path} has no split {split!r}; use {{split}} in its path"
+            )
         if folder := saved_dataset(path, split):
             parts = [saved_table(folder, text_column or "text")]
         elif is_url(path):

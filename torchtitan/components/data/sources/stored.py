@@ -10,16 +10,32 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan.components.checkpoint.filesystem import StoreError, cause_of, check_access, is_lasting, open_store
+from torchtitan.components.checkpoint.filesystem import (
+    StoreError,
+    cause_of,
+    check_access,
+    is_lasting,
+    open_store,
+)
 from torchtitan.components.data.sources.files import FilePart, file_format, supported_formats
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, first_line
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 ATTEMPTS = 6
-"""Attempts to read from a store or to write to it; the waiting time doubles after each, from one second."""
+"""Attempts to read from a store or to write to it; the waiting time doubles after each, from one
+second."""
 
-_VERSIONS = ("etag", "md5hash", "contentmd5", "mtime", "lastmodified", "modified", "updated", "created")
+_VERSIONS = (
+    "etag",
+    "md5hash",
+    "contentmd5",
+    "mtime",
+    "lastmodified",
+    "modified",
+    "updated",
+    "created",
+)
 """Names of checksums and times in stores, in lower case without separators; checksums first."""
 
 _RESULTS = (ValueError, LookupError, TypeError, FileExistsError)
@@ -29,8 +45,8 @@ T = TypeVar("T")
 
 
 class StoredPart(Part):
-    """A file in a store, or a byte range of a file's lines: those after a line end in the range, and the first line of
-    the file. To be read, the lines are copied to a temporary file.
+    """A file in a store, or a byte range of a file's lines: those after a line end in the range,
+    and the first line of the file. To be read, the lines are copied to a temporary file.
 
     Args:
         name: see `Part`.
@@ -42,9 +58,17 @@ class StoredPart(Part):
     """
 
     def __init__(
-        self, name: str, url: str, text_column: str, n_bytes: int, version: str = "", start: int | None = None
+        self,
+        name: str,
+        url: str,
+        text_column: str,
+        n_bytes: int,
+        version: str = "",
+        start: int | None = None,
     ):
-        super().__init__(name if start is None else f"{name}[{start}:{start + n_bytes}]", text_column)
+        super().__init__(
+            name if start is None else f"{name}[{start}:{start + n_bytes}]", text_column
+        )
         self.url = url
         self.version = version
         self._n_bytes = n_bytes
@@ -86,49 +110,64 @@ class StoredPart(Part):
 
 
 def divide(part: Part, n_bytes: int) -> list[Part]:
-    """Divide an uncompressed JSON Lines file into byte ranges of at most `n_bytes`; return other parts unchanged."""
+    """Divide an uncompressed JSON Lines file into byte ranges of at most `n_bytes`; return other
+    parts unchanged."""
     if not isinstance(part, FilePart | StoredPart):
         return [part]
     url, size = part.url if isinstance(part, StoredPart) else str(part.path.resolve()), part.size()
     if not url.lower().endswith(".jsonl") or size <= n_bytes:
         return [part]
     sizes = {start: min(n_bytes, size - start) for start in range(0, size, n_bytes)}
-    return [StoredPart(part.name, url, part.text_column, sizes[start], start=start) for start in sizes]
+    return [
+        StoredPart(part.name, url, part.text_column, sizes[start], start=start) for start in sizes
+    ]
 
 
 def stored_files(url: str, text_column: str) -> list[StoredPart]:
-    """Return the files of known formats at a URL: a file, a folder to search, or a glob pattern; sorted. Raise
-    `UserError` if no such file exists, or the store cannot be read."""
+    """Return the files of known formats at a URL: a file, a folder to search, or a glob pattern;
+    sorted. Raise `UserError` if no such file exists, or the store cannot be read."""
     store, root = open_store(url)
     store.invalidate_cache()
     is_pattern = any(character in _without_query(root) for character in "*?[")
     find = store.glob if is_pattern else store.find
     found = with_patience(f"listing {url}", lambda: find(root, detail=True))
     parts = []
-    for path in sorted(path for path in found if file_format(Path(_without_query(path))) is not None):
+    for path in sorted(
+        path for path in found if file_format(Path(_without_query(path))) is not None
+    ):
         entry = found[path]
         if entry.get("size") is None:  # fsspec's HTTP store lists files so
             entry = with_patience(f"reading {path}", partial(store.info, path))
         if entry["type"] != "file":
             continue
         if entry.get("size") is None:
-            raise UserError(f"{store.unstrip_protocol(path)}: the server does not state the size; download the file")
+            raise UserError(
+                f"{store.unstrip_protocol(path)}: the server does not state the size; download the "
+                "file"
+            )
         inside = path.removeprefix(root).lstrip("/")
         name = path if is_pattern else inside or posixpath.basename(_without_query(path))
         stated = {re.sub("[-_]", "", key.lower()): value for key, value in entry.items() if value}
         version = next((str(stated[key]) for key in _VERSIONS if key in stated), "")
-        parts.append(StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version))
+        parts.append(
+            StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version)
+        )
     if not parts:
-        check_access(url, store, posixpath.dirname(re.split(r"[*?[]", root)[0]) if is_pattern else root)
+        check_access(
+            url, store, posixpath.dirname(re.split(r"[*?[]", root)[0]) if is_pattern else root
+        )
         raise UserError(f"{url} contains no data files ({supported_formats()})")
     if not all(part.version for part in parts):
-        logger.warning(f"{url}: the store states neither checksums nor times; only another size counts as a change")
+        logger.warning(
+            f"{url}: the store states neither checksums nor times; only another size counts as a "
+            "change"
+        )
     return parts
 
 
 def _without_query(url: str) -> str:
-    """Return the URL of a file behind HTTP without its query, such as a signature; in other stores, `?` is a character
-    of names and patterns."""
+    """Return the URL of a file behind HTTP without its query, such as a signature; in other stores,
+    `?` is a character of names and patterns."""
     return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 

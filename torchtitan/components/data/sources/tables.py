@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.data.sources.cells import CellReader, cell_readers
-from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, check_column, first_line, text_of
+from torchtitan.components.data.sources.rows import (
+    Document,
+    OnRead,
+    Part,
+    Row,
+    check_column,
+    first_line,
+    text_of,
+)
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import named_file, read_regular
 
@@ -58,7 +66,9 @@ class Table(Part):
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:
         check_column(self._dataset.column_names, self.text_column, self._location)
-        for row in self._rows(self._dataset.select_columns([self.text_column]), self._location, on_read):
+        for row in self._rows(
+            self._dataset.select_columns([self.text_column]), self._location, on_read
+        ):
             yield text_of(row, self.text_column)
 
     def _rows(self, dataset: Any, name: str, on_read: OnRead) -> Iterator[Row]:
@@ -72,7 +82,8 @@ class Table(Part):
             n_read += len(batch)
 
     def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, validated, since damaged offsets in files would make Arrow read out of bounds."""
+        """Return the next batch, validated, since damaged offsets in files would make Arrow read
+        out of bounds."""
         try:
             if (batch := next(batches, None)) is not None:
                 batch.validate(full=True)
@@ -82,7 +93,8 @@ class Table(Part):
 
 
 def saved_table(folder: Path, text_column: str) -> Table:
-    """Return the table written by `datasets.Dataset.save_to_disk`. Using a damaged table raises `UserError`."""
+    """Return the table written by `datasets.Dataset.save_to_disk`. Using a damaged table raises
+    `UserError`."""
 
     def load() -> Any:
         from datasets import load_from_disk
@@ -110,16 +122,23 @@ def _check_names(folder: Path) -> None:
     files = {path.name for path in folder.iterdir() if path.is_file()}
     for data_file in json.loads(read_regular(state))["_data_files"]:
         if (name := data_file["filename"]) not in files:
-            raise UserError(f"{state} refers to {name!r}, which is not a file in its folder; save the dataset again")
+            raise UserError(
+                f"{state} refers to {name!r}, which is not a file in its folder; save the dataset "
+                "again"
+            )
 
 
 def _read_error(location: str, error: Exception) -> UserError:
-    return UserError(f"the dataset saved in {location} cannot be read ({first_line(error)}); save it again")
+    return UserError(
+        f"the dataset saved in {location} cannot be read ({first_line(error)}); save it again"
+    )
 
 
-def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: int) -> Iterator[Row]:
-    """Yield the rows of an Arrow batch, numbered from `first`. Values that Python cannot represent, such as a time
-    after the year 9999 or invalid UTF-8, become an error of the row."""
+def arrow_rows(
+    batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: int
+) -> Iterator[Row]:
+    """Yield the rows of an Arrow batch, numbered from `first`. Values that Python cannot represent,
+    such as a time after the year 9999 or invalid UTF-8, become an error of the row."""
     try:
         cells = batch.to_pylist()
     except Exception as error:  # depends on the column's type

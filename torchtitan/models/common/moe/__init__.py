@@ -1,1 +1,2 @@
-"""Mixture of experts: router, routed experts, balance of their load, and the layer that combines them."""
+"""Mixture of experts: router, routed experts, balance of their load, and the layer that combines
+them."""

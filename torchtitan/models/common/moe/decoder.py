@@ -31,7 +31,10 @@ class ExpertLayers:
 
         @property
         def expert_parallel_sizes(self) -> dict[str, int]:
-            return {"moe.n_experts": self.moe.n_experts, "moe.ffn_dim": self.moe.ffn_dim or self.ffn_dim}
+            return {
+                "moe.n_experts": self.moe.n_experts,
+                "moe.ffn_dim": self.moe.ffn_dim or self.ffn_dim,
+            }
 
         def validate(self) -> None:
             cast(Decoder.Config, super()).validate()
@@ -49,9 +52,14 @@ class ExpertLayers:
         decoder, moe = cast(Decoder, super()), self.config.moe
         if not moe.is_sparse(index):
             return decoder.make_feed_forward(index, *args, **options)
-        width, sizes = moe.ffn_dim or self.config.ffn_dim, {"dim": self.config.dim, **decoder.init_stds(index)}
+        width, sizes = (
+            moe.ffn_dim or self.config.ffn_dim,
+            {"dim": self.config.dim, **decoder.init_stds(index)},
+        )
         router = self.make_router(moe, dim=self.config.dim, init_std=sizes["init_std"])
-        experts = self.make_experts(n_experts=moe.n_experts, top_k=moe.top_k, hidden_dim=width, **sizes)
+        experts = self.make_experts(
+            n_experts=moe.n_experts, top_k=moe.top_k, hidden_dim=width, **sizes
+        )
         return MixtureOfExperts(router, experts, moe.make_shared(width, **sizes))
 
 

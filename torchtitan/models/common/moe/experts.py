@@ -1,7 +1,8 @@
 """Routed experts: many small gated networks. Each token passes through a few of them.
 
-N tokens, K experts for each, E experts in all, H their width. A pair is a token with one of its experts; R = N K pairs
-are computed in the order of experts. No pair is dropped, and no spare memory is allocated.
+N tokens, K experts for each, E experts in all, H their width. A pair is a token with one of its
+experts; R = N K pairs are computed in the order of experts. No pair is dropped, and no spare memory
+is allocated.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,9 @@ class Pairs(NamedTuple):
         expert_R, slot_R = chosen_NK.flatten().int().sort(stable=True)  # faster than int64
         places_R = torch.arange(len(slot_R), device=slot_R.device)
         place_NK = torch.empty_like(slot_R).scatter_(0, slot_R, places_R).view_as(chosen_NK)
-        return cls(slot_R // chosen_NK.shape[1], expert_R, weights_NK.flatten().gather(0, slot_R), place_NK)
+        return cls(
+            slot_R // chosen_NK.shape[1], expert_R, weights_NK.flatten().gather(0, slot_R), place_NK
+        )
 
     def ends_E(self, n_experts: int) -> Tensor:
         """Return the end of each expert's pairs, int32, by a search: counting would wait for a
@@ -45,7 +48,8 @@ class Pairs(NamedTuple):
         return torch.searchsorted(self.expert_R, experts_E, right=True, out_int32=True)
 
     def of_experts(self, n_experts: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield tokens, weights (…, 1) and `rows` of the pairs of each expert; waits for their numbers."""
+        """Yield tokens, weights (…, 1) and `rows` of the pairs of each expert; waits for their
+        numbers."""
         sizes = self.expert_R.bincount(minlength=n_experts).tolist()
         weight_R1 = self.weight_R[:, None].to(rows[0].dtype)
         return zip(*(each.split(sizes) for each in (self.token_R, weight_R1, *rows)), strict=True)
@@ -79,8 +83,9 @@ def _take(rows: Tensor, places: Tensor) -> Tensor:
 
 
 class RoutedExperts(StackedExperts):
-    """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
-    expert, and `w2` (E, dim, H). If they have biases: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: of a token."""
+    """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the
+    gate and up of each expert, and `w2` (E, dim, H). If they have biases: `bias13` (E, 2, H),
+    `bias2` (E, dim). `top_k`: of a token."""
 
     matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
@@ -88,11 +93,21 @@ class RoutedExperts(StackedExperts):
     """Of gate and up, each (R, H)."""
     has_bias = False
 
-    def __init__(self, *, n_experts: int, top_k: int, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
+    def __init__(
+        self,
+        *,
+        n_experts: int,
+        top_k: int,
+        dim: int,
+        hidden_dim: int,
+        init_std: float,
+        out_init_std: float,
+    ):
         super().__init__()
         self.n_experts = n_experts
         self.active_fraction = top_k / n_experts
-        """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
+        """Part of the weights that multiplies a token, for the count of operations
+        (`count_elements`)."""
         self.w13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.bias13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim)) if self.has_bias else None
@@ -106,7 +121,9 @@ class RoutedExperts(StackedExperts):
         pairs = Pairs.of(weights_NK, chosen_NK)
         ends_E = pairs.ends_E(self.n_experts)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        return pairs.sums_of(self.exchange(pairs.rows_of(x_ND), pairs.weight_R, counts_E, self._compute))
+        return pairs.sums_of(
+            self.exchange(pairs.rows_of(x_ND), pairs.weight_R, counts_E, self._compute)
+        )
 
     def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
@@ -128,7 +145,8 @@ class RoutedExperts(StackedExperts):
 
 
 class ClampedExperts(RoutedExperts):
-    """Experts with biases; the inputs of their activation are limited to 7, the gate only from above (gpt-oss)."""
+    """Experts with biases; the inputs of their activation are limited to 7, the gate only from
+    above (gpt-oss)."""
 
     has_bias = True
 
@@ -151,7 +169,12 @@ class InputScaledExperts(RoutedExperts):
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         scaled = (x_ND[:, None] * weights_NK[..., None].to(x_ND.dtype)).flatten(0, 1)
         ones = torch.ones_like(weights_NK).view(-1, 1)
-        return super().forward(scaled, ones, chosen_NK.view(-1, 1)).unflatten(0, weights_NK.shape).sum(dim=1)
+        return (
+            super()
+            .forward(scaled, ones, chosen_NK.view(-1, 1))
+            .unflatten(0, weights_NK.shape)
+            .sum(dim=1)
+        )
 
 
 class _OneByOne(torch.autograd.Function):
@@ -161,8 +184,12 @@ class _OneByOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, w13: Tensor, w2: Tensor, *parts: Tensor) -> Tensor:
         pairs = Pairs(*parts)
-        both_RH, out_RD = (x_ND.new_empty(len(pairs.token_R), size) for size in (w13.shape[1], x_ND.shape[1]))
-        for e, (tokens, weight, both, out) in enumerate(pairs.of_experts(len(w13), both_RH, out_RD)):
+        both_RH, out_RD = (
+            x_ND.new_empty(len(pairs.token_R), size) for size in (w13.shape[1], x_ND.shape[1])
+        )
+        for e, (tokens, weight, both, out) in enumerate(
+            pairs.of_experts(len(w13), both_RH, out_RD)
+        ):
             _product(x_ND.index_select(0, tokens), w13[e].T, both)
             _product(swiglu(*both.chunk(2, dim=1)) * weight, w2[e].T, out)
         ctx.save_for_backward(x_ND, w13, w2, both_RH, *parts)
@@ -173,8 +200,13 @@ class _OneByOne(torch.autograd.Function):
         x_ND, w13, w2, both_RH, *parts = ctx.saved_tensors
         pairs, (grad_ND,) = Pairs(*parts), grad_outputs
         is_trained = zip((w13, w2), ctx.needs_input_grad[1:3], strict=True)
-        grad_w13, grad_w2 = (torch.empty_like(weight) if trained else None for weight, trained in is_trained)
-        grad_weight_R, grad_x_RD = torch.empty_like(pairs.weight_R), grad_ND.new_empty(len(both_RH), x_ND.shape[1])
+        grad_w13, grad_w2 = (
+            torch.empty_like(weight) if trained else None for weight, trained in is_trained
+        )
+        grad_weight_R, grad_x_RD = (
+            torch.empty_like(pairs.weight_R),
+            grad_ND.new_empty(len(both_RH), x_ND.shape[1]),
+        )
         rows = pairs.of_experts(len(w13), both_RH, grad_weight_R, grad_x_RD)
         for e, (tokens, weight, both, grad_weight, grad_x) in enumerate(rows):
             x, grad = (rows.index_select(0, tokens) for rows in (x_ND, grad_ND))

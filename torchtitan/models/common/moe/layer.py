@@ -16,8 +16,19 @@ from torchtitan.tools.errors import require
 
 _MOST = 2**24
 _LEAST = {
-    **{"n_experts": 1, "ffn_dim": 1, "shared_ffn_dim": 1, "n_shared_experts": 0, "routed_scaling_factor": 0},
-    **{"bias_rate": 0, "penalties.batch_loss": 0, "penalties.sequence_loss": 0, "penalties.z_loss": 0},
+    **{
+        "n_experts": 1,
+        "ffn_dim": 1,
+        "shared_ffn_dim": 1,
+        "n_shared_experts": 0,
+        "routed_scaling_factor": 0,
+    },
+    **{
+        "bias_rate": 0,
+        "penalties.batch_loss": 0,
+        "penalties.sequence_loss": 0,
+        "penalties.z_loss": 0,
+    },
 }
 """Field → its smallest value; the largest is `_MOST`."""
 
@@ -30,7 +41,8 @@ class MoEConfig(RoutingConfig):
     """Width of a routed expert. None: --model.ffn_dim."""
 
     layer_types: list[Literal["sparse", "dense"]] = field(default_factory=lambda: ["sparse"])
-    """Types of the first layers, repeated for the others; dense ones have one network of width --model.ffn_dim."""
+    """Types of the first layers, repeated for the others; dense ones have one network of width
+    --model.ffn_dim."""
 
     n_shared_experts: int = 0
     """Experts that every token passes through, computed as one that is wider by this factor."""
@@ -46,8 +58,15 @@ class MoEConfig(RoutingConfig):
         """Raise `UserError` for impossible values."""
         for name, least in _LEAST.items():
             value = attrgetter(name)(self)
-            require(value is None or least <= value <= _MOST, f"--model.moe.{name}", value, f"from {least} to {_MOST}")
-        require(bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type")
+            require(
+                value is None or least <= value <= _MOST,
+                f"--model.moe.{name}",
+                value,
+                f"from {least} to {_MOST}",
+            )
+        require(
+            bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type"
+        )
         most = f"from 1 to --model.moe.n_experts {self.n_experts}"
         require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
         has_rate = self.bias_rate and not self.selection_bias
@@ -55,10 +74,13 @@ class MoEConfig(RoutingConfig):
         size, rest = divmod(self.n_experts, max(1, self.n_group))
         fits = not rest and size > self.selection_bias and 1 <= self.topk_group <= self.n_group
         must = (
-            f"a divisor of --model.moe.n_experts {self.n_experts} with groups of at least {1 + self.selection_bias}, "
-            f"and --model.moe.topk_group {self.topk_group} of them must have --model.moe.top_k {self.top_k} experts"
+            f"a divisor of --model.moe.n_experts {self.n_experts} with groups of at least "
+            f"{1 + self.selection_bias}, and --model.moe.topk_group {self.topk_group} of them must "
+            f"have --model.moe.top_k {self.top_k} experts"
         )
-        require(fits and self.top_k <= size * self.topk_group, "--model.moe.n_group", self.n_group, must)
+        require(
+            fits and self.top_k <= size * self.topk_group, "--model.moe.n_group", self.n_group, must
+        )
 
     def make_shared(self, width: int, **options: Any) -> nn.Module | None:
         """Return the expert that gets all tokens, next to routed ones of a `width`; None: without
@@ -69,15 +91,21 @@ class MoEConfig(RoutingConfig):
         return GatedFeedForward(hidden_dim=width, **options) if width else None
 
 
-_SMALL: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid"}
+_SMALL: Any = {
+    "n_experts": 32,
+    "top_k": 4,
+    "ffn_dim": 128,
+    "n_shared_experts": 1,
+    "scoring_func": "sigmoid",
+}
 _SMALL |= {"selection_bias": True, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
 SMALL_SIGMOID = MoEConfig(**_SMALL, layer_types=["dense", "sparse", "sparse", "sparse"])
 """Experts as in DeepSeek-V3, for a model that trains on a laptop."""
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of the routed experts' results, times their weights, and of an expert that gets every token. `norm` and
-    `post_norm` are around the routed experts."""
+    """The sum of the routed experts' results, times their weights, and of an expert that gets every
+    token. `norm` and `post_norm` are around the routed experts."""
 
     is_compiled = False
     """Compiled blocks skip this method, since its matrix sizes change from step to step."""
@@ -93,7 +121,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:
         """(B, L, dim) → (B, L, dim); for `documents`, see `Router.forward`."""
         weights_BLK, chosen_BLK = self.router(x_BLD, documents)
-        routed_ND = self.experts(self.norm(x_BLD).flatten(0, 1), weights_BLK.flatten(0, 1), chosen_BLK.flatten(0, 1))
+        routed_ND = self.experts(
+            self.norm(x_BLD).flatten(0, 1), weights_BLK.flatten(0, 1), chosen_BLK.flatten(0, 1)
+        )
         routed_BLD = self.post_norm(routed_ND.view_as(x_BLD))
         return routed_BLD if self.shared is None else routed_BLD + self.shared(x_BLD)
 

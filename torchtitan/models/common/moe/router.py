@@ -12,7 +12,12 @@ from torchtitan.config.configurable import Section
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.attention import Documents
 from torchtitan.protocols.experts import LinearRouter, LoadBalanced, PenaltyConfig, SelectionBias
-from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
+from torchtitan.protocols.initializer import (
+    Constant,
+    TruncatedNormal,
+    initializers_of,
+    with_initializers,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,12 +31,12 @@ class RoutingConfig(Section):
     """Routed experts that a token passes through."""
 
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of experts: probabilities that compete (Switch, arXiv:2101.03961), or independent affinities (DeepSeek-V3,
-    arXiv:2412.19437, equation 15)."""
+    """Scores of experts: probabilities that compete (Switch, arXiv:2101.03961), or independent
+    affinities (DeepSeek-V3, arXiv:2412.19437, equation 15)."""
 
     norm_topk_prob: bool = True
-    """Divide the weights of a token's experts by their sum. Of probabilities, these are the softmax over the logits of
-    the chosen experts (gpt-oss)."""
+    """Divide the weights of a token's experts by their sum. Of probabilities, these are the softmax
+    over the logits of the chosen experts (gpt-oss)."""
 
     routed_scaling_factor: float = 1.0
     """Factor of the weights after that."""
@@ -40,23 +45,30 @@ class RoutingConfig(Section):
     """Groups of consecutive routed experts; divides n_experts."""
 
     topk_group: int = 1
-    """Groups that a token's experts are in, so that it reaches few devices (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
+    """Groups that a token's experts are in, so that it reaches few devices (DeepSeek-V2,
+    arXiv:2405.04434, 2.2.2)."""
 
     selection_bias: bool = False
-    """Add a bias to each expert's score for the choice alone (DeepSeek-V3). A group is then as good as its two best
-    experts, without it as its best."""
+    """Add a bias to each expert's score for the choice alone (DeepSeek-V3). A group is then as good
+    as its two best experts, without it as its best."""
 
     bias_rate: float = field(default=0.0, compare=False)  # not in config.json
     """Change of this bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
 
-    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
+    # not in config.json
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)
     """Auxiliary losses."""
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the numbers of the experts with the largest scores: (…, E) → (…, K)."""
         if self.n_group > 1:
             groups = scores.unflatten(-1, (self.n_group, -1))
-            best = groups.topk(1 + self.selection_bias, dim=-1).values.sum(dim=-1).topk(self.topk_group, dim=-1).indices
+            best = (
+                groups.topk(1 + self.selection_bias, dim=-1)
+                .values.sum(dim=-1)
+                .topk(self.topk_group, dim=-1)
+                .indices
+            )
             excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             # Infinity, since scores with a bias may be below 0.
             scores = groups.masked_fill(excluded[..., None], -torch.inf).flatten(-2)
@@ -64,25 +76,34 @@ class RoutingConfig(Section):
 
 
 class Router(LinearRouter):
-    """Linear gate with or without `bias`, scores, choice and weights, in float32: rounding would change the choice."""
+    """Linear gate with or without `bias`, scores, choice and weights, in float32: rounding would
+    change the choice."""
 
     def __init__(self, config: RoutingConfig, *, dim: int, bias: bool = False, init_std: float):
-        selection = SelectionBias(config.n_experts, config.bias_rate) if config.selection_bias else None
+        selection = (
+            SelectionBias(config.n_experts, config.bias_rate) if config.selection_bias else None
+        )
         super().__init__(config.n_experts, config.top_k, config.penalties, selection)
         self.choose, self.scale = config.choose, config.routed_scaling_factor
-        self.is_sigmoid, self.is_normalized = config.scoring_func == "sigmoid", config.norm_topk_prob
-        # Not a linear layer: converters to 8 and 4 bits take all of them, and the router should keep its precision.
+        self.is_sigmoid, self.is_normalized = (
+            config.scoring_func == "sigmoid",
+            config.norm_topk_prob,
+        )
+        # Not a linear layer: converters to 8 and 4 bits take all of them, and the router should
+        # keep its precision.
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
         self.bias = nn.Parameter(torch.empty(config.n_experts)) if bias else None
         with_initializers(self, weight=TruncatedNormal(init_std), bias=Constant(0.0))
 
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K). Only tokens of `documents` count for
-        balance and auxiliary losses; None: each row is one document."""
+        """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K). Only tokens of
+        `documents` count for balance and auxiliary losses; None: each row is one document."""
         logits_BLE = self.logits(x_BLD)
         scores_BLE = torch.sigmoid(logits_BLE) if self.is_sigmoid else logits_BLE.softmax(dim=-1)
         with torch.no_grad():
-            chosen_BLK = self.choose(scores_BLE if self.selection is None else self.selection(scores_BLE))
+            chosen_BLK = self.choose(
+                scores_BLE if self.selection is None else self.selection(scores_BLE)
+            )
         weights_BLK = scores_BLE.gather(-1, chosen_BLK)
         if self.is_normalized:
             weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + 1e-20)
@@ -109,14 +130,21 @@ class Router(LinearRouter):
         counts.scatter_add_(0, places_BLK.flatten(), torch.ones_like(chosen_BLK).flatten())
         return counts.view(-1, self.n_experts)[:-1]
 
-    def _losses(self, logits_BLE: Tensor, probabilities_BLE: Tensor, counts_ME: Tensor, documents: Documents) -> Tensor:
-        """Return the auxiliary losses, times their weights: sums over these tokens, which `counts_ME` counts."""
+    def _losses(
+        self, logits_BLE: Tensor, probabilities_BLE: Tensor, counts_ME: Tensor, documents: Documents
+    ) -> Tensor:
+        """Return the auxiliary losses, times their weights: sums over these tokens, which
+        `counts_ME` counts."""
         penalties, has_token_BL1 = self.penalties, documents.has_token_BL[..., None]
         probabilities_BLE = probabilities_BLE.where(has_token_BL1, 0)
         total = logits_BLE.new_zeros(())
         if penalties.batch_loss:
-            assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-            total = total + penalties.batch_loss * imbalance(probabilities_BLE, shares_of(self.batch_counts_E))
+            assert self.batch_counts_E is not None, (
+                "call LoadBalancer.measuring before the step's backward passes"
+            )
+            total = total + penalties.batch_loss * imbalance(
+                probabilities_BLE, shares_of(self.batch_counts_E)
+            )
         if penalties.sequence_loss:
             for group in self.row_groups:
                 dist.all_reduce(counts_ME, group=group)
@@ -130,7 +158,8 @@ class Router(LinearRouter):
 
 
 class ScaledRouter(Router):
-    """A router with its own norm of the input, and a learned factor of each expert's weight (Gemma 4)."""
+    """A router with its own norm of the input, and a learned factor of each expert's weight (Gemma
+    4)."""
 
     def __init__(self, config: RoutingConfig, *, dim: int, norm: NormFactory, **options: Any):
         super().__init__(config, dim=dim, **options)
@@ -138,13 +167,17 @@ class ScaledRouter(Router):
         with_initializers(self, **initializers_of(self), expert_scale=Constant(1.0))
 
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5, documents)
+        weights_BLK, chosen_BLK = super().forward(
+            self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5, documents
+        )
         return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
 
 
 def _rows_as_documents(x_BLD: Tensor) -> Documents:
     n_rows, length = x_BLD.shape[:2]
-    return Documents(torch.arange(n_rows, device=x_BLD.device)[:, None].expand(n_rows, length), n_rows)
+    return Documents(
+        torch.arange(n_rows, device=x_BLD.device)[:, None].expand(n_rows, length), n_rows
+    )
 
 
 def widest(x: Tensor) -> torch.dtype:
@@ -169,7 +202,9 @@ class Observed(torch.autograd.Function):
     losses' gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: LoadBalanced) -> Tensor:
+    def forward(
+        ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: LoadBalanced
+    ) -> Tensor:
         ctx.router = router
         ctx.save_for_backward(totals)
         return weights.view_as(weights)

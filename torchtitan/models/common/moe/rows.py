@@ -4,18 +4,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permuted, Stacked, Transform
+from torchtitan.protocols.state_dict_adapter import (
+    Identity,
+    KeyMapping,
+    Permuted,
+    Stacked,
+    Transform,
+)
 
 
 def expert_rows(
-    config: Any, *, shared: str = "", folder: str = "mlp", names: Sequence[str] = ("gate_proj", "down_proj", "up_proj")
+    config: Any,
+    *,
+    shared: str = "",
+    folder: str = "mlp",
+    names: Sequence[str] = ("gate_proj", "down_proj", "up_proj"),
 ) -> tuple[KeyMapping, ...]:
-    """Return the rows of a router, of its experts, which have their own tensors in the file, and of a `shared` one."""
+    """Return the rows of a router, of its experts, which have their own tensors in the file, and of
+    a `shared` one."""
     gate, experts = f"model.layers.*.{folder}.gate", f"model.layers.*.{folder}.experts"
     w1, w2, w3 = names
 
     def stacked(*theirs: str) -> tuple[str, ...]:
-        return tuple(f"{experts}.{e}.{name}.weight" for e in range(config.moe.n_experts) for name in theirs)
+        return tuple(
+            f"{experts}.{e}.{name}.weight" for e in range(config.moe.n_experts) for name in theirs
+        )
 
     return (
         *shared_rows(shared),
@@ -26,24 +39,42 @@ def expert_rows(
     )
 
 
-def fused_expert_rows(router: str = "gate", order: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[KeyMapping, ...]:
-    """Return the rows of a `router` and of experts with one tensor for all experts of a layer, as in the parameters of
-    transformers 5. `order`: dimensions of `w13` there; 1 and 2, which are neighbors, are one. Unless 3 is the last, the
-    matrices are transposed, also of `w2`."""
+def fused_expert_rows(
+    router: str = "gate", order: tuple[int, ...] = (0, 1, 2, 3)
+) -> tuple[KeyMapping, ...]:
+    """Return the rows of a `router` and of experts with one tensor for all experts of a layer, as
+    in the parameters of transformers 5. `order`: dimensions of `w13` there; 1 and 2, which are
+    neighbors, are one. Unless 3 is the last, the matrices are transposed, also of `w2`."""
     rows: Sequence[tuple[str, str, Transform]] = (
         ("router.weight", f"{router}.weight", Identity()),
         ("router.bias", f"{router}.bias", Identity()),
-        ("experts.w13", "experts.gate_up_proj", Permuted(order, joined=min(order.index(1), order.index(2)))),
-        ("experts.bias13", "experts.gate_up_proj_bias", Permuted(tuple(d for d in order if d < 3), joined=1)),
+        (
+            "experts.w13",
+            "experts.gate_up_proj",
+            Permuted(order, joined=min(order.index(1), order.index(2))),
+        ),
+        (
+            "experts.bias13",
+            "experts.gate_up_proj_bias",
+            Permuted(tuple(d for d in order if d < 3), joined=1),
+        ),
         ("experts.w2", "experts.down_proj", Identity() if order[-1] == 3 else Permuted((0, 2, 1))),
         ("experts.bias2", "experts.down_proj_bias", Identity()),
     )
-    return tuple(KeyMapping(f"layers.*.moe.{ours}", f"model.layers.*.mlp.{theirs}", x) for ours, theirs, x in rows)
+    return tuple(
+        KeyMapping(f"layers.*.moe.{ours}", f"model.layers.*.mlp.{theirs}", x)
+        for ours, theirs, x in rows
+    )
 
 
 def shared_rows(expert: str) -> tuple[KeyMapping, ...]:
     """Return the rows of a shared expert, and of its gate."""
-    names = {"w1.weight": ".gate_proj", "w2.weight": ".down_proj", "w3.weight": ".up_proj", "gate": "_gate"}
+    names = {
+        "w1.weight": ".gate_proj",
+        "w2.weight": ".down_proj",
+        "w3.weight": ".up_proj",
+        "gate": "_gate",
+    }
     return tuple(
         KeyMapping(f"layers.*.moe.shared.{ours}", f"model.layers.*.mlp.{expert}{theirs}.weight")
         for ours, theirs in names.items()
@@ -57,21 +88,40 @@ QWEN_KEYS = {"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"}
 SPARSE_KEYS = {"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"}
 """Further keys of models that also have dense layers."""
 
-_SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
-SIGMOID_KEYS = {"n_routed_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", **SPARSE_KEYS}
+_SAME = (
+    "n_shared_experts",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "scoring_func",
+)
+SIGMOID_KEYS = {
+    "n_routed_experts": "moe.n_experts",
+    "num_experts_per_tok": "moe.top_k",
+    **SPARSE_KEYS,
+}
 SIGMOID_KEYS |= {name: f"moe.{name}" for name in _SAME}
 """Keys of DeepSeek-V3's experts."""
 
 
 def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
-    """Return a config.json with `mlp_layer_types` for the number of dense layers, by `default` this one."""
+    """Return a config.json with `mlp_layer_types` for the number of dense layers, by `default` this
+    one."""
     reader = ConfigReader("config.json", document)
-    n_layers, n_dense = reader.n_layers(), reader.whole_number("first_k_dense_replace", default, least=0)
-    return {**document, "mlp_layer_types": ["dense" if i < n_dense else "sparse" for i in range(n_layers)]}
+    n_layers, n_dense = (
+        reader.n_layers(),
+        reader.whole_number("first_k_dense_replace", default, least=0),
+    )
+    return {
+        **document,
+        "mlp_layer_types": ["dense" if i < n_dense else "sparse" for i in range(n_layers)],
+    }
 
 
 def write_dense_layers(config: Any) -> dict[str, Any] | None:
-    """Return the number of dense layers in config.json; None: it cannot describe a model with these layers."""
+    """Return the number of dense layers in config.json; None: it cannot describe a model with these
+    layers."""
     sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
     fits = config.moe.ffn_dim is not None and sparse == sorted(sparse)
     return {"first_k_dense_replace": sparse.count(False)} if fits else None
