@@ -35,8 +35,8 @@ _FIRST_RANK_SECONDS = 5.0
 
 def run(resolved: "ResolvedConfig") -> None:
     """Train with a validated configuration, then shut down together with the other ranks. After an
-    error there is no orderly shutdown, since a process group that has lost a rank cannot be
-    destroyed cleanly."""
+    error, skip the orderly shutdown, since a process group that has lost a rank cannot be destroyed
+    cleanly."""
     from torchtitan.tools.cpu_products import onednn_products
     from torchtitan.tools.device import device_type
 

@@ -296,8 +296,8 @@ class _Conversation:
 
 
 def _template_options(text: str, template: "ChatTemplate") -> dict[str, Any]:
-    """Parse `--chat_template_kwargs`. Raise `UserError` if it is no JSON object, or names an option
-    that the template does not read."""
+    """Parse `--chat_template_kwargs`. Raise `UserError` if it is not a JSON object, or names an
+    option that the template does not read."""
     options = parse_json(text, "--chat_template_kwargs")
     if not isinstance(options, dict):
         raise UserError(

@@ -92,13 +92,13 @@ def untrusted_in(value: Any, declared: Any) -> dict[str, str]:
 
 
 def _marks(declared: Any) -> list[Mark]:
-    """Return the marks in a type, such as that of the items of a list."""
+    """Return the marks in a type, including the marks of a list's item type."""
     found = [mark for mark in getattr(declared, "__metadata__", ()) if isinstance(mark, Mark)]
     return found + [mark for argument in get_args(declared) for mark in _marks(argument)]
 
 
 def _items(value: Any) -> list[Any]:
-    """Return what a value of lists and mappings contains, or the value itself."""
+    """Return the innermost values of lists and mappings, or the value itself."""
     if isinstance(value, Mapping):
         return [item for part in value.values() for item in _items(part)]
     if isinstance(value, list | tuple):

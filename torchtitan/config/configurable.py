@@ -328,8 +328,8 @@ def convert(value: Any, declared: Any) -> Any:
 
 
 def _item_types(declared: Any, n_items: int) -> Sequence[Any]:
-    """Return the types of the items of a list or tuple with `n_items` items; of a fixed tuple, all
-    of its types."""
+    """Return the item types of a list or tuple with `n_items` items; of a fixed tuple, all of its
+    types."""
     arguments = get_args(declared)
     if get_origin(declared) is tuple and Ellipsis not in arguments:
         return arguments

@@ -239,7 +239,7 @@ def _whole_numbers_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int
 @contextlib.contextmanager
 def _refusals_named() -> Iterator[None]:
     """Raise `UserError` if a configuration refuses its values with a `ValueError`. tyro ends the
-    process in its place, so the error is in the context of a `SystemExit`."""
+    process instead, so the error is in the context of a `SystemExit`."""
     try:
         yield
     except UserError:
@@ -301,8 +301,8 @@ def _registered_name(function: Callable[..., object]) -> str:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuse keys that are not words, and duplicate keys, for which YAML would silently keep the
-    last value."""
+    """Refuse keys that are not words, and duplicate keys: YAML would silently keep the last
+    value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         for key, _ in node.value:
@@ -464,8 +464,8 @@ def _strange_in(
 def _check_trust(
     config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str
 ) -> None:
-    """Require that all values that need trust are also those of a trusted configuration: of the
-    configuration function, or of the command line without the file."""
+    """Require that a trusted configuration has the same value for each option that needs trust:
+    the configuration function, or the command line without the file."""
     if strange := _strange_in(config, trusted):
         values = leaves(config.to_dict())
         words = [word for key in strange for word in (f"--{key}", *_words_of(values[key]))]

@@ -229,7 +229,7 @@ def _import_registry(module: str) -> ModuleType:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Find the folder of a package without importing it; None if there is none."""
+    """Find the folder of a package without importing it; None if it does not exist."""
     top, *inner = path.split(".")
     spec = importlib.util.find_spec(top)
     locations = spec.submodule_search_locations if spec else None

@@ -31,7 +31,7 @@ class TrainingConfig(Section):
 
     epochs: int | None = None
     """Passes over the data. If its size is known, they replace `steps`, even if both are set, and
-    the run says so. A stream of unknown size ends after these passes, and after `steps` at the
+    the run logs this. A stream of unknown size ends after these passes, and after `steps` at the
     latest; its schedule has the length `steps`."""
 
     seq_len: int = 512
@@ -75,8 +75,8 @@ class TrainingConfig(Section):
     the device when it computes. Needs data-parallel sharding (FSDP)."""
 
     skip_data: list[str] = field(default_factory=list)
-    """Data to leave out, given as the steps that would otherwise train on it: "100-120" "300".
-    These steps train on the data that follows instead."""
+    """Data to skip, given as the steps that would otherwise train on it: "100-120" "300". These
+    steps train on the data that follows instead."""
 
     gc_freq: int = 50
     """Steps between runs of Python's garbage collector. It is off in between, so that all ranks
@@ -195,7 +195,7 @@ class ParallelismConfig(Section):
     logits."""
 
     enable_async_tensor_parallel: bool = False
-    """Let the compiler split collectives of tensor parallelism into parts that overlap with matrix
+    """Split collectives of tensor parallelism, by the compiler, into parts that overlap with matrix
     products. Needs a compiled model, and GPUs of one host that reach each other's memory
     (NVLink)."""
 

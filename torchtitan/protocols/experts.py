@@ -126,19 +126,20 @@ class LoadBalanced(nn.Module):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the selection bias moves."""
+        """True if training moves the selection bias."""
         return any(weight.requires_grad for weight in self.parameters())
 
 
 class LinearRouter(LoadBalanced):
-    """A router whose logits are those of a linear layer, `weight` (E, dim) and `bias` (E,)."""
+    """A router with the logits of a linear layer, `weight` (E, dim) and `bias` (E,)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     @property
     def is_trained(self) -> bool:
-        """Whether the selection bias moves: not beside an adapter, whose base model has it."""
+        """True if training moves the selection bias: not next to an adapter, whose base model has
+        the bias."""
         return self.weight.requires_grad
 
     def logits(self, x_BLD: Tensor) -> Tensor:

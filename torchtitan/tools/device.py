@@ -100,7 +100,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy from the host without waiting for the device, for which CUDA needs pinned memory."""
+    """Copy from the host without waiting for the device. On CUDA, this needs pinned memory."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

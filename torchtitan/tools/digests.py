@@ -1,4 +1,4 @@
-"""Digests of content, and the memory of what was computed from files.
+"""Digests of content, and remembered results of computations on files.
 
 `{cache}/digests/` has a small file for each result, named by a digest of the statuses of the files
 that it was computed from, see `file_status`. Content is always read completely, once for each
@@ -81,8 +81,8 @@ def file_status(path: Path) -> dict[str, Any]:
     of its status in nanoseconds.
 
     Programs that set the time of the content back, such as tar, rsync and `cp -p`, cannot set the
-    time of the status, which every write, renaming and new file changes. The status says nothing of
-    a file younger than `_RECENT_NS`, of one with unwritten pages of a memory map, or in
+    time of the status, which every write, renaming and new file changes. The status says nothing
+    about a file newer than `_RECENT_NS`, a file with unwritten pages of a memory map, or a file in
     `_WITHOUT_TIMES_OF_MAPS`.
     """
     path = regular_file(path).resolve()
@@ -125,7 +125,7 @@ def remembered(root: Path, what: str, files: Sequence[Path], compute: Callable[[
     cannot be read, or changes while it is read.
 
     Args:
-        root: the cache folder. If it cannot be written, a warning says so, and the files are read
+        root: the cache folder. If it cannot be written, a warning is logged, and the files are read
             each time.
         what: what `compute` returns, including its version.
         files: regular files.

@@ -66,7 +66,7 @@ def _new_file(path: Path) -> tuple[Path, int]:
         )
         if _is_locked_now(descriptor) is not False and unfinished.exists():
             return unfinished, descriptor
-        os.close(descriptor)  # another process took it for one that was left behind
+        os.close(descriptor)  # another process treated it as a leftover file
 
 
 def _is_locked_now(descriptor: int) -> bool | None:

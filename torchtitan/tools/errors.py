@@ -84,4 +84,4 @@ class RunFailure(RuntimeError):
     3."""
 
     passing: ClassVar[bool] = False
-    """Whether the same run may succeed when it starts again."""
+    """True if the same run may succeed when it starts again."""

@@ -18,7 +18,7 @@ _MOST_JSON_BYTES = 2**28
 """Ten times the vocabulary of the largest tokenizers."""
 
 MOST_BROKEN_LINES = 10_000
-"""Broken lines after which the rest of a file is not read: it is no record of a run."""
+"""Broken lines after which the rest of a file is not read: it is not a record of a run."""
 
 _MOST_JSON_LEVELS = 100
 """Well below Python's recursion limit of about a thousand."""

@@ -111,15 +111,15 @@ def _kill_self(number: int) -> None:
 
 
 def signal_when_orphaned(number: int, parent: int) -> None:
-    """Let the kernel send this process a signal when its parent, a process id, ends or has ended,
-    even by SIGKILL."""
+    """Ask the kernel to send this process a signal when its parent, a process id, ends or has
+    ended, even by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def use_expandable_segments() -> None:
-    """Let PyTorch's allocator grow its segments of GPU memory, which wastes less of it between
+    """Make PyTorch's allocator grow its segments of GPU memory, which wastes less of it between
     tensors of different sizes, unless the user configures the allocator. Call this before torch is
     imported."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():

@@ -180,7 +180,7 @@ def attention_operations() -> list[Any]:
 
 
 def fuse_collectives_with_products(group: str) -> None:
-    """Let the compiler fuse collectives of a process group, by name, with matrix products, in
+    """Make the compiler fuse collectives of a process group, by name, with matrix products, in
     shared memory."""
     import warnings
 
@@ -197,7 +197,7 @@ def fuse_collectives_with_products(group: str) -> None:
 
 
 def choose_compiled_code_by_age() -> None:
-    """Let a compiled function use the oldest of its code that fits the inputs, in place of the
+    """Make a compiled function use the oldest of its code that fits the inputs instead of the
     latest used code."""
     import torch
 
@@ -214,8 +214,8 @@ def communication_operations() -> list[Any]:
 
 
 def write_count(tensor: "Tensor") -> int:
-    """Return how often a tensor has been changed in place; there is no public way to notice that on
-    the meta device."""
+    """Return how often a tensor has been changed in place. On the meta device, no public interface
+    tells this."""
     return tensor._version
 
 
@@ -326,8 +326,8 @@ def skip_shape_vote(schedule: Any) -> None:
 
 
 def parameter_entries(module: "nn.Module") -> dict[str, Any]:
-    """Return a module's dictionary of its own parameters, in which any tensor may replace one;
-    attributes refuse it."""
+    """Return a module's dictionary of its own parameters. In the dictionary, any tensor may replace
+    a parameter; attributes refuse this."""
     return module._parameters
 
 

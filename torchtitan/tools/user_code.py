@@ -20,7 +20,7 @@ _INSTALLED_FOLDERS = (
 )
 _MAX_FRAMES = 3
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
-"""What ends a program without a message, and is no `Exception`."""
+"""Errors that end a program without a message, and are not an `Exception`."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

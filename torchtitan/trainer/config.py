@@ -62,12 +62,12 @@ from torchtitan.trainer.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class Preflight:
-    """What `RunConfig.check` has found. The Trainer of the same process goes on with it."""
+    """Results of `RunConfig.check`. The Trainer of the same process continues with them."""
 
     tokenizer: Tokenizer
 
     start: StartDecision
-    """Where the run starts, unless its folder changes before the run has locked it."""
+    """Start of the run, unless its folder changes before the run has locked it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return itself, since copies of a configuration share the tokenizer."""
@@ -248,7 +248,7 @@ class RunConfig(Configurable.Config):
             self.dump_folder, identity if is_owner_checked else None
         )
         if decision.start is None and self.checkpoint.initial_load_in_hf:
-            format_of(self.checkpoint.initial_load_path)  # raises if there are no weights
+            format_of(self.checkpoint.initial_load_path)  # raises without weights
         tokenizer = build_tokenizer()
         resolved = self.resolve(tokenizer)
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)

@@ -1,9 +1,9 @@
 """Errors of users' code in a run: the last complete step is saved before the run ends.
 
 Of several ranks, one that fails cannot save: the others wait for it in collectives of the step. So
-it goes on. A callback that fails does not stop its step, after which all ranks end. A rank without
-data or a loss computes something in its place (`StandIns`) up to the point where all ranks learn of
-it, and none of them takes the step.
+it continues. A callback that fails does not stop its step, after which all ranks end. A rank
+without data or a loss computes with a substitute (`StandIns`) up to the point where all ranks learn
+of the failure, and none of them takes the step.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ class StepStart:
 
 def save_last_step(trainer: Any, error: BaseException) -> None:
     """Save the last complete step of a `Trainer` that an error of the user's code or input ends.
-    With several ranks, save only after a `SharedError`, since the others wait elsewhere. Nothing is
-    saved if the weights are between two steps; then, or if the save fails, a warning says so."""
+    With several ranks, save only after a `SharedError`, since the others wait elsewhere. If the
+    weights are between two steps, save nothing and warn. Also warn if the save fails."""
     if not trainer.step or not trainer.config.checkpoint.saves or not _is_of_user(error):
         return
     if world_size() > 1 and not isinstance(error, SharedError):
@@ -150,8 +150,7 @@ def around_step(trainer: Any, callback: Any, step: int) -> Iterator[None]:
 
 
 class StandIns:
-    """What a rank computes instead after its data or its loss has failed, with the same
-    collectives.
+    """Substitute computations of a rank whose data or loss has failed, with the same collectives.
 
     For runs on CPUs, whose ranks read the result of each step before they update weights. An error
     inside of a model's forward pass, between two of them, or in a pipeline cannot be deferred, and
@@ -165,7 +164,7 @@ class StandIns:
         self._n_begun = 0
         self._outputs: list[Any] = []
         self.is_used = False
-        """Whether the step in progress has a stand-in on this rank, so that no rank must take
+        """True if the step in progress has a stand-in on this rank, so that no rank must take
         it."""
         if self._is_on and is_user_class(trainer):
             for part in trainer.trained_parts:
@@ -179,7 +178,7 @@ class StandIns:
         self._outputs.append(output)
 
     def batches(self, read: Callable[[], list[Batch]]) -> list[Batch]:
-        """Return the next micro-batches of a step; after an error, those of an earlier step."""
+        """Return the next micro-batches of a step; after an error, repeat an earlier step's."""
         try:
             batches = read()
         except BaseException as error:

@@ -17,9 +17,9 @@ def count_tokens(batch: Batch) -> int:
 
 
 class LoadBalance(Callback):
-    """Run a `LoadBalancer` through each step. It sits beside the step: a trainer with its own
-    `train_step` has it too. Raises `UserError` for auxiliary losses with a loss that is not divided
-    by its tokens beforehand."""
+    """Callback that runs a `LoadBalancer` through each step. It is separate from the step, so a
+    trainer with its own `train_step` also has it. Raises `UserError` for auxiliary losses with a
+    loss that is not divided by its tokens beforehand."""
 
     def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)

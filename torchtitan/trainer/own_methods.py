@@ -1,5 +1,5 @@
-"""Which methods of `Trainer` a subclass has of its own, which decides how a run counts, reads and
-checks."""
+"""Detection of the `Trainer` methods that a subclass overrides. They decide how a run counts, reads
+and checks."""
 
 _METHODS = {
     "has_own_loss": ("compute_loss",),

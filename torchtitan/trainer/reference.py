@@ -57,11 +57,12 @@ class FrozenModelTrainer(Trainer):
 
     @property
     def verifies_caches(self) -> bool:
-        """Whether to verify all files of a cache at the start."""
+        """True to verify all files of a cache at the start."""
         return getattr(self.config.dataloader, "verify_caches", False)
 
     def setting(self, model: RunModel) -> list[Any]:
-        """Return what the results of the frozen model depend on, besides tokens, as JSON values."""
+        """Return the settings that change the frozen model's results, besides tokens, as JSON
+        values."""
         source = base_weights(model.weights)["digest"] if model.weights else self.config.debug.seed
         return [
             source,

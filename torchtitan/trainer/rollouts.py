@@ -77,7 +77,7 @@ def check_rollouts(config: Any) -> None:
 
 class Completions(Recorder):
     """Append lines to `completions.jsonl` on rank 0. Resuming from step N drops later lines once; a
-    fresh run moves an existing file aside. If the file cannot be written, the run goes on without
+    fresh run moves an existing file aside. If the file cannot be written, the run continues without
     it."""
 
     def around_run(self) -> AbstractContextManager[Any]:

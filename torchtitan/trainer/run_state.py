@@ -1,4 +1,4 @@
-"""What the checkpoints of a run contain, what it starts from, and what identifies it."""
+"""Content of a run's checkpoints, the weights that it starts from, and the run's identity."""
 
 import dataclasses
 import json

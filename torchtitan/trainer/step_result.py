@@ -35,9 +35,9 @@ class StepResult:
     spike: str = ""
     step: int = 0
     data_step: int = 0
-    """Number of its global batch in data order, including those that are left out (`skip_data`)."""
+    """Number of its global batch in data order, including skipped batches (`skip_data`)."""
     skip: Tensor | None = None
-    """1 on the device if it leaves out the update, otherwise 0; None: the host decides, by
+    """1 on the device if it skips the update, otherwise 0; None: the host decides, by
     `is_taken`."""
 
     @property

@@ -93,18 +93,19 @@ class Trainer(Configurable):
         def build(self) -> Any:
             """Build every part of the run."""
 
-    # What a subclass changes. A class that overrides the method has the value True, and may say so.
+    # Methods that a subclass changes. A class that overrides the method has the value True, and may
+    # declare it.
     has_own_loss: ClassVar[bool] = False
-    """True with an own `compute_loss`. The weight of its loss is known only after the forward
+    """True with a custom `compute_loss`. The weight of its loss is known only after the forward
     passes."""
     has_own_forward: ClassVar[bool] = False
-    """True with an own `forward` or `compute_loss`."""
+    """True with a custom `forward` or `compute_loss`."""
     has_own_backward: ClassVar[bool] = False
-    """True with an own `forward_backward_step`, which may read gradients before the step ends."""
+    """True with a custom `forward_backward_step`, which may read gradients before the step ends."""
     has_own_update: ClassVar[bool] = False
-    """True with an own `update` or `read_result`, which need each step's result at once."""
+    """True with a custom `update` or `read_result`, which need each step's result at once."""
     has_own_pipeline: ClassVar[bool] = False
-    """True with an own `build_pipeline`."""
+    """True with a custom `build_pipeline`."""
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     measures_class: ClassVar[type[Measures]] = Measures
@@ -192,7 +193,7 @@ class Trainer(Configurable):
         self.num_parameters = main.num_parameters
         self.num_trained = main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
-        # whether the step's gradients are divided by the weight of an own loss
+        # whether the step's gradients are divided by the weight of a custom loss
         self.is_divided = False
         self.start: StartDecision | None = None
         self.init_weights()
@@ -368,7 +369,7 @@ class Trainer(Configurable):
         """Build an additional model, sharded like the main one.
 
         Args:
-            spec: its specification, in which a vocabulary size of None is the main model's.
+            spec: its specification. A vocabulary size of None is the main model's.
             weights: a checkpoint folder in any format. Empty: initialize with `debug.seed`.
             trained: share the optimizer and the schedule. Otherwise the model is frozen, and has
                 the type that FSDP computes in.
@@ -397,7 +398,7 @@ class Trainer(Configurable):
 
     def decide_start(self) -> StartDecision:
         """Decide where the run starts, now that its folder is locked, unless `RunConfig.check` has
-        decided and the folder is unchanged. The checkpointer goes on with the decision."""
+        decided and the folder is unchanged. The checkpointer continues with the decision."""
         config, dump_folder = self.config.checkpoint, self.config.dump_folder
         preflight = self.config.preflight
 
@@ -553,7 +554,7 @@ class Trainer(Configurable):
             self.dataloader.set_seq_len(self.run_length.seq_len, self.config.training.seq_lens[-1])
 
     def schedule_length(self) -> int:
-        """Return the length of the run in the unit of the learning-rate schedule."""
+        """Return the run's length in the learning-rate schedule's unit."""
         if self.config.lr_scheduler.unit == "steps":
             return self.total_steps
         return self.run_length.tokens_at(self.total_steps, self.step, self.n_tokens_seen)
@@ -629,7 +630,7 @@ class Trainer(Configurable):
         return self.step < self.total_steps
 
     def prepare_converters(self, step: int) -> None:
-        """Let the converters prepare the model for a step."""
+        """Run the converters' preparation of the model for a step."""
         for converter in self.converters:
             converter.pre_step_hook(self.model_parts, step)
 
@@ -723,8 +724,8 @@ class Trainer(Configurable):
         )
 
     def reduce_over_replicas(self, enabled: bool) -> None:
-        """Let replicas add up gradients in the last backward pass of a step only, if no method
-        reads them earlier. Own losses may leave out a model in that pass, so that its gradients
+        """Make replicas add up gradients in the last backward pass of a step only, if no method
+        reads them earlier. Custom losses may skip a model in that pass, so that its gradients
         would never be added up."""
         has_own_passes = self.has_own_backward or self.has_own_forward
         if self.parallel_dims.dp_replicate > 1 and not has_own_passes:

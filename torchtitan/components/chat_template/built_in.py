@@ -32,8 +32,8 @@ BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
   tags.
 - `llama3`: Llama 3's headers and `<|eot_id|>`, which only its vocabulary has.
 - `mistral`: questions between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer. The
-  system message precedes the first question, unlike in Mistral's template, in which it precedes the
-  last one and moves with every turn.
+  system message precedes the first question. In Mistral's own template it precedes the last
+  question, and so moves with every turn.
 - `alpaca`: `### Instruction:` and `### Response:` as ordinary text; EOS after the answer.
 """
 

@@ -46,7 +46,7 @@ _STANDARD = re.compile(r"\s*(?:<(think|thinking|reasoning|thought)>|\[(THINK)\])
 _NO_REASONING = re.compile(
     r"\s*(?:<(think|thinking|reasoning|thought)>\s*</\1>|\[THINK\]\s*\[/THINK\])"
 )
-"""An empty block of reasoning in rows, which says that there is none."""
+"""An empty block of reasoning in rows, which marks an answer without reasoning."""
 
 
 class Tags(NamedTuple):
@@ -67,11 +67,16 @@ class Tags(NamedTuple):
 
 
 Way = Literal["whole", "tail", "joined", "followed"]
-"""How a turn follows from renderings: the conversation up to the turn, without its prompt; the end
-of that conversation after the text of the generation prompt, if the template rewrites earlier
-turns; or, if no rendering contains the reasoning, the generation prompt, the reasoning, its closing
-tag and the answer, rendered as the last message or, if the template writes the last message
-otherwise (Nemotron Nano v2 leaves out an empty one), as it is before the next one."""
+"""Derivation of a turn from renderings:
+
+- `whole`: the conversation up to the turn, without its prompt.
+- `tail`: the end of that conversation after the text of the generation prompt, if the template
+  rewrites earlier turns.
+- `joined`, if no rendering contains the reasoning: the generation prompt, the reasoning, its
+  closing tag, and the answer as the template writes the last message.
+- `followed`: the same with the answer as the template writes it before another message, if it
+  writes the last message otherwise (Nemotron Nano v2 omits an empty one).
+"""
 
 
 _NO_TAGS = Tags("", "", "", "")
@@ -124,8 +129,8 @@ _CONTENTS = {"none": "content none", "text": "an empty content"}
 
 @dataclass(slots=True)
 class Traits:
-    """What a turn and its conversation contain, as far as forms depend on it. Equal traits have
-    equal forms."""
+    """Properties of a turn and its conversation that forms depend on. Equal traits have equal
+    forms."""
 
     reasoning: bool
     """True if the turn or an earlier one has reasoning."""
@@ -162,8 +167,8 @@ class Forms:
 
     @cached_property
     def tags(self) -> list[Tags]:
-        """Tags of reasoning: those in an empty block of a generation prompt or finished turn, and
-        those before which the template removes the text of an answer."""
+        """Tags of reasoning: tags of an empty block in a generation prompt or finished turn, and
+        tags before which the template removes the text of an answer."""
         found = {}
         texts = [*self.prompts.values(), *filter(None, [self._header()])]
         for block in filter(None, map(closed_block, texts)):

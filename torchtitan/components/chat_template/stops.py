@@ -44,12 +44,12 @@ class Stop(NamedTuple):
     text: str
     """Token or text at which inference stops."""
     token_id: int | None
-    """None: no single special token stands for the text."""
+    """None: the text is not a single special token."""
     after: str = ""
     """Text that the template writes between the stop and the end of a finished conversation."""
     lead: str | None = None
-    """For a stop that belongs to the next message, such as its header: what follows the turn, up to
-    and including the stop. None: the turn itself contains its stop."""
+    """For a stop that belongs to the next message, such as its header: the text after the turn, up
+    to and including the stop. None: the turn itself contains its stop."""
 
     def cut(self, completion: str) -> str | None:
         """Return a finished turn up to and including its stop; None if the turn does not have this
@@ -103,7 +103,7 @@ class Stops:
         return [stop.token_id for stop in self.all() if stop.token_id is not None]
 
     def texts(self) -> list[str]:
-        """Return the texts at which inference stops because no token stands for them."""
+        """Return the texts at which inference stops because they are not single tokens."""
         return [stop.text for stop in self.all() if stop.token_id is None]
 
     def _try(self, trial: "Trial", options: Mapping[str, Any]) -> Stop | None:

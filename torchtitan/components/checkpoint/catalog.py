@@ -101,7 +101,7 @@ def names_in(folder: Folder) -> frozenset[str]:
 
 def find_step(folder: Folder, checkpoints: Sequence[CheckpointInfo], step: int) -> CheckpointInfo:
     """Return the complete, full checkpoint of `step` among the `checkpoints` in `folder`. Raise
-    `UserError` if there is none."""
+    `UserError` if the step has no such checkpoint."""
     same_step = [info for info in checkpoints if info.step == step]
     if full := [info for info in same_step if info.kind == "full"]:
         return full[0]
@@ -121,9 +121,8 @@ def find_step(folder: Folder, checkpoints: Sequence[CheckpointInfo], step: int) 
 
 
 def resumable(folder: Folder, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return those of the `checkpoints` in `folder` that are complete, full and not known to be
-    damaged, by step. Raise `UserError` if all of them are damaged: starting over would lose the
-    run."""
+    """Return the `checkpoints` in `folder` that are complete, full and not known to be damaged, by
+    step. Raise `UserError` if all of them are damaged: starting over would lose the run."""
     usable = [info for info in checkpoints if info.kind == "full" and not info.damage]
     faults = {info.step: info.fault for info in checkpoints if info.fault}
     faults |= {
@@ -280,9 +279,9 @@ def prune(
     """Keep the newest `keep_latest_k` (0: all) complete checkpoints up to `step`, the one just
     saved; remove the rest.
 
-    Also keep the newest full checkpoint, from which the run resumes; the final checkpoint of a run
-    (`CheckpointInfo.ends_run`); the checkpoint with the lowest validation loss among the steps that
-    `best_of` accepts; damaged checkpoints, for diagnosis; and steps after `step`, which a run
+    Also keep the newest full checkpoint, because the run resumes from it; the final checkpoint of a
+    run (`CheckpointInfo.ends_run`); the checkpoint with the lowest validation loss among the steps
+    that `best_of` accepts; damaged checkpoints, for diagnosis; and steps after `step`, which a run
     resumed from an earlier step overwrites when it reaches them.
     """
     complete = [

@@ -38,8 +38,8 @@ UNPUBLISHED = ".tmp"
 
 
 class StoreError(OSError, UserError):
-    """A store that does not answer, or refuses. Code that goes on after an `OSError` catches it;
-    uncaught, it is a message of one line."""
+    """A store that does not answer, or refuses. Code that continues after an `OSError` catches
+    this error; uncaught, it is a message of one line."""
 
     @classmethod
     def of(cls, url: str, error: BaseException) -> "StoreError":

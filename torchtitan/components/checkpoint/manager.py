@@ -77,7 +77,7 @@ class CheckpointManager(Configurable):
         identity: returns the run's identity; called on rank 0. It is saved in checkpoints, and
             checkpoints of other runs are rejected. None: every checkpoint in the folder belongs to
             the run.
-        decision: where the run starts, for the first `load`. If it is None or the folder has
+        decision: the start of the run, for the first `load`. If it is None or the folder has
             changed, `load` decides.
 
     Raises:

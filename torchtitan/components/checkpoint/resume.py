@@ -40,8 +40,8 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class StartDecision:
-    """Where a run starts, decided once from the markers in its folder, and handed on to all that
-    depends on it."""
+    """Start of a run, decided once from the markers in its folder. All code that depends on the
+    start uses this decision."""
 
     start: Start | None
     """None for a new run with initial values, or with weights that are not a checkpoint of a
@@ -285,7 +285,7 @@ def newest_up_to(
     config: CheckpointConfig, folder: Folder, ranks: Ranks, newest: int
 ) -> CheckpointInfo:
     """Return the newest undamaged full checkpoint up to the step `newest`. All ranks call this
-    together. Raise `RunFailure` if there is none so old, `UserError` if all of them are damaged."""
+    together. Raise `RunFailure` if all checkpoints are newer, `UserError` if all are damaged."""
 
     def find() -> list[CheckpointInfo]:
         with os_errors_as(f"the checkpoints in {folder} cannot be read"):

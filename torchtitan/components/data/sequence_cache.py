@@ -252,8 +252,8 @@ def _decoded(file: Path) -> dict[str, Tensor]:
 
 
 def _checksums(name: str, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the checksums of blocks of the name of a file, the names, types and shapes of its
-    tensors, and their values."""
+    """Return block checksums of a file's name, its tensors' names, types and shapes, and their
+    values."""
     described = [
         [key, str(tensors[key].dtype), list(tensors[key].shape)] for key in sorted(tensors)
     ]

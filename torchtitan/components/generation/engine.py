@@ -102,7 +102,7 @@ class _Prompts:
 
 
 class _Needs(NamedTuple):
-    """What a step must do, if any process needs it."""
+    """Tasks of a step that any process needs."""
 
     has_rows: bool
     decoding: bool

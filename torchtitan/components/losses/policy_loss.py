@@ -42,7 +42,8 @@ METHODS = {
 
 
 class PolicyLoss(Configurable):
-    """Clipped policy-gradient loss of a batch of samples of at most `max_new_tokens` tokens."""
+    """Clipped policy-gradient loss of a batch whose samples have at most `max_new_tokens`
+    tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

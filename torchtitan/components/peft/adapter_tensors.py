@@ -206,8 +206,8 @@ def make_entries(
     model: nn.Module, spec: ModelSpec, size_of: Callable[[str], Size]
 ) -> dict[str, Entry]:
     """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in
-    order. `size_of` returns the size of the adapter of a layer or an expert's matrix. Errors are as
-    in `write_adapter`."""
+    order. `size_of` returns the adapter size for a layer or an expert's matrix. Errors are as in
+    `write_adapter`."""
     plain = model_tensor_specs(spec.model)
     modules = [
         (name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)
@@ -340,9 +340,9 @@ def module_of(key: str) -> str:
 
 
 def parameter_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
-    """Return the layers, by Hugging Face's names, whose weights peft adapts as parameters: those
-    that it takes for experts if `target_modules` has them, and routers, most of which are no linear
-    layers there."""
+    """Return the layers, by Hugging Face's names, whose weights peft adapts as parameters: layers
+    that it treats as experts if `target_modules` has them, and routers, because most routers are
+    not linear layers there."""
     entries = list(entries)
     routers = {entry.module for entry in entries if entry.is_router}
     return _layers_named(REWRITTEN_NAMES, entries, spec) | routers

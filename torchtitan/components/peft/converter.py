@@ -93,7 +93,7 @@ class LoRA(LayerConverter):
         initially."""
 
         def size_of(self, name: str) -> Size:
-            """Return the size of the adapter of a layer, or of an expert's matrix."""
+            """Return the adapter size for a layer or an expert's matrix."""
             rank = look_up(self.patterns("rank_pattern"), name, self.rank)
             return Size(int(rank), look_up(self.patterns("alpha_pattern"), name, self.alpha))
 
@@ -181,7 +181,7 @@ class LoRA(LayerConverter):
         config = self.config
         assert isinstance(layer, self.layer_types)
         for matrix, weight in matrices_of(name, layer).items():
-            # Of stacked experts, those of one, as a matrix.
+            # For stacked experts: one expert's weights, as a matrix.
             shape = tuple(
                 weight.flatten(1, -2).shape[1:]
                 if isinstance(layer, StackedExperts)

@@ -285,7 +285,7 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
 
 @contextlib.contextmanager
 def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Compute with the base model inside the block: adapted layers leave out their adapters."""
+    """Compute with the base model inside the block: adapted layers skip their adapters."""
     layers = [
         layer for part in parts for layer in part.modules() if isinstance(layer, AdaptedLayer)
     ]

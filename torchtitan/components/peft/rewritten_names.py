@@ -1,4 +1,4 @@
-"""Names of layers that peft reads as those of experts, or refuses.
+"""Names of layers that peft treats as experts, or refuses.
 
 When peft 0.21 opens an adapter on a class whose experts transformers 5 fused, it converts
 `target_modules` as if transformers 4 had written them: it takes layers with the names that experts

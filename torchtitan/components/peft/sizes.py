@@ -31,8 +31,8 @@ def look_up(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
 
 
 def find_patterns(values: Mapping[str, Value], default: Value) -> dict[str, Value]:
-    """Return patterns, in any order, with which `look_up` finds the value of each name: of the
-    fewest last parts."""
+    """Return patterns for `look_up` to find the value of each name. Each pattern has as few of a
+    name's last parts as possible; their order does not matter."""
     values_of: dict[str, set[Value]] = {}
     for name, value in values.items():
         for ending in _endings(name):

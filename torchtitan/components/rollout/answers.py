@@ -1,7 +1,7 @@
 """The final answer of a text, for the rewards `number` and `math`.
 
-A text has one answer, or none: what can be read in two ways, such as `5 or 6`, is no answer, so
-that it is never paid. docs/post_training.md lists the forms.
+A text has one answer, or none: a text with two readings, such as `5 or 6`, has no answer, so it is
+never rewarded. docs/post_training.md lists the forms.
 """
 
 import re
@@ -55,7 +55,7 @@ _CONCLUSION = re.compile(
 
 
 class Answer(NamedTuple):
-    """The text of an answer, and whether it is a sentence, in which a number is searched."""
+    """The text of an answer, and whether it is a sentence. A sentence is searched for a number."""
 
     text: str
     is_sentence: bool = False
@@ -186,7 +186,7 @@ def _last_sentence(text: str) -> str:
 
 def _clause(text: str) -> tuple[str, int]:
     """Return the first sentence of a text up to its reasons, or the formula that it begins with,
-    and where it ends; nothing if the sentence goes on with another answer."""
+    and its end; an empty text if the sentence continues with another answer."""
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(opening) and (end := text.find(closing, len(opening))) > 0:
             after = end + len(closing)

@@ -1,7 +1,7 @@
-"""Words and signs around a number that change its meaning, so that it is no answer.
+"""Words and signs around a number that change its meaning, so that it is not an answer.
 
-Each pattern is searched in the text before or after a number, in which all other words are taken to
-change nothing."""
+Each pattern is searched in the text before or after a number. All other words in this text are
+assumed to change nothing."""
 
 import re
 
@@ -80,7 +80,7 @@ EXCLUDES = re.compile(
     + r")\s*[$(]?\s*\Z",
     re.IGNORECASE,
 )
-"""What directly before a number changes its meaning, or is another number."""
+"""Text directly before a number that changes its meaning, or is another number."""
 
 _VERBS = _any_of(
     """is, are, was, were, has, have, had, gets?, got, makes?, made, leaves?, left, equals?,
@@ -123,7 +123,7 @@ AFTER_NO_ANSWER = _compile(
     r"\s*(?:is|are|was)(?:n't|n’t)",
     r"\s*[,(]?\s*(?:below zero|in (?:binary|hex|octal|base)|base [0-9])",
 )
-"""What directly after a number changes its meaning, or is another number."""
+"""Text directly after a number that changes its meaning, or is another number."""
 
 _CHANGING = _any_of(
     """never, cannot, unlikely, impossible, maybe, perhaps, possibly, might, may be,
@@ -166,7 +166,7 @@ RETRACTS = _compile(
     rf"\b(?:so|thus|hence|therefore) (?:it|the answer|x) (?:is|equals) {COUNTS}\b",
     r"(?:\A|[.,;:!?(\n–—-])\s*(?:no|not|nope|wait|actually|sorry|hmm+|rather|or rather)\b",
 )
-"""Words that take back what is said before them."""
+"""Words that retract the statement before them."""
 
 CAPITAL = re.compile(r"(?:\A|[.!?:\n]\s*)([A-Z]\w+)[.:#]?\s+\Z|\b([A-Z]{2,})\s+\Z")
 NO_LABEL = (
@@ -182,4 +182,4 @@ NEUTRAL_WORDS = (
     "a an are as at because but by each for from he if in is it of on per she so that the they "
     "this total was we were when which while who with go do did had has have will can would"
 ).split()
-"""Words after a number in a sentence that are no unit."""
+"""Words after a number in a sentence that are not units."""

@@ -1,4 +1,4 @@
-"""Exact numbers of texts that are nothing but a number, with its unit, or a list of numbers."""
+"""Exact numbers of texts that consist of one number, with its unit, or a list of numbers."""
 
 import re
 import unicodedata

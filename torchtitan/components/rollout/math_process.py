@@ -15,8 +15,8 @@ from typing import Any
 
 _MAX_BYTES = 4 << 30
 _POINTS = (("3/7", "-11/13", "17/5"), ("-5/3", "7/11", "-2/9"), ("13/4", "8/3", "5/8"))
-"""Values of variables, in their alphabetical order, at which equal formulas must have equal
-values."""
+"""Values of variables, in their alphabetical order. Equal formulas must have equal results for
+them."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,7 +71,7 @@ def _equal_objects(one: Any, other: Any) -> bool:
 
 
 def _exact(formula: Any) -> Any:
-    """Return a formula with fractions in place of its decimals, which SymPy rounds."""
+    """Return a formula with fractions instead of its decimals, which SymPy rounds."""
     from sympy import Float, Rational
 
     return formula.xreplace({number: Rational(str(number)) for number in formula.atoms(Float)})

@@ -140,7 +140,8 @@ class RolloutConfig:
     """Server of the engine vllm."""
 
     def find_function(self) -> Rollout:
-        """Return the rollout. Raise `UserError` if there is none."""
+        """Return the rollout. Raise `UserError` if the function does not exist or is not
+        asynchronous."""
         with errors_of("--rollout.function"):
             function: Any = load_function(self.function) if self.function else single_turn
             if not inspect.iscoroutinefunction(function):

@@ -1,7 +1,7 @@
 """The number that a sentence gives as its answer.
 
-It is the last number of a text. A word or a sign that may change its meaning, such as `not` in its
-clause or `half of` before it, makes it no answer; so does another number beside it."""
+It is the last number of a text. The number is not an answer next to another number, or with a word
+or a sign that may change its meaning, such as `not` in its clause or `half of` before it."""
 
 import ast
 import re
@@ -43,11 +43,12 @@ _ASSIGNMENT_AT_END = re.compile(rf"(?<!\w){ASSIGNMENT.pattern}\$?\Z")
 
 _EDGE_BEFORE = re.compile(r"(?:\A|[\s=:：,，(\[{}*_`$]|(?:\A|[\s(])[\"'“‘])\Z")
 _EDGE_AFTER = re.compile(r"\Z|[\s.,;。，)\]}*_`$\\]|[\"'”’](?:\Z|[\s.,])")
-"""What may directly precede and follow a number: other signs, such as `⁄` or `¬`, may change it."""
+"""Text that may directly precede and follow a number. Other signs, such as `⁄` or `¬`, may change
+it."""
 
 _SIGN_BEFORE = re.compile(r"(?:\A|[A-Za-z0-9=:：,，.;(\[{}\])\"'“”‘’*_`$%°⇒→]|[!?]\s)\s*\Z")
 _SIGN_AFTER = re.compile(r"\s*(?:\Z|[A-Za-z0-9.,;:。，(\[)\]}*_`$\"'”’\\])")
-"""The same for signs behind spaces."""
+"""The same for signs that spaces separate from the number."""
 
 _MORE = re.compile(
     r"\A(\s?)(?:more|extra|additional|other|whole|full)"
@@ -71,8 +72,8 @@ _BEFORE_FORMULA = re.compile(
 
 
 def number_in_sentence(text: str) -> Number | None:
-    """Return the last number of a text, with its unit; None if there is none, or if its neighbors
-    change its meaning."""
+    """Return the last number of a text, with its unit; None for a text without a number, or if the
+    number's neighbors change its meaning."""
     text = unwrapped(clean(text)).replace("**", " ").replace(r"\(", " ").replace(r"\)", " ")
     matches = list(_IN_TEXT.finditer(text))
     if not matches or re.search("[0-9]", text[matches[-1].end() :]):
@@ -109,7 +110,7 @@ def number_in_sentence(text: str) -> Number | None:
 
 
 def _stands_alone(text: str, match: re.Match[str], before: str, after: str) -> bool:
-    """Return whether a number is no part of a larger expression, and no element of a list."""
+    """Return whether a number is neither part of a larger expression nor an element of a list."""
     if not _EDGE_BEFORE.search(before) or not _EDGE_AFTER.match(after):
         return False
     if not _SIGN_BEFORE.search(before) or not _SIGN_AFTER.match(after):
@@ -118,8 +119,8 @@ def _stands_alone(text: str, match: re.Match[str], before: str, after: str) -> b
 
 
 def _is_cut_or_primed(text: str, match: re.Match[str]) -> bool:
-    """Return whether dots that stand for more digits follow a number, or a prime, which is no
-    closing quote."""
+    """Return whether a number is followed by dots that represent more digits, or by a prime that is
+    not a closing quote."""
     end = match.end("number")
     if ".." in text[end - 1 : end + 2]:
         return True
@@ -130,7 +131,7 @@ def _is_cut_or_primed(text: str, match: re.Match[str]) -> bool:
 
 def is_excluded(before: str) -> bool:
     """Return whether the end of a text, such as `not` in its last clause, changes the meaning of
-    what follows."""
+    the text after it."""
     if EXCLUDES.search(before):
         return True
     if (label := CAPITAL.search(before)) and (label[1] or label[2]) not in NO_LABEL:
@@ -139,7 +140,8 @@ def is_excluded(before: str) -> bool:
 
 
 def _changes_clause(before: str) -> bool:
-    """Return whether the last clause of a text negates what follows, or makes it a condition."""
+    """Return whether the last clause of a text negates the text after it, or makes it a
+    condition."""
     before = NO_CHANGE.sub(" ", before)
     starts = [found.end() for found in NEW_CLAUSE.finditer(before.rstrip(" =:$("))]
     return CHANGES_CLAUSE.search(before[starts[-1] if starts else 0 :]) is not None
@@ -154,7 +156,7 @@ def is_changed_by(after: str, after_unit: str) -> bool:
 
 
 def retracts(text: str) -> bool:
-    """Return whether a text takes back what is said before it."""
+    """Return whether a text retracts the statement before it."""
     return RETRACTS.search(text) is not None
 
 
@@ -174,8 +176,8 @@ def _is_in_brackets(before: str) -> bool:
 
 
 def is_equal_to_all(before: str, number: Number) -> bool:
-    """Return whether all that stands before the equals signs directly before a number may equal
-    it: in `x = 5 = 4`, 5 does not, and in `2x = 4` the number is not that of a variable."""
+    """Return whether everything before the equals signs directly before a number may equal it: in
+    `x = 5 = 4`, 5 does not, and in `2x = 4` the number is not the value of a variable."""
     before = re.sub(r"(?<=[0-9]) x (?=[0-9$])", " * ", before.rstrip(f" {MONEY}"))
     if not before.endswith("="):
         return True
@@ -224,7 +226,7 @@ def _value_of_part(text: str) -> Number | None:
 
 
 def _computed(node: ast.expr, text: str) -> Fraction:
-    """Return the exact value of the part of an arithmetic expression that a node stands for."""
+    """Return the exact value of a node of an arithmetic expression."""
     if isinstance(node, ast.Constant):
         return Fraction(text[node.col_offset : node.end_col_offset].removesuffix("."))
     if isinstance(node, ast.UnaryOp):

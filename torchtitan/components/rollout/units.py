@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 class Unit(NamedTuple):
     """Dimension and factor of a unit; the dimension is empty for a factor without unit, such as
-    percent. A word that is no known unit, such as `apples`, is a dimension of its own."""
+    percent. An unknown word, such as `apples`, is a dimension of its own."""
 
     dimension: str
     factor: Fraction
     must_be_in_both: bool = False
-    """Whether a number with this unit never equals a number without one: a letter may be a
+    """True if a number with this unit never equals a number without one: a letter may be a
     variable, and pairs, cents and radians count in parts or multiples of what a number without a
     unit counts."""
 

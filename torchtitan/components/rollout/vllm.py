@@ -129,7 +129,7 @@ def _is_in_loop() -> bool:
 
 
 def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any:
-    """Return vLLM's sender of weights, to which rank 0 connects the server."""
+    """Return vLLM's sender of weights. Rank 0 connects the server to it."""
     from vllm.distributed.weight_transfer import (
         HTTPVLLMWeightSyncClient,
         WeightTransferTrainerFactory,

@@ -35,7 +35,7 @@ SAMPLED_CHARACTERS = 2048
 that gigatoken takes for `BATCH_CHARACTERS`."""
 
 REOPENED_CHARACTERS = 1 << 28
-"""Characters after which gigatoken is opened anew, since it remembers all words that it has seen:
+"""Characters after which gigatoken is opened again, since it remembers all words that it has seen:
 about 1 byte per character of usual text, and 10 to 20 of random words."""
 
 _N_VOCABULARY = 2000
@@ -51,8 +51,8 @@ class TokenArrays(NamedTuple):
 
 
 class DifferentIds(Exception):
-    """gigatoken has other ids than `Tokenizer.tokenize`. Its earlier ids of the same data may be
-    wrong, too."""
+    """gigatoken has other ids than `Tokenizer.tokenize`. Its earlier ids of the same data may also
+    be wrong."""
 
 
 class ArrayEncoder:
@@ -74,7 +74,7 @@ class ArrayEncoder:
         self._load: Callable[[], Any] | None = None
         """Opens another one with the same ids."""
         self._is_added: Array = np.zeros(tokenizer.vocab_size, bool)
-        """Whether an id is that of a special or added token, (vocab_size,)."""
+        """Mask of the ids of special and added tokens, (vocab_size,)."""
         self._n_characters = 0
         self._n_unsampled = BATCH_CHARACTERS
         self._n_remembered = 0
@@ -244,8 +244,8 @@ class ArrayEncoder:
 
     def _find_added(self, added: Mapping[str, int]) -> None:
         """Set the ids of special and added tokens: texts with them are encoded by the tokenizer.
-        Raise `DifferentIds` for a token that gigatoken does not find within a text, unless it is
-        ordinary text for the tokenizer, too."""
+        Raise `DifferentIds` for a token that gigatoken does not find within a text, unless the
+        tokenizer also treats it as ordinary text."""
         self._is_added[[*added.values()]] = True
         names = [name for name in added if name]
         if not names:
@@ -262,7 +262,7 @@ class ArrayEncoder:
 
 def _open_backend(backend: HuggingFace | Tiktoken) -> tuple[Callable[[], Any], Any]:
     """Return a function that opens a backend with gigatoken, and its first result. Raise an error
-    of any kind if there is none."""
+    of any kind if gigatoken cannot open it."""
     from gigatoken import Tokenizer as Fast
 
     if isinstance(backend, Tiktoken):

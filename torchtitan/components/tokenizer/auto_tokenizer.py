@@ -82,9 +82,9 @@ def warn_of_different_ids(tokenizer: Tokenizer) -> None:
 
 def make_loadable_by_auto_tokenizer(folder: Path) -> None:
     """Rewrite the tokenizer files of an exported model so that `AutoTokenizer` returns the same ids
-    as torchtitan. Files in other formats get a tokenizer.json beside them; Llama 3's
-    tokenizer.model is replaced by it, since other programs would read it as a SentencePiece model.
-    Warn if the tokenizer cannot be opened."""
+    as torchtitan. Files in other formats get a tokenizer.json next to them; it replaces Llama 3's
+    tokenizer.model, which other programs would read as a SentencePiece model. Warn if the tokenizer
+    cannot be opened."""
     file = tokenizer_file(folder)
     if file is None:
         return

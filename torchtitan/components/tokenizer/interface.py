@@ -28,7 +28,7 @@ class Tokenizer(Configurable, ABC):
     folder: Path | None = None
     """Folder of the tokenizer's files, which checkpoints copy; None: no files."""
     n_added: int = 0
-    """Number of added token ids, for which published weights have no rows."""
+    """Number of added token ids. Published weights have no rows for them."""
     fingerprint: str
     """Hexadecimal digest of everything that affects token ids (files, BOS and EOS, class), for
     cache keys."""

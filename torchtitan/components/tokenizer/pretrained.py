@@ -119,7 +119,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @property
     def backend(self) -> HuggingFace | Tiktoken | None:
-        """What reads the vocabulary and encodes text; None if a subclass changes the ids."""
+        """Reader of the vocabulary and encoder of text; None if a subclass changes the ids."""
         return self._backend if type(self).tokenize is PretrainedTokenizer.tokenize else None
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import open_regular, read_object, read_regular, unreadable_file_error
 
 _SPACE = "▁"
-"""Character that stands for a space in pieces."""
+"""Character that represents a space in pieces."""
 
 _MOST_BYTES = 2**27
 """Ten times the largest published models."""
@@ -42,10 +42,10 @@ def convert_sentencepiece(path: Path) -> bytes:
     tokenizer_config.json and added_tokens.json in its folder add. It is converted once, and then
     read from the cache folder.
 
-    The ids of texts without special tokens are those of the library sentencepiece, which is
-    compared on texts with runs of spaces, digits, code, several scripts, all added pieces and parts
-    of the vocabulary. BOS is added if the model has one. sentencepiece knows no special tokens
-    within a text; after one, the text begins with the dummy prefix, as in separate texts, unless
+    Texts without special tokens get the same ids as in the library sentencepiece. This is verified
+    on texts with runs of spaces, digits, code, several scripts, all added pieces and parts of the
+    vocabulary. BOS is added if the model has one. sentencepiece knows no special tokens within a
+    text; after one, the text begins with the dummy prefix, as in separate texts, unless
     tokenizer_config.json has `legacy` false or the model has user-defined pieces. Raise `UserError`
     if the library is missing, the file is not a usable model, or the ids differ.
     """
@@ -126,7 +126,7 @@ def _convert(model: Any, *, prefix_everywhere: bool) -> Any:
     strip = []
     if normalizer.add_dummy_prefix:
         # Metaspace adds no prefix to text that begins with its replacement, but sentencepiece
-        # always does. After normalization there are no spaces, so a first Metaspace with a space as
+        # always does. Normalized text has no spaces, so a first Metaspace with a space as
         # replacement always adds one.
         scheme = "always" if prefix_everywhere and not user_defined else "first"
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

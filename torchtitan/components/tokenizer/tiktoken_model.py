@@ -198,7 +198,7 @@ def read_tiktoken(path: Path, split_pattern: str = "") -> RankFile:
 
 
 def read_tekken(path: Path) -> RankFile:
-    """Read Mistral's tekken.json: the ids of special tokens come first, those of ranks after them.
+    """Read Mistral's tekken.json: the ids of special tokens come first, then the ids of ranks.
     Raise `UserError` for other content."""
     content = read_regular(path)
     document = parse_json(content, f"'{path}'")

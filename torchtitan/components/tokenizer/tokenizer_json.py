@@ -188,8 +188,8 @@ class HuggingFace:
         return {token.content: i for i, token in self._literal.get_added_tokens_decoder().items()}
 
     def setting_beyond_strings(self) -> str:
-        """Return a setting with which ids depend on more than the vocabulary, and on where a text
-        has the strings of added tokens; empty if there is none."""
+        """Return a setting that makes ids depend on more than the vocabulary and the places of
+        added tokens in a text; empty for a tokenizer without such a setting."""
         tokenizer = self._literal
         if getattr(tokenizer.model, "dropout", None):
             return "dropout of merges"

@@ -135,7 +135,7 @@ def is_as_saved(
 ) -> bool:
     """Return whether the checkpoint in the folder or URL `path` can be loaded without conversion:
     it is a DCP checkpoint with the same tensor names and shapes, converters and tokens as the run.
-    Raise `UserError` if there is no checkpoint, or if `path` is a URL and conversion is needed."""
+    Raise `UserError` without a checkpoint, or if `path` is a URL and conversion is needed."""
     if not is_url(str(path)) and (format_of(path) != "dcp" or _unknown_ids(Path(path), added)):
         return False
     saved = read_converters(path)

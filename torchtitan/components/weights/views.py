@@ -123,7 +123,7 @@ class InternalView(View):
 
 
 class ExternalView(View):
-    """All tensors of a model of ours in another format. Raises `UserError`, naming the tensors,
+    """All tensors of a torchtitan model in another format. Raises `UserError`, naming the tensors,
     unless `source` has exactly the tensors in the adapter's table."""
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter):

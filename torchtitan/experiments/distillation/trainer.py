@@ -142,8 +142,9 @@ class DistillationTrainer(FrozenModelTrainer):
 
 
 class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
-    """Let the student answer prompts and learn the teacher's distributions at the tokens of its
-    answers, which count as given (Agarwal et al., arXiv:2306.13649, with lambda = 1)."""
+    """Trainer of a student on its own answers to prompts: it learns the teacher's distributions at
+    the answers' tokens, which count as given (Agarwal et al., arXiv:2306.13649, with lambda =
+    1)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistillationTrainer.Config):

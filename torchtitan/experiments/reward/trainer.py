@@ -65,7 +65,7 @@ class RewardTrainer(Trainer):
 
 
 def check_reward_model(folder: str) -> None:
-    """Raise `UserError` if there is no reward model in `folder`, without reading its weights."""
+    """Raise `UserError` unless `folder` has a reward model, without reading its weights."""
     if not spec_of(folder).model.scores:
         raise UserError(f"{folder} is no reward model; train one with --module reward")
 
@@ -73,7 +73,7 @@ def check_reward_model(folder: str) -> None:
 def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], float]:
     """Return a function of prompt, completion and row: the reward of a completion as the answer to
     the row's prompt, with tokenizer and chat template of the reward model in `folder`. Raise
-    `UserError` if there is none."""
+    `UserError` if the folder has no reward model."""
     check_reward_model(folder)
     loaded = load_model(folder, device=device_type())
     tokenizer = PretrainedTokenizer.Config().build(path=loaded.tokenizer_path)

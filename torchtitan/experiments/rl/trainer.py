@@ -110,9 +110,9 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         return self.packed(groups, advantages)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
-        """Return the groups of this rank's prompts. With a method that resamples, only groups with
-        unequal rewards, fewer at the end of the data; raise `UserError` if there is none in ten
-        global batches."""
+        """Return the groups of this rank's prompts. With a method that resamples, return only
+        groups with unequal rewards, fewer at the end of the data; raise `UserError` if ten global
+        batches have no such group."""
         load = super().next_micro_batches
         step = self.step + 1
         resamples = self.policy.method.resample

@@ -1,4 +1,4 @@
-"""The auxiliary loss of a class's routers over the global batch, in place of that of a micro-batch.
+"""The auxiliary loss of a class's routers over the global batch instead of a micro-batch.
 
 Most classes of transformers have one formula (`load_balancing_loss_func`, of arXiv:2101.03961): E K
 sum_i f_i P_i, with f_i the share of the choices that expert i gets, P_i its mean probability, both
@@ -24,8 +24,7 @@ from torchtitan.tools.logging import logger
 
 
 class ClassBalance(LoadBalanced):
-    """The routers of all layers of a class, as one: E experts, of which a token gets K in each
-    layer."""
+    """The routers of all layers of a class, as one: a token gets K of E experts in each layer."""
 
     def __init__(self, n_experts: int, n_chosen: int, weight: float):
         super().__init__(n_experts, n_chosen, PenaltyConfig(batch_loss=weight), selection=None)

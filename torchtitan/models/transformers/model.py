@@ -239,8 +239,9 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see
         `torchtitan.models.common.decoder.Decoder.forward`. The auxiliary loss of routers, if the
-        class gives one, is that of the global batch in the steps of a `LoadBalancer`, which do not
-        show it; elsewhere, a loss includes the class's, weighted with the number of labels."""
+        class returns one, is computed over the global batch in the steps of a `LoadBalancer`, which
+        do not show it; elsewhere, a loss includes the class's auxiliary loss, weighted with the
+        number of labels."""
         captured = self.captured
         if isinstance(attention, NextTokens):
             outputs = attention.cache.run(self.model, tokens_BL, attention)

@@ -59,7 +59,7 @@ def read_call(text: str) -> Any:
 
 
 def _quoted(text: str) -> Any:
-    """Parse JSON that was between single quotes, in which single quotes may have backslashes."""
+    """Parse JSON from between single quotes. Single quotes in it may have backslashes."""
     try:
         return parse_json(text)
     except ValueError:
@@ -77,8 +77,8 @@ def _literal(text: str) -> Any:
 
 def calls_in(text: str) -> Tagged | None:
     """Return the calls at the end of a text, between Hermes' tags `<tool_call>` or after Glaive's
-    `<functioncall>`; None if there are none, or text follows them. Raise `BrokenSample` for a call
-    that cannot be read."""
+    `<functioncall>`; None for a text without calls, or with text after them. Raise `BrokenSample`
+    for a call that cannot be read."""
     if "<tool_call>" not in text and "<functioncall>" not in text:
         return None
     if (glaive := _GLAIVE_CALL.fullmatch(text)) and "{" in glaive["inner"]:

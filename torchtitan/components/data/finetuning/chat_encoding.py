@@ -48,17 +48,17 @@ _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class Facts(NamedTuple):
-    """What the turns of a sample teach."""
+    """Counts of what a model learns from the turns of a sample."""
 
     n_turns: int = 0
     n_stops: int = 0
     """Turns that end with a stop."""
     n_only_stops: int = 0
-    """Turns of which nothing but the stop is trained."""
+    """Turns with only the stop trained."""
     options: tuple[str, ...] = ()
     """Options of the template that turns were rendered with, such as `enable_thinking=False`."""
     lost: tuple[str, ...] = ()
-    """Parts that the template leaves out: trained ones that the loader accepts, and those of
+    """Parts that the template omits: trained parts whose loss the loader accepts, and parts of
     prompts."""
 
     @classmethod
@@ -142,7 +142,7 @@ class ChatEncoder:
         tokenizer: tokenizer of the model.
         template: chat template; None for data without conversations.
         train_on: turns to train on if the row does not specify them.
-        accepted: parts of messages that the template may leave out.
+        accepted: parts of messages that the template may omit.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class ChatEncoder:
     def encode_pair(self, pair: Pair) -> tuple[EncodedSample, EncodedSample]:
         """Encode the prompt with each continuation. Only the assistant's turns in the continuations
         are trained. Raise `BrokenSample` if a continuation cannot be encoded as one sequence,
-        `UserError` if there is no template."""
+        `UserError` without a template."""
         finder = self._required_finder()
         thinks = finder.has_reasoning([*pair.prompt.messages, *pair.chosen, *pair.rejected])
         conversations = [
@@ -299,8 +299,8 @@ class ChatEncoder:
             return error
 
     def _samples_of(self, plan: "_Plan", ids: list[int], offsets: Offsets) -> list[EncodedSample]:
-        """Return the sample of a plan, preceded by those of turns whose prompt has other ids at
-        inference."""
+        """Return the sample of a plan, preceded by one sample for each turn whose prompt has other
+        ids at inference."""
         tokens = _Tokens(plan.text, ids, offsets, self._special_ids)
         trained = np.zeros(len(ids), bool)
         shared: list[Turn] = []
@@ -325,9 +325,9 @@ class ChatEncoder:
         return [*apart, whole]
 
     def _is_prompt(self, prompt: str, tokens: "_Tokens", n: int) -> bool:
-        """Return whether the first `n` ids of a text are those of a prompt. Only the prompt's end
-        is encoded again, as what follows it can change only the last tokens: from its last special
-        token, where the text is the same in most conversations, or from some tokens before."""
+        """Return whether the first `n` ids of a text are the ids of a prompt. Text after the prompt
+        can change only its last tokens, so only the prompt's end is encoded again: from its last
+        special token, whose text is the same in most conversations, or from some tokens before."""
         window, ids = prompt[-_WINDOW:], tokens.ids
         starts = [found.start() for found in self._special.finditer(window)]
         if not starts:
@@ -400,7 +400,7 @@ class _Plan(NamedTuple):
     spans: list[tuple[int, int, bool]] = []
     """Other spans, in characters, with whether they are trained."""
     more: Facts = Facts()
-    """What the text teaches besides the turns."""
+    """Counts of what a model learns from the text besides the turns."""
 
 
 def _plans(

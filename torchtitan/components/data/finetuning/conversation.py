@@ -131,8 +131,8 @@ def normalize(messages: Any, tools: Any = None, options: Any = None) -> Conversa
 
     Messages and tools are lists or their JSON text, as in a CSV cell, and so is each item; `tools`,
     the callable functions, may also be a single one or None. `options` is an object for the chat
-    template, its JSON text or None. Raise `EmptySample` if there are no messages, and
-    `BrokenSample` for an invalid one, naming its number, from 1."""
+    template, its JSON text or None. Raise `EmptySample` for an empty list, and `BrokenSample` for
+    an invalid message, naming its number, from 1."""
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
         raise BrokenSample(f"messages must be a list, not {kind_of(turns)}")
@@ -366,8 +366,8 @@ def _parsed(value: Any, what: str) -> Any:
 
 
 def _function(wrapper: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the function of a tool or tool call, which has it as a key, or is the function itself,
-    without `type`."""
+    """Return the function of a tool or tool call, without `type`. The tool or call has a key
+    `function`, or is the function itself."""
     function = wrapper.get("function")
     if function is None:
         function = {key: value for key, value in wrapper.items() if key not in ("type", "function")}

@@ -42,7 +42,7 @@ class FilterConfig:
     untrained: Policy | None = "drop"
     """Policy for samples without predicted tokens; None: the encoder checks this."""
     on_loss_of_reasoning: LossPolicy = "drop"
-    """Policy for rows with a trained turn whose reasoning the template leaves out."""
+    """Policy for rows with a trained turn whose reasoning the template omits."""
     on_loss_of_tools: LossPolicy = "drop"
     on_loss_of_content: LossPolicy = "drop"
     min_tokens: int = 0
@@ -122,7 +122,7 @@ def _drop(reason: str, why: str, policy: Policy) -> Dropped:
 
 
 def repetition(ids: Array, n: int) -> float:
-    """Return the fraction of n-grams that repeat an earlier one, 0 if there are no n-grams.
+    """Return the fraction of n-grams that repeat an earlier one, 0 for fewer than `n` ids.
 
     Based on the repetition filters of Rae et al. 2021 (arXiv:2112.11446, table A1), with tokens
     instead of words.

@@ -32,7 +32,7 @@ def load_function(reference: str) -> RowFunction:
     """Load the function `package.module:function` or `path/to/file.py:function`. Raise `UserError`
     if the file, module or function does not exist, or the import fails."""
     module_name, colon, name = reference.rpartition(":")
-    if not colon:  # what is code here must be code for `CodeReference`
+    if not colon:  # `CodeReference` must use the same rule to recognize code
         raise UserError(
             f"{reference!r} must have the form package.module:function or path/to/file.py:function"
         )
@@ -96,8 +96,8 @@ def _import_module(name: str, reference: str) -> ModuleType:
 
 
 def function_fingerprint(function: Callable[..., Any]) -> str:
-    """Return a digest of a function. It covers the function's file (or its code and globals if
-    there is no file, as in a notebook), its defaults and closure, and all functions among these,
+    """Return a digest of a function. It covers the function's file (or its code and globals
+    without a file, as in a notebook), its defaults and closure, and all functions among these,
     such as one wrapped by a decorator.
 
     The current values are used. Modules imported by the file are not included. Raise `UserError` if

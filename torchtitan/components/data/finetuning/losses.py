@@ -8,7 +8,7 @@ from torchtitan.components.chat_template.forms import REASONING, without_empty_b
 from torchtitan.components.data.finetuning.conversation import Message
 
 Part = Literal["reasoning", "tools", "content"]
-"""Part of a message that a template may leave out."""
+"""Part of a message that a template may omit."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 

@@ -103,14 +103,13 @@ class PlannedDataLoader(TokenizingDataLoader):
         broken: Policy = "error"
         """Rows that cannot be read or encoded: drop or error."""
         on_loss_of_reasoning: LossPolicy = "drop"
-        """Rows with a trained turn whose reasoning the chat template leaves out: error, drop, or
-        train (without it)."""
+        """Rows with a trained turn whose reasoning the chat template omits: error, drop, or train
+        (without it)."""
         on_loss_of_tools: LossPolicy = "drop"
-        """Rows with a trained turn whose tool calls the chat template leaves out: error, drop, or
+        """Rows with a trained turn whose tool calls the chat template omits: error, drop, or
         train."""
         on_loss_of_content: LossPolicy = "drop"
-        """Rows with a trained turn whose text the chat template leaves out: error, drop, or
-        train."""
+        """Rows with a trained turn whose text the chat template omits: error, drop, or train."""
         too_long: TooLong = "drop"
         """Samples longer than the sequence length: drop, truncate_left (keeps the end),
         truncate_right, or error."""
@@ -157,7 +156,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             )
 
         def loss_policies(self) -> dict[str, Any]:
-            """Return the policies for parts of messages that a template leaves out, by option."""
+            """Return the policies for parts of messages that a template omits, by option."""
             return {
                 "on_loss_of_reasoning": self.on_loss_of_reasoning,
                 "on_loss_of_tools": self.on_loss_of_tools,
@@ -165,7 +164,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             }
 
         def accepted_losses(self) -> list[Part]:
-            """Return the parts of messages that a template may leave out."""
+            """Return the parts of messages that a template may omit."""
             policies = self.loss_policies()
             return [part for part in PARTS if policies[f"on_loss_of_{part}"] == "train"]
 
@@ -270,8 +269,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
     ) -> Planner:
         """Create a planner at the first window, by default with one sample per window, for steps of
-        `windows_per_step`. There is a sampler per dataset; windows never end if there is no number
-        of `epochs`, the passes over the data; `order` are further arguments of the planner."""
+        `windows_per_step`. Each dataset has its sampler. `epochs` is the number of passes over the
+        data; None: windows never end. `order` are further arguments of the planner."""
         lengths = [np.ones(data.n_samples, np.int64) for data in self.samples.sets]
         return Planner(
             lengths,

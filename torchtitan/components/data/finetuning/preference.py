@@ -107,7 +107,7 @@ class PreferenceDataLoader(PlannedDataLoader):
 class AnswerDataLoader(PreferenceDataLoader):
     """Single answers with a label, as for KTO: rows with a prompt, an answer and `label`, or pairs.
 
-    The batches are like batches of pairs, in which one of the answers may be missing: a desirable
+    The batches are like batches of pairs, but one answer of a pair may be missing: a desirable
     answer is a chosen one. They also have `mismatched_input`, `mismatched_labels` and
     `mismatched_attention`: the answers of each window with another prompt of the window,
     `n_mismatched` (B,), their number, and `n_answers` (B,), the number of answers.

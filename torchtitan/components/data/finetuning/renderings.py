@@ -47,21 +47,21 @@ class Turn(NamedTuple):
     prompt: str
     """The conversation before the turn, with the generation prompt."""
     completion: str
-    """What the model must write: the turn up to and including its stop."""
+    """Text that the model must write: the turn up to and including its stop."""
     stop: str
-    """The stop at the end of the completion; empty if the turn teaches none."""
+    """The stop at the end of the completion; empty for a turn without a stop."""
     form: Form
     lost: tuple[Part, ...]
     """Parts that the completion lacks."""
     unseen: tuple[str, ...]
-    """Parts of the prompt that the template leaves out: "system message" or "tools"."""
+    """Parts of the prompt that the template omits: "system message" or "tools"."""
     marks: tuple[tuple[int, int], ...] | None
     """Spans that the template marks by `{% generation %}`, in characters of prompt and completion;
     None: no marks."""
     is_only_a_stop: bool = False
     """True if the model learns nothing from the turn but to stop."""
     rest: str = ""
-    """What the template writes after the turn in this conversation."""
+    """Text that the template writes after the turn in this conversation."""
 
     @property
     def text(self) -> str:
@@ -69,17 +69,17 @@ class Turn(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """Result of a form: a turn, or why there is none."""
+    """Result of a form: a turn, or the reason why the form has no turn."""
 
     turn: Turn | None
     problem: str = ""
     n_passed: int = 0
-    """How far the form gets: 0 if the template rejects it, 1 if its turn does not continue the
-    generation prompt, 2 if the turn has a fault."""
+    """Number of checks that the form passes: 0 if the template rejects it, 1 if its turn does not
+    continue the generation prompt, 2 if the turn has a fault."""
 
 
 class TriedTemplate(NamedTuple):
-    """A template, and what trials found about it."""
+    """A template with the results of trials."""
 
     template: ChatTemplate
     forms: Forms
@@ -137,7 +137,7 @@ class Renderings:
         return traits
 
     def with_markers(self, number: int) -> "Renderings":
-        """Return the conversation up to message `number`, with markers in place of its texts."""
+        """Return the conversation up to message `number`, with markers instead of its texts."""
         message = _marked(self.messages[number])
         before = [{**other} for other in self.messages[:number]]
         row = Renderings(
@@ -230,8 +230,8 @@ class Renderings:
         return Attempt(Turn(prompt, finished, end, form, lost, unseen, marks, is_only_a_stop))
 
     def texts_after(self, form: Form) -> list[str]:
-        """Return what the template writes between each message and the next one, for messages with
-        markers in place of their texts."""
+        """Return the text that the template writes between each message and the next one, for
+        messages with markers instead of their texts."""
         marked = Renderings(
             self._tried, Conversation([], self.tools, options=self.options), self.thinks
         )
@@ -259,7 +259,7 @@ class Renderings:
 
     def closing_inside(self, number: int, completion: str) -> str:
         """Return the tag inside the reasoning of message `number` that also closes it in its turn;
-        empty if there is none."""
+        empty for reasoning without such a tag."""
         reasoning = self.messages[number].get(REASONING) or ""
         closings = (tags.close for tags in self._forms.tags if tags.close in reasoning)
         return next((closing for closing in closings if completion.count(closing) > 1), "")
@@ -267,8 +267,8 @@ class Renderings:
     def _completion(
         self, number: int, form: Form, prompt: str
     ) -> tuple[str | None, tuple[tuple[int, int], ...] | None]:
-        """Return the text of the turn after the generation prompt, None if there is none, and the
-        marked spans."""
+        """Return the text of the turn after the generation prompt, or None, and the marked
+        spans."""
         if form.way == "followed":
             followed = self._followed(number, form)
             return self._joined(number, form, prompt, followed) if followed else None, None
@@ -350,8 +350,8 @@ class Renderings:
         return head + found if found else None
 
     def _replaced(self, number: int, message: Message, form: Form) -> str:
-        """Return the text of the conversation up to message `number` with another message in its
-        place, and, if the form says so, one that follows."""
+        """Return the text of the conversation up to message `number`, which another message
+        replaces. The way `followed` adds a message after it."""
         before = self._in_form(number, form, True)
         messages = [*before, *prepared([message], replace(form, reasoning="none"))]
         if form.way == "followed":
@@ -387,7 +387,7 @@ class Renderings:
         return text.count("None") > plain.count("None")
 
     def _fault(self, number: int, prompt: str, finished: str, stop: Stop | None, form: Form) -> str:
-        """Return what is wrong with a trial turn, without its stop; empty if nothing is."""
+        """Return the fault of a trial turn, without its stop; empty for a correct turn."""
         message = self.messages[number]
         if form.empty == "none" and self._writes_none(number, form):
             return "a text for a content that is none"
@@ -517,7 +517,7 @@ def _kind_of(message: Message) -> str:
 
 
 def _marked(message: Message) -> Message:
-    """Return a message of the assistant with markers in place of its texts."""
+    """Return a message of the assistant with markers instead of its texts."""
     content = message.get("content")
     reasoning = message.get(REASONING)
     written = message.get(WRITTEN)
@@ -536,7 +536,7 @@ def _marked(message: Message) -> Message:
 
 
 def _numbered(message: Message, number: int) -> Message:
-    """Return a message with markers of its number in place of its texts."""
+    """Return a message with markers of its number instead of its texts."""
     marker = f"{MARK}{number}x"
     calls = message.get("tool_calls")
     marked = {**message}

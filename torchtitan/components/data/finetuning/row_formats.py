@@ -166,12 +166,14 @@ def formats_of(kind: Kind) -> list[RowFormat]:
 def find_format(
     columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
 ) -> RowFormat:
-    """Return the format of rows for a purpose, given the columns of the first valid row; its
-    `convert` accepts rows with the column names of the file, to which `mapping` leads from the
-    format's. `format` is "auto" (detected from the columns, must use all mapped ones), a format
-    name, or a user function, `package.module:function` or `path/to/file.py:function`. Raise
-    `UserError` if no format matches, the format or function does not exist, or a mapped column is
-    missing."""
+    """Return the format of rows for a purpose, given the columns of the first valid row.
+
+    Its `convert` accepts rows with the column names of the file; `mapping` has the name in the file
+    by the format's name. `format` is "auto" (detected from the columns, must use all mapped ones),
+    a format name, or a user function, `package.module:function` or `path/to/file.py:function`.
+    Raise `UserError` if no format matches, the format or function does not exist, or a mapped
+    column is missing.
+    """
     if ":" in format:
         if mapping:
             raise UserError(

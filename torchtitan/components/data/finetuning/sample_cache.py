@@ -173,7 +173,7 @@ def open_sample_cache(
 
 
 def first_columns(source: Source) -> list[str]:
-    """Return the columns of the first readable row. Raise `UserError` if there is none."""
+    """Return the columns of the first readable row. Raise `UserError` without such a row."""
     error = ""
     for row in source.rows(lambda _: None):
         if row.values is not None:

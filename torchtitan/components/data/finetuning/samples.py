@@ -127,7 +127,8 @@ class LengthFilteredDataset:
         return "truncate_left" if self._untrained is None else "truncate_left or truncate_right"
 
     def _count_dropped(self, dropped: Sequence[tuple[int, Dropped]], keep: Array) -> None:
-        """Count rows without a kept sample as dropped, and samples of other rows as left out."""
+        """Count rows without a kept sample as dropped, and dropped samples of other rows in
+        `left_out`."""
         report, cache = self.report, self._cache
         has_several = report.samples > report.kept
         report.samples -= len(dropped)
@@ -265,7 +266,7 @@ Windows = Sequence[Sequence[EncodedRow]]
 
 class WindowDataset(Dataset[Batch | UserError]):
     """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it
-    without `documents`. An error in place of the numbers stays as it is."""
+    without `documents`. An error instead of the numbers stays as it is."""
 
     def __init__(
         self,

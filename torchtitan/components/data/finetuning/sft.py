@@ -149,8 +149,8 @@ class SFTDataLoader(PlannedDataLoader):
             ]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, by default the model's; None if there is none (for
-            plain text)."""
+            """Return the configured template, by default the model's; None for a model without a
+            template (for plain text)."""
             if not self.chat_template and (
                 not tokenizer.folder or load_chat_template(tokenizer.folder) is None
             ):

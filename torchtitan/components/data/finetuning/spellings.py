@@ -155,7 +155,7 @@ def split_reasoning(text: str) -> tuple[str, str] | None:
 
 
 def one_reasoning(found: Mapping[str, Any]) -> str:
-    """Return the reasoning that is the value of each filled key; empty if there is none. Raise
+    """Return the reasoning that is the value of each filled key; empty if all keys are empty. Raise
     `BrokenSample` if two differ in more than whitespace."""
     texts = {
         key: _reasoning_text(value, key) for key, value in found.items() if not _is_encrypted(value)

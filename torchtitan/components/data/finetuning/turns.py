@@ -36,7 +36,7 @@ class _Verdict(NamedTuple):
     is_complete: bool
     """True if the forms lose nothing."""
     problem: str
-    """Why there is none."""
+    """Reason why a kind of turns has no form."""
 
 
 class _Rank(NamedTuple):
@@ -56,8 +56,8 @@ class TurnFinder:
     Turn i is rendered twice: the messages before it with the generation prompt, P, and the messages
     up to it, F. If F begins with P, the rest of F is what the model must write, up to the stop.
     Otherwise, and if the rest lacks a part of the message, other forms are tried (see `Forms`). The
-    forms that suit a kind of turns are found once, with marker texts in place of the turn's own;
-    each turn is then checked with these.
+    forms that suit a kind of turns are found once, with marker texts instead of the turn's texts;
+    each turn is then checked with these forms.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, accepted: Sequence[Part] = ()):
@@ -112,7 +112,7 @@ class TurnFinder:
         )
 
     def _form_of(self, row: Renderings) -> Form:
-        """Return the form of a conversation, of which not a turn but the text is needed."""
+        """Return the form of a conversation for a caller that needs its text, not a turn."""
         answers = [
             number for number, message in enumerate(row.messages) if message["role"] == "assistant"
         ]
@@ -209,7 +209,7 @@ class TurnFinder:
         return best, furthest.problem
 
     def _suitable(self, row: Renderings, number: int) -> _Verdict:
-        """Return the forms for a turn, found with markers in place of its texts."""
+        """Return the forms for a turn, found with markers instead of its texts."""
         traits = row.traits(number)
         message, before = row.messages[number], row.messages[number - 1]["role"] if number else ""
         own = (

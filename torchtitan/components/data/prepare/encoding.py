@@ -74,7 +74,7 @@ class Encoding:
     """Completes the arrays in a folder to a cache, given their counts and the name of their first
     part."""
     encoder: ArrayEncoder | None = None
-    """What `write` encodes text with; its ids are always the tokenizer's."""
+    """Encoder that `write` uses for text; its ids are always the tokenizer's."""
 
     def items(self, folder: Folder, keep: np.ndarray) -> np.ndarray:
         """Return the items of arrays that a mask (n,) keeps, without splits, in the order of their

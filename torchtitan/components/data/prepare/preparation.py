@@ -52,8 +52,8 @@ WORK = ".work-"
 FAST = "gigatoken"
 """Empty file of a part that gigatoken has encoded."""
 REFUSED = "gigatoken-differs"
-"""Empty file beside the parts after gigatoken had other ids in one of them; those with `FAST` are
-not complete."""
+"""Empty file next to the parts, written after gigatoken had other ids in one of them; parts with
+`FAST` are not complete."""
 TRAIN, VALIDATION = "train", "validation"
 
 INDEX_ROWS = 3

@@ -131,8 +131,8 @@ def _checked(content: bytes, digest: str, name: str) -> bytes:
 
 
 def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
-    """Return the preparation at a path or URL; None if there is none, or the dataset is a name in
-    the catalog. Raise `UserError` if it is not complete."""
+    """Return the preparation at a path or URL; None for other content, or if the dataset is a name
+    in the catalog. Raise `UserError` if it is not complete."""
     if not dataset or dataset in catalog.names():
         return None
     folder = folder_at(os.path.expanduser(dataset))
@@ -224,8 +224,8 @@ def _open(
 
 @dataclass(frozen=True)
 class _StoredArray:
-    """An array in a store, of which slices are read. The folder's name identifies its content in
-    the cache."""
+    """An array in a store, read in slices. The folder's name identifies its content in the
+    cache."""
 
     folder: Folder
     name: str
@@ -255,9 +255,9 @@ class _StoredArray:
 def validation_split(
     dataset: str, training: Sequence[str], catalog: Catalog[Any]
 ) -> tuple[list[str], str] | None:
-    """Return the datasets to validate with, and their split: `dataset`, by default those of
-    `training` that have a validation split; None if there are none. A dataset without one is read
-    as a whole."""
+    """Return the datasets to validate with, and their split: `dataset`, by default the datasets of
+    `training` that have a validation split; None if all lack one. A dataset without a validation
+    split is read as a whole."""
 
     def splits(name: str) -> Sequence[str]:
         found = find_prepared(name, catalog)

@@ -109,7 +109,7 @@ def write_tokens(
     source: Source, encoder: ArrayEncoder, folder: Path, advance: OnRead
 ) -> dict[str, Any]:
     """Write `tokens.bin` and `offsets.bin` of a source, including empty documents; return the
-    content of `meta.json`. Raise `DifferentIds` if the files must be written again, see
+    content of `meta.json`. Raise `DifferentIds` if the caller must rewrite the files, see
     `ArrayEncoder`."""
     dtype = np.dtype(token_dtype(encoder.tokenizer))
     n_tokens = 0
@@ -150,8 +150,8 @@ def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_
 
 
 class EncodedBatch(NamedTuple):
-    """Token ids of consecutive documents, of which the first and the last may be in other batches,
-    too."""
+    """Token ids of consecutive documents. Other batches may also have parts of the first and the
+    last document."""
 
     ids: np.ndarray
     """Ids with BOS and EOS at the documents' ends, uint32 (n,)."""

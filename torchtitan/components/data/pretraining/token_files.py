@@ -68,8 +68,8 @@ class TokenFile:
 
 def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
     """Return the token files at a path: a file, Megatron's path without `.bin`, litdata's folder, a
-    folder without other data, or a glob pattern; sorted. Empty if there are none, or the dataset is
-    one of `names`. Raise `UserError` for a folder of MDS or of other items than tokens."""
+    folder without other data, or a glob pattern; sorted. Empty for other paths, or if the dataset
+    is one of `names`. Raise `UserError` for a folder of MDS or of other items than tokens."""
     if not dataset or dataset in names:
         return []
     path = Path(os.path.expanduser(dataset))
@@ -91,9 +91,8 @@ def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
 
 
 def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer, cache_dir: str = "") -> Tokens:
-    """Open token files as one stream. Each file is read completely once, and what was found is
-    remembered in the cache folder. Raise `UserError` for a damaged file, or token ids outside the
-    vocabulary."""
+    """Open token files as one stream. Each file is read completely once, and the cache folder keeps
+    the findings. Raise `UserError` for a damaged file, or token ids outside the vocabulary."""
     chunks = {folder: _litdata_chunks(folder) for folder in {path.parent for path in paths}}
     inspected = [_inspect(path, tokenizer, chunks[path.parent].get(path.name)) for path in paths]
     files = [file for file in inspected if file.n_tokens]

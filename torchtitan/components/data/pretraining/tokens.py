@@ -105,7 +105,7 @@ class ArrayTokens(Tokens):
         self.n_tokens = len(tokens)
         self.names = names
         self.place = key
-        """Where the tokens are, for messages."""
+        """Location of the tokens, for messages."""
         self._tokens, self._offsets = tokens, offsets
         self._first_documents = [0, *itertools.accumulate(documents_per_part)]
 
@@ -185,6 +185,6 @@ class JoinedTokens(Tokens):
         return stream.locate(place)
 
     def lengths(self) -> Array:
-        """Return the tokens of the documents of at most 16 evenly spaced streams, (n,)."""
+        """Return the document lengths of at most 16 evenly spaced streams in tokens, (n,)."""
         chosen = evenly_spaced(len(self._first_tokens), 16)
         return np.concatenate([self._stream(index).lengths() for index in chosen])

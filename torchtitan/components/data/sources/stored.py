@@ -39,14 +39,14 @@ _VERSIONS = (
 """Names of checksums and times in stores, in lower case without separators; checksums first."""
 
 _RESULTS = (ValueError, LookupError, TypeError, FileExistsError)
-"""Errors that are no failure of a store: damaged content, or a result."""
+"""Errors that are not failures of a store: damaged content, or a result."""
 
 T = TypeVar("T")
 
 
 class StoredPart(Part):
-    """A file in a store, or a byte range of a file's lines: those after a line end in the range,
-    and the first line of the file. To be read, the lines are copied to a temporary file.
+    """A file in a store, or a byte range of a file's lines: the lines after a line end in the
+    range, and the first line of the file. To be read, the lines are copied to a temporary file.
 
     Args:
         name: see `Part`.
