@@ -60,12 +60,10 @@ from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.deferred_results import DeferredResults
 from torchtitan.trainer.failures import (
-    StandIns,
     StepStart,
     around_step,
     deferred,
     raise_on_all_ranks,
-    raise_shared,
     save_last_step,
 )
 from torchtitan.trainer.ledger import Ledger
@@ -211,7 +209,6 @@ class Trainer(Configurable):
         self.checkpoint_loaded = False
         self.is_step_complete, self.step_start = True, None
         self.failure = None
-        self.stand_ins = StandIns(self)
         self.validator = self.build_validator()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
@@ -647,8 +644,7 @@ class Trainer(Configurable):
         empty after it."""
         with self.metrics.timing_data():
             self.skip_data(batches)
-            read = partial(itertools.islice, batches, self.gradient_accumulation_steps)
-            micro_batches = self.stand_ins.batches(lambda: list(read()))
+            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
         self.notify("on_batches", micro_batches)
         if self.failure and world_size() == 1:
@@ -747,7 +743,7 @@ class Trainer(Configurable):
             return self.pipeline.forward_backward(batch, scaled) / degree
         with self.mixed_precision():
             self.watchdog.phase("forward")
-            summed_loss, weight = self.stand_ins.loss(batch)
+            summed_loss, weight = self.compute_loss(batch)
             loss = scaled(summed_loss)
             self.watchdog.phase("backward")
             loss.backward()
@@ -776,9 +772,8 @@ class Trainer(Configurable):
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
-        head = self.stand_ins.head(self.loss)
         loss: Tensor = model(
-            batch["input"], batch.get("attention"), head=head, labels_BL=batch["labels"]
+            batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"]
         )
         return loss
 
@@ -824,11 +819,7 @@ class Trainer(Configurable):
         stop = self.failure is not None or (
             self.stop_request is not None and self.stop_request.received
         )
-        failed = self.stand_ins.is_used
-        flags = [
-            torch.full((), float(flag), device=self.device)
-            for flag in (stop, self.has_data, failed)
-        ]
+        flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
         # The norm of rank 0, since the last bit may decide whether a step is a spike, on all ranks
         # alike.
         norm = grad_norm if self.rank == 0 else torch.zeros_like(grad_norm)
@@ -840,11 +831,7 @@ class Trainer(Configurable):
         return torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums])
 
     def result_of(self, values: list[float]) -> StepResult:
-        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, failed_ranks, *measured = (
-            values
-        )
-        if failed_ranks:
-            raise_shared(self.failure)
+        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, *measured = values
         return StepResult(
             loss=total_loss,
             grad_norm=total_norm,
