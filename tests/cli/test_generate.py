@@ -126,7 +126,7 @@ def test_exception_raised_by_a_template_is_reported(assets):
 
 def test_templates_run_in_a_sandbox():
     template = ChatTemplate("{{ messages.append(1) }}")
-    with pytest.raises(UserError, match="rejects.*append"):
+    with pytest.raises(UserError, match="sandbox.*forbids.*append"):
         template.render(TURNS, add_generation_prompt=False)
     with pytest.raises(UserError, match="line 2"):
         ChatTemplate("\n{% if %}")

@@ -274,6 +274,15 @@ UNHANDLED = "NCCL error in: ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.3\n
             ),
             True,
         ),
+        (
+            UNHANDLED.format(
+                "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+                "ncclSystemError: System call (e.g. socket, malloc) or external library call "
+                "failed or device error. \nLast error:\nError while creating shared memory segment "
+                "/dev/shm/nccl-a",
+            ),
+            False,
+        ),
         ("NCCL timeout in communicator initialization.", True),
         (
             "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "

@@ -21,7 +21,7 @@ from torchtitan.dry_run.report import dry_run
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import _Formatter, _print_traceback
 from torchtitan.tools.progress import progress
-from torchtitan.tools.redact import redact, redacted
+from torchtitan.tools.redact import hide_credentials_of, redact, redacted
 from torchtitan.tools.tables import open_console, print_table
 
 URL = "s3://AKIAIOSFODNN7EXAMPLE:wJalr/XUtnFEMI+K7@bucket/data.jsonl"
@@ -260,3 +260,11 @@ def test_whatever_is_printed_is_presentable():
                 if not constant and not safe & set(inner):
                     found[str(path.relative_to(PROJECT / "torchtitan"))] += 1
     assert found == PRINTED_AS_IT_IS
+
+
+def test_user_names_are_no_secrets():
+    """They may be parts of paths."""
+    hide_credentials_of("sftp://ubuntu@host/data")
+    assert redact("/home/ubuntu/outputs") == "/home/ubuntu/outputs"
+    hide_credentials_of("https://0123456789abcdef0123@host/data")
+    assert redact("token 0123456789abcdef0123 failed") == "token *** failed"

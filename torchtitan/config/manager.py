@@ -45,6 +45,7 @@ from torchtitan.config.registry import (
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import open_regular, regular_file
+from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redacted
 from torchtitan.tools.user_code import exits_as_errors
@@ -177,7 +178,7 @@ class ConfigManager:
                     return_unknown_args=True,
                 )
         except SystemExit:
-            print(printed.getvalue(), end="", file=sys.stderr)
+            print(presentable(printed.getvalue()), end="", file=sys.stderr)
             raise
         if unknown:
             raise self._unknown(unknown, known)
@@ -280,6 +281,8 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
 def _is_option(word: str, types: Mapping[str, Any]) -> bool:
     key = _key_of(word)
     section, dot, name = key.rpartition(".")
+    if word.startswith("--") or word == "-h":
+        return True
     return key in types or f"{section}{dot}{name.removeprefix('no_')}" in types
 
 

@@ -32,11 +32,11 @@ _NCCL_ERRORS = re.compile(
     "NCCL communicator was aborted on rank|Watchdog caught collective operation "
     "timeout|ncclRemoteError"
     "|Some NCCL operations have failed or timed out|NCCL timeout in communicator initialization"
-    "|retrieving ncclUniqueId from|ncclSystemError"
+    r"|retrieving ncclUniqueId from|ncclSystemError[\s\S]*\bConnection (?:refused|reset|closed)"
 )
 """Parts of the messages of PyTorch's NCCL back end (2.13) about other ranks: a watchdog that
-aborted a collective, a peer that ended, a connection (system call) that failed. Its other errors,
-such as of CUDA or of wrong usage, are this rank's own."""
+aborted a collective, a peer that ended or refused a connection. Its other errors, such as of CUDA,
+of memory or of wrong usage, are this rank's own."""
 
 _created_here = False  # if true, this module destroys the process group
 

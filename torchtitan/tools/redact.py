@@ -63,16 +63,22 @@ _IN_URL = re.compile(rf"{_SCHEME}([^/\s'\"@:]*:[^\s'\"@]+|[^/\s'\"@]+)@")
 _SHORTEST = 6
 """Shorter names and passwords may be parts of other words, and are hidden in URLs only."""
 
+_SHORTEST_TOKEN = 16
+"""Shorter text without a password is a user name."""
+
 _known: set[str] = set()
 
 
 def hide_credentials_of(url: str) -> None:
-    """Hide user and password of a URL from now on in every text of this process: libraries may
-    write them without the URL's scheme."""
+    """Hide the password or token of a URL from now on in every text of this process: libraries may
+    write it without the URL's scheme."""
     if found := _IN_URL.match(url):
-        _known.update(
-            part for part in (found[2], *found[2].split(":", 1)) if len(part) >= _SHORTEST
-        )
+        user, _, password = found[2].partition(":")
+        # A user name alone is no secret, and may be part of paths. A token in its place is long.
+        if not password and len(user) >= _SHORTEST_TOKEN:
+            _known.add(user)
+        if len(password) >= _SHORTEST:
+            _known.update((found[2], password))
 
 
 def redact(text: str) -> str:

@@ -67,7 +67,11 @@ def is_lasting(error: BaseException) -> bool:
     is_unknown_host = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME
     if is_unknown_host or isinstance(error, OSError) and error.errno in _FULL:
         return True
-    return is_lasting(error.__cause__) if error.__cause__ else type(error) in _LASTING
+    cause = error.__cause__
+    # Only servers of HTTP and the system say more than the store's own error. The causes of other
+    # stores' errors are exceptions of their libraries.
+    is_telling = isinstance(cause, OSError) or isinstance(getattr(cause, "status", None), int)
+    return is_lasting(cause) if cause and is_telling else type(error) in _LASTING
 
 
 def check_access(url: str, store: Any, path: str) -> None:

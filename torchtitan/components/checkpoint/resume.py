@@ -56,7 +56,8 @@ class StartDecision:
     def still_holds(self, folder: Folder) -> bool:
         """Return whether the run's `folder` has checkpoints with the same names. Reads none of
         them."""
-        return catalog.names_in(folder) == self.names
+        with os_errors_as(f"the checkpoints in {folder} cannot be read"):
+            return catalog.names_in(folder) == self.names
 
 
 def decide_start(
