@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 
 from tests.components import answer_spellings
+from torchtitan.components.rollout import answers
+from torchtitan.components.rollout.exact_numbers import MAX_CHARACTERS
 from torchtitan.components.rollout.math_reward import MathReward, same_answers
 from torchtitan.components.rollout.rewards import Rewards, find_reward
 from torchtitan.tools.errors import UserError
@@ -629,6 +631,17 @@ def test_a_long_answer_is_not_paid_and_takes_no_process(part, place):
     check = mock.Mock(return_value=False)
     assert not same_answers("1", text, check)
     assert check.call_count == 0
+
+
+@pytest.mark.parametrize("part", [" so 1", "\nso 4", "\n", ".so", r"\boxed{4} "])
+def test_the_text_after_an_answer_is_read_in_parts_of_bounded_length(part, monkeypatch):
+    read = mock.Mock(wraps=answers.number_in_sentence)
+    monkeypatch.setattr(answers, "number_in_sentence", read)
+    text = r"\boxed{4}" + 200_000 // len(part) * part
+    is_paid = part in ("\nso 4", "\n", ".so")
+    assert paid("number", "4", text) == is_paid
+    assert all(len(call.args[0]) <= MAX_CHARACTERS + 1 for call in read.call_args_list)
+    assert read.call_count < 10
 
 
 def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works(caplog):

@@ -7,6 +7,7 @@ never rewarded. docs/post_training.md lists the forms.
 import re
 from typing import NamedTuple
 
+from torchtitan.components.rollout.contexts import COUNTS
 from torchtitan.components.rollout.exact_numbers import (
     MAX_CHARACTERS,
     Number,
@@ -30,11 +31,37 @@ _THOUGHTS = re.compile(r"\A.*</think(?:ing)?>", re.IGNORECASE | re.DOTALL)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _ANSWER_IS = re.compile(r"\b(?:answer|result)\b[*_ ]*(?:is\b|=|:)[*_ ]*:?", re.IGNORECASE)
 _NO_SUBJECT = re.compile(
-    r"\b(?:wrong|incorrect|false|previous|old|first|bad|expected|alternative|another|other)\s*\Z",
+    r"(?:\b(?:wrong|incorrect|false|previous|old|first|second|next|bad|expected|alternative|another|"
+    r"other|partial|intermediate|initial|preliminary|tentative|approximate|rough|rounded|naive|"
+    r"possible|his|her|their|your|any|every|each|an|of|in|to|for|on|from|with|into|half|twice|"
+    r"double|divides)|['’]s|s['’])[\s*_]*\Z",
     re.IGNORECASE,
 )
+"""Words before `the answer` that make a statement about it, or name another one."""
 _SUBJECT = re.compile(
     r"(?:\b(?:the|my|our|final|correct|right|numeric(?:al)?|exact)\s*|[*_])+\Z", re.I
+)
+_NAME = re.compile(r"(?<!as a )\b(?:answer|result|solution)\b", re.IGNORECASE)
+_IS = re.compile(
+    r"(?:[\s,*_$}]|\b(?:therefore|thus|then|hence|so|now|here|finally|again|indeed|clearly|which|"
+    r"that|simply|just)\b|"
+    r"\b(?:to|for|of) (?:the|this|that|your|our|my) (?:given |original |whole )?"
+    r"(?:problem|question|exercise|task|puzzle|equation)\b)*"
+    r"(?:\Z|[-+0-9.$(=:\\]|(?:is|are|was|equals?|becomes|must be|should be|has to be|"
+    r"comes (?:out )?to|turns out to be)\b)",
+    re.IGNORECASE,
+)
+"""Text from `the answer` to the verb of a sentence that gives it."""
+
+_IS_ANSWER = re.compile(
+    r"[^.,;]{0,40}?\b(?:is|are|as|was|for) (?:the |my |our )?(?:final |correct |right )?"
+    r"(?:answer|result|solution)\b(?!['’])",
+    re.IGNORECASE,
+)
+_LENGTH = re.compile(
+    r"[^.,;]{0,20}?\b(?:digits?|characters?|letters?|words?|places?)[ -]"
+    r"(?:long|number|in length)\b",
+    re.IGNORECASE,
 )
 _FILLER = re.compile(
     r"(?:[\s:*_}]|(?:the|an|equal to|exactly|therefore|thus)\b|(?-i:a)(?=\s+\S))+",
@@ -48,10 +75,27 @@ _REASON = re.compile(
 _OTHER = re.compile(r"[,;]?\s+(?:so|rather|instead|or)\b|;(?=\s)", re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s$,;.|/&]*(?:or|and)?[\s$,;.|/&]*", re.IGNORECASE)
 _LETTER = re.compile(r"\(?([A-Za-z])\)?")
-_CONCLUSION = re.compile(
-    r"(?:\A|[.\n])\s*(?:so|thus|hence|therefore|in total)\b([^\n]*?[0-9][^\n]*?)(?=\.\s|\.?\Z|\n)",
+_SENTENCE_BREAK = re.compile(
+    r"(?<!\bvs)(?<!\bv)(?<!\be\.g)(?<!\bi\.e)(?<!\bresp)(?<!\bcf)\.(?=\s|\Z)|[!?](?=\s|\Z)|[\n。！？]",
     re.IGNORECASE,
 )
+_ONE_MORE = re.compile(
+    r"\W*(?:or|and|also|alternatively|otherwise|another|either|secondly|the other|the second|maybe|"
+    r"perhaps|possibly)\b",
+    re.IGNORECASE,
+)
+_MARKER = re.compile(
+    r"(?:^|\n)\s*(?:\(?[A-Za-z0-9]{1,3}[.)]|[-•])(?=\s)|\b[A-Za-z](?:_\{?\w+\}?)? *=|"
+    r"\\[()\[\]]|\b(?:the|and|or|so|final)\b|[*#]",
+    re.IGNORECASE,
+)
+_SO = re.compile(
+    r"(?:\A|[.,;:!?])\s*(?:and )?(?:so|thus|hence|therefore|in total)\b", re.IGNORECASE
+)
+_CONCLUSION_END = re.compile(r"\.\s|\.?\Z")
+_DIGIT = re.compile("[0-9]")
+_MAX_BOXES = 20
+"""Boxes at the end of a text that are compared."""
 
 
 class Answer(NamedTuple):
@@ -86,6 +130,8 @@ def final_answer(text: str) -> Answer:
             return _NONE
         return last.answer
     text = text.strip()
+    if _is_about_answer(text):
+        return _NONE
     if len(text) > MAX_CHARACTERS:
         return Answer(f"…{text[-MAX_CHARACTERS:]}", is_sentence=True)  # no answer as a whole
     return Answer(text, is_sentence=re.search(r"\s", text) is not None)
@@ -99,8 +145,8 @@ def _tags(text: str) -> list[_Statement]:
 
 
 def _boxes(text: str) -> list[_Statement]:
-    """Return the last two boxes of a text: earlier ones have no meaning."""
-    starts = list(_BOX.finditer(text))[-2:]
+    """Return the last boxes of a text."""
+    starts = list(_BOX.finditer(text))[-_MAX_BOXES:]
     found = []
     for number, match in enumerate(starts):
         end = _end_of_group(text, match.end())
@@ -131,27 +177,80 @@ def _end_of_group(text: str, start: int) -> int | None:
 
 
 _WRAPPER = re.compile(r"\\(?:f?boxed|fbox|mathbf|boldsymbol|text\w*|color\{\w+\})\s*\{\s*\Z")
+_MARKS_AFTER = re.compile(r"(?:[\s$}*_`\"'”’)]|\\[)\]])*")
+_ARGUMENT = re.compile(r"[(\[{]|[,;]\s*(?:[-+]?\.?[0-9]|[$\\(\[]|[A-Za-z]\b|\w+\s*=)")
+_WORD = re.compile(r"(?:[A-Za-z][A-Za-z'’-]+|[aAI](?= [A-Za-z]{2}))(?![\w=^(\[])(?!\s*=)")
+_SUFFIX = re.compile(
+    r"(?:st|nd|rd|th|pi|exp|sin|cos|tan|log|ln|sqrt|mod|modulo|choose|out|divided|multiplied|over|"
+    r"tenths|hundredths|thousandths|half|halves|thirds?|quarters?|fourths?|fifths?|fold|points?|"
+    r"squared|cubed|factorial|base|ish|through|until|versus|vs|[ap]m)\b",
+    re.IGNORECASE,
+)
+_CAUSE = re.compile(r"[,;]?\s*\b(?:because|since|as|which|given|where|when|so|is|was|are)\b", re.I)
+_MORE_VALUES = re.compile(
+    rf"[0-9\\$&|=]|(?:[,;]|\band\b|\bor\b|\bto\b)\s*(?:and |or |then |a |an |also |the )*"
+    rf"(?:{COUNTS}|half|quarter|third)\b",
+    re.IGNORECASE,
+)
 
 
 def _is_part(before: str, after: str) -> bool:
     """Return whether a box is a part of what its formula or sentence says, as in `-\\boxed{4}`."""
-    if re.search(r"[0-9]\.\Z", before) or re.match(r"[A-Za-z'′″]", after):
+    if re.search(r"[0-9]\.\Z|(?<!#)#\Z", before) or re.match(r"[A-Za-z'′″]", after):
+        return True
+    if _is_about_answer(f"{before} 0 {after}"):
         return True
     before = _BOX.sub("", before).replace(r"\(", " ").replace(r"\[", " ")
     before = before.replace("$", "").rstrip(" \n\t")
-    after = re.sub(r"\A(?:[\s$}]|\\[)\]])+", "", after)
-    if before.endswith("{") and not _WRAPPER.search(before):
+    if re.search(r"[0-9)\]}√∛^_±]\Z|(?<![^\W_])(?![aAI])[^\W\d_]\Z", before):
         return True
-    if re.search(r"[0-9)\]}√∛^_±]\Z", before) or is_excluded(f"{before} "):
+    return _is_opened(clean(before)) or is_excluded(f"{before} ") or _is_continued(after)
+
+
+def _is_opened(before: str) -> bool:
+    """Return whether the last sentence of a text opens a bracket and does not close it."""
+    before = re.split(r"\n\s*\n|[.!?]\s", before)[-1]
+    depth = 0
+    for place in range(len(before) - 1, -1, -1):
+        depth += (before[place] in ")]}") - (before[place] in "([{")
+        if depth < 0:
+            if not _WRAPPER.search(before[: place + 1]):
+                return True
+            depth = 0
+    return False
+
+
+def _is_continued(after: str) -> bool:
+    """Return whether the text after a box changes it, or gives more values."""
+    marks = _MARKS_AFTER.match(after)
+    assert marks
+    rest = re.sub(r"\A(?:[\s$}]|\\[)\]])+", "", after)
+    if re.match(r"[\^_%‰²³°¢k]|\\(?:%|times|cdot|pm|pi|sqrt|div|circ)|[-+*/×·÷!]", rest):
         return True
-    if re.match(r"[\^_%‰²³°¢k]|\\(?:%|times|cdot|pm|pi|sqrt|div|circ)|[-+*/×·÷!]", after):
-        return True
-    word = re.match(r"(?:\\text\s*\{\s*)?([A-Za-z]+)", after)
+    word = re.match(r"(?:\\text\s*\{\s*)?([A-Za-z]+)", rest)
     unit = find_unit(word[1]) if word else None
     if unit and (not unit.dimension or unit.must_be_in_both):
         return True
-    beginning = " ".join(after.split(" ")[:2])
-    return is_changed_by(beginning, beginning)
+    beginning = " ".join(rest.split(" ")[:2])
+    if is_changed_by(beginning, beginning):
+        return True
+    n_breaks = marks[0].count("\n")
+    rest = after[marks.end() :]
+    if n_breaks > 1 or not rest:
+        return False
+    if _ARGUMENT.match(rest):
+        return True
+    if n_breaks or re.match(r"[.!?。](?![.0-9])", rest):
+        return False
+    joined = re.match(r"[,;，]\s*", rest)
+    words = rest[joined.end() :] if joined else rest
+    if not words:
+        return False
+    if not _WORD.match(words) or (not joined and _SUFFIX.match(words)):
+        return True
+    clause = _SENTENCE_END.split(words, maxsplit=1)[0]
+    clause = _CAUSE.split(clause, maxsplit=1)[0]
+    return _MORE_VALUES.search(f"{joined[0] if joined else ''}{clause}") is not None
 
 
 def _hashes(text: str) -> list[_Statement]:
@@ -171,7 +270,8 @@ def _sentences(text: str) -> list[_Statement]:
         start = filler.end() if filler else 0
         content, end = _clause(rest[start:])
         subject = _SUBJECT.sub("", _last_sentence(text[: match.start()]))
-        if _NO_SUBJECT.search(subject) or is_excluded(f"{subject.rstrip()} "):
+        is_other = _NO_SUBJECT.search(subject) or _LENGTH.match(content)
+        if is_other or is_excluded(f"{subject.rstrip()} "):
             content = ""
         if content.count("}") > content.count("{"):
             content = content.rstrip("} ")
@@ -199,19 +299,49 @@ def _clause(text: str) -> tuple[str, int]:
     return _REASON.split(sentence, maxsplit=1)[0].strip(), len(sentence)
 
 
-def _has_rival(text: str, statements: list[_Statement]) -> bool:
-    """Return whether the last two statements of a kind differ, with nothing between them."""
-    if len(statements) < 2:
+def _is_about_answer(text: str) -> bool:
+    """Return whether the sentence of the last number of a text tells something about the answer, as
+    in `the answer squared is 4`, instead of the answer."""
+    text = text[-2 * MAX_CHARACTERS :]
+    numbers = list(re.finditer(r"[0-9]+", text))
+    if not numbers:
         return False
-    one, other = statements[-2:]
-    return not _agree(one.answer, other.answer) and _is_joined(text[one.end : other.start])
+    before = _last_sentence(text[: numbers[-1].start()])
+    after = _SENTENCE_END.split(text[numbers[-1].end() :], maxsplit=1)[0]
+    if _NAME.search(after) and not _IS_ANSWER.match(after):
+        return True
+    names = list(_NAME.finditer(before))
+    if not names:
+        return False
+    subject = _SUBJECT.sub("", before[: names[-1].start()])
+    is_statement = _IS.match(before[names[-1].end() :])
+    return bool(not is_statement or _NO_SUBJECT.search(subject) or _LENGTH.match(after))
+
+
+def _has_rival(text: str, statements: list[_Statement]) -> bool:
+    """Return whether a statement differs from the last one, in the same sentence or with nothing
+    between them."""
+    last = statements[-1]
+    for number in range(len(statements) - 1, 0, -1):
+        one, other = statements[number - 1 : number + 1]
+        if not _is_joined(text[one.end : other.start]):
+            return False
+        is_same = numbers_of(one.answer) or unwrapped(
+            one.answer.text[:MAX_CHARACTERS]
+        ) == unwrapped(last.answer.text[:MAX_CHARACTERS])
+        if not is_same or not _agree(one.answer, last.answer):
+            return True
+    return len(statements) >= _MAX_BOXES
 
 
 def _is_joined(between: str) -> bool:
-    plain = re.sub(
-        r"\\[()\[\]]|\b(?:the|and|or|so|final)\b|[*#]", " ", between, flags=re.IGNORECASE
-    )
-    return _BETWEEN.fullmatch(plain) is not None
+    """Return whether a sentence continues from one statement to the next, or adds the next one."""
+    if len(between) > MAX_CHARACTERS:
+        return False
+    *earlier, last = _SENTENCE_BREAK.split(between)
+    if not earlier or _ONE_MORE.match(last):
+        return True
+    return _BETWEEN.fullmatch(_MARKER.sub(" ", between)) is not None
 
 
 def _is_taken_back(text: str, chosen: _Statement) -> bool:
@@ -222,9 +352,26 @@ def _is_taken_back(text: str, chosen: _Statement) -> bool:
     later = [*_tags(rest), *_boxes(rest), *_hashes(rest)]
     later += _sentences(rest)
     answers = [statement.answer for statement in later]
-    answers += [Answer(match[1], is_sentence=True) for match in _CONCLUSION.finditer(rest)]
     answers += [Answer(line) for line in rest[-MAX_CHARACTERS:].split("\n") if read_numbers(line)]
-    return any(not _agree(chosen.answer, answer) for answer in answers)
+    if any(not _agree(chosen.answer, answer) for answer in answers):
+        return True
+    return any(
+        len(sentence) > MAX_CHARACTERS or not _agree(chosen.answer, Answer(sentence, True))
+        for sentence in _conclusions(rest)
+    )
+
+
+def _conclusions(text: str) -> set[str]:
+    """Return the rest of the sentences that begin with a word such as `so`, if it has a digit."""
+    found = set()
+    for line in text.split("\n"):
+        place = 0
+        while (word := _SO.search(line, place)) and (digit := _DIGIT.search(line, word.end())):
+            end = _CONCLUSION_END.search(line, digit.end())
+            assert end
+            found.add(line[word.end() : end.start()])
+            place = end.start()
+    return found
 
 
 def _agree(one: Answer, other: Answer) -> bool:
