@@ -197,6 +197,28 @@ def test_the_auxiliary_loss_is_that_of_the_global_batch() -> None:
             )
 
 
+def test_an_auxiliary_loss_of_weight_zero_is_not_measured() -> None:
+    """The trainer does not count before a step that has no loss of routers."""
+    options = {**TYPES["mixtral"], "router_aux_loss_coef": 0.0}
+    model = model_of(document_of("mixtral", **options))
+    tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    balancer = LoadBalancer([model])
+    assert model.balance is not None and not balancer.needs_load
+    balancer.start_step(tokens.numel(), 1, torch.device("cpu"))
+    model(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=tokens).backward()
+    balancer.finish_step()
+    assert balancer.watch()["dropped_tokens/balance"] == 0
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    plain = model_of(document_of("mixtral", **{**options, "output_router_logits": False}))
+    plain(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=tokens).backward()
+    assert gradients.keys() == {
+        name for name, p in plain.named_parameters() if p.grad is not None
+    }
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(gradients[name], parameter.grad), name
+
+
 def test_log_probabilities_have_no_auxiliary_loss() -> None:
     model = model_of(document_of("mixtral", **TYPES["mixtral"]))
     tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))

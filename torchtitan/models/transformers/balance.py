@@ -52,11 +52,13 @@ class ClassBalance(LoadBalanced):
             return hidden
         if not hidden.requires_grad:
             return hidden
-        assert self.batch_counts_E is not None, (
-            "call LoadBalancer.measuring before the step's backward passes"
-        )
-        factor = self.penalties.batch_loss * self.n_chosen / n_layers
-        losses = factor * imbalance(probabilities, shares_of(self.batch_counts_E))
+        losses = hidden.new_zeros(())
+        if self.penalties.batch_loss:
+            assert self.batch_counts_E is not None, (
+                "call LoadBalancer.measuring before the step's backward passes"
+            )
+            factor = self.penalties.batch_loss * self.n_chosen / n_layers
+            losses = factor * imbalance(probabilities, shares_of(self.batch_counts_E))
         observed: Tensor = Observed.apply(hidden, losses, totals, self)
         return observed
 
