@@ -182,6 +182,27 @@ def test_a_coroutine_that_awaits_anything_else_is_an_error(text, message):
     assert engine.run(texts_of(engine, [0]))  # the engine is still usable
 
 
+def test_failed_cleanup_leaves_the_engine_usable():
+    """The coroutines that an error ends are all closed."""
+    engine = Engine(mixed_model(), sampling=SAMPLING)
+    closed = []
+
+    async def fails(error: Exception) -> None:
+        raise error
+
+    async def cleans_up(number: int) -> None:
+        try:
+            await engine.generate(PROMPTS[0], max_new_tokens=1, key="")
+        finally:
+            closed.append(number)
+            await fails(OSError(f"cleanup {number}"))
+
+    with pytest.raises(OSError, match="cleanup 2"):
+        engine.run([fails(ValueError("no reward")), cleans_up(1), cleans_up(2)])
+    assert closed == [1, 2]
+    assert engine.run(texts_of(engine, [0]))
+
+
 def test_a_boundary_of_the_distribution_decides():
     """The token is the one at the drawn number in the cumulative distribution."""
     logits_BV = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -193,9 +193,12 @@ class Engine:
         try:
             return _Run(self, texts).finish()
         finally:
-            for text in texts:
-                text.close()
-            self._running_now.release()
+            try:
+                with ExitStack() as stack:  # closes all, even if the cleanup of one fails
+                    for text in reversed(texts):
+                        stack.callback(text.close)
+            finally:
+                self._running_now.release()
 
     @contextmanager
     def _advancing(self) -> Iterator[None]:
