@@ -65,7 +65,7 @@ class Report:
     lost: dict[str, ExampleCounter] = field(default_factory=dict)
     """Kept samples by the part of their conversation that the template omits."""
     dropped: dict[str, ExampleCounter] = field(default_factory=dict)
-    """Dropped rows by the option that drops them."""
+    """Dropped rows by the reason, mostly the option that drops them; see `Dropped`."""
     normal: ExampleCounter = field(default_factory=ExampleCounter)
     """Rows whose messages are read in another spelling than the normal form, with that form."""
     unread: list[str] = field(default_factory=list)

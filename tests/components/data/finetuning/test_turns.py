@@ -22,6 +22,7 @@ from torchtitan.components.data.finetuning.conversation import (
     Pair,
     normalize,
 )
+from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.plan import ShuffleSampler
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -554,8 +555,10 @@ def test_reasoning_with_its_own_closing_tag(name: str, templates: Path) -> None:
     template, tokenizer = published(name, templates)
     closing = "<|END_THINKING|>" if name == "Cohere2MoE" else "</think>"
     messages = [user("Hi"), assistant("Ho!", reasoning_content=f"Hm, {closing} ends it.")]
-    lossy = encoded(template, tokenizer, messages)
-    assert isinstance(lossy, LossySample) and lossy.reason == "on_loss_of_reasoning"
+    lossy = encoded(template, tokenizer, messages, accepted=["reasoning"])
+    assert isinstance(lossy, LossySample) and lossy.reason == "tag_in_reasoning"
+    policies = FilterConfig(on_loss_of_reasoning="train", broken="error")
+    assert policies.apply(lossy) == Dropped("tag_in_reasoning", str(lossy))
     assert f"the reasoning of message 2 (assistant) contains '{closing}'" in str(lossy)
 
 
@@ -732,6 +735,21 @@ def test_whole_conversations_count_stops(
     n_turns = sum(message["role"] == "assistant" for message in SHAPES[shape])
     assert (sample.facts.n_turns, sample.facts.n_stops) == (n_turns, n_stops)
     assert sample.facts.n_only_stops == (shape == "empty answer")
+
+
+def test_stops_are_not_counted_if_the_template_rejects_markers(templates: Path) -> None:
+    """A count must not drop a row of which the template writes the whole text."""
+    _, tokenizer = published("chatml", templates)
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content not in ['Ho!', 'No.'] %}"
+        "{{ raise_exception('unknown answer') }}{% endif %}"
+        "{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    messages = [user("Hi"), assistant("Ho!"), user("More"), assistant("No.")]
+    [sample] = encoded(ChatTemplate(source), tokenizer, messages, train_on="all")
+    assert (sample.facts.n_turns, sample.facts.n_stops) == (2, 0)
+    assert sample.trained.all()
 
 
 def test_judged_answers_lose_nothing(templates: Path) -> None:

@@ -43,10 +43,10 @@ class EmptySample(BrokenSample):
 
 
 class LossySample(BrokenSample):
-    """Row that cannot be trained as it is, handled by the policy of an option.
+    """Row that cannot be trained as it is, handled by the policy of an option, or dropped.
 
     Args:
-        reason: the option, without `--dataloader.`.
+        reason: the option, without `--dataloader.`, or another name, for rows that no option keeps.
     """
 
     def __init__(self, message: str, reason: str):

@@ -22,7 +22,8 @@ class Dropped(NamedTuple):
     """Reason for dropping a sample."""
 
     reason: str
-    """Option that drops the sample: `too_long`, `broken`, `min_tokens`, …"""
+    """Option that drops the sample (`too_long`, `broken`, `min_tokens`, …), or a name for samples
+    that no option keeps (`tag_in_reasoning`, `rewritten`)."""
     why: str
     """Details of this sample."""
 

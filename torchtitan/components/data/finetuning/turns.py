@@ -150,7 +150,7 @@ class TurnFinder:
             raise LossySample(
                 f"the reasoning of message {number + 1} (assistant) contains {closing!r}, with "
                 f"which {self._template.name} closes it: inference would end it there",
-                "on_loss_of_reasoning",
+                "tag_in_reasoning",
             )
         self._tell(best)
         return best
@@ -175,10 +175,14 @@ class TurnFinder:
 
     def count_stops(self, conversation: Conversation, numbers: Sequence[int]) -> int:
         """Return after how many of the assistant's messages with these numbers their stop follows,
-        before the next message, in the whole conversation."""
+        before the next message, in the whole conversation; 0 if the template rejects the markers
+        that show where messages end."""
         row = Renderings(self._tried, conversation)
         form = self._form_of(row)
-        texts = row.texts_after(form)
+        try:
+            texts = row.texts_after(form)
+        except BrokenSample:
+            return 0
         stops = [self.stops.of(row.kind(number), dict(form.options)) for number in numbers]
         pairs = zip(numbers, stops, strict=True)
         return sum(1 for number, stop in pairs if stop and stop.text and stop.text in texts[number])
