@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import pickle
+import re
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from torchtitan.components.tokenizer import (
     DifferentIds,
     PretrainedTokenizer,
     array_encoder,
+    tiktoken_model,
 )
 
 pytest.importorskip(
@@ -105,14 +107,17 @@ def test_without_gigatoken(tokenizer, worth, monkeypatch, caplog):
     assert not encoder.is_fast and "gigatoken" in caplog.text
 
 
-def test_a_subclass_with_other_ids(worth):
+def test_a_subclass_with_other_ids(worth, caplog):
     class Reversed(PretrainedTokenizer):
         def tokenize(self, texts, *, allow_special):
             return [ids[::-1] for ids in super().tokenize(texts, allow_special=allow_special)]
 
     encoder = ArrayEncoder(Reversed.Config().build())
-    check(encoder, ["A few words."])
+    with caplog.at_level(logging.INFO, "torchtitan"):
+        for _ in range(2):
+            check(encoder, ["A few words."])
     assert not encoder.is_fast
+    assert caplog.text.count("text is encoded by Reversed itself, since gigatoken") == 1
 
 
 def test_added_special_tokens(worth):
@@ -120,6 +125,21 @@ def test_added_special_tokens(worth):
     encoder = ArrayEncoder(tokenizer)
     check(encoder, ["a<|new|>b and tea", "a<|new", "steam"])
     assert encoder.is_fast
+
+
+def test_long_blanks_of_files_of_ranks(worth, tmp_path, assets, monkeypatch):
+    """`Tiktoken` divides them, as its library cannot encode a million at once."""
+    encoder = ArrayEncoder(load("tekken", tmp_path, assets))
+    check(encoder, ["few words"])
+    monkeypatch.setattr(tiktoken_model, "_LONG_BLANK_LENGTH", 7)
+    monkeypatch.setattr(tiktoken_model, "_LONG_BLANK", re.compile(r"(\s{7})"))
+    texts = ["few  words", *(f"{'a' * n}{' ' * (7 + n % 3)}b" for n in range(16)), "", " " * 6, "c"]
+    check(encoder, texts)
+    assert encoder.is_fast
+    assert encoder._divided(texts) == [*range(1, 17)]
+    assert any(
+        encoder._parse([text]).ids.tolist() != encoder.encode([text]).ids.tolist() for text in texts
+    )
 
 
 def test_other_ids_when_it_is_opened(tokenizer, changed, caplog):

@@ -17,7 +17,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tests.components.tokenizer.helpers import load_tokenizer, write_sentencepiece, write_tekken
 from tests.components.tokenizer.test_tokenizer import EXTREMES, LOOKS_SPECIAL, SCRIPTS
 from tests.conftest import PROJECT
-from torchtitan.components.tokenizer import sentencepiece_model
+from torchtitan.components.tokenizer import probes, sentencepiece_model, tiktoken_model
 from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -165,6 +165,12 @@ def test_conversions_are_kept_and_checked(
     (folder / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
     n_before = len(converted)
     assert n_conversions() == n_before + 1 and len([*file.parent.iterdir()]) == 2
+    # Another version of the code.
+    for number, module in enumerate((sentencepiece_model, probes, tiktoken_model)):
+        changed = tmp_path / f"{module.__name__}.py"
+        changed.write_text(f"{Path(module.__file__).read_text()}# changed")
+        monkeypatch.setattr(module, "__file__", str(changed))
+        assert n_conversions() == n_before + 2 + number
 
 
 def test_conversions_without_a_cache(

@@ -34,7 +34,7 @@ SAMPLED_CHARACTERS = 2048
 """Texts of a sample, and characters of each. The tokenizer takes about a tenth of the time for them
 that gigatoken takes for `BATCH_CHARACTERS`."""
 
-REOPENED_CHARACTERS = 1 << 28
+REOPENED_CHARACTERS = 1 << 27
 """Characters after which gigatoken is opened again, since it remembers all words that it has seen:
 about 1 byte per character of usual text, and 10 to 20 of random words."""
 
@@ -61,7 +61,8 @@ class ArrayEncoder:
     gigatoken is opened when the texts so far are worth it (see `WORTH_OPENING`), and compared with
     the tokenizer: then on texts of the vocabulary, several scripts and code, and on a sample of
     every batch of `BATCH_CHARACTERS`. It parses special and added tokens within a text, so the
-    texts in which it finds one are encoded by the tokenizer. Tokenizers that gigatoken refuses, or
+    texts in which it finds one are encoded by the tokenizer, as are those that `Tiktoken` divides.
+    Tokenizers that gigatoken refuses, or
     whose ids it changes, are used as they are. A pickled copy opens gigatoken again; forked
     processes share it.
     """
@@ -78,7 +79,7 @@ class ArrayEncoder:
         self._n_characters = 0
         self._n_unsampled = BATCH_CHARACTERS
         self._n_remembered = 0
-        self._is_closed = self._backend is None
+        self._is_closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fast": None, "_load": None}
@@ -101,10 +102,18 @@ class ArrayEncoder:
     def expect(self, n_characters: int) -> None:
         """Open gigatoken if that is worth it for this many characters more."""
         self._n_characters += n_characters
-        if self._backend is None or self._is_closed or self._fast is not None:
+        if self._is_closed or self._fast is not None:
             return
-        if self._n_characters >= WORTH_OPENING[type(self._backend)]:
+        if self._n_characters < _worth_opening(self._backend):
+            return
+        if self._backend is not None:
             self._open(self._backend)
+            return
+        self.close()
+        logger.info(
+            f"text is encoded by {type(self.tokenizer).__name__} itself, since gigatoken cannot "
+            "read a tokenizer of another class"
+        )
 
     def encode(self, texts: Sequence[str]) -> TokenArrays:
         """Return the ids of texts. Raise `DifferentIds`, after which gigatoken is no longer
@@ -158,10 +167,12 @@ class ArrayEncoder:
     def _encode_fast(self, texts: Sequence[str]) -> TokenArrays:
         found = self._parse(texts)
         added = np.flatnonzero(self._is_added[found.ids])
-        if not len(added):
+        divided = self._divided(texts)
+        if not len(added) and not divided:
             return found
         ends = np.cumsum(found.lengths)
-        numbers = np.unique(np.searchsorted(ends, added, side="right")).tolist()
+        with_added = np.searchsorted(ends, added, side="right").tolist()
+        numbers = sorted({*with_added, *divided})
         slow = self._encode_slowly([texts[number] for number in numbers])
         replacements = np.split(slow.ids, np.cumsum(slow.lengths)[:-1])
         pieces, end = [], 0
@@ -172,6 +183,13 @@ class ArrayEncoder:
         lengths = found.lengths.copy()
         lengths[numbers] = slow.lengths
         return TokenArrays(np.concatenate([*pieces, found.ids[end:]]), lengths)
+
+    def _divided(self, texts: Sequence[str]) -> list[int]:
+        """Return the numbers of the texts that the tokenizer divides, unlike gigatoken."""
+        backend = self._backend
+        if not isinstance(backend, Tiktoken):
+            return []
+        return [number for number, text in enumerate(texts) if backend.is_divided(text)]
 
     def _parse(self, texts: Sequence[str]) -> TokenArrays:
         """Return gigatoken's ids, with special and added tokens recognized in the texts."""
@@ -258,6 +276,10 @@ class ArrayEncoder:
             self._compare(
                 [f"a{names[number]}b", names[number], f" {names[number]} {names[number]}"]
             )
+
+
+def _worth_opening(backend: HuggingFace | Tiktoken | None) -> int:
+    return WORTH_OPENING[HuggingFace if backend is None else type(backend)]
 
 
 def _open_backend(backend: HuggingFace | Tiktoken) -> tuple[Callable[[], Any], Any]:

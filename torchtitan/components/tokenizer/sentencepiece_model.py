@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer import probes
+from torchtitan.components.tokenizer import probes, tiktoken_model
 from torchtitan.components.tokenizer.conversion_cache import cached_conversion
 from torchtitan.components.tokenizer.probes import probe_texts
 from torchtitan.components.tokenizer.tiktoken_model import declared_tokens
@@ -59,9 +59,10 @@ def convert_sentencepiece(path: Path) -> bytes:
         ) from error
     content = read_regular(path, most=_MOST_BYTES)
     folder = path.parent
+    modules = (__file__, probes.__file__, tiktoken_model.__file__)
     key = digest_of(
         [
-            *(bytes_digest(Path(module).read_bytes()) for module in (__file__, probes.__file__)),
+            *(bytes_digest(Path(module).read_bytes()) for module in modules),
             *(importlib.metadata.version(name) for name in ("sentencepiece", "tokenizers")),
             bytes_digest(content),
             read_object(folder / "tokenizer_config.json"),

@@ -52,7 +52,8 @@ _TEKKEN_VERSIONS_WITHOUT_LIST = ("v1", "v2", "v3", "v7")
 _CANNOT_CONVERT = "cannot be converted to tokenizer.json"
 
 # A million spaces overflow the stack of tiktoken's regex engine.
-_LONG_BLANK = re.compile(r"(\s{500000})")
+_LONG_BLANK_LENGTH = 500_000
+_LONG_BLANK = re.compile(rf"(\s{{{_LONG_BLANK_LENGTH}}})")
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,12 @@ class Tiktoken:
 
         with ThreadPoolExecutor(n_threads) as pool:
             return [ids for slice_ids in pool.map(tokenize, slices) for ids in slice_ids]
+
+    def is_divided(self, text: str) -> bool:
+        """Return whether `tokenize` divides a text at blanks, where the tokenizer would not."""
+        step = _LONG_BLANK_LENGTH  # every run of this length has a character at one of the places
+        places = range(step - 1, len(text), step)
+        return any(text[i].isspace() for i in places) and _LONG_BLANK.search(text) is not None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         # Models may have more rows than tokens; ids of unused rows have no text, as with
