@@ -245,12 +245,13 @@ class Preparation:
                 report, kept=kept, samples=len(items), tokens=int(items["tokens"].sum())
             )
             (folder / PART).write_text(json.dumps(asdict(report)))
-            if self.encoding.encoder and self.encoding.encoder.is_fast:
+            is_fast = self.encoding.encoder is not None and self.encoding.encoder.is_fast
+            if is_fast:
                 (folder / FAST).touch()
             target = self.folder(number)
             if is_refused and has_file(target, FAST):
-                with_patience(f"removing {target}", lambda: target.remove(PART))
-            publish(folder, target, PART)
+                with_patience(f"removing {target}", lambda: _remove_part(target))
+            publish(folder, target, PART, FAST if is_fast else "")
         return report.tokens
 
     def _is_refused(self) -> bool:
@@ -490,6 +491,11 @@ def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int =
     return np.delete(np.concatenate(indices), originals)
 
 
+def _remove_part(folder: Folder) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another host removes it
+        folder.remove(PART)
+
+
 def _remove_parts(place: Folder) -> None:
     """Remove all that is no longer needed, also what killed processes have left."""
     if (parts := place / "parts").exists():
@@ -513,9 +519,10 @@ def has_file(folder: Folder, name: str) -> bool:
     return with_patience(f"reading {folder}", lambda: folder.has_file(name))
 
 
-def publish(folder: Path, target: Folder, last: str) -> None:
-    """Move a complete local folder to its place. In a store, the file `last` is written last. Leave
-    the folder of another process that was faster: it has the same content, except for plans."""
+def publish(folder: Path, target: Folder, last: str, first: str = "") -> None:
+    """Move a complete local folder to its place. In a store, the file `first` is written first, and
+    `last` last. Leave the folder of another process that was faster: it has the same content,
+    except for plans."""
     if isinstance(target, LocalFolder):
         durable.make_folder(target.path.parent)
         try:
@@ -524,7 +531,8 @@ def publish(folder: Path, target: Folder, last: str) -> None:
             if not target.exists():
                 raise
         return
-    for name in sorted(LocalFolder(folder).files(), key=lambda name: name == last):
+    names = LocalFolder(folder).files()
+    for name in sorted(names, key=lambda name: (name == last, name != first)):
         write = target.write_new if name == last else target.write
         with contextlib.suppress(FileExistsError):
             with_patience(

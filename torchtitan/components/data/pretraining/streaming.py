@@ -224,7 +224,10 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         try:
             encoded = encoder.encode_documents(visible, *self._wrapping)
         except DifferentIds as error:
-            logger.warning(different_ids_message(error))
+            logger.warning(
+                f"{different_ids_message(error)}; earlier documents of this run may have had other "
+                "ids, so a position saved before may be at another token"
+            )
             encoded = encoder.encode_documents(visible, *self._wrapping)
         return [ids if text else ids[:0] for text, ids in zip(visible, encoded, strict=True)]
 
