@@ -211,9 +211,7 @@ def test_an_auxiliary_loss_of_weight_zero_is_not_measured() -> None:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     plain = model_of(document_of("mixtral", **{**options, "output_router_logits": False}))
     plain(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=tokens).backward()
-    assert gradients.keys() == {
-        name for name, p in plain.named_parameters() if p.grad is not None
-    }
+    assert gradients.keys() == {name for name, p in plain.named_parameters() if p.grad is not None}
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             assert torch.equal(gradients[name], parameter.grad), name

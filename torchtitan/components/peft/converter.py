@@ -62,7 +62,8 @@ class LoRA(LayerConverter):
         )
         """Regular expressions searched in the layers' names (layers.0.attention.wq,
         layers.0.moe.experts, layers.0.moe.router, head.output, tok_embeddings); matching layers get
-        an adapter. Default: all linear layers inside the blocks."""
+        an adapter, routers only if a pattern has the word `router`. Default: all linear layers
+        inside the blocks."""
 
         rank: int = 16
         """Rank of the adapters, at most the smaller dimension of every adapted layer."""
@@ -180,6 +181,8 @@ class LoRA(LayerConverter):
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         config = self.config
         assert isinstance(layer, self.layer_types)
+        if self._is_unnamed_router(layer):
+            return "routers that no pattern names by the word router"
         for matrix, weight in matrices_of(name, layer).items():
             # For stacked experts: one expert's weights, as a matrix.
             shape = tuple(
@@ -204,6 +207,11 @@ class LoRA(LayerConverter):
             )
             raise self._layer_error(name, reason)
         return ""
+
+    def _is_unnamed_router(self, layer: nn.Module) -> bool:
+        return isinstance(layer, LinearRouter) and not any(
+            "router" in pattern for pattern in self.config.include
+        )
 
     def _layer_error(self, name: str, reason: str, *, advice: str = "") -> UserError:
         option = self.config.option
@@ -286,7 +294,7 @@ class QLoRA(LoRA):
             raise self._layer_error(
                 name, "4-bit weights of routed experts are not supported; LoRA adapts them"
             )
-        if isinstance(layer, LinearRouter):
+        if isinstance(layer, LinearRouter) and not self._is_unnamed_router(layer):
             raise self._layer_error(
                 name, "4-bit weights of routers are not supported; LoRA adapts them"
             )
