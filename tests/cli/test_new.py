@@ -125,8 +125,8 @@ def run_plain_loop(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
 def shrunk(code: str) -> str:
     """The loop on small batches, logging every step and saving often."""
     for old, new in {
-        "SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = 256, 8,": "SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = "
-        "32, 2,",
+        "SEQ_LEN = 256": "SEQ_LEN = 32",
+        "BATCH_SIZE = 8": "BATCH_SIZE = 2",
         "MetricsProcessor.Config()": "MetricsProcessor.Config(log_freq=1)",
         "Validator.Config(freq=50, steps=10)": "Validator.Config(freq=10, steps=2)",
         "interval=50": "interval=10",
@@ -204,7 +204,7 @@ def test_plain_loop_on_local_text_with_traces(monkeypatch):
 
 def test_plain_loop_is_short():
     lines = new_plain_loop().read_text().splitlines()
-    assert len(lines) < 150
+    assert len(lines) < 160
     loop = lines[next(number for number, line in enumerate(lines) if "for step in range" in line) :]
     calls = [
         "next(loader)",

@@ -394,7 +394,7 @@ def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
 
 
 def test_built_in_rewards():
-    assert number_match("", "first 3, then 1,042", {"answer": "... #### 1042"}) == 1
+    assert number_match("", "first 3, then 1,042", {"answer": "3 + 1,039\n#### 1042"}) == 1
     assert (
         number_match("", "41", {"answer": "42"}) == number_match("", "none", {"answer": "42"}) == 0
     )

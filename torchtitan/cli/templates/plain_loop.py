@@ -1,5 +1,4 @@
-"""Train a small Llama 3 on the built-in stories with torchtitan's parts in your own loop, without
-its Trainer.
+"""Train a small Llama 3 on the built-in stories with your own loop of torchtitan's parts.
 
     python THIS_FILE [--steps 100] [--folder outputs/plain_loop] [--dataset my.txt] [--profile]
 
