@@ -406,7 +406,8 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
     """Return the types of all values by their command-line keys, including class names for items of
-    a list of configurations, but not fields with `tyro.conf.arg(name="")`."""
+    a list of configurations, but not fields with `tyro.conf.arg(name="")`. Values inside a hidden
+    field are hidden."""
     children: Iterable[tuple[str, Any, Any]]
     if dataclasses.is_dataclass(value):
         hints = get_type_hints(type(value), include_extras=True)
@@ -416,15 +417,25 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
             for name in names
         )
     elif isinstance(value, Mapping):
-        children = ((name, item, get_args(declared)[1]) for name, item in value.items())
+        children = ((name, item, _value_type(declared)) for name, item in value.items())
     elif _is_config_list(value):
         children = ((config_key(item), item, type(item)) for item in value)
     else:
         return {key: declared}
     types: dict[str, Any] = {}
     for name, item, item_type in children:
+        if _is_hidden(declared):
+            item_type = Annotated[item_type, tyro.conf.Suppress]
         types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
     return types
+
+
+def _value_type(declared: Any) -> Any:
+    """Return the type of a mapping's values, which may be mappings of any values."""
+    arguments = get_args(declared)
+    if get_origin(declared) is Annotated:
+        return _value_type(arguments[0])
+    return arguments[1] if len(arguments) == 2 else Any
 
 
 def _is_unnamed(declared: Any) -> bool:
@@ -523,7 +534,7 @@ def with_values(value: Any, declared: Any, document: Any) -> Any:
                 changes[name] = with_values(child, hints[name], document[name])
         return dataclasses.replace(value, **changes)
     if isinstance(value, Mapping):
-        item_type = get_args(declared)[1]
+        item_type = _value_type(declared)
         return {
             name: with_values(item, item_type, document[name]) if name in document else item
             for name, item in value.items()

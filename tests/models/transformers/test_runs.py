@@ -8,9 +8,12 @@ import torch
 
 from tests.training import ABSENT, read_metrics, train
 from torchtitan.components.peft import LoRA
+from torchtitan.config import ConfigManager
 from torchtitan.models.pretrained import load_model
 
 transformers = pytest.importorskip("transformers")
+
+from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
 
 CLASS = {
     "module": "transformers",
@@ -53,3 +56,18 @@ def test_an_export_is_the_class_in_transformers(tmp_path: Path) -> None:
             ours(tokens), reference(input_ids=tokens).logits, rtol=0, atol=1e-5
         )
     assert json.loads((folder / "adapter/adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_a_folder_is_chosen_on_the_command_line(tmp_path: Path) -> None:
+    """Also one whose config.json has sections in sections; its saved configuration is the same."""
+    config = tiny_config(transformers.AutoConfig.for_model("gemma3_text"))
+    config.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    assert isinstance(document["rope_parameters"]["full_attention"], dict)
+    words = ["--module", "transformers", "--config", "pretrain", "--hf_assets_path", str(tmp_path)]
+    resolved = ConfigManager().parse_args(words)
+    resolved.save(tmp_path / "config.yaml")
+    again = ConfigManager().parse_args(["--config_file", str(tmp_path / "config.yaml")])
+    assert again == resolved
+    kept = again.config.model_spec.model.document
+    assert kept["rope_parameters"] == document["rope_parameters"]
