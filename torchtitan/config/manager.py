@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -281,7 +282,7 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
 def _is_option(word: str, types: Mapping[str, Any]) -> bool:
     key = _key_of(word)
     section, dot, name = key.rpartition(".")
-    if word.startswith("--") or word == "-h":
+    if re.match(r"--[A-Za-z]|-h\Z", word):
         return True
     return key in types or f"{section}{dot}{name.removeprefix('no_')}" in types
 
