@@ -565,6 +565,43 @@ class TestModules:
         ):
             parse("--module", str(folder), "--config", "refusing", "--optimizer.lr", "2")
 
+    def test_values_that_are_not_options(self, tmp_path):
+        """A saved configuration has them, and may be given back; a file cannot change them."""
+        registry = """
+            from dataclasses import dataclass
+
+            from tyro.conf import Fixed, Suppress
+
+            from torchtitan.components.optim.optimizer import Optimizer
+            from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+
+            class Own(Optimizer):
+                @dataclass(kw_only=True, slots=True)
+                class Config(Optimizer.Config):
+                    hidden: Suppress[dict[str, float]]
+                    fixed: Fixed[int] = 3
+
+
+            def own():
+                config = llama3_debugmodel()
+                config.optimizer = Own.Config(hidden={"a": 1.0})
+                return config
+        """
+        folder = write_module(tmp_path / "hidden_values", registry)
+        words = ["--module", str(folder), "--config", "own"]
+        file = tmp_path / "config.yaml"
+        resolved = parse(*words, "--loss.chunk_tokens", "7")
+        resolved.save(file)
+        assert parse(*words, "--config_file", str(file)).config == resolved.config
+        for key, value, own in (("hidden.a", 2.0, 1.0), ("fixed", 4, 3)):
+            file.write_text(f"optimizer.{key}: {value}")
+            problem = f"'optimizer.{key}' in .* is {value}, but no option, .* has {own}; remove it"
+            with pytest.raises(UserError, match=problem):
+                parse(*words, "--config_file", str(file))
+            with pytest.raises(UserError, match=f"^unknown option --optimizer.{key};"):
+                parse(*words, f"--optimizer.{key}={value}")
+
     def test_listing_matches_import(self):
         import importlib
 

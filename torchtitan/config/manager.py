@@ -130,17 +130,20 @@ class ConfigManager:
             else default
         )
         known = leaves(default.to_dict())
+        types = types_by_key(default, type(default))
         if document:
             _check_keys(document, list(known), selected.config_file)
-            _check_values(document, types_by_key(default, type(default)), selected.config_file)
+            _check_values(document, types, selected.config_file)
+            _check_hidden(document, default.to_dict(), types, selected.config_file)
         words = _to_switches(
             overrides, {key for key, value in known.items() if isinstance(value, bool)}
         )
         with _refusals_named():
             with_file = with_values(default, type(default), _nested(leaves(document)))
-        config = self._parse(with_file, words, list(known))
+        options = [key for key in known if not _is_hidden(types.get(key))]
+        config = self._parse(with_file, words, options)
         if document and _strange_in(config, [default]):
-            without_file = self._parse(default, words, list(known))
+            without_file = self._parse(default, words, options)
             _check_trust(config, [default, without_file], selected.config_file)
         return ResolvedConfig(module, config_name, config)
 
@@ -403,6 +406,20 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
                 raise UserError(
                     f"'{key}' in {path} has the item {item!r}; items must not begin with '-'"
                 )
+
+
+def _check_hidden(
+    document: dict[str, Any], own: dict[str, Any], types: Mapping[str, Any], path: str
+) -> None:
+    """Require that a file repeats the `own` values of fields that are not options, as a saved
+    configuration does."""
+    own_values = leaves(redacted(own))
+    for key, value in leaves(redacted(document)).items():
+        if _is_hidden(types[key]) and value != own_values[key]:
+            raise UserError(
+                f"'{key}' in {path} is {value!r}, but no option, and the configuration has "
+                f"{own_values[key]!r}; remove it from the file"
+            )
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
