@@ -273,6 +273,8 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
             "top_k is 129, but must be from 1 to --model.moe.n_experts 128",
         ),
         ("qwen3_moe", {"num_experts": 0}, "num_experts is 0"),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm is False"),
+        ("qwen2_moe", {"use_qk_norm": True}, "use_qk_norm is True"),
         ("qwen3_moe", {"num_experts": 2**30}, "n_experts is 1073741824"),
         ("qwen3_moe", {"moe_intermediate_size": "768"}, "moe_intermediate_size is '768'"),
         ("qwen3_moe", {"mlp_only_layers": [24]}, "mlp_only_layers is .*numbers of layers"),

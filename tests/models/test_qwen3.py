@@ -181,6 +181,11 @@ def test_published_sizes(flavor: str, parameters: int, assets: Path) -> None:
         assert read(json.loads(published.read_text())) == FLAVORS[flavor]
 
 
+def test_a_file_may_say_what_the_class_always_does() -> None:
+    document = {**FORMATS["hf"].to_external(FLAVORS["8B"]), "use_qk_norm": True}
+    assert FORMATS["hf"].from_external(document) == FLAVORS["8B"]
+
+
 def test_missing_keys_have_transformers_defaults() -> None:
     names = (
         "num_key_value_heads",
@@ -229,6 +234,7 @@ def test_missing_keys_have_transformers_defaults() -> None:
             "num_hidden_layers is 2147483648, .* at most 2000",
         ),
         ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
+        ({"use_qk_norm": False}, r"use_qk_norm is False, .* \(only True\)"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 0}}, "truncate is 0"),
         ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "RoPE of type 'mrope'"),
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', and this family is qwen3"),

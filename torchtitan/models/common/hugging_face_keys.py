@@ -116,7 +116,9 @@ _OF_FILES |= {"num_nextn_predict_layers", "num_mtp_layers"}
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of
 sums."""
 
-_OF_OTHER_PARTS = re.compile(r"(vision|audio|image|video|mm|boi|eoi|boa|eoa)_\w+")
+_OF_OTHER_PARTS = re.compile(
+    r"(vision|audio|image|video|mm|boi|eoi|boa|eoa)_\w+|language_model_only"
+)
 """Keys next to `text_config` that say how images and sound enter."""
 
 

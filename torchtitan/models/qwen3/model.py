@@ -19,6 +19,7 @@ FORMAT = dense_format(
             config=Qwen3Model.Config,
             rows=DENSE_ROWS,
             keys={**WINDOW_KEYS, "attention_bias": "attention_bias"},
+            fixed={"use_qk_norm": True},
             prepare=prepare_windows,
             write=lambda config: {"use_sliding_window": config.sliding_window is not None},
             defaults={"num_key_value_heads": 32, "head_dim": 128},

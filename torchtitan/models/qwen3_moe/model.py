@@ -67,6 +67,7 @@ _3 = ModelType(
         },
         **{"norm_topk_prob": False},
     },
+    fixed={"use_qk_norm": True},
     ignored=("use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "max_window_layers"),
     prepare=_prepare,
     write=_write,
