@@ -451,12 +451,30 @@ class TestAuto:
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
         with pytest.raises(UserError, match="torch_dtype is 16, but must be the name of a type"):
             parse("--hf_assets_path", folder)
-        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "mixtrall"}))
+        for key in ("model_type", "auto_map"):
+            wrong = {"model_type": "x"} | {key: [1]}
+            (folder / "config.json").write_text(json.dumps(SMALL | wrong))
+            with pytest.raises(UserError, match=rf"config.json: {key} is \[1\], but must be an? "):
+                parse("--hf_assets_path", folder)
+        unknown = {"model_type": "mixtrall", "architectures": ["MixtrallForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(SMALL | unknown))
         with pytest.raises(UserError, match="did you mean .mixtral."):
             parse("--hf_assets_path", folder)
         (folder / "config.json").unlink()
         with pytest.raises(UserError, match="model' has no config.json"):
             parse("--hf_assets_path", folder)
+
+    @pytest.mark.parametrize("code", [{}, {"auto_map": {"AutoModelForCausalLM": "own.Model"}}])
+    def test_architectures_decide_if_the_type_is_unknown(self, folder, caplog, code):
+        """As in files whose `model_type` is "deepseek_ref" or "kimi_k2"."""
+        known = parse("--hf_assets_path", folder).config.model_spec
+        (folder / "config.json").write_text(json.dumps(SMALL | code | {"model_type": "llama_ref"}))
+        assert parse("--hf_assets_path", folder).config.model_spec == known
+        assert "'llama_ref' is unknown; the class in architectures decides: llama" in caplog.text
+        other = {"model_type": "cohere_ref", "architectures": ["Cohere2ForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(SMALL | code | other))
+        spec = parse("--hf_assets_path", folder).config.model_spec
+        assert spec.model.document["model_type"] == "cohere2"
 
     def test_is_listed(self):
         assert list_module("auto", built_in_modules()["auto"]).configs == [

@@ -17,10 +17,12 @@ from torchtitan.components.weights.load import check_types
 from torchtitan.components.weights.sources import format_of, formats_in
 from torchtitan.config.registry import trusted_module
 from torchtitan.distributed import initialize_weights
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.families import ANY_CLASS, families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UnsupportedModelError, UserError, errors_of
 from torchtitan.tools.files import missing_folder_error, read_object
+from torchtitan.tools.logging import logger
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""
@@ -121,26 +123,48 @@ def huggingface_model(
     folder: Path, family: ModuleType | None = None
 ) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the specification of the model that the config.json in `folder` describes, and the
-    content of that file. Raise `UserError` if there is no such file, neither a family (see
-    `spec_of`) nor transformers has its `model_type`, it does not compute the model, or the weights
-    are quantized by an unsupported method."""
+    content of that file. If neither a family (see `spec_of`) nor transformers has its `model_type`,
+    the class of transformers in `architectures` names the type. Raise `UserError` if there is no
+    such file or class, it does not compute the model, or the weights are quantized by an
+    unsupported method."""
     document = _read_description(folder, "hf")
-    model_type = document.get("model_type")
-    if model_type is None:
+    if document.get("model_type") is None:
         raise UserError(f"{folder}: its config.json has no model_type, which names the family")
+    if not isinstance(document["model_type"], str):
+        reader = ConfigReader(DESCRIPTIONS["hf"], document)
+        raise reader.wrong("model_type", document["model_type"], "a name")
     check_quantization(folder)
-    if family is None or family.__name__ != ANY_CLASS:
-        for package in families_with("hf", family):
-            if model_type in package.FORMATS["hf"].model_types:
-                try:
-                    return _external_spec(package, "hf", document), document
-                except UnsupportedModelError as error:
-                    raise UserError(f"{error}; --module transformers may support it") from error
+    if spec := _family_spec(document, family):
+        return spec, document
     any_class = trusted_module(ANY_CLASS)
     assert any_class is not None, "built-in modules are trusted"
     # a model may need code in its folder
     located = {**document, "_name_or_path": str(folder.resolve())}
+    if model_type := any_class.type_of_architecture(located):
+        logger.warning(
+            "config.json: model_type %r is unknown; the class in architectures decides: %s",
+            document["model_type"],
+            model_type,
+        )
+        document, located = (
+            {**content, "model_type": model_type} for content in (document, located)
+        )
+        if spec := _family_spec(document, family):
+            return spec, document
     return _external_spec(any_class, "hf", located), document
+
+
+def _family_spec(document: Mapping[str, Any], family: ModuleType | None) -> ModelSpec | None:
+    """Return the model that a config.json describes if a family has its `model_type`."""
+    if family is not None and family.__name__ == ANY_CLASS:
+        return None
+    for package in families_with("hf", family):
+        if document["model_type"] in package.FORMATS["hf"].model_types:
+            try:
+                return _external_spec(package, "hf", document)
+            except UnsupportedModelError as error:
+                raise UserError(f"{error}; --module transformers may support it") from error
+    return None
 
 
 def _read_description(folder: Path, format: str) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from typing import Any
 
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.transformers.description import written_document
+from torchtitan.models.transformers.description import type_of_architecture, written_document
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.models.transformers.weights import adapter, class_adapter
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
+
+__all__ = ["FAMILY", "FLAVORS", "FORMATS", "model_registry", "model_spec", "type_of_architecture"]
 
 
 def _small(model_type: str, **document: Any) -> TransformersModel.Config:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.tools.errors import UserError, in_words, suggest
 
 _found = version("transformers") if importlib.util.find_spec("transformers") else "absent"
@@ -50,6 +51,21 @@ def model_classes() -> dict[str, list[str]]:
     return names
 
 
+def type_of_architecture(document: Mapping[str, Any]) -> str | None:
+    """Return the model_type of the first class of transformers in a config.json's `architectures`
+    if transformers does not know the file's own type, and no code in the folder may compute it."""
+    architectures = document.get("architectures")
+    if (
+        document.get("model_type") in CONFIG_MAPPING
+        or not isinstance(architectures, list)
+        or _own_code(document)
+    ):
+        return None
+    classes = {name for names in model_classes().values() for name in names}
+    named = [name for name in map(str, architectures) if name in classes]
+    return getattr(transformers, named[0]).config_class.model_type if named else None
+
+
 def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that describes the model. Raise `UserError` if no class here
     computes it."""
@@ -73,7 +89,7 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_code(document: Mapping[str, Any]) -> bool:
     """Return whether the code in the model's folder computes it, and may be executed."""
-    code = document.get("auto_map") or {}
+    code = ConfigReader("config.json", document).section("auto_map").values
     # else in another repository
     is_here = not any("--" in str(reference) for reference in code.values())
     return is_here and "AutoModelForCausalLM" in code and os.environ.get(TRUST_VARIABLE) == "1"
@@ -96,7 +112,7 @@ def _refusal(document: Mapping[str, Any]) -> str:
         )
     wanted = document.get("transformers_version")
     newer = f" (the file was written by transformers {wanted})" if wanted else ""
-    nearest = suggest(str(model_type), sorted(known)) or ";"
+    nearest = suggest(str(model_type), sorted(known), cutoff=0.8) or ";"
     return (
         f"config.json: model_type is {model_type!r}, which neither a family here nor transformers "
         f"{transformers.__version__} knows{newer}{nearest} --module PATH names a family of your own"
