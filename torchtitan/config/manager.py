@@ -36,6 +36,7 @@ from torchtitan.config.configurable import (
     leaves,
     whole_number,
 )
+from torchtitan.config.option_names import certainly_unknown
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
@@ -110,6 +111,11 @@ class ConfigManager:
             raise _untrusted_in_file(
                 {"module": {module: NamesCode.problem}}, ["--module", module], selected.config_file
             )
+        written = {key: word for word in overrides if (key := _key_of(word))}
+        if not {"-h", "--help"} & set(overrides) and (
+            unknown := certainly_unknown(module, config_name, written)
+        ):
+            raise self._unknown([unknown.word], unknown.known)
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}
         if needs_assets(function):
@@ -140,7 +146,7 @@ class ConfigManager:
         )
         with _refusals_named():
             with_file = with_values(default, type(default), _nested(leaves(document)))
-        options = [key for key in known if not _is_hidden(types.get(key))]
+        options = option_names(default)
         config = self._parse(with_file, words, options)
         if document and _strange_in(config, [default]):
             without_file = self._parse(default, words, options)
@@ -420,6 +426,12 @@ def _check_hidden(
                 f"'{key}' in {path} is {value!r}, but no option, and the configuration has "
                 f"{own_values[key]!r}; remove it from the file"
             )
+
+
+def option_names(config: Configurable.Config) -> list[str]:
+    """Return the keys of the options of a configuration."""
+    types = types_by_key(config, type(config))
+    return [key for key in leaves(config.to_dict()) if not _is_hidden(types.get(key))]
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -116,6 +117,8 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     configuration's name may begin with the module's (`llama3_debugmodel`). Raise `UserError` if
     either does not exist, or importing fails.
     """
+    if module in built_in_modules():
+        _check_is_written(module, config)
     registry = _import_registry(module)
     functions, for_folders = _configurations(registry), {}
     package = _package_of(registry)
@@ -130,11 +133,33 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     for name in names:
         if function := functions.get(name) or for_folders.get(name):
             return function
+    raise _unknown(config, module, short, functions, for_folders)
+
+
+def _check_is_written(module: str, config: str) -> None:
+    """Raise `UserError` if a built-in module's source, and that of the configurations for folders,
+    contain a configuration's name nowhere: without importing torch, which takes seconds."""
+    folders = built_in_modules()
+    sources = [(folders[name] / REGISTRY_FILE).read_text() for name in (module, "auto")]
+    names = map(re.escape, (config, f"{module}_{config}"))
+    if re.search(rf"\b({'|'.join(names)})\b", "\n".join(sources)):
+        return
+    is_family = "FORMATS" in (folders[module] / "__init__.py").read_text()
+    for_folders = list_module("auto", folders["auto"]).configs if is_family else []
+    functions = list_module(module, folders[module]).configs
+    raise _unknown(config, module, module, functions, for_folders)
+
+
+def _unknown(
+    config: str, module: str, short: str, functions: Iterable[str], for_folders: Iterable[str]
+) -> UserError:
+    """Return the error for a name that is neither one of the module's functions nor one of the
+    configurations for folders."""
     known = [*functions, *for_folders, *(name.removeprefix(f"{short}_") for name in functions)]
     there_are = ", ".join(sorted(functions)) or "none"
     if for_folders:
         there_are += f"; with --{ASSETS_PARAMETER} DIR: {', '.join(sorted(for_folders))}"
-    raise UserError(
+    return UserError(
         f"unknown configuration '{config}' in module '{module}'{suggest(config, known)} (there "
         f"are: {there_are})"
     )

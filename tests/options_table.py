@@ -1,0 +1,48 @@
+"""The table torchtitan/assets/options.json: the options of the built-in configurations (`python -m
+tests.options_table` writes it)."""
+
+import json
+from itertools import groupby
+from typing import Any
+
+from torchtitan.config.manager import option_names
+from torchtitan.config.option_names import TABLE
+from torchtitan.config.registry import (
+    built_in_modules,
+    list_module,
+    load_config_function,
+    needs_assets,
+)
+
+
+def options_by_configuration() -> dict[str, dict[str, list[str]]]:
+    """Return module → configuration → options, of the configurations that need no folder."""
+    options: dict[str, dict[str, list[str]]] = {}
+    for module, folder in built_in_modules().items():
+        functions = {
+            name: load_config_function(module, name) for name in list_module(module, folder).configs
+        }
+        options[module] = {
+            name: option_names(function())
+            for name, function in functions.items()
+            if not needs_assets(function)
+        }
+    return options
+
+
+def table() -> dict[str, Any]:
+    sections: dict[tuple[str, ...], int] = {}
+    configurations: dict[str, dict[str, list[int]]] = {}
+    for module, configs in options_by_configuration().items():
+        for name, options in configs.items():
+            numbers = [
+                sections.setdefault(tuple(section), len(sections))
+                for _, section in groupby(options, lambda option: option.split(".")[0])
+            ]
+            configurations.setdefault(module, {})[name] = numbers
+    return {"sections": list(sections), "configurations": configurations}
+
+
+if __name__ == "__main__":
+    text = json.dumps(table()).replace("], [", "],\n[").replace("}, ", "},\n")
+    TABLE.write_text(f"{text}\n")
