@@ -325,6 +325,19 @@ def test_mixed_with_other_data(corpus, tokenizer, tmp_path, store):
     assert windows(config, 60) == [next(own[number]) for number in order]
 
 
+def test_preparations_of_earlier_versions_stay_valid(corpus, tokenizer, tmp_path):
+    """Their reports lack the counters that were added since."""
+    prepared(corpus[:2], tmp_path / "out", tokenizer)
+    path = tmp_path / "out/manifest.json"
+    manifest = json.loads(path.read_text())
+    reports = [report for of_split in manifest["sources"].values() for _, report in of_split]
+    assert reports and all(report.pop("normal") for report in reports)
+    path.write_text(json.dumps(manifest))
+    config = PretrainDataLoader.Config(dataset=[str(tmp_path / "out")])
+    summary = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=1).summary(1)
+    assert [report.rows for _, report in summary.sources] == [report["rows"] for report in reports]
+
+
 def test_sources_of_one_name_in_mixed_preparations(corpus, tokenizer, tmp_path):
     sets = [str(tmp_path / "all"), str(tmp_path / "short")]
     for place, limit in zip(sets, (0, 40), strict=True):

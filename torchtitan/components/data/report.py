@@ -103,14 +103,15 @@ class Report:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
-        """Create a report from the result of `dataclasses.asdict`, written as JSON."""
+        """Create a report from the result of `dataclasses.asdict`, written as JSON. A counter that
+        an earlier version did not have is empty."""
 
         def to_counter(entry: dict[str, Any]) -> ExampleCounter:
             return ExampleCounter(
                 entry["count"], [(where, what) for where, what in entry["examples"]]
             )
 
-        counters = {name: to_counter(document[name]) for name in _COUNTERS}
+        counters = {name: to_counter(document[name]) for name in _COUNTERS if name in document}
         by_kind = {
             name: {kind: to_counter(entry) for kind, entry in document[name].items()}
             for name in _COUNTERS_BY_KIND
