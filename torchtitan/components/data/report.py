@@ -1,6 +1,6 @@
 """Reports on the rows of datasets, and summaries of a loader's data."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -19,10 +19,12 @@ class ExampleCounter:
     examples: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of a sample's location and a description."""
 
-    def add(self, where: str, what: str) -> None:
+    def add(self, where: str, what: str | Callable[[], str]) -> None:
+        """Count a sample. `what` is its description, or a function that returns it, called only for
+        an example."""
         self.count += 1
         if len(self.examples) < N_EXAMPLES:
-            self.examples.append((where, what))
+            self.examples.append((where, what if isinstance(what, str) else what()))
 
     def add_all(self, other: Self) -> None:
         self.count += other.count

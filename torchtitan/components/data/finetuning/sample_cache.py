@@ -12,7 +12,7 @@ window size is not one of them.
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cache, partial
@@ -215,7 +215,9 @@ def write_samples(
         for row, converted, encoded in _encode(source.rows(advance), format, encoder):
             report.rows += 1
             if isinstance(converted, Conversation) and _is_respelled(row, converted):
-                report.normal.add(row.where, json.dumps(converted.messages, ensure_ascii=False))
+                report.normal.add(
+                    row.where, partial(json.dumps, converted.messages, ensure_ascii=False)
+                )
             report.unread += [
                 column
                 for column in format.unread_columns(row.values or {})
@@ -247,12 +249,11 @@ def _is_respelled(row: Row, conversation: Conversation) -> bool:
     if not lists or conversation.messages in lists:
         return False
     # Tables store every key in every message.
-    known = [
-        [{key: v for key, v in turn.items() if v is not None} for turn in turns] for turns in lists
-    ]
-    return [
-        {key: v for key, v in m.items() if v is not None} for m in conversation.messages
-    ] not in known
+    return _without_nulls(conversation.messages) not in map(_without_nulls, lists)
+
+
+def _without_nulls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in turn.items() if value is not None} for turn in turns]
 
 
 def _filtered(
@@ -299,11 +300,10 @@ def _encode(
             checked = True
         encoded = iter(encoder.encode_batch(usable))
         for row, sample in zip(batch, converted, strict=True):
-            yield (
-                row,
-                sample,
-                sample if isinstance(sample, (BrokenSample, Dropped)) else next(encoded),
-            )
+            if isinstance(sample, (BrokenSample, Dropped)):
+                yield row, sample, sample
+            else:
+                yield row, sample, next(encoded)
 
 
 def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
