@@ -17,7 +17,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -187,8 +187,8 @@ class Preparation:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Path]:
-        """Yield a temporary folder, in the same file system if possible. Turn an `OSError` in the
-        block into a `UserError`, and ignore it if the preparation is complete."""
+        """Yield a temporary folder, in the same file system if possible. Convert an `OSError` in the
+        block to a `UserError`, and ignore it if the preparation is complete."""
         local = self.place.path if isinstance(self.place, LocalFolder) else None
         where, options = (
             (local, "--out")
@@ -220,12 +220,10 @@ class Preparation:
             files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
             # asked afterwards, so that the parts were there when they were listed
             if not self.is_complete():
-                invalid = f"/{FAST}" if REFUSED in files else None
-                return [
-                    number
-                    for number in range(len(self.parts))
-                    if f"{number:06}/{PART}" not in files or f"{number:06}{invalid}" in files
-                ]
+                complete = _folders_with(PART, files)
+                if REFUSED in files:
+                    complete -= _folders_with(FAST, files)
+                return [n for n in range(len(self.parts)) if f"{n:06}" not in complete]
         return []
 
     def write(self, number: int) -> int:
@@ -489,6 +487,11 @@ def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int =
         n_before += len(items)
     _, originals = np.unique(np.concatenate(hashes), return_index=True)  # the first of equal hashes
     return np.delete(np.concatenate(indices), originals)
+
+
+def _folders_with(name: str, files: Iterable[str]) -> set[str]:
+    """Return the folders of the files with this name."""
+    return {file.removesuffix(f"/{name}") for file in files if file.endswith(f"/{name}")}
 
 
 def _remove_part(folder: Folder) -> None:
