@@ -28,11 +28,8 @@ from torchtitan.cli.main import main as torchtitan
 from torchtitan.components.checkpoint.filesystem import LocalFolder
 from torchtitan.components.data.disk_cache import record_blocks
 from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, document_encoding
-from torchtitan.components.data.prepare.preparation import (
-    INDEX_ROWS,
-    ITEMS_PER_PASS,
-    find_duplicates,
-)
+from torchtitan.components.data.prepare.merge import ITEMS_PER_PASS, find_duplicates
+from torchtitan.components.data.prepare.preparation import INDEX_ROWS
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import predict
 from torchtitan.tools import durable

@@ -77,7 +77,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:
     """Prepare `sources` as the data of a configuration."""
     from torchtitan.components.checkpoint.filesystem import folder_at
-    from torchtitan.components.data.prepare.preparation import Preparation, merge
+    from torchtitan.components.data.prepare.merge import merge
+    from torchtitan.components.data.prepare.preparation import Preparation
 
     if options.of_run is not None:
         raise UserError(

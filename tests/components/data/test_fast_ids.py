@@ -15,8 +15,9 @@ from tests.components.data.helpers import raises, write_jsonl
 from tests.components.data.test_prepare import contents, preparation, prepared
 from tests.components.tokenizer.array_encoder import FAST, SLOW, load, texts_for
 from torchtitan.components.data.disk_cache import open_or_build
+from torchtitan.components.data.prepare.merge import merge
 from torchtitan.components.data.prepare.preparation import FAST as MADE_FAST
-from torchtitan.components.data.prepare.preparation import REFUSED, merge
+from torchtitan.components.data.prepare.preparation import REFUSED
 from torchtitan.components.data.pretraining import token_cache
 from torchtitan.components.data.pretraining.streaming import (
     PackedStream,

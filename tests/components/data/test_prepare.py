@@ -44,6 +44,7 @@ from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.data.prepare import merge as merging
 from torchtitan.components.data.prepare import preparation as preparing
 from torchtitan.components.data.prepare.encoding import (
     ITEM,
@@ -51,7 +52,8 @@ from torchtitan.components.data.prepare.encoding import (
     document_encoding,
     sample_encoding,
 )
-from torchtitan.components.data.prepare.preparation import Preparation, find_duplicates, merge
+from torchtitan.components.data.prepare.merge import find_duplicates, merge
+from torchtitan.components.data.prepare.preparation import Preparation
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
 from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
@@ -119,7 +121,7 @@ def texts_of(sources: list[str]) -> list[str]:
 def test_tokens_equal_an_independent_tokenization_without_duplicates(
     corpus, tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(preparing, "ITEMS_PER_PASS", 200)  # several passes
+    monkeypatch.setattr(merging, "ITEMS_PER_PASS", 200)  # several passes
     prepared(corpus, tmp_path / "out", tokenizer, held_out=0.2)
     library = tokenizers.Tokenizer.from_file(
         str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json")
@@ -694,7 +696,7 @@ def test_two_merges_write_an_index_at_once(corpus, tokenizer, tmp_path, monkeypa
         if target.name == "train.index" and not n_others:
             n_others += 1
             with made.working() as work:
-                preparing._Merge(made, 1, work).write()
+                merging._Merge(made, 1, work).write()
         replace(file, target)
 
     monkeypatch.setattr(durable, "replace", replace_after_other)
