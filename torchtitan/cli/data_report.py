@@ -215,10 +215,8 @@ def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tu
     ]
     if not in_windows:
         return counts
-    n_positions, n_padding = (
-        sum(row.n_positions for row in rows),
-        sum(row.n_padding for row in rows),
-    )
+    n_positions = sum(row.n_positions for row in rows)
+    n_padding = sum(row.n_padding for row in rows)
     return [
         ("windows", f"{len(samples):,}"),
         *counts,

@@ -268,10 +268,8 @@ def test_more_epochs_continue_from_the_end(config, tokenizer):
     batch = next(size for size in (5, 6, 7, 11) if n_samples % size)
     ended = build(config, tokenizer, batch=batch, epochs=1)
     take(ended)
-    same, more = (
-        build(config, tokenizer, batch=batch, epochs=1),
-        build(config, tokenizer, batch=1, epochs=2),
-    )
+    same = build(config, tokenizer, batch=batch, epochs=1)
+    more = build(config, tokenizer, batch=1, epochs=2)
     same.load_state_dict(ended.state_dict())
     more.load_state_dict(ended.state_dict())
     assert take(same) == []

@@ -70,10 +70,8 @@ def test_other_sequences_labels_and_settings_have_no_results(tmp_path):
 
 
 def test_unfinished_files_do_not_count_and_damaged_ones_are_named(tmp_path):
-    cache, written = (
-        SequenceCache(tmp_path, ["model"], results={"own": WHOLE}),
-        batch_of([[1, 2, 3]]),
-    )
+    cache = SequenceCache(tmp_path, ["model"], results={"own": WHOLE})
+    written = batch_of([[1, 2, 3]])
     cache.write(written, {"own": written["input"]})
     (file,) = tmp_path.glob("*/*.safetensors")
     content = file.read_bytes()

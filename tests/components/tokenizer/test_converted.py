@@ -241,10 +241,8 @@ def test_without_the_library_the_package_is_named(
 
 def test_published_tekken_equals_mistral_common(tmp_path: Path) -> None:
     shutil.copy(PUBLISHED / "tekken_240718.json", tmp_path / "tekken.json")
-    reference, ours = (
-        Tekkenizer.from_file(PUBLISHED / "tekken_240718.json"),
-        load_tokenizer(tmp_path),
-    )
+    reference = Tekkenizer.from_file(PUBLISHED / "tekken_240718.json")
+    ours = load_tokenizer(tmp_path)
     assert (
         ours.vocab_size == reference.n_words
         and ours.bos_id == reference.bos_id

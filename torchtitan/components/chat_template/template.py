@@ -90,10 +90,8 @@ class ChatTemplate:
         environment = sandbox.create_environment()
         try:
             tree = environment.parse(source)
-            self.literals, self.marks_generation = (
-                sandbox.literals(tree),
-                sandbox.marks_generation(tree),
-            )
+            self.literals = sandbox.literals(tree)
+            self.marks_generation = sandbox.marks_generation(tree)
             self.option_names = sorted(
                 sandbox.undeclared(tree, environment) - {*_NOT_OPTIONS, *(variables or {})}
             )

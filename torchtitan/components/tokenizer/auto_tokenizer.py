@@ -127,10 +127,8 @@ def _open_like_auto_tokenizer(folder: Path) -> tuple[str, Any]:
     """Return the name of the class that `AutoTokenizer` selects for `folder`, and its tokenizer."""
     from tokenizers import AddedToken
 
-    settings, config = (
-        read_object(folder / "tokenizer_config.json"),
-        read_object(folder / "config.json"),
-    )
+    settings = read_object(folder / "tokenizer_config.json")
+    config = read_object(folder / "config.json")
     tokenizer = _read(folder / "tokenizer.json")
     model_type = str(config.get("model_type"))
     name = (

@@ -220,10 +220,8 @@ def test_answers_are_matched_with_other_prompts(prompts, n_matched):
     window = []
     for number, prompt in enumerate(prompts):
         ids = np.array([ord(prompt), ord(prompt), 1000 + number, 2])
-        part, none = (
-            EncodedSample(ids, np.array([False, False, True, True])),
-            EncodedSample(ids[:0], ids[:0] > 0),
-        )
+        part = EncodedSample(ids, np.array([False, False, True, True]))
+        none = EncodedSample(ids[:0], ids[:0] > 0)
         window.append(EncodedRow((part, none) if number % 2 else (none, part)))
     batch = AnswerDataLoader.collate([window], 64)
     assert (batch["n_mismatched"].tolist(), batch["n_answers"].tolist()) == (
@@ -315,10 +313,8 @@ class TestTooLong:
         ]
         report = loader.samples.sets[0].report
         assert (report.kept, report.truncated.count, report.dropped["too_long"].count) == (2, 1, 1)
-        chosen, rejected = (
-            sides_of(batch, "chosen", "input")[0],
-            sides_of(batch, "rejected", "input")[0],
-        )
+        chosen = sides_of(batch, "chosen", "input")[0]
+        rejected = sides_of(batch, "rejected", "input")[0]
         n_prompt = int((sides_of(batch, "chosen", "labels")[0] != IGNORE_INDEX).nonzero()[0])
         assert n_prompt > 20 and torch.equal(chosen[:n_prompt], rejected[:n_prompt])
         assert trained_text(tokenizer, sides_of(batch, "chosen", "labels")[0]).startswith(

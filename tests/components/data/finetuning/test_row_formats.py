@@ -501,10 +501,8 @@ class TestPreference:
             converted({"chosen": f"{prompt} Yes.", "rejected": prompt}, "preference")
 
     def test_sharegpt_pairs(self):
-        turn, call = (
-            {"from": "gpt", "value": "b"},
-            {"from": "function_call", "value": '{"name": "f"}'},
-        )
+        turn = {"from": "gpt", "value": "b"}
+        call = {"from": "function_call", "value": '{"name": "f"}'}
         turns = [{"from": "human", "value": "q"}, call, {"from": "observation", "value": "1"}]
         pair = converted({"conversations": turns, "chosen": call, "rejected": [turn]}, "preference")
         assert [message["role"] for message in pair.prompt.messages] == [

@@ -420,10 +420,8 @@ def is_lost(template: ChatTemplate, messages: Sequence[Message], lossy: LossySam
     found = re.search(r"leaves out the (\w+) of message (\d+)", str(lossy))
     assert found, lossy
     part, number = found[1], int(found[2])
-    message, tools = (
-        messages[number - 1],
-        [TOOL] if any(m.get("tool_calls") for m in messages) else None,
-    )
+    message = messages[number - 1]
+    tools = [TOOL] if any(m.get("tool_calls") for m in messages) else None
     texts = {
         "reasoning": [message.get("reasoning_content")],
         "content": [message["content"]],

@@ -43,11 +43,9 @@ class Documents(BaseDataLoader):
     ):
         super().__init__(config)
         self.needs_sample_losses = config.needs_losses
-        self.seq_len, self.batch_size, self.global_batch_size = (
-            seq_len,
-            local_batch_size,
-            global_batch_size,
-        )
+        self.seq_len = seq_len
+        self.batch_size = local_batch_size
+        self.global_batch_size = global_batch_size
         self.first, self.stride = dp_rank * local_batch_size, dp_world_size * local_batch_size
         self.observed = []
 

@@ -284,10 +284,8 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     def _open_samples(self) -> SampleSets:
         config = self.config
-        caches, max_length = (
-            config.open_caches(self._tokenizer, self.template),
-            self.max_length(self._layout.seq_len),
-        )
+        caches = config.open_caches(self._tokenizer, self.template)
+        max_length = self.max_length(self._layout.seq_len)
         contents = [cache.fingerprint for cache in caches]
         self._fingerprint = digest_of([contents, [self._layout.seq_len, *config.order_key()]])
         filtered = [

@@ -92,10 +92,8 @@ class Mixture:
     def share_after(self, n_windows: int) -> list[float]:
         """Estimate each source's share of the first `n_windows` in tokens, from the mean number of
         tokens per window so far."""
-        share, mean = (
-            self.share,
-            sum(self.tokens_read) / self.n_windows if self.n_windows else self._capacity,
-        )
+        share = self.share
+        mean = sum(self.tokens_read) / self.n_windows if self.n_windows else self._capacity
         for count, weights in self._ahead(n_windows):
             share = [
                 tokens + weight * count * mean

@@ -270,10 +270,8 @@ class Planner:
             stream.load_state_dict(stream_state)
         self._observed = []
         for entry in state["observed"]:
-            samples, losses = (
-                np.array(entry["samples"], np.int64),
-                np.array(entry["sample_losses"], np.float64),
-            )
+            samples = np.array(entry["samples"], np.int64)
+            losses = np.array(entry["sample_losses"], np.float64)
             statistics = StepStatistics(
                 entry["step"], entry["loss"], entry["grad_norm"], samples, losses
             )

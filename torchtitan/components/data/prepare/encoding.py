@@ -133,13 +133,12 @@ def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None)
 
     def write(source: Source, folder: Path) -> tuple[Report, np.ndarray]:
         token_cache.write_tokens(source, encoder, folder, lambda n: None)
-        offsets, tokens = (
-            np.fromfile(folder / "offsets.bin", np.int64),
-            np.fromfile(folder / "tokens.bin", dtype),
-        )
-        report, keep = Report("text", rows=len(offsets) - 1), np.diff(offsets) > 0
-        to_check = keep if applied != FilterConfig() else np.zeros(len(keep), bool)
-        for number in np.flatnonzero(~keep | to_check).tolist():
+        offsets = np.fromfile(folder / "offsets.bin", np.int64)
+        tokens = np.fromfile(folder / "tokens.bin", dtype)
+        keep = np.diff(offsets) > 0
+        report = Report("text", rows=len(keep))
+        has_filters = applied != FilterConfig()
+        for number in range(len(keep)) if has_filters else np.flatnonzero(~keep).tolist():
             ids = tokens[offsets[number] : offsets[number + 1]]
             dropped = applied.drop_reason(ids) if len(ids) else ("empty", "it has no text")
             if dropped:

@@ -178,10 +178,8 @@ def encode_documents(
 ) -> Iterator[EncodedBatch]:
     """Yield documents in batches, encoded as by `Tokenizer.encode_documents`, but without ids for
     those without visible characters. Raise `DifferentIds`, see `ArrayEncoder`."""
-    is_splittable, wrapping = (
-        _is_splittable(encoder.tokenizer),
-        document_wrapping(encoder.tokenizer),
-    )
+    is_splittable = _is_splittable(encoder.tokenizer)
+    wrapping = document_wrapping(encoder.tokenizer)
     batch: list[_Piece] = []
     n_characters, begins = 0, True
     for document in documents:
@@ -222,10 +220,8 @@ def _encode(
 
 def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the token ids that `Tokenizer.encode_documents` puts before and after a document."""
-    [bare], [wrapped] = (
-        tokenizer.encode_batch(["a"], add_bos=False, add_eos=False),
-        tokenizer.encode_documents(["a"]),
-    )
+    [bare] = tokenizer.encode_batch(["a"], add_bos=False, add_eos=False)
+    [wrapped] = tokenizer.encode_documents(["a"])
     begin = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
     return wrapped[:begin], wrapped[begin + len(bare) :]
 

@@ -66,10 +66,8 @@ class Tokens(ABC):
         lengths = self.lengths()
         n_sampled = int(lengths.sum())
         scale = self.n_tokens / max(1, n_sampled)
-        n_documents, n_nonempty = (
-            round(len(lengths) * scale),
-            round(int((lengths > 0).sum()) * scale),
-        )
+        n_documents = round(len(lengths) * scale)
+        n_nonempty = round(int((lengths > 0).sum()) * scale)
         name = self.format if n_sampled == self.n_tokens else f"{self.format}, about"
         # The first token of a document is not predicted.
         return Report(

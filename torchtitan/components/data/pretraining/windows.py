@@ -294,10 +294,8 @@ class CachedBatches(BatchIterator):
         self.close()
         self.exhausted = False
         # With a different seed, samples of this epoch would be repeated or skipped.
-        self._position, self._seed = (
-            state["position"] * self._block + state.get("offset", 0),
-            state["seed"],
-        )
+        self._position = state["position"] * self._block + state.get("offset", 0)
+        self._seed = state["seed"]
 
     def describe(self, first: int, last: int) -> str:
         n = len(self._sets)
