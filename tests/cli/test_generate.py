@@ -387,21 +387,13 @@ def chat_model(stories, tmp_path):
     return folder
 
 
+SHORT = ("--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", ".")
+"""Options for short answers, also of `generate`."""
+
+
 def talk(capsys, monkeypatch, lines, *args):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    return run(
-        capsys,
-        chat,
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        30,
-        "--stop",
-        "\n",
-        "--stop",
-        ".",
-        *args,
-    )
+    return run(capsys, chat, *SHORT, *args)
 
 
 def test_chat_remembers_earlier_turns(chat_model, capsys, monkeypatch):
@@ -411,19 +403,8 @@ def test_chat_remembers_earlier_turns(chat_model, capsys, monkeypatch):
     assert code == 0 and first == third != second
     # The same by `generate`, with the conversation written out.
     prompt = f"user: Tell me a story\nassistant: {first}\nuser: Tell me a story\n"
-    args = [
-        "--checkpoint",
-        chat_model,
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        30,
-        "--stop",
-        "\n",
-        "--stop",
-        ".",
-    ]
-    assert run(capsys, generate, *args, "--prompt", prompt)[1] == prompt + second + "\n"
+    args = ["--checkpoint", chat_model, *SHORT, "--prompt", prompt]
+    assert run(capsys, generate, *args)[1] == prompt + second + "\n"
 
 
 def test_conversation_longer_than_the_context_is_reported(chat_model, capsys, monkeypatch):
@@ -483,8 +464,7 @@ def test_chat_sets_options_of_its_template(chat_model, capsys, monkeypatch):
     code, short, _ = talk(capsys, monkeypatch, *args, '{"short": true}')
     assert code == 0 and short != usual
     prompt = "user: Hello\nassistant: Briefly,"
-    options = ["--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", "."]
-    _, out, _ = run(capsys, generate, "--checkpoint", chat_model, *options, "--prompt", prompt)
+    _, out, _ = run(capsys, generate, "--checkpoint", chat_model, *SHORT, "--prompt", prompt)
     assert out == prompt + short
     for given, words in {
         '{"shorter": true}': "does not read 'shorter', but short; did you mean 'short'?",

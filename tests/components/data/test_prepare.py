@@ -277,7 +277,8 @@ def test_sources_and_results_in_a_store(corpus, tokenizer, tmp_path, store, monk
     batches = []
     for dataset in (str(tmp_path / "local"), "memory://out"):
         config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
-        loader = config.build(
+        build = functools.partial(
+            config.build,
             tokenizer=tokenizer,
             seq_len=50,
             local_batch_size=3,
@@ -285,18 +286,12 @@ def test_sources_and_results_in_a_store(corpus, tokenizer, tmp_path, store, monk
             dp_rank=1,
             dp_world_size=2,
         )
+        loader = build()
         state = None
         for batch in loader:
             batches.append((dataset, batch["input"]))
             state = state or loader.state_dict()
-        again = config.build(
-            tokenizer=tokenizer,
-            seq_len=50,
-            local_batch_size=3,
-            epochs=1,
-            dp_rank=1,
-            dp_world_size=2,
-        )
+        again = build()
         again.load_state_dict(state)
         assert [batch["input"].tolist() for batch in take(again)] == [
             ids.tolist() for name, ids in batches if name == dataset
