@@ -13,7 +13,14 @@ import pytest
 
 from tests.components.data.helpers import raises, write_jsonl
 from tests.components.data.test_prepare import contents, preparation, prepared
-from tests.components.tokenizer.array_encoder import FAST, SLOW, load, texts_for
+from tests.components.tokenizer.array_encoder import (
+    FAST,
+    SLOW,
+    change_ids,
+    load,
+    open_for_any_text,
+    texts_for,
+)
 from torchtitan.components.data.disk_cache import open_or_build
 from torchtitan.components.data.prepare.merge import merge
 from torchtitan.components.data.prepare.preparation import FAST as MADE_FAST
@@ -26,7 +33,7 @@ from torchtitan.components.data.pretraining.streaming import (
 )
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.sources.source import resolve_source
-from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds, array_encoder
+from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds
 from torchtitan.tools.errors import UserError
 
 pytest.importorskip(
@@ -37,9 +44,7 @@ pytest.importorskip(
 @pytest.fixture
 def worth(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # as in `torchtitan data prepare`
-    monkeypatch.setattr(
-        array_encoder, "WORTH_OPENING", dict.fromkeys(array_encoder.WORTH_OPENING, 0)
-    )
+    open_for_any_text(monkeypatch)
 
 
 @contextlib.contextmanager
@@ -132,26 +137,10 @@ def test_streams_are_the_same(worth, tokenizer):
     )
 
 
-class Deceiver:
-    """gigatoken's tokenizer that changes the ids of texts with a word."""
-
-    def __init__(self, fast):
-        self.fast = fast
-
-    def encode(self, content):
-        ids = self.fast.encode(content)
-        return ids[::-1] if b"Deceive" in content else ids
-
-
 @pytest.fixture
 def deceived(worth, monkeypatch):
-    original = array_encoder._open_backend
-
-    def open_backend(backend):
-        load, fast = original(backend)
-        return (lambda: Deceiver(load())), Deceiver(fast)
-
-    monkeypatch.setattr(array_encoder, "_open_backend", open_backend)
+    """gigatoken changes the ids of texts with a word."""
+    change_ids(monkeypatch, lambda content, ids: ids[::-1] if b"Deceive" in content else ids)
 
 
 def deceiving_sources(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tokenizers import (
     AddedToken,
     Regex,
@@ -18,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.tokenizer import PretrainedTokenizer, array_encoder
 from torchtitan.components.tokenizer.probes import probe_texts
 
 _QWEN = (
@@ -29,7 +30,8 @@ _LLAMA3 = _QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -144,6 +146,35 @@ def texts_for(tokenizer: PretrainedTokenizer, n: int = 150) -> list[str]:
         "Words in a long text. " * 20_000,
         *(mixture() for _ in range(n)),
     ]
+
+
+class Changed:
+    """gigatoken's tokenizer with a change to the ids of some texts."""
+
+    def __init__(self, fast: Any, change: Callable[[bytes, np.ndarray], np.ndarray]):
+        self.fast, self.change = fast, change
+
+    def encode(self, content: bytes) -> np.ndarray:
+        return self.change(content, self.fast.encode(content))
+
+
+def change_ids(
+    patch: pytest.MonkeyPatch, change: Callable[[bytes, np.ndarray], np.ndarray]
+) -> None:
+    """Make gigatoken change the ids of texts that are encoded one by one."""
+    patch.setenv("TOKENIZERS_PARALLELISM", "false")
+    original = array_encoder._open_backend
+
+    def open_changed(backend: Any) -> tuple[Callable[[], Changed], Changed]:
+        load, fast = original(backend)
+        return (lambda: Changed(load(), change)), Changed(fast, change)
+
+    patch.setattr(array_encoder, "_open_backend", open_changed)
+
+
+def open_for_any_text(patch: pytest.MonkeyPatch) -> None:
+    """Make gigatoken worth opening for a text of any length."""
+    patch.setattr(array_encoder, "WORTH_OPENING", dict.fromkeys(array_encoder.WORTH_OPENING, 0))
 
 
 def split_ids(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:

@@ -1,16 +1,24 @@
 """`ArrayEncoder`: the tokenizer's ids, with gigatoken or without it, in any process."""
 
+import functools
 import logging
 import multiprocessing
 import pickle
 import re
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from tests.components.tokenizer.array_encoder import FAST, SLOW, load, split_ids, texts_for
+from tests.components.tokenizer.array_encoder import (
+    FAST,
+    SLOW,
+    change_ids,
+    load,
+    open_for_any_text,
+    split_ids,
+    texts_for,
+)
 from torchtitan.components.tokenizer import (
     ArrayEncoder,
     DifferentIds,
@@ -27,35 +35,13 @@ pytest.importorskip(
 @pytest.fixture
 def worth(monkeypatch):
     """gigatoken is opened for any text."""
-    monkeypatch.setattr(
-        array_encoder, "WORTH_OPENING", dict.fromkeys(array_encoder.WORTH_OPENING, 0)
-    )
-
-
-class Changed:
-    """gigatoken's tokenizer with a change to the ids of some texts."""
-
-    def __init__(self, fast, change: Callable[[bytes, np.ndarray], np.ndarray]):
-        self.fast, self.change = fast, change
-
-    def encode(self, content):
-        return self.change(content, self.fast.encode(content))
+    open_for_any_text(monkeypatch)
 
 
 @pytest.fixture
 def changed(worth, monkeypatch):
     """Return a function that makes gigatoken change ids."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # texts are encoded one by one
-    original = array_encoder._open_backend
-
-    def apply(change: Callable[[bytes, np.ndarray], np.ndarray]) -> None:
-        def open_changed(backend):
-            load, fast = original(backend)
-            return (lambda: Changed(load(), change)), Changed(fast, change)
-
-        monkeypatch.setattr(array_encoder, "_open_backend", open_changed)
-
-    return apply
+    return functools.partial(change_ids, monkeypatch)
 
 
 def check(encoder: ArrayEncoder, texts: list[str]) -> None:
