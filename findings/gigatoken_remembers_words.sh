@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Guess: gigatoken's cache of words has a limit, as that of `tokenizers` (10,000 words), so that a process can tokenize
-#   any amount of text.
+# Guess: gigatoken's cache of words has a limit, as that of `tokenizers` (10,000 words), so that a
+#   process can tokenize any amount of text.
 #
-# Truth: gigatoken 0.10.0 keeps every distinct word until the tokenizer is deleted: here, 60 MB of text with random words
-#   leave more than 200 MB behind. Usual text leaves about a byte per character, so a
-#   process that tokenizes hundreds of GB ends for lack of memory.
+# Truth: gigatoken 0.10.0 keeps every distinct word until the tokenizer is deleted: here, 60 MB of
+#   text with random words leave more than 200 MB behind. Usual text leaves about a byte per
+#   character, so a process that tokenizes hundreds of GB ends for lack of memory.
 #
-# What a trainer must do: open the tokenizer anew after some hundred million characters, and delete the old one first.
+# What a trainer must do: open the tokenizer anew after some hundred million characters, and delete
+# the old one first.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Guess: openai-harmony's render_conversation_for_training renders what gpt-oss must write: its analysis, then the final
-#   message.
+# Guess: openai-harmony's render_conversation_for_training renders what gpt-oss must write: its
+#   analysis, then the final message.
 #
-# Truth: with its defaults, openai-harmony 0.0.8 drops the analysis before the first final message. A conversation of
-#   one turn loses all of its reasoning; of two turns, the second keeps it. No warning is given.
+# Truth: with its defaults, openai-harmony 0.0.8 drops the analysis before the first final message.
+#   A conversation of one turn loses all of its reasoning; of two turns, the second keeps it. No
+#   warning is given.
 #
-# What a trainer must do: render with RenderConversationConfig(auto_drop_analysis=False) up to each turn, after a prompt
-# in which earlier analysis is dropped as at inference; or use the model's chat template in the same way.
+# What a trainer must do: render with RenderConversationConfig(auto_drop_analysis=False) up to each
+# turn, after a prompt in which earlier analysis is dropped as at inference; or use the model's chat
+# template in the same way.
 #
-# openai-harmony downloads the vocabulary o200k_base. Here it comes from the package js-tiktoken of npm, which has the
-# same ranks; openai-harmony checks the digest of the file.
+# openai-harmony downloads the vocabulary o200k_base. Here it comes from the package js-tiktoken of
+# npm, which has the same ranks; openai-harmony checks the digest of the file.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -25,7 +27,8 @@ import re
 import sys
 
 from openai_harmony import (
-    Conversation, HarmonyEncodingName, Message, RenderConversationConfig, Role, load_harmony_encoding,
+    Conversation, HarmonyEncodingName, Message, RenderConversationConfig, Role,
+    load_harmony_encoding,
 )
 
 print("openai-harmony", importlib.metadata.version("openai-harmony"))
@@ -42,9 +45,13 @@ encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
 
 
 def turn(number):
-    thought = Message.from_role_and_content(Role.ASSISTANT, f"Thought {number}.").with_channel("analysis")
-    answer = Message.from_role_and_content(Role.ASSISTANT, f"Answer {number}.").with_channel("final")
-    return [Message.from_role_and_content(Role.USER, f"Question {number}?"), thought, answer]
+    thought = Message.from_role_and_content(Role.ASSISTANT, f"Thought {number}.")
+    answer = Message.from_role_and_content(Role.ASSISTANT, f"Answer {number}.")
+    return [
+        Message.from_role_and_content(Role.USER, f"Question {number}?"),
+        thought.with_channel("analysis"),
+        answer.with_channel("final"),
+    ]
 
 
 for messages, expected in ((turn(1), [False]), ([*turn(1), *turn(2)], [False, True])):

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Guess: math-verify keeps the case of letters: `X` and `x`, or `R` and `r`, are different variables.
+# Guess: math-verify keeps the case of letters: `X` and `x`, or `R` and `r`, are different
+# variables.
 #
-# Truth: math-verify 0.9 reads a single capital letter in LaTeX as the small one: `X^2` equals `x^2`, `N + n` equals `2n`,
-# and `\pi R^2` equals `\pi r^2`, so that an answer about the wrong radius is right.
+# Truth: math-verify 0.9 reads a single capital letter in LaTeX as the small one: `X^2` equals
+# `x^2`, `N + n` equals `2n`, and `\pi R^2` equals `\pi r^2`, so that an answer about the wrong
+# radius is right.
 #
-# What a trainer must do: refuse pairs of formulas in which a letter has both cases, before it asks math-verify.
+# What a trainer must do: refuse pairs of formulas in which a letter has both cases, before it asks
+# math-verify.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Guess: math-verify compares the whole of two short answers, and `1e3` is a spelling of 1000.
 #
-# Truth: math-verify 0.9 extracts one expression from each text and compares these. Text around it does not count, so
-# that `5 km` equals `5 m`, `12:30` equals 12, and an answer that ends with a denial of 7 equals 7. In `1e3` it finds 1
-# (as plain text) or 1 times Euler's number times 3 (as LaTeX), so that a right answer of 1000 is wrong.
+# Truth: math-verify 0.9 extracts one expression from each text and compares these. Text around it
+# does not count, so that `5 km` equals `5 m`, `12:30` equals 12, and an answer that ends with a
+# denial of 7 equals 7. In `1e3` it finds 1 (as plain text) or 1 times Euler's number times 3 (as
+# LaTeX), so that a right answer of 1000 is wrong.
 #
-# What a trainer must do: compare numbers with exponents, units, times and whole sentences by its own rules, before it
-# asks math-verify about formulas, and give math-verify the answer alone.
+# What a trainer must do: compare numbers with exponents, units, times and whole sentences by its
+# own rules, before it asks math-verify about formulas, and give math-verify the answer alone.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Guess: the system prompt of a conversation is at its beginning, in each version of Mistral's tokenizers.
+# Guess: the system prompt of a conversation is at its beginning, in each version of Mistral's
+# tokenizers.
 #
-# Truth: mistral-common 1.13 writes it into the first user turn with v1, and into the last user turn with v2, v3 and
-#   tekken; only v7 and later have a place for it. The tokens of an earlier turn thus differ if another turn follows: a
-#   conversation of two turns is not one sequence in which both answers follow what inference gives.
+# Truth: mistral-common 1.13 writes it into the first user turn with v1, and into the last user turn
+#   with v2, v3 and tekken; only v7 and later have a place for it. The tokens of an earlier turn
+#   thus differ if another turn follows: a conversation of two turns is not one sequence in which
+#   both answers follow what inference gives.
 #
-# What a trainer must do: render the conversation up to each answer, and train the answers of such templates as samples
-# of their own (or only the last one).
+# What a trainer must do: render the conversation up to each answer, and train the answers of such
+# templates as samples of their own (or only the last one).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Guess: `ndarray.tofile(path)` raises OSError if the disk is full, as `open(path, "wb").write(...)` does.
-# Truth: the bytes of a small array wait in a buffer of C's stdio, and the error of the last flush is lost: the call
-# returns, and the file is short. Larger arrays do raise.
-# A trainer must write arrays with Python's file objects (`file.write(array.tobytes())`, then flush and fsync), and
-# compare the size of the file before it counts a shard, a cache or a checkpoint as complete.
+# Guess: `ndarray.tofile(path)` raises OSError if the disk is full, as `open(path, "wb").write(...)`
+# does.
+# Truth: the bytes of a small array wait in a buffer of C's stdio, and the error of the last flush
+# is lost: the call returns, and the file is short. Larger arrays do raise.
+# A trainer must write arrays with Python's file objects (`file.write(array.tobytes())`, then flush
+# and fsync), and compare the size of the file before it counts a shard, a cache or a checkpoint as
+# complete.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Guess: an adapter with `rank_pattern` and `alpha_pattern` is opened as it was saved: adapter_config.json has the same
-# patterns, and the first that matches a module counts.
+# Guess: an adapter with `rank_pattern` and `alpha_pattern` is opened as it was saved:
+# adapter_config.json has the same patterns, and the first that matches a module counts.
 #
-# Truth: peft 0.21 writes adapter_config.json with sorted keys, so where several patterns match a module, another one
-# counts when the adapter is opened. With alpha_pattern, the adapter has another scale, without a word; with
-# rank_pattern, opening fails, since the shapes differ.
+# Truth: peft 0.21 writes adapter_config.json with sorted keys, so where several patterns match a
+# module, another one counts when the adapter is opened. With alpha_pattern, the adapter has another
+# scale, without a word; with rank_pattern, opening fails, since the shapes differ.
 #
-# What a trainer must do: write patterns of which at most one value fits each module, so that their order does not
-# matter, and read patterns in the order of the file, which is how peft opens it.
+# What a trainer must do: write patterns of which at most one value fits each module, so that their
+# order does not matter, and read patterns in the order of the file, which is how peft opens it.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -24,7 +24,8 @@ import transformers
 print("peft", peft.__version__, "transformers", transformers.__version__)
 folder = sys.argv[1]
 CONFIG = transformers.LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=None
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, pad_token_id=None,
 )
 TOKENS = torch.arange(1, 20)[None]
 torch.manual_seed(0)
@@ -54,7 +55,8 @@ with torch.no_grad():
     expected, logits = saved(TOKENS).logits, opened(TOKENS).logits
 difference = ((logits - expected).abs().max() / expected.abs().max()).item()
 about = [str(warning.message) for warning in caught if "pattern" in str(warning.message)]
-print(f"alpha_pattern: {difference:.1%} of the largest logit; patterns in the file: {opened.peft_config['default'].alpha_pattern}")
+print(f"alpha_pattern: {difference:.1%} of the largest logit")
+print("patterns in the file:", opened.peft_config["default"].alpha_pattern)
 print("warnings about patterns:", about)
 assert difference > 0.01 and not about
 assert list(opened.peft_config["default"].alpha_pattern) == sorted(NAMES)

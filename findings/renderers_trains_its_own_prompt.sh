@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Guess: a training mask that marks what the model writes at inference begins where the same library's generation prompt
-#   ends, and ends with what the model's template writes.
+# Guess: a training mask that marks what the model writes at inference begins where the same
+#   library's generation prompt ends, and ends with what the model's template writes.
 #
-# Truth: renderers 0.1.12 masks by its own idea of a turn. For Qwen3.5 its prompt ends with an empty block of reasoning,
-#   and the mask trains that block; for GLM-4.5 and 4.6 its prompt ends before a line end, which the mask leaves out,
-#   so that the first token at inference is never trained. A last turn of GLM ends with <|endoftext|> (only if
-#   ensure_final_stop is given), although all earlier ones end with <|user|>.
+# Truth: renderers 0.1.12 masks by its own idea of a turn. For Qwen3.5 its prompt ends with an empty
+#   block of reasoning, and the mask trains that block; for GLM-4.5 and 4.6 its prompt ends before a
+#   line end, which the mask leaves out, so that the first token at inference is never trained. A
+#   last turn of GLM ends with <|endoftext|> (only if ensure_final_stop is given), although all
+#   earlier ones end with <|user|>.
 #
-# What a trainer must do: take prompt and completion from two renderings, as inference does, and not from marks.
+# What a trainer must do: take prompt and completion from two renderings, as inference does, and not
+# from marks.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -22,12 +24,14 @@ import transformers
 
 print("renderers", importlib.metadata.version("renderers"))
 SPECIAL = [
-    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>",
-    "<|observation|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>",
+    "<|assistant|>", "<|observation|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<|video_pad|>",
 ]
 TAGS = ["think", "tool_call", "tool_response", "arg_key", "arg_value"]
 alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-backend = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+vocabulary = {byte: i for i, byte in enumerate(alphabet)}
+backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
 backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 backend.decoder = tokenizers.decoders.ByteLevel()
 backend.add_special_tokens(SPECIAL)
@@ -42,12 +46,14 @@ def show(config):
     prompt = tokenizer.decode(renderer.render_ids([question], add_generation_prompt=True))
     sample = renderers.build_training_sample(renderer, [question, answer], ensure_final_stop=True)
     trained = tokenizer.decode([i for i, flag in zip(sample.token_ids, sample.loss_mask) if flag])
-    print(f"{config.name}: {tokenizer.decode(sample.token_ids)!r}\n  prompt {prompt!r}\n  trained {trained!r}")
+    print(f"{config.name}: {tokenizer.decode(sample.token_ids)!r}")
+    print(f"  prompt {prompt!r}\n  trained {trained!r}")
     return prompt, trained
 
 
 prompt, trained = show(renderers.Qwen35RendererConfig(enable_thinking=False))
-assert prompt.endswith("<think>\n\n</think>\n\n") and trained == "<think>\n\n</think>\n\nHo!<|im_end|>"
+assert prompt.endswith("<think>\n\n</think>\n\n")
+assert trained == "<think>\n\n</think>\n\nHo!<|im_end|>"
 prompt, trained = show(renderers.GLM45RendererConfig())
 assert prompt.endswith("<|assistant|>") and trained == "<think></think>\nHo!<|endoftext|>"
 print("as described")

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Guess: a message with tool calls and `"content": null`, which is how OpenAI's API returns it, is rendered as one with
-#   calls alone.
+# Guess: a message with tool calls and `"content": null`, which is how OpenAI's API returns it, is
+#   rendered as one with calls alone.
 #
-# Truth: renderers 0.1.12 writes the text None before the calls with its renderers for GLM-4.5 and MiniMax M2, and its
-#   training mask trains the model to write it.
+# Truth: renderers 0.1.12 writes the text None before the calls with its renderers for GLM-4.5 and
+#   MiniMax M2, and its training mask trains the model to write it.
 #
-# What a trainer must do: replace a null content by an empty text before it renders, and check what is trained.
+# What a trainer must do: replace a null content by an empty text before it renders, and check what
+# is trained.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -19,11 +20,12 @@ import tokenizers
 import transformers
 
 print("renderers", importlib.metadata.version("renderers"))
-SPECIAL = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
-SPECIAL += ["]~!b[", "]~b]", "[e~["]
+SPECIAL = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
+SPECIAL += ["<|observation|>", "]~!b[", "]~b]", "[e~["]
 TAGS = ["think", "tool_call", "tool_response", "arg_key", "arg_value", "minimax:tool_call"]
 alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-backend = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+vocabulary = {byte: i for i, byte in enumerate(alphabet)}
+backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
 backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 backend.decoder = tokenizers.decoders.ByteLevel()
 backend.add_special_tokens(SPECIAL)
@@ -38,7 +40,8 @@ for config in (renderers.GLM45RendererConfig(), renderers.MiniMaxM2RendererConfi
             {"role": "assistant", "content": content, "tool_calls": [call]},
         ]
         sample = renderers.build_training_sample(renderer, messages)
-        trained[content] = tokenizer.decode([i for i, flag in zip(sample.token_ids, sample.loss_mask) if flag])
+        flagged = zip(sample.token_ids, sample.loss_mask)
+        trained[content] = tokenizer.decode([i for i, flag in flagged if flag])
     print(f"{config.name}: {trained[None]!r}")
     assert "None" in trained[None] and "None" not in trained[""]
 print("as described")

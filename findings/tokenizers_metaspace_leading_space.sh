@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Guess: the pre-tokenizer Metaspace of tokenizers does what sentencepiece's dummy prefix does: one more space before
-#   every text.
+# Guess: the pre-tokenizer Metaspace of tokenizers does what sentencepiece's dummy prefix does: one
+#   more space before every text.
 #
-# Truth: Metaspace adds the prefix only to text that does not begin with a space. " hi" and "hi" are then one text,
-#   where sentencepiece writes two spaces and one. Two leading spaces are also split otherwise.
+# Truth: Metaspace adds the prefix only to text that does not begin with a space. " hi" and "hi" are
+#   then one text, where sentencepiece writes two spaces and one. Two leading spaces are also split
+#   otherwise.
 #
-# What a trainer must do: convert sentencepiece models with the normalizers Prepend and Replace instead, and compare the
-# ids of text with leading spaces and runs of spaces (code, continued turns) with sentencepiece.
+# What a trainer must do: convert sentencepiece models with the normalizers Prepend and Replace
+# instead, and compare the ids of text with leading spaces and runs of spaces (code, continued
+# turns) with sentencepiece.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -23,8 +25,9 @@ print("tokenizers", tokenizers.__version__, "sentencepiece", sentencepiece.__ver
 file = io.BytesIO()
 sentences = iter(["hi there, a short text", "and hi again, a second one"] * 50)
 sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=sentences, model_writer=file, vocab_size=40, model_type="bpe", normalization_rule_name="identity",
-    remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+    sentence_iterator=sentences, model_writer=file, vocab_size=40, model_type="bpe",
+    normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+    minloglevel=2,
 )
 processor = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
 metaspace = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -32,8 +35,9 @@ prefix = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replac
 for text, is_equal in (("hi", True), (" hi", False), ("  hi", False)):
     theirs = "".join(processor.encode(text, out_type=str))
     ours = "".join(piece for piece, _ in metaspace.pre_tokenize_str(text))
-    print(f"{text!r}: sentencepiece {theirs!r}, Metaspace {ours!r}, normalizers {prefix.normalize_str(text)!r}")
+    normalized = prefix.normalize_str(text)
+    print(f"{text!r}: sentencepiece {theirs!r}, Metaspace {ours!r}, normalizers {normalized!r}")
     assert (theirs == ours) == is_equal
-    assert theirs == prefix.normalize_str(text)
+    assert theirs == normalized
 print("as described")
 PYTHON

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Finding: the normalizer `Precompiled` of tokenizers drops a character of "\r\n".
 #
-# Guess: a SentencePiece model's normalization rules (precompiled_charsmap, by default nmt_nfkc) give the same text in
-#   the library tokenizers, which offers them as normalizers.Precompiled.
-# Truth: Precompiled looks rules up for whole grapheme clusters first. "\r\n" is one cluster; the rule for "\r" matches
-#   its beginning, replaces the whole cluster, and the "\n" is lost: one space instead of sentencepiece's two. A
-#   ligature with a combining accent loses the accent in the same way.
-# A trainer must compare ids of a converted SentencePiece model with sentencepiece on text with Windows line ends and
-#   combining characters, and refuse (or keep using sentencepiece for) models with normalization rules.
+# Guess: a SentencePiece model's normalization rules (precompiled_charsmap, by default nmt_nfkc)
+#   give the same text in the library tokenizers, which offers them as normalizers.Precompiled.
+# Truth: Precompiled looks rules up for whole grapheme clusters first. "\r\n" is one cluster; the
+#   rule for "\r" matches its beginning, replaces the whole cluster, and the "\n" is lost: one space
+#   instead of sentencepiece's two. A ligature with a combining accent loses the accent in the same
+#   way.
+# A trainer must compare ids of a converted SentencePiece model with sentencepiece on text with
+#   Windows line ends and combining characters, and refuse (or keep using sentencepiece for) models
+#   with normalization rules.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -30,7 +32,8 @@ sentencepiece.SentencePieceTrainer.train(
 proto = sentencepiece_model_pb2.ModelProto()
 proto.ParseFromString(model.getvalue())
 rules = proto.normalizer_spec
-print(f"sentencepiece {sentencepiece.__version__}, tokenizers {tokenizers.__version__}, rules {rules.name}")
+print(f"sentencepiece {sentencepiece.__version__}, tokenizers {tokenizers.__version__}")
+print(f"rules {rules.name}")
 processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 precompiled = tokenizers.normalizers.Precompiled(rules.precompiled_charsmap)
 behaves = True

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Guess: apply_chat_template gives a template the messages that it got, so that `message.content is none` is true for
-#   `"content": null`.
+# Guess: apply_chat_template gives a template the messages that it got, so that `message.content is
+#   none` is true for `"content": null`.
 #
-# Truth: transformers 5.23 removes keys with null before it renders: the content is then undefined, which is not none,
-#   and templates that ask `content is none` (DeepSeek R1's distilled ones, LFM2) write no call, or fail. Jinja itself,
-#   and other servers, give null.
+# Truth: transformers 5.23 removes keys with null before it renders: the content is then undefined,
+#   which is not none, and templates that ask `content is none` (DeepSeek R1's distilled ones, LFM2)
+#   write no call, or fail. Jinja itself, and other servers, give null.
 #
-# What a trainer must do: try null, a missing key and an empty text with each template, and take one that writes the
-# call.
+# What a trainer must do: try null, a missing key and an empty text with each template, and take one
+# that writes the call.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
