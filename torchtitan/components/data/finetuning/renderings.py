@@ -1,7 +1,6 @@
 """The renderings of one conversation in each form, and the assistant's turns in them."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,16 +28,19 @@ from torchtitan.components.chat_template.stops import (
 )
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Message
 from torchtitan.components.data.finetuning.losses import Part, is_written, lost_parts, parts_of
+from torchtitan.components.data.finetuning.markers import (
+    MARK,
+    before_markers,
+    marked_answer,
+    numbered,
+    numbered_marker,
+)
 from torchtitan.tools.errors import UserError
 
 _ADVICE = (
     f"set another --dataloader.chat_template ({', '.join(BUILT_IN_TEMPLATES)}), or a copy of the "
     "template that continues its generation prompt"
 )
-
-MARK = "ContentMark"
-_REASONING_MARK = "ReasoningMark"
-_VALUE_MARK = "ValueMark"
 
 
 class Turn(NamedTuple):
@@ -138,12 +140,18 @@ class Renderings:
 
     def with_markers(self, number: int) -> "Renderings":
         """Return the conversation up to message `number`, with markers instead of its texts."""
-        message = _marked(self.messages[number])
+        message = marked_answer(self.messages[number])
         before = [{**other} for other in self.messages[:number]]
+        row = self._with_messages([*before, message])
+        row.has_system = self.has_system
+        return row
+
+    def _with_messages(self, messages: list[Message]) -> "Renderings":
+        """Return a conversation of these messages, not split, with the same tools and options."""
         row = Renderings(
             self._tried, Conversation([], self.tools, options=self.options), self.thinks
         )
-        row.messages, row.has_system = [*before, message], self.has_system
+        row.messages = messages
         return row
 
     def rest(self, turn: Turn) -> str:
@@ -170,19 +178,19 @@ class Renderings:
         key = n, prompted, form
         if key not in self._rendered:
             messages = self._in_form(n, form, prompted)
-            template, options = (
-                self._template,
-                {**dict(form.options), "null_content": form.empty == "none"},
-            )
-            if template.marks_generation and not prompted:
-                result = template.render_marked(messages[:n], tools=self.tools, **options)
+            if self._template.marks_generation and not prompted:
+                options = _options(form)
+                result = self._template.render_marked(messages, tools=self.tools, **options)
             else:
-                text = template.render(
-                    messages[:n], tools=self.tools, add_generation_prompt=prompted, **options
-                )
-                result = text, []
+                result = self._plain(messages, form, prompted=prompted), []
             self._rendered[key] = result
         return self._rendered[key]
+
+    def _plain(self, messages: Sequence[Message], form: Form, *, prompted: bool = False) -> str:
+        """Return the text of messages that are already in the form."""
+        return self._template.render(
+            messages, tools=self.tools, add_generation_prompt=prompted, **_options(form)
+        )
 
     def _in_form(self, n: int, form: Form, prompted: bool) -> list[Message]:
         """Return the first `n` messages. The form of reasoning that is not under a key concerns the
@@ -218,32 +226,28 @@ class Renderings:
             stop = usual if ends_alike else stop
         finished = stop.cut(completion) if stop else None
         if finished is None:
-            stop, finished = None, self._cut(completion)
+            stop, finished = None, completion.rstrip()
+        end = stop.text if stop else ""
         if is_trial:
-            end = stop.text if stop else ""
             if fault := self._fault(number, prompt, finished.removesuffix(end), stop, form):
                 return Attempt(None, f"{self._writes(number, form)} with {fault}; {_ADVICE}", 2)
         lost = tuple(lost_parts(message, finished))
         unseen = tuple(self._unseen(number, prompt))
-        end = stop.text if stop else ""
         is_only_a_stop = not {*parts_of(message)} - {*lost}
         return Attempt(Turn(prompt, finished, end, form, lost, unseen, marks, is_only_a_stop))
 
     def texts_after(self, form: Form) -> list[str]:
         """Return the text that the template writes between each message and the next one, for
         messages with markers instead of their texts."""
-        marked = Renderings(
-            self._tried, Conversation([], self.tools, options=self.options), self.thinks
+        marked = self._with_messages(
+            [numbered(message, number) for number, message in enumerate(self.messages)]
         )
-        marked.messages = [
-            _numbered(message, number) for number, message in enumerate(self.messages)
-        ]
         text = marked.text(len(marked.messages), form)
         ends, end = [], 0
         for number in range(len(marked.messages)):
-            end = max([end, *(found.end() for found in _numbered_marker(number).finditer(text))])
+            end = max([end, *(found.end() for found in numbered_marker(number).finditer(text))])
             ends.append(end)
-        begins = [_numbered_marker(number + 1).search(text, end) for number, end in enumerate(ends)]
+        begins = [numbered_marker(number + 1).search(text, end) for number, end in enumerate(ends)]
         return [
             text[end : begin.start() if begin else None]
             for end, begin in zip(ends, begins, strict=True)
@@ -308,10 +312,8 @@ class Renderings:
         """Return the reasoning, its closing tag and the answer as the template renders it without
         reasoning."""
         assert form.tags
-        header, before = (
-            self._header(number, form, prompt),
-            self.render(number, form, prompted=False),
-        )
+        header = self._header(number, form, prompt)
+        before = self.render(number, form, prompted=False)
         if header is None or not finished.startswith(header) or not header.startswith(before):
             return None
         answer, extra = finished[len(header) :], prompt[len(header) :]
@@ -321,22 +323,14 @@ class Renderings:
                 answer = answer.partition(form.tags.close)[2].lstrip("\n")
             begin = "" if prompt != prompt.rstrip() or not reasoning else form.tags.inner
             return begin + form.tags.rest(reasoning) + answer
-        if closed_block(prompt) and (not extra or BLOCK.fullmatch(extra.strip())):
-            return None if reasoning else answer
-        if extra:  # such as an empty block in another notation
+        if closed_block(prompt) or extra:  # such as an empty block in another notation
             return None if reasoning else answer
         if not reasoning or not form.tags.close:
             return None
         if block := BLOCK.match(answer):
             inner = "\n" if "\n" in block["inner"] else ""
-            return (
-                block["open"]
-                + inner
-                + reasoning
-                + inner
-                + block["close"]
-                + answer[block.end("close") :]
-            )
+            written = f"{block['open']}{inner}{reasoning}{inner}{block['close']}"
+            return written + answer[block.end("close") :]
         return form.tags.block(reasoning) + answer
 
     def _followed(self, number: int, form: Form) -> str | None:
@@ -356,10 +350,7 @@ class Renderings:
         messages = [*before, *prepared([message], replace(form, reasoning="none"))]
         if form.way == "followed":
             messages += _following(message)
-        options = {**dict(form.options), "null_content": form.empty == "none"}
-        return self._template.render(
-            messages, tools=self.tools, add_generation_prompt=False, **options
-        )
+        return self._plain(messages, form)
 
     def _header(self, number: int, form: Form, prompt: str | None = None) -> str | None:
         """Return the text before the content of message `number`; with a prompt, what both have in
@@ -375,10 +366,6 @@ class Renderings:
         opened = max(text.rfind("<", 0, n), text.rfind("[", 0, n))
         is_cut = n < len(prompt) and opened >= 0 and not {">", "]"} & {*text[opened:n]}
         return text[: opened if is_cut else n]
-
-    def _cut(self, completion: str) -> str:
-        """Return a completion without the whitespace after its last special token or text."""
-        return completion.rstrip()
 
     def _writes_none(self, number: int, form: Form) -> bool:
         """Return whether the template writes a text for contents that are none."""
@@ -428,16 +415,12 @@ class Renderings:
     def _added(self, finished: str, form: Form) -> str:
         """Return the text before the markers of a first message if it is not the same after a
         question, such as a system prompt; empty if it is."""
-        head = _before_markers(finished)
+        head = before_markers(finished)
         if not head.strip():
             return ""
         question = {"role": "user", "content": QUESTION}
-        asked = Renderings(
-            self._tried, Conversation([], self.tools, options=self.options), self.thinks
-        )
-        asked.messages = [question, self.messages[0]]
-        turn = asked.attempt(1, form).turn
-        return "" if turn and _before_markers(turn.completion) == head else head
+        turn = self._with_messages([question, self.messages[0]]).attempt(1, form).turn
+        return "" if turn and before_markers(turn.completion) == head else head
 
     def _unseen(self, number: int, prompt: str) -> Iterator[str]:
         if self.has_system:
@@ -473,6 +456,11 @@ class Renderings:
         )
 
 
+def _options(form: Form) -> dict[str, Any]:
+    """Return the arguments of the template in a form."""
+    return {**dict(form.options), "null_content": form.empty == "none"}
+
+
 def _without_prompt(error: UserError) -> str:
     """Return the reason why a first message of the assistant cannot be trained."""
     return (
@@ -496,14 +484,6 @@ def _following(message: Message) -> list[Message]:
     return results or [{"role": "user", "content": FOLLOWING}]
 
 
-def _before_markers(text: str) -> str:
-    """Return the text before the first marker."""
-    places = [
-        text.find(marker) for marker in (MARK, _REASONING_MARK, _VALUE_MARK) if marker in text
-    ]
-    return text[: min(places)] if places else text
-
-
 def _is_misclosed(finished: str, reasoning: str | None, opened: Tags) -> bool:
     """Return whether the tag that closes the reasoning which a prompt opens is not directly after
     it."""
@@ -514,49 +494,3 @@ def _is_misclosed(finished: str, reasoning: str | None, opened: Tags) -> bool:
 def _kind_of(message: Message) -> str:
     """Return the kind of a message's missing content."""
     return "none" if message.get("content") is None else "empty"
-
-
-def _marked(message: Message) -> Message:
-    """Return a message of the assistant with markers instead of its texts."""
-    content = message.get("content")
-    reasoning = message.get(REASONING)
-    written = message.get(WRITTEN)
-    marked = dict(message)
-    if isinstance(content, str) and content:
-        marked["content"] = MARK
-    if reasoning:
-        marked[REASONING] = _REASONING_MARK
-    if isinstance(written, str):
-        changed = written.replace(str(reasoning), _REASONING_MARK, 1)
-        head, found, tail = changed.rpartition(str(content)) if content else (changed, "", "")
-        marked[WRITTEN] = head + MARK + tail if found else changed
-    if calls := message.get("tool_calls"):
-        marked["tool_calls"] = [_marked_call(call, number) for number, call in enumerate(calls)]
-    return marked
-
-
-def _numbered(message: Message, number: int) -> Message:
-    """Return a message with markers of its number instead of its texts."""
-    marker = f"{MARK}{number}x"
-    calls = message.get("tool_calls")
-    marked = {**message}
-    if message.get("content") or not calls:
-        marked["content"] = marker
-    if message.get(REASONING):
-        marked[REASONING] = marker
-    if WRITTEN in message:
-        marked[WRITTEN] = str(message[WRITTEN]).replace(str(message.get(REASONING)), marker, 1)
-    if calls:
-        marked["tool_calls"] = [_marked_call(call, number, MARK) for call in calls]
-    return marked
-
-
-def _numbered_marker(number: int) -> re.Pattern[str]:
-    return re.compile(rf"{MARK}{number}x(\d+x)?")
-
-
-def _marked_call(call: Mapping[str, Any], number: int, marker: str = _VALUE_MARK) -> dict[str, Any]:
-    function = call["function"]
-    names = function.get("arguments") or {}
-    arguments = {name: f"{marker}{number}x{i}x" for i, name in enumerate(names)}
-    return {**call, "function": {**function, "arguments": arguments}}

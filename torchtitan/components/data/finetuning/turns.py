@@ -1,7 +1,7 @@
 """The assistant's turns of a conversation as inference sees them: the prompt, and what the model
 must write."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
@@ -14,8 +14,8 @@ from torchtitan.components.data.finetuning.conversation import (
     Message,
 )
 from torchtitan.components.data.finetuning.losses import Part, lost_parts
+from torchtitan.components.data.finetuning.markers import MARK
 from torchtitan.components.data.finetuning.renderings import (
-    MARK,
     Attempt,
     Renderings,
     TriedTemplate,
@@ -195,9 +195,7 @@ class TurnFinder:
                 f"on_loss_of_{refused[0]}",
             )
 
-    def _best(
-        self, row: Renderings, number: int, forms: Sequence[Form] | Iterator[Form]
-    ) -> tuple[Turn | None, str]:
+    def _best(self, row: Renderings, number: int, forms: Iterable[Form]) -> tuple[Turn | None, str]:
         """Return the first turn without losses, else the one with the fewest, and the problem of
         the form that gets furthest."""
         best, furthest = None, Attempt(None)
