@@ -54,6 +54,11 @@ class DifferentIds(Exception):
     """gigatoken has other ids than `Tokenizer.tokenize`. Its earlier ids of the same data may also
     be wrong."""
 
+    @property
+    def warning(self) -> str:
+        """Beginning of the warning by which a caller continues without gigatoken."""
+        return f"gigatoken has {self}: text is encoded by the tokenizer's own library from now on"
+
 
 class ArrayEncoder:
     """Encodes texts like `Tokenizer.tokenize` without recognizing special tokens, but much faster.
@@ -61,10 +66,9 @@ class ArrayEncoder:
     gigatoken is opened when the texts so far are worth it (see `WORTH_OPENING`), and compared with
     the tokenizer: then on texts of the vocabulary, several scripts and code, and on a sample of
     every batch of `BATCH_CHARACTERS`. It parses special and added tokens within a text, so the
-    texts in which it finds one are encoded by the tokenizer, as are those that `Tiktoken` divides.
-    Tokenizers that gigatoken refuses, or
-    whose ids it changes, are used as they are. A pickled copy opens gigatoken again; forked
-    processes share it.
+    texts in which it finds one are encoded by the tokenizer, as are the texts that `Tiktoken`
+    divides. Tokenizers that gigatoken refuses, or whose ids it changes, are used as they are. A
+    pickled copy opens gigatoken again; forked processes share it.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -304,7 +308,7 @@ def _open_backend(backend: HuggingFace | Tiktoken) -> tuple[Callable[[], Any], A
 
 @contextlib.contextmanager
 def _as_different_ids() -> Iterator[None]:
-    """Turn any error of gigatoken, also a panic of its code, into `DifferentIds`."""
+    """Convert any error of gigatoken, also a panic of its code, to `DifferentIds`."""
     try:
         yield
     except (DifferentIds, MemoryError):

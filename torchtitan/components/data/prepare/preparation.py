@@ -28,7 +28,6 @@ import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.data.prepare.encoding import Encoding, read
-from torchtitan.components.data.pretraining.token_cache import different_ids_message
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
@@ -268,8 +267,7 @@ class Preparation:
             self._write_all(numbers, workers)
         except DifferentIds as error:
             logger.warning(
-                f"{different_ids_message(error)}; the parts that gigatoken has encoded are written "
-                "again"
+                f"{error.warning}; the parts that gigatoken has encoded are written again"
             )
             self._refuse()
             # The others that are missing belong to other hosts.

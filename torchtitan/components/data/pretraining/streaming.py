@@ -18,10 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.order import permute
-from torchtitan.components.data.pretraining.token_cache import (
-    different_ids_message,
-    document_wrapping,
-)
+from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.data.pretraining.windows import (
     BatchIterator,
     Sample,
@@ -225,7 +222,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             encoded = encoder.encode_documents(visible, *self._wrapping)
         except DifferentIds as error:
             logger.warning(
-                f"{different_ids_message(error)}; earlier documents of this run may have had other "
+                f"{error.warning}; earlier documents of this run may have had other "
                 "ids, so a position saved before may be at another token"
             )
             encoded = encoder.encode_documents(visible, *self._wrapping)

@@ -82,17 +82,13 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
     try:
         meta = _write_with_progress(source, encoder, folder)
     except DifferentIds as error:
-        logger.warning(f"{different_ids_message(error)}; {source.name} is tokenized again")
+        logger.warning(f"{error.warning}; {source.name} is tokenized again")
         meta = _write_with_progress(source, encoder, folder)
     if meta["n_tokens"] < 2:
         raise UserError(f"{source.name} contains no text to train on")
     _warn_of_empty_parts(source, meta["documents_per_part"], folder / "offsets.bin")
     (folder / "meta.json").write_text(json.dumps(meta))
     return f"{sum(meta['documents_per_part']):,} documents, {meta['n_tokens']:,} tokens"
-
-
-def different_ids_message(error: DifferentIds) -> str:
-    return f"gigatoken has {error}: text is encoded by the tokenizer's own library from now on"
 
 
 def _write_with_progress(source: Source, encoder: ArrayEncoder, folder: Path) -> dict[str, Any]:
