@@ -590,15 +590,24 @@ def test_pairs_side_by_side(module, folder, capsys):
     assert "pairs.jsonl:" in capsys.readouterr().out
 
 
-def test_prompts_with_their_answers(module, folder):
+ANSWER = "Number {}, <b>by</b> \x1b[1m token 0123456789abcdef0123"
+"""A reference answer with markup, a control character, and what looks like a credential."""
+
+
+def test_prompts_with_their_answers(module, folder, capsys):
     write(
         folder / "prompts.jsonl",
-        [{"question": f"Which number is {i}?", "answer": f"Number {i}"} for i in range(5)],
+        [{"question": f"Which number is {i}?", "answer": ANSWER.format(i)} for i in range(5)],
     )
-    page = inspect(*module, "--config", "prompts", *options(), "--samples", "5")
+    words = [*module, "--config", "prompts", *options()]
+    page = inspect(*words, "--samples", "5")
     assert len(page.tokens) == 5
     assert not any(marked for shown in page.tokens for _, _, marked in shown)
-    assert all(f"Number {i}" in page.text for i in range(5))
+    capsys.readouterr()
+    assert main(["data", "inspect", *words, "--samples", "5"]) == 0
+    for text in (page.text, capsys.readouterr().out):
+        assert all(ANSWER.format(i).replace("\x1b", "␛") in text for i in range(5))
+    assert page.tags["b"] == 0
 
 
 def test_loader_without_statistics(module, capsys):

@@ -289,7 +289,7 @@ def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bo
             console.print(texts[0], soft_wrap=True)
         if sample.answer is not None:
             console.print(
-                Text.assemble(("reference answer: ", _QUIET), presentable(sample.answer)),
+                Text.assemble(("reference answer: ", _QUIET), sample.answer),
                 soft_wrap=True,
             )
 
@@ -368,7 +368,8 @@ def page(inspection: Inspection) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template of this package with these values, which are escaped, and `presentable`."""
+    """Return a template of this package with these values, which are escaped, and `presentable`;
+    the template itself escapes (`| e`) the content of data, which must be `visible` already."""
     environment = jinja2.Environment(
         autoescape=True, keep_trailing_newline=True, finalize=_presentable
     )

@@ -85,7 +85,9 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
                 f"batches of {type(loader).__qualname__} contain {', '.join(batch)}, which cannot "
                 "be shown; they need input and labels, possibly with a common prefix"
             )
-        samples.append(Sample(", ".join(dict.fromkeys(names)), rows, row.get("answers")))
+        answer = row.get("answers")
+        name = ", ".join(dict.fromkeys(names))
+        samples.append(Sample(name, rows, None if answer is None else visible(answer)))
     return samples
 
 
