@@ -139,7 +139,8 @@ class Preparation:
                 (work / "plan" / PLAN).write_text(json.dumps(self.plan))
                 publish(work / "plan", self.place / "plan", PLAN)
             logger.info(
-                "until it is complete, sources are compared by size and times, not by content"
+                f"until {self.place} is complete, sources are compared by size and times, not by "
+                "content"
             )
         self.check()
 
