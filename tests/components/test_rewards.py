@@ -644,6 +644,23 @@ def test_the_text_after_an_answer_is_read_in_parts_of_bounded_length(part, monke
     assert read.call_count < 10
 
 
+@pytest.mark.parametrize(
+    ("start", "part", "times", "end", "pays"),
+    [
+        ("", ") ", 40, "the word = 4", True),
+        ("The answer is +", " ", 900, "4", False),
+        ("4", " ", 900, "x", True),
+        ("", "_", 900, " the answer is 4", True),
+        ("\\boxed{4}\nx", "\n", 200_000, "x", True),
+        ("\\boxed{4}\nx", "\n", 200_000, "No, it is 5", False),
+        ("", "#### 4\n", 2000, "", False),
+    ],
+)
+def test_no_pattern_tries_a_repeated_part_in_many_ways(start, part, times, end, pays):
+    """Such a pattern would not end for the first text, and take minutes for others."""
+    assert paid("number", "4", start + times * part + end) == pays
+
+
 def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works(caplog):
     """A harmless sum with a time of nearly nothing, in place of one that takes long."""
     pytest.importorskip("math_verify")

@@ -39,7 +39,7 @@ _NO_SUBJECT = re.compile(
 )
 """Words before `the answer` that make a statement about it, or name another one."""
 _SUBJECT = re.compile(
-    r"(?:\b(?:the|my|our|final|correct|right|numeric(?:al)?|exact)\s*|[*_])+\Z", re.I
+    r"(?:\b(?:the|my|our|final|correct|right|numeric(?:al)?|exact)\s*+|[*_]++)++\Z", re.I
 )
 _NAME = re.compile(r"(?<!as a )\b(?:answer|result|solution)\b", re.IGNORECASE)
 _IS = re.compile(
@@ -69,10 +69,10 @@ _FILLER = re.compile(
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _REASON = re.compile(
-    r",?\s+(?:because|since|as|which|given|where|when|if|not)\b",
+    r",?\s++(?:because|since|as|which|given|where|when|if|not)\b",
     re.IGNORECASE,
 )
-_OTHER = re.compile(r"[,;]?\s+(?:so|rather|instead|or)\b|;(?=\s)", re.IGNORECASE)
+_OTHER = re.compile(r"[,;]?\s++(?:so|rather|instead|or)\b|;(?=\s)", re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s$,;.|/&]*(?:or|and)?[\s$,;.|/&]*", re.IGNORECASE)
 _LETTER = re.compile(r"\(?([A-Za-z])\)?")
 _SENTENCE_BREAK = re.compile(
@@ -94,8 +94,8 @@ _SO = re.compile(
 )
 _CONCLUSION_END = re.compile(r"\.\s|\.?\Z")
 _DIGIT = re.compile("[0-9]")
-_MAX_BOXES = 20
-"""Boxes at the end of a text that are compared."""
+_MAX_STATEMENTS = 20
+"""Statements of one kind at the end of a text that are compared."""
 
 
 class Answer(NamedTuple):
@@ -146,7 +146,7 @@ def _tags(text: str) -> list[_Statement]:
 
 def _boxes(text: str) -> list[_Statement]:
     """Return the last boxes of a text."""
-    starts = list(_BOX.finditer(text))[-_MAX_BOXES:]
+    starts = list(_BOX.finditer(text))[-_MAX_STATEMENTS:]
     found = []
     for number, match in enumerate(starts):
         end = _end_of_group(text, match.end())
@@ -321,6 +321,7 @@ def _is_about_answer(text: str) -> bool:
 def _has_rival(text: str, statements: list[_Statement]) -> bool:
     """Return whether a statement differs from the last one, in the same sentence or with nothing
     between them."""
+    statements = statements[-_MAX_STATEMENTS:]
     last = statements[-1]
     for number in range(len(statements) - 1, 0, -1):
         one, other = statements[number - 1 : number + 1]
@@ -331,7 +332,7 @@ def _has_rival(text: str, statements: list[_Statement]) -> bool:
         ) == unwrapped(last.answer.text[:MAX_CHARACTERS])
         if not is_same or not _agree(one.answer, last.answer):
             return True
-    return len(statements) >= _MAX_BOXES
+    return len(statements) >= _MAX_STATEMENTS
 
 
 def _is_joined(between: str) -> bool:

@@ -56,7 +56,7 @@ EXCLUDES = re.compile(
     "(?:"
     + "|".join(
         (
-            r"[-+*/×·÷^<>≤≥≠±√&|~∼≈≃≅]\s*\(?",
+            r"[-+*/×·÷^<>≤≥≠±√&|~∼≈≃≅]\s*+\(?",
             r"[!/<>~]=",
             r"[0-9]\s*:",
             r"(?<![A-Za-z])[A-Za-z]\s*[→⇒]",
@@ -77,7 +77,7 @@ EXCLUDES = re.compile(
             rf"{_ASSIGNED} ?[-+]?[0-9][^\s,;]*[,;]?\s*(?:and|or)?\s*{_ASSIGNED}",
         )
     )
-    + r")\s*[$(]?\s*\Z",
+    + r")\s*+[$(]?\s*+\Z",
     re.IGNORECASE,
 )
 """Text directly before a number that changes its meaning, or is another number."""
@@ -117,11 +117,11 @@ NO_CHANGE = _compile(
 
 AFTER_NO_ANSWER = _compile(
     r"[!?…]",
-    r"\s*(?:[-+*/×·÷^<>=≤≥≠±√\\|–—:~≈‰]|\)+[-+*/×·÷^!]|\([a-z]\))",
-    r"\s*(?:(?:and|or|to|through|out of)\b.*[0-9]|or\b|out of\b|past\b)",
-    r"\s*per (?:hundred|thousand|mille|million|billion|dozen)",
-    r"\s*(?:is|are|was)(?:n't|n’t)",
-    r"\s*[,(]?\s*(?:below zero|in (?:binary|hex|octal|base)|base [0-9])",
+    r"\s*+(?:[-+*/×·÷^<>=≤≥≠±√\\|–—:~≈‰]|\)+[-+*/×·÷^!]|\([a-z]\))",
+    r"\s*+(?:(?:and|or|to|through|out of)\b.*[0-9]|or\b|out of\b|past\b)",
+    r"\s*+per (?:hundred|thousand|mille|million|billion|dozen)",
+    r"\s*+(?:is|are|was)(?:n't|n’t)",
+    r"\s*+[,(]?\s*+(?:below zero|in (?:binary|hex|octal|base)|base [0-9])",
 )
 """Text directly after a number that changes its meaning, or is another number."""
 
@@ -142,13 +142,13 @@ _DENIED = _any_of(
 _OFF = _any_of("away, off, less, fewer, above, below, under, over")
 CHANGES_BEFORE_IT = _compile(
     rf"\b{_CHANGING}\b",
-    r"\b(?:short|shy)\s*(?:\Z|[.,])",
+    r"\b(?:short|shy)\s*+(?:\Z|[.,])",
     r"\b(?:do|does|did|can|could|would|will|should|ca|wo) ?(?:not|n't|n’t)\b",
-    rf"(?:\bnot|n't|n’t)\b\s*(?:\Z|[.,;:!)]|{_DENIED}\b)",
+    rf"(?:\bnot|n't|n’t)\b\s*+(?:\Z|[.,;:!)]|{_DENIED}\b)",
     rf"\b(?:is|are|was|were|seems?|looks?) {_COMPARING}\b",
-    rf"\A\s*(?:(?:{_OFF}|more|greater|larger|smaller)?\s*than|{_OFF}|ish|odd)\b",
-    rf"\A\s*,?\s*(?:and )?{COUNTS}\b",
-    r"\A\s*(?:around|about)\s*\Z",
+    rf"\A\s*+(?:(?:{_OFF}|more|greater|larger|smaller)?\s*+than|{_OFF}|ish|odd)\b",
+    rf"\A\s*+,?\s*+(?:and )?{COUNTS}\b",
+    r"\A\s*+(?:around|about)\s*+\Z",
 )
 """Words that change a number before them in the same sentence."""
 
@@ -164,7 +164,7 @@ RETRACTS = _compile(
     rf"\b{_TAKING_BACK}\b",
     rf"(?:\b(?:not|never)|n't|n’t) (?:\w+ )?{_TRUE}\b",
     rf"\b(?:so|thus|hence|therefore) (?:it|the answer|x) (?:is|equals) {COUNTS}\b",
-    r"(?:\A|[.,;:!?(\n–—-])\s*(?:no|not|nope|wait|actually|sorry|hmm+|rather|or rather)\b",
+    r"(?:\A|[.,;:!?(\n–—-])[^\S\n]*+(?:no|not|nope|wait|actually|sorry|hmm+|rather|or rather)\b",
 )
 """Words that retract the statement before them."""
 

@@ -59,7 +59,8 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 _FORMULA_AT_END = re.compile(
     r"(?:\\(?:times|cdot|div|angle|alpha|beta|gamma|theta|sqrt|[dt]?frac)(?![a-zA-Z])|[0-9]|"
-    r"(?<![A-Za-z\\'’])[A-Za-z](?![A-Za-z])|[.,](?=[0-9])|[-+*/×·÷()$%=^_{}] ?|(?<=[\w)}%=]) )*\Z"
+    r"(?<![A-Za-z\\'’])[A-Za-z](?![A-Za-z])|[.,](?=[0-9])|[-+*/×·÷()$%=^_{}]|"
+    r"(?<=[-+*/×·÷()$%=^_{}\w]) )*\Z"
 )
 _VARIABLE = re.compile(
     r"\s*(?:m?\\angle |\\angle\s*)?(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta))"
@@ -183,7 +184,7 @@ def is_equal_to_all(before: str, number: Number) -> bool:
         return True
     formula = _FORMULA_AT_END.search(before)
     assert formula
-    start, *parts, _ = formula[0].split("=") if formula[0].count("=") > 0 else ("", "")
+    start, *parts, _ = formula[0].split("=")
     prose = before[: formula.start()]
     if (
         not start.strip()
