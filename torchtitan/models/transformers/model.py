@@ -243,6 +243,9 @@ class TransformersModel(BaseModel):
         do not show it; elsewhere, a loss includes the class's auxiliary loss, weighted with the
         number of labels."""
         captured = self.captured
+        balance = self.balance
+        if balance is not None and balance.totals is None:
+            balance = None  # no `LoadBalancer` drives this step
         if isinstance(attention, NextTokens):
             outputs = attention.cache.run(self.model, tokens_BL, attention)
             hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[
@@ -259,28 +262,22 @@ class TransformersModel(BaseModel):
             hidden_BLD = self.packing.gather(
                 captured.hidden.pop() if captured else outputs.logits, attention
             )
-            if self.training and self.balance is not None and self.balance.totals is not None:
+            if self.training and balance is not None:
                 mask_N = self.packing.token_mask(tokens_BL, attention)
-                hidden_BLD = self.balance(hidden_BLD, outputs.router_logits, mask_N)
+                hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
         if captured:
             tied = captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
         is_loss = self.training and "labels_BL" in head_inputs and result.ndim == 0
-        has_balance = self.balance is not None and self.balance.totals is not None
-        if (
-            is_loss
-            and not has_balance
-            and isinstance(auxiliary := getattr(outputs, "aux_loss", None), Tensor)
-        ):
-            result = (
-                result
-                + self.auxiliary_weight
-                * auxiliary
-                * (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
-            )
-        return result
+        if not is_loss or balance is not None:
+            return result
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if not isinstance(auxiliary, Tensor):
+            return result
+        n_labels = (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
+        return result + self.auxiliary_weight * auxiliary * n_labels
 
 
 class OutputPlace(nn.Module):
