@@ -108,7 +108,8 @@ class MixtureOfExperts(nn.Module):
     token. `norm` and `post_norm` are around the routed experts."""
 
     is_compiled = False
-    """Compiled blocks skip this method, since its matrix sizes change from step to step."""
+    """Compiled blocks run this module uncompiled, since its matrix sizes change from step to
+    step."""
 
     def __init__(self, router: Router, experts: RoutedExperts, shared: nn.Module | None = None):
         super().__init__()
