@@ -60,7 +60,7 @@ _IN_BOTH = set("cent ¢ eurocent pence rad radian fortnight decade century centu
 
 _GROUPS = re.compile(
     r"pairs?|couples?|penny|pennies|twins?|duos?|trios?|triplets?|triples?|doubles?|quartets?|"
-    r"quintets?|quads?|grands?|decades?|reams?|brace",
+    r"quintets?|quads?|grands?|reams?|brace",
     re.IGNORECASE,
 )
 """Words that count several, or a part, of what a number without a unit counts."""
