@@ -2,8 +2,7 @@
 other libraries.
 
     python benchmarks/prepare.py --text FILE.jsonl --tokenizers FOLDER ... [--before CHECKOUT]
-    [--rounds 3]
-        [--systems torchtitan before datatrove litdata] [--peer_python PYTHON]
+        [--rounds 3] [--systems torchtitan before datatrove litdata] [--peer_python PYTHON]
 
 The text is a JSON Lines file with the column `text`, the folders have a tokenizer.json. Each run is
 a command in one process, and its time is the processor time of the whole command, also of processes
@@ -12,7 +11,7 @@ an earlier revision (git worktree add), read, tokenize, remove duplicates, write
 tokens must be equal. datatrove (`DocumentTokenizer`) and litdata (`optimize` with `TokensLoader`)
 only read, tokenize and write, as their documentation shows.
 
-Systems take turns in rounds; results are stored like those of benchmarks/peers.py.
+Systems take turns in rounds; results are stored in the form of benchmarks/peers.py.
 """
 
 import argparse
@@ -72,8 +71,8 @@ def command_of(system: str, text: Path, tokenizer: Path, folder: Path, python: s
 
 
 def processor_seconds(command: Sequence[str], checkout: Path) -> float:
-    """Run a command with the package of a checkout; return its processor time. Raise
-    `CalledProcessError` if it fails."""
+    """Run a command with the package of a checkout; return its processor time. Exit with the end of
+    its messages if it fails."""
     environment = os.environ | {
         "PYTHONPATH": str(checkout),
         "TOKENIZERS_PARALLELISM": "false",
@@ -85,7 +84,11 @@ def processor_seconds(command: Sequence[str], checkout: Path) -> float:
         return usage.ru_utime + usage.ru_stime
 
     before = spent()
-    subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True)
+    result = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, errors="replace"
+    )
+    if result.returncode:
+        sys.exit(f"{' '.join(command)} failed: {result.stderr[-2000:]}")
     return spent() - before
 
 
@@ -105,7 +108,7 @@ def measure(text: Path, tokenizer: Path, options: argparse.Namespace) -> dict[st
         shift = round % len(systems)
         for system in [*systems[shift:], *systems[:shift]]:
             checkout = options.before.resolve() if system == BEFORE else ROOT
-            python = options.python_of.get(system, sys.executable)
+            python = options.peer_python if system in PEERS else sys.executable
             with tempfile.TemporaryDirectory() as folder:
                 command = command_of(
                     system, text.resolve(), tokenizer.resolve(), Path(folder) / "out", python
@@ -118,9 +121,10 @@ def measure(text: Path, tokenizer: Path, options: argparse.Namespace) -> dict[st
     summary: dict[str, dict[str, Any]] = {
         name: {"mb_per_second": spread(speeds)} for name, speeds in rounds.items()
     }
-    for name in [name for name in systems if name != OURS]:
-        pairs = zip(rounds[OURS], rounds[name], strict=True)
-        summary[name]["speed_ratio"] = spread(ours / theirs for ours, theirs in pairs)
+    for name, speeds in rounds.items():
+        if name != OURS:
+            pairs = zip(rounds[OURS], speeds, strict=True)
+            summary[name]["speed_ratio"] = spread(ours / theirs for ours, theirs in pairs)
     if peers := [rounds[name] for name in systems if name in PEERS]:
         fastest = [max(speeds) for speeds in zip(*peers, strict=True)]
         ratios = (ours / theirs for ours, theirs in zip(rounds[OURS], fastest, strict=True))
@@ -144,11 +148,10 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.python_of = dict.fromkeys(PEERS, options.peer_python)
-    processor, date = (
-        read_processor(Path("/proc/cpuinfo").read_text()),
-        datetime.date.today().isoformat(),
-    )
+    if OURS not in options.systems:
+        parser.error(f"--systems needs {OURS}, which the others are compared with")
+    processor = read_processor(Path("/proc/cpuinfo").read_text())
+    date = datetime.date.today().isoformat()
     document: dict[str, Any] = {"date": date, "processor": processor, "threads": 1, "jobs": {}}
     document["text_mb"] = options.text.stat().st_size / BYTES_PER_MB
     options.results.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ class _Tokens:
     """Tokens of the documents of a file; it can be pickled."""
 
     def __init__(self, tokenizer: Path):
-        self.path, self.tokenizer = str(tokenizer), None
+        self.path = str(tokenizer)
 
     def __call__(self, source: str) -> Iterator[Any]:
         import torch
