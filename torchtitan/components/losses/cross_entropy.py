@@ -63,7 +63,8 @@ def cross_entropy_(
     elif multiplier != 1.0:
         scores.mul_(multiplier)
     is_valid_N1 = (labels_N != IGNORE_INDEX)[:, None]
-    columns_N1, is_here_N1 = labels_N[:, None], is_valid_N1
+    columns_N1 = labels_N[:, None]
+    is_here_N1 = is_valid_N1
     if shard:
         columns_N1 = columns_N1 - shard.first
         is_here_N1 = is_valid_N1 & (columns_N1 >= 0) & (columns_N1 < scores.shape[1])
@@ -103,7 +104,8 @@ def chunked_loss(
     and all values, without gradients. The forward pass also computes the gradients, so only one
     chunk's logits are in memory, and nothing is recomputed."""
     if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
-        hidden_ND, weight_VD = hidden_ND.detach(), None if weight_VD is None else weight_VD.detach()
+        hidden_ND = hidden_ND.detach()
+        weight_VD = None if weight_VD is None else weight_VD.detach()
     loss, values_NK = _ChunkedLoss.apply(hidden_ND, weight_VD, of_chunk, chunk_tokens)
     return loss, values_NK
 
@@ -123,7 +125,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale, (grad_hidden, grad_weight) = grad_outputs[0], ctx.saved_tensors
+        scale = grad_outputs[0]
+        grad_hidden, grad_weight = ctx.saved_tensors
         # Not in place, since pipeline schedules with a split backward pass call this twice.
         if grad_hidden is not None:
             grad_hidden = grad_hidden * scale
@@ -146,7 +149,8 @@ def over_chunks(
     """Call `of_chunk` on the logits `hidden_ND @ weight_VD.T` (without weights, `hidden_ND`) of
     each chunk of tokens. Return the values of all chunks, and the gradients of hidden states and
     weights, as far as `needs_grad` says."""
-    n_tokens, (needs_hidden, needs_weight) = len(hidden_ND), needs_grad[:2]
+    n_tokens = len(hidden_ND)
+    needs_hidden, needs_weight = needs_grad[:2]
     grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
     grad_weight: Tensor | None = None
     values = []

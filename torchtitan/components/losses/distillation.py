@@ -78,7 +78,8 @@ def divergence(
     )
     q, p = log_q.exp(), log_p.exp()
     if kind == "forward_kl":
-        values, gradients = _total(_times(p, log_p - log_q), group), q - p
+        values = _total(_times(p, log_p - log_q), group)
+        gradients = q - p
     elif kind == "reverse_kl":
         ratios = log_q - log_p
         values = _total(_times(q, ratios), group)
@@ -104,7 +105,8 @@ def top_logits(
     is at most the full one. K renormalized probabilities instead would teach overconfidence
     (arXiv:2503.16870). `log_p_NE` are log-probabilities at the temperature of the K tokens and, if
     there are others, of these together."""
-    size, n_ids = student_NV.shape[1], ids_NK.shape[1]
+    size = student_NV.shape[1]
+    n_ids = ids_NK.shape[1]
     columns_NK = ids_NK - (shard.first if shard else 0)
     # a column for other ranks' tokens
     columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)
@@ -220,7 +222,8 @@ class DistillationLoss(Configurable):
         config = self.config
         labels_N = labels_BL.flatten()
         needs_grad = torch.is_grad_enabled()
-        share, group = config.cross_entropy_weight, shard.group if shard else None
+        share = config.cross_entropy_weight
+        group = shard.group if shard else None
 
         def teach(scores: Tensor, part: slice) -> Tensor:
             if isinstance(teacher, TopTokens):
@@ -263,7 +266,8 @@ class DistillationLoss(Configurable):
     def top_tokens(self, teacher: Outputs, vocabulary: int, k: int) -> TopTokens:
         """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without
         gradients."""
-        (hidden_ND, weight, _), parts = teacher.flat(vocabulary), []
+        hidden_ND, weight, _ = teacher.flat(vocabulary)
+        parts = []
         for hidden in hidden_ND.split(self.config.chunk_tokens):
             scores = teacher.transform(_logits(hidden, weight).float()) / self.config.temperature
             log_p = scores.log_softmax(dim=1)

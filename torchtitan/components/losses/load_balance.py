@@ -54,13 +54,12 @@ class LoadBalancer:
         self._groups = groups.values()
         stages = self._of_stages([router.penalties for router in self._routers.values()])
         penalties = [each for stage in stages for each in stage]
-        self.needs_load, self.has_routers = (
-            any(each.batch_loss for each in penalties),
-            bool(penalties),
-        )
+        self.needs_load = any(each.batch_loss for each in penalties)
+        """True if any stage of the pipeline needs `measuring`."""
+        self.has_routers = bool(penalties)
+        """True if any stage has routers."""
         self.has_losses = any(each != PenaltyConfig() for each in penalties)
-        """True if any stage of the pipeline needs `measuring`, has routers, has auxiliary
-        losses."""
+        """True if any stage has auxiliary losses."""
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
         """Begin a step with `n_tokens` tokens of documents in this rank's micro-batches that no
@@ -86,7 +85,8 @@ class LoadBalancer:
             for router in self._routers.values():
                 router.is_measuring = False
         for router, totals in zip(self._routers.values(), self._global_totals(), strict=True):
-            router.batch_counts_E, router.totals = totals[:-1], torch.zeros_like(totals)
+            router.batch_counts_E = totals[:-1]
+            router.totals = torch.zeros_like(totals)
 
     def finish_step(self) -> None:
         """Adapt the routers to the step's load, except frozen ones."""

@@ -65,9 +65,8 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.chunk_tokens, ctx.options = chunk_tokens, options
 
         def of_chunk(logits: Tensor, part: slice) -> tuple[Tensor, None]:
-            return cross_entropy_in_blocks(
-                logits, labels_N[part], needs_grad=False, **options
-            ), None
+            losses = cross_entropy_in_blocks(logits, labels_N[part], needs_grad=False, **options)
+            return losses, None
 
         return -over_chunks(hidden_ND, weight_VD, of_chunk, chunk_tokens, (False, False))[0]
 

@@ -139,28 +139,27 @@ class CrossEntropyLoss(Configurable):
             of_chunk = _by_autograd(from_logits, labels, needs_grad=needs_grad)
             return chunked_loss(hidden, weight_VD, of_chunk, chunk_tokens)[0]
         # Tokens without a label need no logits. Compiled code would be specialized on their number.
-        rows, n_tokens = None if self._compiled else labeled_rows(labels), len(labels)
+        rows = None if self._compiled else labeled_rows(labels)
+        n_tokens = len(labels)
         if rows is not None:
             hidden, labels = hidden.index_select(0, rows), labels[rows]
         options = {"transform": transform, "shard": shard, "needs_grad": needs_grad}
 
         def closed_form(logits_NV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             if self._compiled:  # fuses the passes, and needs no memory in float32
-                return self._compiled(logits_NV, labels[part], **options)[:, None], logits_NV
-            return cross_entropy_in_blocks(logits_NV, labels[part], device_type, **options)[
-                :, None
-            ], logits_NV
+                losses_N = self._compiled(logits_NV, labels[part], **options)
+            else:
+                losses_N = cross_entropy_in_blocks(logits_NV, labels[part], device_type, **options)
+            return losses_N[:, None], logits_NV
 
         loss, losses_N1 = chunked_loss(hidden, weight_VD, closed_form, chunk_tokens)
         if self._plain is not None:
             self._plain.add(loss)
         if self._recorded is not None:
             losses_N = losses_N1[:, 0]
-            self._recorded.append(
-                losses_N
-                if rows is None
-                else losses_N.new_zeros(n_tokens).index_copy_(0, rows, losses_N)
-            )
+            if rows is not None:
+                losses_N = losses_N.new_zeros(n_tokens).index_copy_(0, rows, losses_N)
+            self._recorded.append(losses_N)
         return loss
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:

@@ -85,10 +85,10 @@ class PolicyLoss(Configurable):
         def validate(self) -> None:
             require_at_least(1, policy__updates=self.updates)
             require(self.gae_decay <= 1, "--policy.gae_decay", self.gae_decay, "from 0 to 1")
-            most, name = 80.0, "--policy.max_log_ratio"  # exp(88) is the largest number in float32
+            most = 80.0  # exp(88) is the largest number in float32
             require(
                 0 < self.max_log_ratio <= most,
-                name,
+                "--policy.max_log_ratio",
                 self.max_log_ratio,
                 f"above 0 and at most {most:g}",
             )
@@ -130,7 +130,8 @@ class PolicyLoss(Configurable):
             log_ratio_N = (sums / lengths)[places_N]
         low = method.clip[0] if config.clip_low is None else config.clip_low
         high = method.clip[1] if config.clip_high is None else config.clip_high
-        advantages_N, bound = tokens["advantages"], config.max_log_ratio
+        advantages_N = tokens["advantages"]
+        bound = config.max_log_ratio
         losses_N, is_clipped_N = clipped_losses(log_ratio_N, advantages_N, low, high, bound)
         importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
         losses_N = losses_N * importance_N
@@ -138,8 +139,8 @@ class PolicyLoss(Configurable):
             "entropy": -log_probs_N,
             "clip_fraction": is_clipped_N,
             "importance_weight": importance_N,
+            "bound_fraction": (log_ratio_N > bound) & (advantages_N < 0),
         }
-        measures["bound_fraction"] = (log_ratio_N > bound) & (advantages_N < 0)
         if "reference" in tokens:
             measures["kl"] = kl_estimates(log_probs_N, tokens["reference"], config.kl, bound)
             losses_N = losses_N + config.beta * measures["kl"]
@@ -159,10 +160,13 @@ def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
     (leave_one_out); the reward for a critic."""
     if kind == "critic":
         return rewards_PG
-    centered_PG, size = rewards_PG - rewards_PG.mean(dim=1, keepdim=True), rewards_PG.shape[1]
+    centered_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
     if kind == "normalized":
         return centered_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
-    return centered_PG * (size / (size - 1)) if kind == "leave_one_out" else centered_PG
+    if kind == "leave_one_out":
+        size = rewards_PG.shape[1]
+        return centered_PG * (size / (size - 1))
+    return centered_PG
 
 
 def generalized_advantages(

@@ -96,7 +96,8 @@ class PreferenceLoss(Configurable):
         """Weight of the odds ratio in orpo, and of the likelihood in cpo."""
 
         def validate(self) -> None:
-            smoothing, name = self.label_smoothing, "--loss.label_smoothing"
+            smoothing = self.label_smoothing
+            name = "--loss.label_smoothing"
             require(0 < self.beta < math.inf, "--loss.beta", self.beta, "above 0")
             require(0 <= smoothing < 0.5, name, smoothing, "from 0 to below 0.5")
             is_smoothed = self.kind in ("cdpo", "robust")
@@ -117,7 +118,8 @@ class PreferenceLoss(Configurable):
     def __call__(self, log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number
         of tokens of chosen and rejected answers, (..., 2)."""
-        config, means = self.config, log_ratios / lengths.clamp(min=1)
+        config = self.config
+        means = log_ratios / lengths.clamp(min=1)
         rewards = config.beta * (means if config.kind in ("simpo", "orpo") else log_ratios)
         x, h = (values[..., 0] - values[..., 1] for values in (rewards, means))
         losses: dict[Kind, Callable[[], Tensor]] = {
@@ -155,19 +157,16 @@ class KTOLoss(Configurable):
 
         def validate(self) -> None:
             for name in ("beta", "desirable_weight", "undesirable_weight"):
-                require(
-                    0 < getattr(self, name) < math.inf,
-                    f"--loss.{name}",
-                    getattr(self, name),
-                    "above 0",
-                )
+                value = getattr(self, name)
+                require(0 < value < math.inf, f"--loss.{name}", value, "above 0")
 
     config: Config
 
     def __call__(self, log_ratios: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
         """Return weighted losses and rewards, (..., 2), of desirable and undesirable answers from
         log(pi / pi_ref); `kl` is the divergence of the model from the reference."""
-        config, is_desirable = self.config, torch.tensor([True, False], device=log_ratios.device)
+        config = self.config
+        is_desirable = torch.tensor([True, False], device=log_ratios.device)
         weights = torch.where(is_desirable, config.desirable_weight, config.undesirable_weight)
         rewards = config.beta * log_ratios
         return weights * kto_loss(rewards, config.beta * kl, is_desirable), rewards
