@@ -22,24 +22,20 @@ LEARNED = 0.02
 ENDS = {"Cohere2MoE": "<|START_TEXT|>{}<|END_TEXT|>"}
 """Template → the end of its turns, if it is not the content."""
 
-
 REASONING = (
-    *(
-        "qwen3",
-        "GLM-4.6",
-        "Qwen3.5-4B",
-        "openai-gpt-oss-120b",
-        "MiniMax-M2",
-        "NVIDIA-Nemotron-Nano-v2",
-        "Cohere2MoE",
-    ),
-    *(
-        "google-gemma-4-31B-it",
-        "deepseek-ai-DeepSeek-V3.1",
-        "StepFun3.5-Flash",
-        "Apriel-1.6-15b-Thinker-fixed",
-    ),
-    *("Kimi-K2-Thinking", "poolside-Laguna-S-2.1"),
+    "qwen3",
+    "GLM-4.6",
+    "Qwen3.5-4B",
+    "openai-gpt-oss-120b",
+    "MiniMax-M2",
+    "NVIDIA-Nemotron-Nano-v2",
+    "Cohere2MoE",
+    "google-gemma-4-31B-it",
+    "deepseek-ai-DeepSeek-V3.1",
+    "StepFun3.5-Flash",
+    "Apriel-1.6-15b-Thinker-fixed",
+    "Kimi-K2-Thinking",
+    "poolside-Laguna-S-2.1",
 )
 """Templates that write reasoning. GLM ends turns with the header of the next turn, gpt-oss with one
 of two tokens, others with one token; some open or close the reasoning in their prompt."""
@@ -49,11 +45,6 @@ PLAIN = (
     "meta-llama-Llama-3.2-3B-Instruct",
     "ibm-granite-granite-4.0",
 )
-
-
-def pair_of(option: str) -> tuple[str, str]:
-    name, _, value = option.partition("=")
-    return name, value
 
 
 @pytest.mark.slow
@@ -81,11 +72,11 @@ def test_models_repeat_what_they_learned_and_stop(name: str, assets: Path) -> No
         sum(losses).backward()
         optimizer.step()
     # Inference sets the options that the samples are rendered with.
-    options = {
-        name: value == "True"
-        for sample in samples
-        for name, value in map(pair_of, sample.facts.options)
-    }
+    options = {}
+    for sample in samples:
+        for option in sample.facts.options:
+            key, _, value = option.partition("=")
+            options[key] = value == "True"
     stop_ids = set(Stops(template, tokenizer).ids())
     for number, (prompt, completion) in zip(answers(messages), turns_in_ids(samples), strict=True):
         assert (
@@ -95,8 +86,5 @@ def test_models_repeat_what_they_learned_and_stop(name: str, assets: Path) -> No
         assert generation.finish_reason == "stop" and generation.ids == completion
         text = tokenizer.decode(completion)
         stop = next(stop for stop in STOPS[name] if text.endswith(stop))
-        assert (
-            text.removesuffix(stop)
-            .rstrip("\n")
-            .endswith(ENDS.get(name, "{}").format(messages[number]["content"]))
-        )
+        end = ENDS.get(name, "{}").format(messages[number]["content"])
+        assert text.removesuffix(stop).rstrip("\n").endswith(end)
