@@ -424,8 +424,8 @@ class GroupedQueryAttention(nn.Module):
     def forward(
         self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata
     ) -> Any:
-        """(B, L, dim) → (B, L, dim), and keys and values with `gives_keys`. Without `rope`, queries
-        and keys have no positions."""
+        """(B, L, dim) → (B, L, dim), and keys and values from a `GivingAttention`. Without `rope`,
+        queries and keys have no positions."""
         q_BLE, k_BLE = self.wq(x_BLD), self.wk(x_BLD)
         v_BLE = k_BLE if self.wv is None else self.wv(x_BLD)
         if self.gated:
