@@ -39,8 +39,9 @@ _UNION = re.compile(r"\\cup(?![A-Za-z])|∪")
 _FORMULA_AT_END = re.compile(r"(?:\$([^$]+)\$|\\\(([^$]+?)\\\))[\s.]*\Z")
 
 _COMMANDS = (
-    r"\\(?:[dt]?frac|sqrt|pi|cdot|times|div|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|infty|alpha|beta|"
-    r"gamma|delta|epsilon|theta|lambda|mu|phi|omega|rho|sigma|tau|binom|begin\{[pbv]?matrix\}|end\{[pbv]?matrix\}|\\)"
+    r"\\(?:[dt]?frac|sqrt|pi|cdot|times|div|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|"
+    r"exp|infty|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|omega|rho|sigma|tau|binom|"
+    r"begin\{[pbv]?matrix\}|end\{[pbv]?matrix\}|\\)"
     r"(?![A-Za-z])"
 )
 _TOKENS = (

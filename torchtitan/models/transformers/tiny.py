@@ -33,14 +33,16 @@ below mistakes."""
 # a scalar.
 _LIMITS: list[tuple[str, int | None]] = [
     (
-        r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_(size|len)).*|.*block_size",
+        r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|"
+        r".*(window|chunk_(size|len)).*|.*block_size",
         WINDOW,
     ),
     (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
     # Of few index heads, scores are often all zero, and the choice among equal ones is arbitrary.
     (
-        r".*(theta|scal(ar|ing|e_)|multiplier|factor|_cap|beta|freq|kernel|limit|_base|inference).*|index_n_heads",
+        r".*(theta|scal(ar|ing|e_)|multiplier|factor|_cap|beta|freq|kernel|limit|_base|"
+        r"inference).*|index_n_heads",
         None,
     ),
     (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k|index_kpool", 2),
@@ -52,14 +54,16 @@ _LIMITS: list[tuple[str, int | None]] = [
     (r".*(head_?dim|d_head|dim_head|head_size)|kv_channels|d_kv|patch_size", HEAD_DIM),
     (r".*(rank|state|state_size)|rotary_dim", 8),
     (
-        r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|context_length)",
+        r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|"
+        r"context_length)",
         POSITIONS,
     ),
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
     (r".*feature_layer", -1),
     (r".*(intermediate|ffn|ff_|mlp).*(size|dim)(_mlp)?|d_ff|dff|dim_ff|n_inner", 96),
     (
-        r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*",
+        r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|"
+        r"tokens)|d_.*",
         HIDDEN,
     ),
 ]
