@@ -432,52 +432,17 @@ PLACES = [
     "We add them up.\n\n{}",
     "x = {}",
 ]
-NOT_FOUR = [
-    *("not 4", "never 4", "maybe 4", "about 4", "approximately 4", "≈4", "≈ 4", "~4", r"\approx 4"),
-    *("4 or 5", "4-5", "4 - 5", "4 to 5", "between 3 and 4", "4, 5", "4; 5", "4 and 5", "(4, 5)"),
-    *("<4", "> 4", "±4", "4±1", r"4 \pm 1", "at least 4", "4 at most", "4+", "4 or more", "x > 4"),
-    *("4 dozen", "4 pairs", "4 couples", "4 hundred", "4 million", "4 cents", "4 radians", "4k"),
-    *(
-        "4%",
-        r"4\%",
-        "4 percent",
-        "4‰",
-        "4!",
-        "4th",
-        "4²",
-        "4^2",
-        "4e3",
-        "4 × 10^3",
-        "4_5",
-        "4i",
-        "4π",
-    ),
-    *(
-        "-4",
-        "−4",
-        "minus 4",
-        "half of 4",
-        "twice 4",
-        r"\sqrt{4}",
-        "4/5",
-        "4 1/2",
-        "4½",
-        r"4\frac{1}{2}",
-    ),
-    *("4.5", "4,5", "44", "1,004", "1'004", "1 004", ".4", "3:4", "4:00", "4 pm", "4 May", "May 4"),
-    *("Option 4", "option 4", "No. 4", "#4", "4 out of 5", "4 apples and 5 oranges", "IV", "four"),
-    *(
-        "x = 5 = 4",
-        "5 = 4",
-        "2x = 4",
-        "4 + 1",
-        "4 - x",
-        "4x",
-        "4 mod 5",
-        "4 hours 30 minutes",
-        "4?",
-    ),
-]
+NOT_FOUR = re.split(
+    r" \| |\n",
+    r"""not 4 | never 4 | maybe 4 | about 4 | approximately 4 | ≈4 | ≈ 4 | ~4 | \approx 4 | 4 or 5
+4-5 | 4 - 5 | 4 to 5 | between 3 and 4 | 4, 5 | 4; 5 | 4 and 5 | (4, 5) | <4 | > 4 | ±4 | 4±1
+4 \pm 1 | at least 4 | 4 at most | 4+ | 4 or more | x > 4 | 4 dozen | 4 pairs | 4 couples
+4 hundred | 4 million | 4 cents | 4 radians | 4k | 4% | 4\% | 4 percent | 4‰ | 4! | 4th | 4²
+4^2 | 4e3 | 4 × 10^3 | 4_5 | 4i | 4π | -4 | −4 | minus 4 | half of 4 | twice 4 | \sqrt{4} | 4/5
+4 1/2 | 4½ | 4\frac{1}{2} | 4.5 | 4,5 | 44 | 1,004 | 1'004 | 1 004 | .4 | 3:4 | 4:00 | 4 pm
+4 May | May 4 | Option 4 | option 4 | No. 4 | #4 | 4 out of 5 | 4 apples and 5 oranges | IV
+four | x = 5 = 4 | 5 = 4 | 2x = 4 | 4 + 1 | 4 - x | 4x | 4 mod 5 | 4 hours 30 minutes | 4?""",
+)
 
 
 def paid(reward: str, gold: str, answer: str) -> float:
