@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
 # Trains a model; sets itself up on first use.
 #   MODULE=llama3 CONFIG=debugmodel ./run_train.sh [--section.key value ...]
-# MODULE    a model or experiment (`torchtitan ls`), a dotted import path, or a folder       (default: llama3)
-# CONFIG    a configuration of that module                                                   (default: debugmodel)
-# NGPU      processes on this host                                    (default: one per GPU, or 1 without any)
-# OVERSUBSCRIBE=1  allows more than four processes per CPU core (eight on a single core) without GPUs
-# LOG_RANK  ranks that print, comma-separated                                                (default: 0)
-# MAX_RESTARTS  how often a run that crashed, or hung, starts again from its newest checkpoint (default: 0)
-# EXTRA     optional packages: transformers, quantization (torchao), sentencepiece, math, vllm, wandb, eval (default: none)
-# COMM_MODE fake_backend: train nothing, and say what NGPU processes (as many as you like) would need; docs/dry_run.md
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: hosts of the run, which of them this is (from 0), where they meet
+# MODULE    a model or experiment (`torchtitan ls`), a dotted import path, or a folder
+#           (default: llama3)
+# CONFIG    a configuration of that module (default: debugmodel)
+# NGPU      processes on this host (default: one per GPU, or 1 without any)
+# OVERSUBSCRIBE=1
+#           allows more than four processes per CPU core (eight on a single core) without GPUs
+# LOG_RANK  ranks that print, comma-separated (default: 0)
+# MAX_RESTARTS
+#           how often a run that crashed, or hung, starts again from its newest checkpoint
+#           (default: 0)
+# EXTRA     optional packages: transformers, quantization (torchao), sentencepiece, math, vllm,
+#           wandb, eval (default: none)
+# COMM_MODE fake_backend: train nothing, and say what NGPU processes, any number, would need;
+#           docs/dry_run.md
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
+#           number of hosts of the run, number of this host (from 0), place where they meet
 # ./run_train.sh --help lists every option.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh

@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# Sourced by run_train.sh and run_tests.sh: puts a Python environment with torchtitan in front of PATH.
-#   use_environment [EXTRA]    EXTRA: an optional dependency group of pyproject.toml, such as dev; empty: none
-# An active environment that has the package (and what EXTRA brings) is used as it is. Otherwise .venv in the checkout
-# is created and filled on first use, and again when pyproject.toml or constraints.txt have changed. A supported torch for
-# CUDA that PYTHON has is used from there, instead of downloading one.
+# Sourced by run_train.sh and run_tests.sh: puts a Python environment with torchtitan in front of
+# PATH.
+#   use_environment [EXTRA]
+#       EXTRA: an optional dependency group of pyproject.toml, such as dev; empty: none
+# An active environment that has the package, and the packages of EXTRA, is used unchanged.
+# Otherwise .venv in the checkout is created and filled on first use, and again when pyproject.toml
+# or constraints.txt have changed. A supported torch for CUDA that PYTHON has is used from there,
+# instead of downloading one.
 
 root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 active_environment_suffices() {
     local packages=(torchtitan)
     case "$1" in
-        dev) packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python transformers) ;;
+        dev)
+            packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python)
+            packages+=(transformers)
+            ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
         math) packages+=(math-verify) ;;
@@ -21,32 +27,40 @@ active_environment_suffices() {
         wandb) packages+=(wandb) ;;
         "") ;;
         *)
-            echo "EXTRA is '$1', but must be one of dev, docs, eval, math, quantization, sentencepiece, transformers, vllm, wandb" >&2
+            echo "EXTRA is '$1', but must be one of dev, docs, eval, math, quantization," \
+                "sentencepiece, transformers, vllm, wandb" >&2
             exit 2
             ;;
     esac
-    # -P: the checkout itself, where it is the current folder, does not count as installed. Another distribution may have
-    # the package's name, but not our command.
-    local search='import sys, importlib.metadata as m, importlib.util as u; [m.version(name) for name in sys.argv[1:]]'
-    python -P -c "$search; sys.exit(u.find_spec('torchtitan.cli.main') is None)" "${packages[@]}" 2>/dev/null
+    # -P: the checkout itself, if it is the current folder, does not count as installed. Another
+    # distribution may have the package's name, but not our command.
+    local search='import sys, importlib.metadata as m, importlib.util as u; '
+    search+='[m.version(name) for name in sys.argv[1:]]; '
+    search+='sys.exit(u.find_spec("torchtitan.cli.main") is None)'
+    python -P -c "$search" "${packages[@]}" 2>/dev/null
 }
 
 use_environment() {
     local extra=${1:-} venv=$root/.venv python=${PYTHON:-python3} state
     # A build for CUDA of a supported version, which takes gigabytes to download.
-    local has_torch='import sys, torch; sys.exit(not (torch.version.cuda and torch.__version__ >= (2, 11)))'
+    local has_torch='import sys, torch; '
+    has_torch+='sys.exit(not (torch.version.cuda and torch.__version__ >= (2, 11)))'
     if active_environment_suffices "$extra"; then return; fi
-    state=$(cat "$root/pyproject.toml" "$root/constraints.txt" <(echo "$root") | cksum | cut -d' ' -f1)
+    state=$(
+        cat "$root/pyproject.toml" "$root/constraints.txt" <(echo "$root") | cksum | cut -d' ' -f1
+    )
     # Written when a set-up is complete, so that one that was interrupted is repeated.
     if [ ! -e "$venv/.installed-$state$extra" ]; then
         if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-            echo "torchtitan needs Python 3.11 or newer; set PYTHON to one ($python is $("$python" --version 2>&1))" >&2
+            echo "torchtitan needs Python 3.11 or newer; set PYTHON to one" \
+                "($python is $("$python" --version 2>&1))" >&2
             exit 1
         fi
         echo "Setting up $venv (first use; takes some minutes)" >&2
         local constraints=$root/constraints.txt
         # An environment made from another environment does not see its packages, so ask it too.
-        if "$python" -c "$has_torch" 2>/dev/null && "$python" -m venv --system-site-packages "$venv" &&
+        if "$python" -c "$has_torch" 2>/dev/null &&
+            "$python" -m venv --system-site-packages "$venv" &&
             "$venv/bin/python" -c "$has_torch" 2>/dev/null; then
             echo "Using the torch that $python has, a build for CUDA" >&2
             constraints=$venv/constraints-without-torch.txt
@@ -54,9 +68,11 @@ use_environment() {
         else
             "$python" -m venv "$venv"
             # torch first and pinned, so that no other package's looser request chooses the build.
-            "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' "$root/constraints.txt")" >&2
+            "$venv/bin/python" -m pip install --quiet \
+                "$(grep '^torch==' "$root/constraints.txt")" >&2
         fi
-        # compat: a path that mypy and editors follow, in place of a finder that only a running Python asks.
+        # compat: a path that mypy and editors follow, instead of a finder that only a running
+        # Python asks.
         "$venv/bin/python" -m pip install --quiet --constraint "$constraints" \
             --config-settings editable_mode=compat --editable "$root${extra:+[$extra]}" >&2
         touch "$venv/.installed-$state" "$venv/.installed-$state$extra"
