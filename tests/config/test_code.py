@@ -454,8 +454,10 @@ def functions_of(code: Code) -> list[Function]:
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                    is_init = isinstance(node, ast.ClassDef) and child.name == "__init__"
-                    found.append(Function(file, node.name if is_init else child.name, child))  # type: ignore[attr-defined]
+                    name = child.name
+                    if isinstance(node, ast.ClassDef) and name == "__init__":
+                        name = node.name
+                    found.append(Function(file, name, child))
     return found
 
 

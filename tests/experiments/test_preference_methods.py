@@ -260,7 +260,7 @@ def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch, capl
 
 
 @pytest.mark.slow
-def test_kto_compares_answers_to_other_prompts_where_prompts_repeat(folder, tmp_path, monkeypatch):  # noqa: F811
+def test_kto_compares_with_other_prompts_if_prompts_repeat(folder, tmp_path, monkeypatch):  # noqa: F811
     """The estimate of arXiv:2402.01306, section 4.1, has unrelated outputs, so not those of the
     same prompt, which TRL takes. Computed by transformers in float64."""
     from transformers import AutoModelForCausalLM

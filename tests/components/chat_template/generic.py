@@ -18,7 +18,8 @@ BOS, EOS = "<s>", "</s>"
 _OWN = Path(__file__).parent / "published"
 
 _SPECIAL = re.compile(
-    r"<\|[^<>|\s]+\|?>|<[^<>|\s/]+\|>|<｜[^<>\s]+｜>|<SPECIAL_\d+>|<(?:start|end)_of_turn>|</assistant>|\[/?[A-Z_]+\]|\]~!b\[|\]~b\]|\[e~\["
+    r"<\|[^<>|\s]+\|?>|<[^<>|\s/]+\|>|<｜[^<>\s]+｜>|<SPECIAL_\d+>|<(?:start|end)_of_turn>"
+    r"|</assistant>|\[/?[A-Z_]+\]|\]~!b\[|\]~b\]|\[e~\["
 )
 _TAG = re.compile(r"</?[\w:.-]+>")
 _OF_MODELS = {

@@ -424,7 +424,10 @@ def test_a_full_disk_is_an_os_error(tmp_path, format, monkeypatch):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     names = ("__0_0.distcp", "__0_1.distcp", "consolidated.00.pth.tmp", "model.safetensors.tmp")
-    full = lambda path: (path.with_name(f"{path.name}.tmp"), os.open("/dev/full", os.O_RDONLY))  # noqa: E731
+
+    def full(path: Path) -> tuple[Path, int]:
+        return path.with_name(f"{path.name}.tmp"), os.open("/dev/full", os.O_RDONLY)
+
     monkeypatch.setattr(durable, "_new_file", full)
     for name in names:
         (tmp_path / name).symlink_to("/dev/full")

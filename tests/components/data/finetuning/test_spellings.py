@@ -292,7 +292,8 @@ def test_spellings_in_a_template_with_tools(assets, turns):
         f"{QUESTION['content']}<|im_end|>\n"
         f"<|im_start|>assistant\n<think>\n{THOUGHT}\n</think>\n\n{SAID}\n"
         f"{tagged(PARIS)}\n{tagged(ROME)}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n"
+        "<tool_response>\nrain\n</tool_response><|im_end|>\n"
         f"<|im_start|>assistant\n<think>\n\n</think>\n\n{ANSWER}<|im_end|>\n"
     )
     assert json.dumps(TOOLS[0]) in text
@@ -334,7 +335,8 @@ def test_calls_without_text():
         ("<think>a</think>b <think>c</think>", ("a", "b <think>c</think>")),
         ("<think>\n\n</think>\n\nb", ("", "b")),
         (
-            "<|begin_of_thought|>a<|end_of_thought|>\n<|begin_of_solution|>\nb\n<|end_of_solution|>",
+            "<|begin_of_thought|>a<|end_of_thought|>\n"
+            "<|begin_of_solution|>\nb\n<|end_of_solution|>",
             ("a", "b"),
         ),
         ("<think>a</think><answer>b</answer>", ("a", "<answer>b</answer>")),

@@ -155,7 +155,8 @@ TEMPLATE = """\
 {%- for message in messages %}
 {{- message.role + ": " }}
 {%- if message.role == "assistant" %}
-{%- generation %}{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}{% endgeneration %}
+{%- generation %}{{ message.content }}
+{{- message.tool_calls | tojson if message.tool_calls }}{% endgeneration %}
 {%- else %}{{ message.content }}{% endif %}
 {%- endfor %}
 """
