@@ -8,8 +8,9 @@ HIDDEN = "***"
 """Takes the place of a credential."""
 
 _NAME = (
-    r"[\w.-]*(?:secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|account[_-]?key|private[_-]?key|signature"
-    r"|credentials?|(?:access|auth|session|security|sas|hf|bearer|refresh|id)[_-]?token|connection[_-]?string)"
+    r"[\w.-]*(?:secret|passw(?:or)?d|passphrase|signature|credentials?"
+    r"|(?:api|access|account|private)[_-]?key|connection[_-]?string"
+    r"|(?:access|auth|session|security|sas|hf|bearer|refresh|id)[_-]?token)"
     r"(?:[_-]?(?:id|key))?"
 )
 """Names of options, keys and variables whose values are credentials."""
@@ -35,7 +36,8 @@ _PATTERNS = [
     # name=value, name: value, --name value, "name": "value"
     (
         re.compile(
-            rf"(?i)(?<![\w.-])(-{{0,2}}{_NAME}['\"]?\s*(?:[=:]\s*|(?<=[\w'])\s+(?=\S{{8}}))['\"]?)[^\s'\",}}&]+"
+            rf"(?i)(?<![\w.-])(-{{0,2}}{_NAME}['\"]?\s*"
+            r"(?:[=:]\s*|(?<=[\w'])\s+(?=\S{8}))['\"]?)[^\s'\",}&]+"
         ),
         rf"\g<1>{HIDDEN}",
     ),
@@ -51,8 +53,9 @@ _PATTERNS = [
     # others
     (
         re.compile(
-            r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-            r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|xox[abeprs]-[\w-]{10,}|sk-[\w-]{40,}|ya29\.[\w-]{16,})"
+            r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
+            r"|glpat-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|xox[abeprs]-[\w-]{10,}"
+            r"|sk-[\w-]{40,}|ya29\.[\w-]{16,})"
         ),
         HIDDEN,
     ),

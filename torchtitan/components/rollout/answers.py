@@ -31,9 +31,9 @@ _THOUGHTS = re.compile(r"\A.*</think(?:ing)?>", re.IGNORECASE | re.DOTALL)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _ANSWER_IS = re.compile(r"\b(?:answer|result)\b[*_ ]*(?:is\b|=|:)[*_ ]*:?", re.IGNORECASE)
 _NO_SUBJECT = re.compile(
-    r"(?:\b(?:wrong|incorrect|false|previous|old|first|second|next|bad|expected|alternative|another|"
-    r"other|partial|intermediate|initial|preliminary|tentative|approximate|rough|rounded|naive|"
-    r"possible|his|her|their|your|any|every|each|an|of|in|to|for|on|from|with|into|half|twice|"
+    r"(?:\b(?:wrong|incorrect|false|previous|old|first|second|next|bad|expected|alternative|"
+    r"another|other|partial|intermediate|initial|preliminary|tentative|approximate|rough|rounded|"
+    r"naive|possible|his|her|their|your|any|every|each|an|of|in|to|for|on|from|with|into|half|twice|"
     r"double|divides)|['’]s|s['’])[\s*_]*\Z",
     re.IGNORECASE,
 )
