@@ -268,3 +268,8 @@ def test_user_names_are_no_secrets():
     assert redact("/home/ubuntu/outputs") == "/home/ubuntu/outputs"
     hide_credentials_of("https://0123456789abcdef0123@host/data")
     assert redact("token 0123456789abcdef0123 failed") == "token *** failed"
+
+
+def test_ports_are_no_secrets():
+    hide_credentials_of("https://host:8080/datasets/text@main")
+    assert redact("cannot read host:8080/datasets/text") == "cannot read host:8080/datasets/text"

@@ -19,13 +19,15 @@ _NAME = (
 # length only.
 _SCHEME = r"([A-Za-z][\w+.-]{1,30}:/{1,3})"
 
+_USER_AND_PASSWORD = r"[^/\s'\"@:]*:(?!\d{1,5}(?:/|$))[^\s'\"@]{1,1000}"
+"""The password may have slashes. Not a host with a port, before a path with an @."""
+
+_USER = r"[^/\s'\"@]+"
+
 _PATTERNS = [
-    # user:password@ or token@ of a URL, whose slashes `pathlib` joins; a password may have slashes
-    (
-        re.compile(rf"{_SCHEME}[^/\s'\"@:]*:(?!\d{{1,5}}(?:/|$))[^\s'\"@]{{1,1000}}(?=@)"),
-        rf"\g<1>{HIDDEN}",
-    ),
-    (re.compile(rf"{_SCHEME}[^/\s'\"@]+(?=@)"), rf"\g<1>{HIDDEN}"),
+    # user:password@ or token@ of a URL, whose slashes `pathlib` joins
+    (re.compile(rf"{_SCHEME}{_USER_AND_PASSWORD}(?=@)"), rf"\g<1>{HIDDEN}"),
+    (re.compile(rf"{_SCHEME}{_USER}(?=@)"), rf"\g<1>{HIDDEN}"),
     # parameters of signed URLs
     (
         re.compile(
@@ -62,7 +64,7 @@ _PATTERNS = [
 ]
 
 
-_IN_URL = re.compile(rf"{_SCHEME}([^/\s'\"@:]*:[^\s'\"@]+|[^/\s'\"@]+)@")
+_IN_URL = re.compile(rf"{_SCHEME}({_USER_AND_PASSWORD}|{_USER})@")
 _SHORTEST = 6
 """Shorter names and passwords may be parts of other words, and are hidden in URLs only."""
 
