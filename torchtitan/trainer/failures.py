@@ -113,7 +113,7 @@ def raise_on_all_ranks(failure: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def deferred(trainer: Any, part: object) -> Iterator[None]:
+def failure_kept(trainer: Any, part: object) -> Iterator[None]:
     """Keep the first error in the block of a part of the run that a user wrote, as
     `Trainer.failure`, which ends the run once the step is complete."""
     try:
@@ -126,15 +126,15 @@ def deferred(trainer: Any, part: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def around_step(trainer: Any, callback: Any, step: int) -> Iterator[None]:
-    """Enter the context of a callback around a step. Its errors are `deferred`; errors of the step
-    are passed to it."""
+    """Enter the context of a callback around a step. Its errors are kept as in
+    `failure_kept`; errors of the step are passed to it."""
     with contextlib.ExitStack() as stack:
-        with deferred(trainer, callback):
+        with failure_kept(trainer, callback):
             stack.enter_context(callback.around_step(step))
         try:
             yield
         except BaseException as error:
             stack.pop_all().__exit__(type(error), error, error.__traceback__)
             raise
-        with deferred(trainer, callback):
+        with failure_kept(trainer, callback):
             stack.pop_all().close()

@@ -62,7 +62,7 @@ from torchtitan.trainer.deferred_results import DeferredResults
 from torchtitan.trainer.failures import (
     StepStart,
     around_step,
-    deferred,
+    failure_kept,
     raise_on_all_ranks,
     save_last_step,
 )
@@ -914,7 +914,7 @@ class Trainer(Configurable):
         """Call a method of all callbacks. A failure of a user's callback ends the run once the step
         is complete."""
         for callback in self.callbacks:
-            with deferred(self, callback):
+            with failure_kept(self, callback):
                 getattr(callback, method)(*args)
 
     def validate(self) -> float:
