@@ -29,10 +29,10 @@ _GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")
 timeout."""
 
 _NCCL_ERRORS = re.compile(
-    "NCCL communicator was aborted on rank|Watchdog caught collective operation "
-    "timeout|ncclRemoteError"
+    "NCCL communicator was aborted on rank|Watchdog caught collective operation timeout"
     "|Some NCCL operations have failed or timed out|NCCL timeout in communicator initialization"
-    r"|retrieving ncclUniqueId from|ncclSystemError[\s\S]*\bConnection (?:refused|reset|closed)"
+    "|ncclRemoteError|retrieving ncclUniqueId from"
+    r"|ncclSystemError[\s\S]*\bConnection (?:refused|reset|closed)"
 )
 """Parts of the messages of PyTorch's NCCL back end (2.13) about other ranks: a watchdog that
 aborted a collective, a peer that ended or refused a connection. Its other errors, such as of CUDA,
