@@ -350,14 +350,17 @@ def _is_numpy_save(node: ast.Attribute) -> bool:
 
 
 MAKERS_OF_GROUPS = {
-    *(
-        "init_process_group",
-        "new_group",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-        "split_group",
-    ),
-    *("shrink_group", "init_device_mesh", "DeviceMesh", "from_group", "_flatten", "_unflatten"),
+    "init_process_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+    "shrink_group",
+    "init_device_mesh",
+    "DeviceMesh",
+    "from_group",
+    "_flatten",
+    "_unflatten",
 }
 
 
@@ -428,24 +431,20 @@ def test_help_imports_no_heavy_library():
     """Heavy libraries are imported on first use of the feature that needs them, and neither with
     the trainer nor with a module's configurations."""
     heavy = [
-        *(
-            "datasets",
-            "huggingface_hub",
-            "jinja2",
-            "pandas",
-            "pyarrow",
-            "rich",
-            "tensorboard",
-            "tiktoken",
-            "tokenizers",
-        ),
-        *(
-            "transformers",
-            "wandb",
-            "torch._dynamo",
-            "torch.distributed.checkpoint",
-            "torch.distributed.pipelining",
-        ),
+        "datasets",
+        "huggingface_hub",
+        "jinja2",
+        "pandas",
+        "pyarrow",
+        "rich",
+        "tensorboard",
+        "tiktoken",
+        "tokenizers",
+        "transformers",
+        "wandb",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.pipelining",
     ]
     code = (
         "import contextlib, sys\n"

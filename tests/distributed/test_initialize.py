@@ -16,18 +16,14 @@ from torchtitan.models.llama3 import SHARDING
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 STORED = [
-    *(
-        "-0x1.8a365e0000000p-6",
-        "-0x1.2678b00000000p-8",
-        "0x1.791d640000000p-8",
-        "0x1.78a81c0000000p-6",
-    ),
-    *(
-        "0x1.d056820000000p-10",
-        "-0x1.80a5320000000p-7",
-        "-0x1.7df95c0000000p-8",
-        "-0x1.cb82680000000p-6",
-    ),
+    "-0x1.8a365e0000000p-6",
+    "-0x1.2678b00000000p-8",
+    "0x1.791d640000000p-8",
+    "0x1.78a81c0000000p-6",
+    "0x1.d056820000000p-10",
+    "-0x1.80a5320000000p-7",
+    "-0x1.7df95c0000000p-8",
+    "-0x1.cb82680000000p-6",
 ]
 
 

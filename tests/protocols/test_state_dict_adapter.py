@@ -116,18 +116,22 @@ def internal_specs() -> dict[str, TensorSpec]:
 def test_wildcards_expand_to_every_layer():
     adapter = fused_adapter()
     assert adapter.internal_names == [
-        *(
-            "layers.0.q",
-            "layers.0.k",
-            "layers.1.q",
-            "layers.1.k",
-            "layers.0.experts",
-            "layers.1.experts",
-            "norm",
-        )
+        "layers.0.q",
+        "layers.0.k",
+        "layers.1.q",
+        "layers.1.k",
+        "layers.0.experts",
+        "layers.1.experts",
+        "norm",
     ]
     assert adapter.external_names == [
-        *("h.0.qk", "h.1.qk", "h.0.expert0", "h.0.expert1", "h.1.expert0", "h.1.expert1", "ln")
+        "h.0.qk",
+        "h.1.qk",
+        "h.0.expert0",
+        "h.0.expert1",
+        "h.1.expert0",
+        "h.1.expert1",
+        "ln",
     ]
 
 

@@ -110,8 +110,10 @@ def abandoned(target: Path, mark: str, *, age: float, locked: bool | None = None
 def test_killed_before_naming_its_lock(target: Path) -> None:
     removed = [abandoned(target, "0", age=61), abandoned(target, "1", age=61, locked=False)]
     others = [
-        *(abandoned(target, "2", age=0), abandoned(target, "3", age=0, locked=False)),
-        *(abandoned(target, "4", age=61, locked=True), abandoned(target, "5", age=61)),
+        abandoned(target, "2", age=0),
+        abandoned(target, "3", age=0, locked=False),
+        abandoned(target, "4", age=61, locked=True),
+        abandoned(target, "5", age=61),
     ]
     (others[3] / "mine").touch()
     os.utime(others[3], (0, 0))

@@ -23,8 +23,16 @@ from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
 
 COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "verdict")
 MECHANISM_COLUMNS = (
-    *("model_type", "mechanism", "loss", "gradient norm", "validation", "weights"),
-    *("resumed", "packed documents", "verdict", "seconds"),
+    "model_type",
+    "mechanism",
+    "loss",
+    "gradient norm",
+    "validation",
+    "weights",
+    "resumed",
+    "packed documents",
+    "verdict",
+    "seconds",
 )
 TYPES = sorted({*CAUSAL, *IMAGE_TEXT})
 

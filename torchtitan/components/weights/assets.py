@@ -33,14 +33,15 @@ _MODEL_KEYS = {
 }
 
 FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-    ),
-    *("generation_config.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
 )
 """Files next to a model's weights that are copied unchanged between checkpoints."""
 

@@ -69,8 +69,18 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     config: Config
     has_critic = False
     measures_named = (
-        *("reward", "reward_p10", "reward_p50", "reward_p90", "length", "truncated"),
-        *("entropy", "clip_fraction", "bound_fraction", "kl", "importance_weight", "value_loss"),
+        "reward",
+        "reward_p10",
+        "reward_p50",
+        "reward_p90",
+        "length",
+        "truncated",
+        "entropy",
+        "clip_fraction",
+        "bound_fraction",
+        "kl",
+        "importance_weight",
+        "value_loss",
     )
 
     def __init__(self, config: Config):
