@@ -80,9 +80,8 @@ def test_another_value_on_the_command_line_replaces_the_one_of_the_file(code):
     assert parse(content, "--rewards", "number", "--rollout.function=").rewards == ["number"]
     with pytest.raises(UserError, match="'rollout.function' in run.yaml"):
         parse(content, "--rewards", "number")
-    with pytest.raises(
-        UserError, match="'rewards' in run.yaml"
-    ):  # permission covers neither other code nor another option
+    # Permission covers neither other code nor another option.
+    with pytest.raises(UserError, match="'rewards' in run.yaml"):
         parse(RL | {"rewards": ["marker.py:score"]}, "--dataloader.format", "marker.py:score")
 
 
