@@ -5,7 +5,6 @@ import json
 from itertools import groupby
 from typing import Any
 
-from torchtitan.config.manager import option_names
 from torchtitan.config.option_names import TABLE
 from torchtitan.config.registry import (
     built_in_modules,
@@ -13,6 +12,7 @@ from torchtitan.config.registry import (
     load_config_function,
     needs_assets,
 )
+from torchtitan.config.values import option_names
 
 
 def options_by_configuration() -> dict[str, dict[str, list[str]]]:

@@ -24,7 +24,7 @@ from torchtitan.components.data.disk_cache import map_array
 from torchtitan.components.data.pretraining.token_files import find_token_files, open_token_files
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.config.manager import read_config_file
+from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import named_file, open_regular, read_regular
 

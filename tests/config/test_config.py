@@ -15,13 +15,14 @@ import yaml
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import leaves
-from torchtitan.config.manager import ConfigManager, _registered_name, types_by_key
+from torchtitan.config.manager import ConfigManager, _registered_name
 from torchtitan.config.registry import (
     built_in_modules,
     list_module,
     load_config_function,
     needs_assets,
 )
+from torchtitan.config.values import types_by_key
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.errors import UserError
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtitan.config.configurable import leaves
-from torchtitan.config.manager import read_config_file
+from torchtitan.config.yaml_files import read_config_file
 from torchtitan.foresight.devices import DEVICES, Device, device_named, device_of_gpu
 from torchtitan.foresight.planning import MESH, option_words, plan
 from torchtitan.tools.device import total_memory

@@ -25,7 +25,7 @@ from torchtitan.components.observe.run_events import (
     shares,
 )
 from torchtitan.config.configurable import leaves
-from torchtitan.config.manager import read_config_file
+from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import MOST_BROKEN_LINES, json_lines, read_object

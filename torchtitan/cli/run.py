@@ -16,7 +16,8 @@ from typing import NamedTuple
 from torchtitan.cli.main import COMMANDS
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import list_checkpoints
-from torchtitan.config.manager import ConfigManager, read_config_file
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, errors_of, os_errors_as, suggest
 from torchtitan.tools.files import read_object

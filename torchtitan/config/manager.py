@@ -1,18 +1,15 @@
 """`ConfigManager`: resolve the command line to one configuration."""
 
 import contextlib
-import dataclasses
 import io
-import os
 import re
 import shlex
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import tyro
 import yaml
@@ -29,7 +26,6 @@ from torchtitan.config.code import NamesCode, untrusted_in
 from torchtitan.config.configurable import (
     Configurable,
     config_key,
-    convert,
     describe,
     fits,
     holds_list,
@@ -44,9 +40,10 @@ from torchtitan.config.registry import (
     load_config_function,
     needs_assets,
 )
+from torchtitan.config.values import is_hidden, nested, option_names, types_by_key, with_values
+from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
-from torchtitan.tools.files import open_regular, regular_file
 from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redacted
@@ -54,11 +51,6 @@ from torchtitan.tools.user_code import exits_as_errors
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """Default module and configuration."""
-
-_MAX_BYTES = 2**20
-_MAX_NODES = 100_000
-_MAX_DIGITS = 100
-"""Limits of a configuration file, about 100 times the needs of a resolved configuration."""
 
 _BOOLEANS = {"true": True, "false": False}
 
@@ -145,7 +137,7 @@ class ConfigManager:
             overrides, {key for key, value in known.items() if isinstance(value, bool)}
         )
         with _refusals_named():
-            with_file = with_values(default, type(default), _nested(leaves(document)))
+            with_file = with_values(default, type(default), nested(leaves(document)))
         options = option_names(default)
         config = self._parse(with_file, words, options)
         if document and _strange_in(config, [default]):
@@ -313,84 +305,6 @@ def _registered_name(function: Callable[..., object]) -> str:
     return f"{package}.{function.__name__}"
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Refuse keys that are not words, and duplicate keys: YAML would silently keep the last
-    value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _wrong_node("a key is a list or a mapping", key)
-        keys = [key.value for key, _ in node.value]
-        if twice := {key for key, count in Counter(keys).items() if count > 1 and key != "<<"}:
-            raise _wrong_node(f"{', '.join(sorted(twice))} is repeated", node)
-        return super().construct_mapping(node, deep)
-
-
-def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
-
-
-def read_config_file(path: Path, name: str) -> dict[str, Any]:
-    """Return the content of a YAML file of keys and values, called `name` in messages. Raise
-    `UserError` if it has none."""
-    regular_file(path, name)
-    try:
-        with open_regular(path, name) as file:
-            n_bytes = os.fstat(file.fileno()).st_size
-            text = file.read() if n_bytes <= _MAX_BYTES else b""
-        document = _load_yaml(text.decode("utf-8"))
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not a text file in UTF-8") from error
-    except RecursionError as error:
-        raise UserError(f"{name} is nested too deeply") from error
-    # also a date or a number that Python refuses
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
-    if n_bytes > _MAX_BYTES:
-        raise UserError(f"{name} has {n_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
-    if document is None:
-        raise UserError(f"{name} is empty")
-    if not isinstance(document, dict):
-        raise UserError(f"{name} must map names to values, not be a {type(document).__name__}")
-    return document
-
-
-def _load_yaml(text: str) -> Any:
-    loader = _PlainLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_expanded(node, {})
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of nodes after expanding aliases (`*name`). Raise `YAMLError` for a
-    recursive or huge node."""
-    if known.setdefault(id(node), 0):
-        return known[id(node)]
-    children = node.value if isinstance(node, yaml.CollectionNode) else []
-    if isinstance(node, yaml.MappingNode):
-        children = [part for pair in children for part in pair]
-    elif node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
-        raise _wrong_node(f"a number has more than {_MAX_DIGITS} digits", node)
-    size = 1
-    for child in children:
-        if known.get(id(child)) == 0:
-            raise _wrong_node("a value contains itself", child)
-        size += _check_expanded(child, known)
-    if size > _MAX_NODES:
-        raise _wrong_node(f"it has more than {_MAX_NODES} values after expanding aliases", node)
-    known[id(node)] = size
-    return size
-
-
 def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> None:
     sections = {
         ".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)
@@ -421,62 +335,11 @@ def _check_hidden(
     configuration does."""
     own_values = leaves(redacted(own))
     for key, value in leaves(redacted(document)).items():
-        if _is_hidden(types[key]) and value != own_values[key]:
+        if is_hidden(types[key]) and value != own_values[key]:
             raise UserError(
                 f"'{key}' in {path} is {value!r}, but no option, and the configuration has "
                 f"{own_values[key]!r}; remove it from the file"
             )
-
-
-def option_names(config: Configurable.Config) -> list[str]:
-    """Return the keys of the options of a configuration."""
-    types = types_by_key(config, type(config))
-    return [key for key in leaves(config.to_dict()) if not _is_hidden(types.get(key))]
-
-
-def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
-    """Return the types of all values by their command-line keys, including class names for items of
-    a list of configurations, but not fields with `tyro.conf.arg(name="")`. Values inside a hidden
-    field are hidden."""
-    children: Iterable[tuple[str, Any, Any]]
-    if dataclasses.is_dataclass(value):
-        hints = get_type_hints(type(value), include_extras=True)
-        names = [field.name for field in dataclasses.fields(value)]
-        children = (
-            ("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name])
-            for name in names
-        )
-    elif isinstance(value, Mapping):
-        children = ((name, item, _value_type(declared)) for name, item in value.items())
-    elif _is_config_list(value):
-        children = ((config_key(item), item, type(item)) for item in value)
-    else:
-        return {key: declared}
-    types: dict[str, Any] = {}
-    for name, item, item_type in children:
-        if _is_hidden(declared):
-            item_type = Annotated[item_type, tyro.conf.Suppress]
-        types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
-    return types
-
-
-def _value_type(declared: Any) -> Any:
-    """Return the type of a mapping's values, which may be mappings of any values."""
-    arguments = get_args(declared)
-    if get_origin(declared) is Annotated:
-        return _value_type(arguments[0])
-    return arguments[1] if len(arguments) == 2 else Any
-
-
-def _is_unnamed(declared: Any) -> bool:
-    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
-    return any(getattr(annotation, "name", None) == "" for annotation in annotations)
-
-
-def _is_hidden(declared: Any) -> bool:
-    """Return whether a field is not an option."""
-    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
-    return any(annotation in (tyro.conf.Fixed, tyro.conf.Suppress) for annotation in annotations)
 
 
 def _untrusted_of(config: Configurable.Config) -> dict[str, dict[str, str]]:
@@ -533,56 +396,6 @@ def _untrusted_in_file(
     ]
     return UserError(
         f"{'; '.join(parts)}; if you trust it, set it on the command line too: {shlex.join(words)}"
-    )
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested dictionary of values by their dotted keys."""
-    document: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        section = document
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return document
-
-
-def with_values(value: Any, declared: Any, document: Any) -> Any:
-    """Return a copy of a configuration with the values of a document, nested by the keys of
-    `types_by_key`, which fit their types."""
-    if document == {}:
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = get_type_hints(type(value), include_extras=True)
-        changes: dict[str, Any] = {}
-        for field in dataclasses.fields(value):
-            name, child = field.name, getattr(value, field.name)
-            if _is_unnamed(hints[name]):
-                changes[name] = with_values(child, hints[name], document)
-            elif name in document and not _is_hidden(hints[name]):
-                changes[name] = with_values(child, hints[name], document[name])
-        return dataclasses.replace(value, **changes)
-    if isinstance(value, Mapping):
-        item_type = _value_type(declared)
-        return {
-            name: with_values(item, item_type, document[name]) if name in document else item
-            for name, item in value.items()
-        }
-    if _is_config_list(value):
-        keyed = {config_key(item): item for item in value}
-        return [
-            with_values(item, type(item), document[key]) if key in document else item
-            for key, item in keyed.items()
-        ]
-    return convert(document, declared)
-
-
-def _is_config_list(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, Configurable.Config) for item in value)
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from torchtitan.config.configurable import fits, from_plain, leaves
-from torchtitan.config.manager import read_config_file
+from torchtitan.config.yaml_files import read_config_file
 from torchtitan.foresight.this_machine import speed_of_this_machine
 from torchtitan.tools.errors import UserError, require
 

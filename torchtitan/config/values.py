@@ -1,0 +1,110 @@
+"""Types and values of a configuration by their keys, as on the command line."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import tyro
+
+from torchtitan.config.configurable import Configurable, config_key, convert, leaves
+
+
+def option_names(config: Configurable.Config) -> list[str]:
+    """Return the keys of the options of a configuration."""
+    types = types_by_key(config, type(config))
+    return [key for key in leaves(config.to_dict()) if not is_hidden(types.get(key))]
+
+
+def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
+    """Return the types of all values by their command-line keys, including class names for items of
+    a list of configurations, but not fields with `tyro.conf.arg(name="")`. Values inside a hidden
+    field are hidden."""
+    children: Iterable[tuple[str, Any, Any]]
+    if dataclasses.is_dataclass(value):
+        hints = get_type_hints(type(value), include_extras=True)
+        names = [field.name for field in dataclasses.fields(value)]
+        children = (
+            ("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name])
+            for name in names
+        )
+    elif isinstance(value, Mapping):
+        children = ((name, item, _value_type(declared)) for name, item in value.items())
+    elif _is_config_list(value):
+        children = ((config_key(item), item, type(item)) for item in value)
+    else:
+        return {key: declared}
+    types: dict[str, Any] = {}
+    for name, item, item_type in children:
+        if is_hidden(declared):
+            item_type = Annotated[item_type, tyro.conf.Suppress]
+        types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
+    return types
+
+
+def _value_type(declared: Any) -> Any:
+    """Return the type of a mapping's values, which may be mappings of any values."""
+    arguments = get_args(declared)
+    if get_origin(declared) is Annotated:
+        return _value_type(arguments[0])
+    return arguments[1] if len(arguments) == 2 else Any
+
+
+def _is_unnamed(declared: Any) -> bool:
+    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
+    return any(getattr(annotation, "name", None) == "" for annotation in annotations)
+
+
+def is_hidden(declared: Any) -> bool:
+    """Return whether a field is not an option."""
+    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
+    return any(annotation in (tyro.conf.Fixed, tyro.conf.Suppress) for annotation in annotations)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested dictionary of values by their dotted keys."""
+    document: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = document
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return document
+
+
+def with_values(value: Any, declared: Any, document: Any) -> Any:
+    """Return a copy of a configuration with the values of a document, nested by the keys of
+    `types_by_key`, which fit their types."""
+    if document == {}:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = get_type_hints(type(value), include_extras=True)
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            name, child = field.name, getattr(value, field.name)
+            if _is_unnamed(hints[name]):
+                changes[name] = with_values(child, hints[name], document)
+            elif name in document and not is_hidden(hints[name]):
+                changes[name] = with_values(child, hints[name], document[name])
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, Mapping):
+        item_type = _value_type(declared)
+        return {
+            name: with_values(item, item_type, document[name]) if name in document else item
+            for name, item in value.items()
+        }
+    if _is_config_list(value):
+        keyed = {config_key(item): item for item in value}
+        return [
+            with_values(item, type(item), document[key]) if key in document else item
+            for key, item in keyed.items()
+        ]
+    return convert(document, declared)
+
+
+def _is_config_list(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, Configurable.Config) for item in value)
+    )
