@@ -209,24 +209,8 @@ class RunConfig(Configurable.Config):
             raise UserError(
                 f"{self.hf_assets_path} holds a reward model; train it with --module reward"
             )
-        components: list[Any] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
-        components += [
-            *self.model_converters,
-            self.optimizer,
-            self.lr_scheduler,
-            self.spikes,
-            self.ema,
-        ]
-        components += [
-            self.checkpoint,
-            self.metrics,
-            self.validator,
-            self.profiling,
-            *self.callbacks,
-        ]
-        components += [self.training, self.activation_checkpoint, self.comm, self.debug]
-        for component in components:
-            component.validate()
+        for part in _validated_parts(self):
+            part.validate()
         self.check_layout(world_size)
         _check_distinct("callbacks", self.callbacks)
         for callback in self.callbacks:
@@ -414,6 +398,30 @@ class RunConfig(Configurable.Config):
                     "for it"
                 )
         return loaders
+
+
+def _validated_parts(config: RunConfig) -> list[Any]:
+    """Return the parts of a configuration that check their own values, in order."""
+    return [
+        config.model_spec.model,
+        config.chosen_loss,
+        config.tokenizer,
+        config.dataloader,
+        *config.model_converters,
+        config.optimizer,
+        config.lr_scheduler,
+        config.spikes,
+        config.ema,
+        config.checkpoint,
+        config.metrics,
+        config.validator,
+        config.profiling,
+        *config.callbacks,
+        config.training,
+        config.activation_checkpoint,
+        config.comm,
+        config.debug,
+    ]
 
 
 def _check_distinct(section: str, configs: Sequence[Configurable.Config]) -> None:
