@@ -31,9 +31,8 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
             )
         planned = dataclasses.replace(config, training=training)
         device = _own_device(world_size, devices_per_host)
-        best = plan(planned, world_size, device, devices_per_host=devices_per_host, best=1).options[
-            0
-        ]
+        found = plan(planned, world_size, device, devices_per_host=devices_per_host, best=1)
+        best = found.options[0]
         logger.info(
             f"--parallelism.auto: {best.layout}; predicted {best.tokens_per_second:,.0f} tokens/s "
             f"per device, {best.memory_gib:.1f} GiB"

@@ -865,9 +865,8 @@ class Trainer(Configurable):
             loss, weight = self.compute_loss(self.post_dataloading_process(batch))
         # all ranks of a pipeline have the labels
         is_counted = self.parallel_dims.coordinate("pp") == 0
-        return self.local_addend(loss), self.local_addend(
-            weight
-        ) if is_counted else torch.zeros_like(weight)
+        counted = self.local_addend(weight) if is_counted else torch.zeros_like(weight)
+        return self.local_addend(loss), counted
 
     # --- after a step -----------------------------------------------------------------------------
 
@@ -1039,9 +1038,8 @@ class Trainer(Configurable):
             f"steps {self.step + 1} to {self.total_steps} on {dims.world_size} process(es)"
             f"{f' ({dims})' if self.mesh else ''}, {self.device}"
         )
-        for part in [*self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)][
-            1:
-        ]:
+        stretches = self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)
+        for part in itertools.islice(stretches, 1, None):
             n_sequences = part.batch.value * self.sequences_per_sample
             logger.info(
                 "from step %d on, %d x %d tokens per step",

@@ -32,9 +32,8 @@ class OffsetRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, dim) → (…, dim)."""
-        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).type_as(
-            x
-        )
+        scale = 1 + self.weight.float()
+        return F.rms_norm(x.float(), self.weight.shape, scale, self.eps).type_as(x)
 
 
 class LayerNorm(nn.LayerNorm):
