@@ -101,7 +101,7 @@ def assert_close(values: list[Tensor], expected: list[Tensor]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def compare_with_eager(config: CompileConfig, mode: str) -> None:
+def assert_matches_eager(config: CompileConfig, mode: str) -> None:
     model, loss = make_model(config, mode), make_loss(config)
     expected_model, expected_loss = make_model(), make_loss()
     for seed in range(2):
@@ -111,7 +111,7 @@ def compare_with_eager(config: CompileConfig, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_and_gradients_match_eager(mode):
-    compare_with_eager(EAGER_KERNELS, mode)
+    assert_matches_eager(EAGER_KERNELS, mode)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_loss_and_gradients_match_eager(mode):
     [mode if mode == "selective" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES],
 )
 def test_inductor_matches_eager(mode):
-    compare_with_eager(CompileConfig(enable=True), mode)
+    assert_matches_eager(CompileConfig(enable=True), mode)
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def size_of(checkpoint: Path) -> int:
     return sum(LocalFolder(checkpoint).files().values())
 
 
-def sizes_fit(folder: Path, **layout: int) -> None:
+def assert_size_is_predicted(folder: Path, **layout: int) -> None:
     """Compare the predicted with the saved size, in all of several processes."""
     predicted: list[int] = []
 
@@ -77,11 +77,11 @@ def sizes_fit(folder: Path, **layout: int) -> None:
 
 
 def test_size_is_predicted(tmp_path):
-    sizes_fit(tmp_path)
+    assert_size_is_predicted(tmp_path)
 
 
 def predict_in_processes(folder: Path, layout: dict[str, int]) -> None:
-    sizes_fit(folder, **layout)
+    assert_size_is_predicted(folder, **layout)
 
 
 @pytest.mark.slow

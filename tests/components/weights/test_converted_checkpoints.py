@@ -634,7 +634,7 @@ def test_starting_from_a_plain_checkpoint(tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-def resumed_and_straight(folder: Path, converters: list[Any], **options: Any) -> None:
+def assert_resuming_is_exact(folder: Path, converters: list[Any], **options: Any) -> None:
     """Check that two steps and two resumed steps equal four steps, exactly."""
     options = {**SAVING, "lr_scheduler__total_steps": 4, "optimizer__lr": 0.01, **options}
     train(folder / "resumed", *converters, **options, training__steps=2)
@@ -660,7 +660,7 @@ SLOW = {"marks": pytest.mark.slow}
 )
 def test_resuming_is_exact(tmp_path, converter, is_pretrained, save_trainable_only):
     source = from_folder(make_pretrained(tmp_path / "source")) if is_pretrained else {}
-    resumed_and_straight(
+    assert_resuming_is_exact(
         tmp_path, [converter], **source, checkpoint__save_trainable_only=save_trainable_only
     )
 
@@ -949,7 +949,7 @@ def test_an_adapter_cannot_be_opened_as_a_model(trainable_only, tmp_path, capsys
 def test_save_trainable_only_without_converted_weights(tmp_path):
     """Frozen weights are omitted regardless of who froze them; without frozen weights, the option
     is rejected."""
-    resumed_and_straight(tmp_path, [TrainOutput.Config()], checkpoint__save_trainable_only=True)
+    assert_resuming_is_exact(tmp_path, [TrainOutput.Config()], checkpoint__save_trainable_only=True)
     path = step(tmp_path / "straight", 4)
     assert list(DcpSource(path).specs) == ["head.output.weight"]
     # Without a converter, it is not an adapter.
