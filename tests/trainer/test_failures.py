@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,29 +200,31 @@ def test_an_exit_while_importing_is_named(tmp_path):
         Rewards([f"{tmp_path}/mine.py:score"], [])
 
 
+def run_own(
+    path: Path, trainer: type[Trainer], *, processes: int, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Run `torchtitan train` with a trainer of this file, from a module in `path`; the run's
+    folder is `path / "run"`."""
+    module = path / "mine"
+    module.mkdir()
+    (module / "__init__.py").touch()
+    name = trainer.__name__
+    (module / "config_registry.py").write_text(
+        f"from tests.trainer.test_failures import {name}\n"
+        "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
+        f"def debugmodel():\n    return {name}.Config.based_on(llama3_debugmodel())\n"
+    )
+    overrides = {key.replace("__", "."): value for key, value in options.items()}
+    words = ["train", "--module", str(module), "--config", "debugmodel"]
+    words += flags({**TINY, **overrides, "dump_folder": path / "run"})
+    variables = {"NGPU": str(processes), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "torchtitan.cli.main", *words]
+    return run_command(command, env={**os.environ, **variables})
+
+
 @pytest.mark.slow
 def test_the_command_does_not_succeed(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/__init__.py").touch()
-    (tmp_path / "mine/config_registry.py").write_text(
-        "from tests.trainer.test_failures import FailingLoss\n"
-        "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
-        "def debugmodel():\n    return FailingLoss.Config.based_on(llama3_debugmodel())\n"
-    )
-    overrides = {
-        key.replace("__", "."): value
-        for key, value in {**OPTIONS, "dump_folder": tmp_path / "run"}.items()
-    }
-    words = [
-        "--module",
-        str(tmp_path / "mine"),
-        "--config",
-        "debugmodel",
-        *flags({**TINY, **overrides}),
-    ]
-    command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words]
-    environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    result = run_command(command, env=environment)
+    result = run_own(tmp_path, FailingLoss, processes=1, **OPTIONS)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert (
         "the run was ended by SystemExit" in result.stderr
@@ -282,22 +285,7 @@ def fail_in_steps(path: Path) -> None:
 def test_a_loss_that_fails_on_one_rank_names_the_newest_checkpoint(tmp_path):
     """The other ranks wait for it, so nothing is saved."""
     options = {**OPTIONS, "checkpoint__interval": 1, "parallelism__data_parallel_shard_degree": 2}
-    command = [sys.executable, "-m", "torchtitan.cli.main", "train", "--module", "mine"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/__init__.py").touch()
-    (tmp_path / "mine/config_registry.py").write_text(
-        "from tests.trainer.test_failures import LossOnSecondRank\n"
-        "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
-        "def debugmodel():\n    return LossOnSecondRank.Config.based_on(llama3_debugmodel())\n"
-    )
-    overrides = {
-        key.replace("__", "."): value
-        for key, value in {**options, "dump_folder": tmp_path / "run"}.items()
-    }
-    command[5] = str(tmp_path / "mine")
-    command += ["--config", "debugmodel", *flags({**TINY, **overrides})]
-    environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    result = run_command(command, env=environment)
+    result = run_own(tmp_path, LossOnSecondRank, processes=2, **options)
     assert result.returncode == 1
     assert "ValueError: mine" in result.stderr
     assert saved_steps(tmp_path / "run") == [1, 2]
