@@ -79,7 +79,7 @@ def hide_credentials_of(url: str) -> None:
     write it without the URL's scheme."""
     if found := _IN_URL.match(url):
         user, _, password = found[2].partition(":")
-        # A user name alone is no secret, and may be part of paths. A token in its place is long.
+        # A user name alone is not secret, and may be part of paths. A token instead of it is long.
         if not password and len(user) >= _SHORTEST_TOKEN:
             _known.add(user)
         if len(password) >= _SHORTEST:

@@ -8,7 +8,7 @@ _METHODS = {
     "has_own_update": ("update", "read_result"),
     "has_own_pipeline": ("build_pipeline",),
 }
-"""Class attribute → methods of which it tells that a subclass has at least one."""
+"""Class attribute → methods. The attribute is true if a subclass overrides at least one of them."""
 
 
 def declare_own_methods(cls: type, base: type) -> None:
@@ -23,10 +23,9 @@ def declare_own_methods(cls: type, base: type) -> None:
             names = " or ".join(methods)
             if has_own:
                 raise TypeError(
-                    f"{subject}, but the class defines its own {names}; leave the attribute out"
+                    f"{subject}, but the class defines its own {names}; remove the attribute"
                 )
             raise TypeError(
-                f"{subject}, but the class defines no {names}; define it, or leave the attribute "
-                "out"
+                f"{subject}, but the class defines no {names}; define it, or remove the attribute"
             )
         setattr(cls, attribute, has_own)

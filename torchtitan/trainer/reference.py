@@ -37,7 +37,7 @@ def check_cache(config: Trainer.Config, option: str, *, dry_run: bool) -> None:
         )
     if config.training.batch_schedule or config.training.seq_len_schedule:
         raise UserError(
-            f"{option} needs batches of one size; leave out --training.batch_schedule and "
+            f"{option} needs batches of one size; remove --training.batch_schedule and "
             "seq_len_schedule"
         )
 

@@ -142,8 +142,8 @@ class KTOTrainer(PreferenceTrainer):
         elif number < n_answers:
             logger.warning(
                 "KTO: %d of %d answers of the first step have no answer to another prompt in their "
-                "window, and are left out of z (the metric kl_answers is the share of those that "
-                "count); increase --training.seq_len",
+                "window, and z excludes them (the metric kl_answers is the share of answers in "
+                "z); increase --training.seq_len",
                 n_answers - number,
                 n_answers,
             )
