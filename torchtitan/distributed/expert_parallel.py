@@ -157,10 +157,8 @@ def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
     divide them, else the first dimension that they divide. Raise `UserError` if they divide no
     dimension."""
     assert isinstance(parameter, DTensor)
-    local, taken = (
-        parameter.to_local(),
-        {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0},
-    )
+    local = parameter.to_local()
+    taken = {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0}
     fitting = [
         dim for dim, size in enumerate(local.shape) if dim not in taken and size % degree == 0
     ]

@@ -61,10 +61,8 @@ class ParallelDims:
                 if name != "data_parallel_shard_degree"
             }
             if world_size % prod(others.values()):
-                product, divide = (
-                    _product(others),
-                    "does" if sum(d > 1 for d in others.values()) == 1 else "do",
-                )
+                product = _product(others)
+                divide = "does" if sum(d > 1 for d in others.values()) == 1 else "do"
                 raise UserError(
                     f"{product} {divide} not divide the number of processes, {world_size} (NGPU)"
                 )

@@ -126,10 +126,8 @@ def _is_single(schedule: str) -> bool:
 def _stages_by_name(config: ParallelismConfig, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the stages that the user lists. Raise `UserError` unless they contain all modules, in
     order."""
-    option, parts = (
-        "--parallelism.module_fqns_per_model_part",
-        config.module_fqns_per_model_part or [],
-    )
+    option = "--parallelism.module_fqns_per_model_part"
+    parts = config.module_fqns_per_model_part or []
     if config.pipeline_parallel_layers_per_stage is not None:
         raise UserError(
             f"{option} already defines the stages; remove "
@@ -280,10 +278,8 @@ class Pipeline:
     def _exchange(self, own: Tensor) -> Tensor:
         """Exchange `own` with the rank that has the other copy, and return its tensor."""
         peer = self._group.size() - 1 if self.has_first else 0
-        sent, received = (
-            own.contiguous(),
-            torch.empty_like(own, memory_format=torch.contiguous_format),
-        )
+        sent = own.contiguous()
+        received = torch.empty_like(own, memory_format=torch.contiguous_format)
         operations = [
             dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
             for operation, tensor in ((dist.isend, sent), (dist.irecv, received))

@@ -208,10 +208,8 @@ def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int
         dimensions = features_of(layer)[own_name]
         if features not in dimensions:
             continue
-        size, multiple = (
-            parameter.shape[dimensions.index(features)],
-            getattr(layer, "part_multiple", 1),
-        )
+        size = parameter.shape[dimensions.index(features)]
+        multiple = getattr(layer, "part_multiple", 1)
         if multiple > 1 and size % (degree * multiple):
             raise UserError(
                 f"{option} cannot split the {size} {ends} into multiples of {multiple}; {advice}"

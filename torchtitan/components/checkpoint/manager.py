@@ -155,7 +155,8 @@ class CheckpointManager(Configurable):
         # Steps at which this run ended before it was extended.
         self._finished_steps = set[int]()
         # This run's history: the step it resumed from, and the steps saved since.
-        self._resumed_step, self._saved_steps = 0, set[int]()
+        self._resumed_step = 0
+        self._saved_steps = set[int]()
 
     def is_due(
         self, step: int, *, last: bool = False, validation_loss: float | None = None
@@ -252,10 +253,8 @@ class CheckpointManager(Configurable):
             name: state for name, state in self.states.items() if isinstance(state, ModelState)
         }
         weights: dict[str, Entries] = {name: state.state_dict() for name, state in models.items()}
-        full, model = (
-            total_bytes(self._encode("full"), self._ranks),
-            total_bytes(weights, self._ranks),
-        )
+        full = total_bytes(self._encode("full"), self._ranks)
+        model = total_bytes(weights, self._ranks)
         last_kind = self.config.last_kind
         # exports come from a copy
         last = {"full": full, "model_only": model, "huggingface": 2 * model}[last_kind]

@@ -131,7 +131,8 @@ class MetricsProcessor(Configurable):
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(config)
-        self.dump_folder, self.run_config = Path(dump_folder), run_config or {}
+        self.dump_folder = Path(dump_folder)
+        self.run_config = run_config or {}
         self.device = device
         self.compute_dtype = compute_dtype
         self.flops_per_token = flops_per_token

@@ -329,10 +329,8 @@ def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
     """Return the folder of the weights omitted from a checkpoint. Raise `UserError` if it is
     missing or has changed."""
     assert checkpoint.marker
-    origin, reason = (
-        BaseWeights(checkpoint.base_model),
-        f"{checkpoint.path} {describe_missing(checkpoint)}",
-    )
+    origin = BaseWeights(checkpoint.base_model)
+    reason = f"{checkpoint.path} {describe_missing(checkpoint)}"
     if not origin.path:
         raise UserError(f"{reason}; {MISSING_WEIGHTS_ADVICE}")
     folder = base or Path(origin.path)

@@ -249,10 +249,8 @@ class LiveSource(TensorSource):
     gathered."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self.specs, self._tensors = (
-            {name: TensorSpec.of(tensor) for name, tensor in tensors.items()},
-            tensors,
-        )
+        self.specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+        self._tensors = tensors
 
     @torch.no_grad()
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
