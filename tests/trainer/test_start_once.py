@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,24 @@ from torchtitan.trainer import Trainer
 from torchtitan.trainer.config import Preflight
 
 
+@dataclass
+class Calls:
+    """Numbers of calls that read what a start depends on: so far, and when a run began its
+    steps."""
+
+    so_far: Counter[str] = field(default_factory=Counter)
+    before_steps: list[dict[str, int]] = field(default_factory=list)
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the calls that read what a start depends on, until its first step."""
-    counts: Counter[str] = Counter()
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
 
     def count(owner: Any, name: str, key: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[key] += 1
+            calls.so_far[key] += 1
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, counted)
@@ -40,14 +49,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count(PretrainDataLoader.Config, "validate", "validated loaders")
     run_steps = Trainer.run_steps
 
-    def first(self: Trainer) -> Any:
-        counts["at the first step"] += 1
-        first.counts = dict(counts)  # type: ignore[attr-defined]
+    def record(self: Trainer) -> Any:
+        calls.before_steps.append(dict(calls.so_far))
         return run_steps(self)
 
-    monkeypatch.setattr(Trainer, "run_steps", first)
-    counts.start = first  # type: ignore[attr-defined]
-    return counts
+    monkeypatch.setattr(Trainer, "run_steps", record)
+    return calls
 
 
 def words(folder: Path, **options: Any) -> list[str]:
@@ -61,25 +68,24 @@ def words(folder: Path, **options: Any) -> list[str]:
 
 
 def start(
-    calls: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+    calls: Calls, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, int]:
-    """Run `python -m torchtitan.train` in this process, and return the counts up to its first
+    """Run `python -m torchtitan.train` in this process, and return the counts before its first
     step."""
-    calls.clear()
+    calls.so_far.clear()
     monkeypatch.setenv("TORCHTITAN_COMMAND", "")
     assert train.main(words(folder, **options)) == 0
-    counts: dict[str, int] = calls.start.counts
-    return counts
+    return calls.before_steps[-1]
 
 
 def test_a_new_run_and_its_resumption(tmp_path, calls, monkeypatch):
     new = start(calls, tmp_path, monkeypatch, training__steps=4)
     # A second listing compares the space that checkpoints will take with the free space.
     once = {"decisions": 1, "listings": 2, "tokenizers": 1, "loaders": 1, "validated loaders": 2}
-    assert new == {**once, "at the first step": 1}
+    assert new == once
     resumed = start(calls, tmp_path, monkeypatch, training__steps=6)
     n_markers = 2 * 2 + 1  # of steps 2 and 4 in each listing, and of the verified step 4
-    assert resumed == {**once, "markers": n_markers, "at the first step": 1}
+    assert resumed == {**once, "markers": n_markers}
 
 
 def resolved(folder: Path, **options: Any) -> Any:
@@ -99,9 +105,9 @@ def test_a_checkpoint_that_appears_after_the_check_counts(tmp_path, calls):
     config.preflight = config.check(1)
     assert config.preflight.start.start is None
     trained(resolved(tmp_path, training__steps=4))
-    calls.clear()
+    calls.so_far.clear()
     trainer = config.build()
-    assert calls["decisions"] == 1 and trainer.start.start.checkpoint.step == 4
+    assert calls.so_far["decisions"] == 1 and trainer.start.start.checkpoint.step == 4
     trainer.load_checkpoint()
     assert trainer.step == 4
     trainer.close()
