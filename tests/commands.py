@@ -32,7 +32,8 @@ def run_command(
 
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds; the command and its processes are
-        killed. subprocess.CalledProcessError: for an exit code other than 0, with `check`.
+            killed.
+        subprocess.CalledProcessError: for an exit code other than 0, with `check`.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with RunningCommand(

@@ -36,7 +36,7 @@ def run_processes(function: Callable[..., None], world_size: int, *args: Any) ->
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: with the traceback of the first process that
-        failed.
+            failed.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
