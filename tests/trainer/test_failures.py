@@ -255,7 +255,7 @@ class LossOnSecondRank(Trainer):
         return super().compute_loss(batch)
 
 
-DEFERRED = {
+SAVED_AFTER = {
     "on_batches": 3,
     "around_step": 3,
     "on_step": 3,
@@ -269,11 +269,11 @@ next exchange."""
 @pytest.mark.slow
 def test_a_callback_that_fails_in_a_step_ends_all_after_a_save(tmp_path):
     run_processes(fail_in_steps, 2, tmp_path)
-    assert {method: saved_steps(tmp_path / method)[0] for method in DEFERRED} == DEFERRED
+    assert {method: saved_steps(tmp_path / method)[0] for method in SAVED_AFTER} == SAVED_AFTER
 
 
 def fail_in_steps(path: Path) -> None:
-    for method in DEFERRED:
+    for method in SAVED_AFTER:
         config = with_failing(path / method, method=method, rank=1)
         config.parallelism.data_parallel_shard_degree = 2
         with pytest.raises(UserError, match="SystemExit"), capture_logs() as logs:
