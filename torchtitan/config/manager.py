@@ -268,7 +268,7 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
         assigned = "=" in word
         value = word.partition("=")[2]
         if key in types and types[key] is not bool:
-            rest = takewhile(lambda other: not _is_option(other, types), words[place + 1 :])
+            rest = takewhile(lambda other: not _is_option(other), words[place + 1 :])
             values[key] = [value] if assigned else list(rest)
     for key, given in values.items():
         declared = types[key]
@@ -280,12 +280,8 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
             raise UserError(f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}")
 
 
-def _is_option(word: str, types: Mapping[str, Any]) -> bool:
-    key = _key_of(word)
-    section, dot, name = key.rpartition(".")
-    if re.match(r"--[A-Za-z]|-h\Z", word):
-        return True
-    return key in types or f"{section}{dot}{name.removeprefix('no_')}" in types
+def _is_option(word: str) -> bool:
+    return bool(_key_of(word)) or word == "-h"
 
 
 def _described(declared: Any) -> str:
@@ -294,8 +290,10 @@ def _described(declared: Any) -> str:
 
 def _key_of(word: str) -> str:
     """Return the key that a word of the command line sets if there is such an option; "" for other
-    words."""
-    return word.partition("=")[0][2:].replace("-", "_") if word.startswith("--") else ""
+    words, such as a row of dashes."""
+    if not re.match("--[A-Za-z]", word):
+        return ""
+    return word.partition("=")[0][2:].replace("-", "_")
 
 
 def _registered_name(function: Callable[..., object]) -> str:
