@@ -375,7 +375,8 @@ class TestMismatches:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
     def test_other_family_is_named(self, folder):
-        document = json.loads((folder / "config.json").read_text()) | {"model_type": "lamma"}
+        other = {"model_type": "lamma", "architectures": ["LammaForCausalLM"]}
+        document = json.loads((folder / "config.json").read_text()) | other
         (folder / "config.json").write_text(json.dumps(document))
         with pytest.raises(
             UserError, match="'lamma', which neither a family here nor .*; did you mean 'llama'"
