@@ -156,8 +156,10 @@ def _boxes(text: str) -> list[_Statement]:
         is_outer = number + 1 < len(starts) and starts[number + 1].start() < end
         if is_outer:
             continue
-        before = text[: match.start()][-MAX_CHARACTERS:]
-        after = clean(text[end + 1 :][:MAX_CHARACTERS])
+        before, after = _without_emphasis(
+            text[: match.start()][-MAX_CHARACTERS:], text[end + 1 :][:MAX_CHARACTERS]
+        )
+        after = clean(after)
         answer = Answer(text[match.end() : end])
         numbers = read_numbers(answer.text)
         is_contradicted = len(numbers) == 1 and not is_equal_to_all(clean(before), numbers[0])
@@ -165,6 +167,23 @@ def _boxes(text: str) -> list[_Statement]:
             answer = _NONE
         found.append(_Statement(match.start(), end + 1, answer))
     return found
+
+
+_EMPHASIS_BEGINS = r"(?<![^\s(>])(\*{1,3}|_{1,3})(?![\s*_])"
+_OPEN_EMPHASIS = re.compile(rf"{_EMPHASIS_BEGINS}[^*_\n]*\Z")
+_EMPHASIS = re.compile(rf"{_EMPHASIS_BEGINS}([^*_\n]+)(?<!\s)\1(?![\w*])")
+
+
+def _without_emphasis(before: str, after: str) -> tuple[str, str]:
+    """Return the texts around a box without Markdown's marks of emphasis, which are no signs of
+    multiplication or of an index: around the box, alone or with words, and around words before
+    it."""
+    opened = _OPEN_EMPHASIS.search(before)
+    closed = opened and re.match(rf"([\s$.:]*){re.escape(opened[1])}(?![\w*])", after)
+    if opened and closed:
+        before = before[: opened.start(1)] + before[opened.end(1) :]
+        after = closed[1] + after[closed.end() :]
+    return _EMPHASIS.sub(r"\2", before), after
 
 
 def _end_of_group(text: str, start: int) -> int | None:
