@@ -197,6 +197,7 @@ def test_stop_signal_during_a_write_to_the_terminal(monkeypatch):
     init_logger()
 
     received = []
+    others = threading.enumerate()
 
     class Interrupted(io.FileIO):
         def write(self, content):
@@ -209,8 +210,7 @@ def test_stop_signal_during_a_write_to_the_terminal(monkeypatch):
         sys, "stderr", io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True)
     )
     print("a line", file=sys.stderr)
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
+    for thread in {*threading.enumerate()} - {*others}:
+        thread.join()
     first, second, rest = screen(terminal.close())
     assert first == "a line" and "WARNING SIGINT received" in second and rest == ""
