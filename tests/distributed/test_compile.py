@@ -277,12 +277,14 @@ def test_an_unknown_backend_is_rejected():
 @pytest.mark.skipif(
     torch.accelerator.is_available(), reason="only code for the CPU needs a C++ compiler"
 )
-def test_a_missing_cpp_compiler_is_reported(monkeypatch):
+def test_a_missing_cpp_compiler_is_reported():
     import torch._inductor.config
 
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
-    with pytest.raises(
-        UserError, match=r"--compile\.backend inductor needs a C\+\+ compiler .*CXX"
+    message = r"--compile\.backend inductor needs a C\+\+ compiler .*CXX"
+    # monkeypatch would leave the process without the setting.
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")}),
+        pytest.raises(UserError, match=message),
     ):
         check_compile(CompileConfig(enable=True))
     check_compile(EAGER_KERNELS)
