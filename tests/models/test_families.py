@@ -30,9 +30,13 @@ FLAVORS = {"debugmodel": llama3.FLAVORS["debugmodel"]}
 FORMATS = {
     "hf": dataclasses.replace(
         LLAMA,
-        to_external=lambda config: {**LLAMA.to_external(config), "model_type": "homemade"},
+        to_external=lambda config: {
+            **LLAMA.to_external(config),
+            "model_type": "homemade",
+            "architectures": ["HomemadeForCausalLM"],
+        },
         from_external=lambda document: LLAMA.from_external({**document, "model_type": "llama"}),
-        model_types={"homemade": "LlamaForCausalLM"},
+        model_types={"homemade": "HomemadeForCausalLM"},
     )
 }
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
