@@ -472,8 +472,11 @@ class TestAuto:
         assert parse("--hf_assets_path", folder).config.model_spec == known
         assert "'llama_ref' is unknown; the class in architectures decides: llama" in caplog.text
         other = {"model_type": "cohere_ref", "architectures": ["Cohere2ForCausalLM"]}
+        other["sparse_blocks"] = 3
         (folder / "config.json").write_text(json.dumps(SMALL | code | other))
+        caplog.clear()
         spec = parse("--hf_assets_path", folder).config.model_spec
+        assert "ignoring unknown keys: rms_norm_eps, sparse_blocks" in caplog.text
         assert spec.model.document["model_type"] == "cohere2"
 
     def test_is_listed(self):

@@ -124,9 +124,9 @@ def huggingface_model(
 ) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the specification of the model that the config.json in `folder` describes, and the
     content of that file. If neither a family (see `spec_of`) nor transformers has its `model_type`,
-    the class of transformers in `architectures` names the type. Raise `UserError` if there is no
-    such file or class, it does not compute the model, or the weights are quantized by an
-    unsupported method."""
+    the content has the type of the class of transformers that `architectures` names. Raise
+    `UserError` if there is no such file or class, it does not compute the model, or the weights are
+    quantized by an unsupported method."""
     document = _read_description(folder, "hf")
     if document.get("model_type") is None:
         raise UserError(f"{folder}: its config.json has no model_type, which names the family")
@@ -138,19 +138,19 @@ def huggingface_model(
         return spec, document
     any_class = trusted_module(ANY_CLASS)
     assert any_class is not None, "built-in modules are trusted"
-    # a model may need code in its folder
-    located = {**document, "_name_or_path": str(folder.resolve())}
-    if model_type := any_class.type_of_architecture(located):
+    if model_type := any_class.type_of_architecture(document):
         logger.warning(
             "config.json: model_type %r is unknown; the class in architectures decides: %s",
             document["model_type"],
             model_type,
         )
-        document, located = (
-            {**content, "model_type": model_type} for content in (document, located)
-        )
+        document = {**document, "model_type": model_type}
         if spec := _family_spec(document, family):
             return spec, document
+        if unknown := any_class.unknown_keys(document):
+            logger.warning("config.json: ignoring unknown keys: %s", ", ".join(unknown))
+    # a model may need code in its folder
+    located = {**document, "_name_or_path": str(folder.resolve())}
     return _external_spec(any_class, "hf", located), document
 
 

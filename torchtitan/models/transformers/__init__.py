@@ -3,13 +3,25 @@
 from typing import Any
 
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.transformers.description import type_of_architecture, written_document
+from torchtitan.models.transformers.description import (
+    type_of_architecture,
+    unknown_keys,
+    written_document,
+)
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.models.transformers.weights import adapter, class_adapter
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
-__all__ = ["FAMILY", "FLAVORS", "FORMATS", "model_registry", "model_spec", "type_of_architecture"]
+__all__ = [
+    "FAMILY",
+    "FLAVORS",
+    "FORMATS",
+    "model_registry",
+    "model_spec",
+    "type_of_architecture",
+    "unknown_keys",
+]
 
 
 def _small(model_type: str, **document: Any) -> TransformersModel.Config:

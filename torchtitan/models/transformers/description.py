@@ -37,6 +37,9 @@ FOLDER_KEY = "_name_or_path"
 _ABOUT_FILES = {"quantization_config", "transformers_version", "dtype", "torch_dtype"}
 """Keys of config.json about its files and the program that wrote them, not about the model."""
 
+_ABOUT_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+"""Keys of older files, which every configuration reads into `rope_parameters`."""
+
 _own_classes: dict[type, Any] = {}
 """Class of a configuration → class of its models, both from code in models' folders."""
 
@@ -64,6 +67,13 @@ def type_of_architecture(document: Mapping[str, Any]) -> str | None:
     classes = {name for names in model_classes().values() for name in names}
     named = [name for name in map(str, architectures) if name in classes]
     return getattr(transformers, named[0]).config_class.model_type if named else None
+
+
+def unknown_keys(document: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config.json that the configuration of its model_type does not have."""
+    cls = CONFIG_MAPPING[document["model_type"]]
+    known = cls().to_dict().keys() | cls.attribute_map.keys() | _ABOUT_FILES | _ABOUT_ROPE
+    return sorted(document.keys() - known - {"auto_map", FOLDER_KEY})
 
 
 def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
