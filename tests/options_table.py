@@ -5,6 +5,7 @@ import json
 from itertools import groupby
 from typing import Any
 
+from torchtitan.config.configurable import leaves
 from torchtitan.config.option_names import TABLE
 from torchtitan.config.registry import (
     built_in_modules,
@@ -12,21 +13,20 @@ from torchtitan.config.registry import (
     load_config_function,
     needs_assets,
 )
-from torchtitan.config.values import option_names
+from torchtitan.config.values import option_names, types_by_key
 
 
 def options_by_configuration() -> dict[str, dict[str, list[str]]]:
     """Return module → configuration → options, of the configurations that need no folder."""
     options: dict[str, dict[str, list[str]]] = {}
     for module, folder in built_in_modules().items():
-        functions = {
-            name: load_config_function(module, name) for name in list_module(module, folder).configs
-        }
-        options[module] = {
-            name: option_names(function())
-            for name, function in functions.items()
-            if not needs_assets(function)
-        }
+        options[module] = {}
+        for name in list_module(module, folder).configs:
+            function = load_config_function(module, name)
+            if not needs_assets(function):
+                config: Any = function()
+                types = types_by_key(config, type(config))
+                options[module][name] = option_names(leaves(config.to_dict()), types)
     return options
 
 

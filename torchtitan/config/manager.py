@@ -103,11 +103,10 @@ class ConfigManager:
             raise _untrusted_in_file(
                 {"module": {module: NamesCode.problem}}, ["--module", module], selected.config_file
             )
-        written = {key: word for word in overrides if (key := _key_of(word))}
-        if not {"-h", "--help"} & set(overrides) and (
-            unknown := certainly_unknown(module, config_name, written)
-        ):
-            raise self._unknown([unknown.word], unknown.known)
+        if not {"-h", "--help"} & set(overrides):
+            written = {key: word for word in overrides if (key := _key_of(word))}
+            if unknown := certainly_unknown(module, config_name, written):
+                raise self._unknown([unknown.word], unknown.known)
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}
         if needs_assets(function):
@@ -127,18 +126,19 @@ class ConfigManager:
             if hasattr(default, "registered")
             else default
         )
-        known = leaves(default.to_dict())
+        own = default.to_dict()
+        known = leaves(own)
         types = types_by_key(default, type(default))
         if document:
             _check_keys(document, list(known), selected.config_file)
             _check_values(document, types, selected.config_file)
-            _check_hidden(document, default.to_dict(), types, selected.config_file)
+            _check_hidden(document, own, types, selected.config_file)
         words = _to_switches(
             overrides, {key for key, value in known.items() if isinstance(value, bool)}
         )
         with _refusals_named():
             with_file = with_values(default, type(default), nested(leaves(document)))
-        options = option_names(default)
+        options = option_names(known, types)
         config = self._parse(with_file, words, options)
         if document and _strange_in(config, [default]):
             without_file = self._parse(default, words, options)

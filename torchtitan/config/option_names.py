@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[1]
 TABLE = _PACKAGE / "assets/options.json"
 """The options of the built-in configurations, written by `python -m tests.options_table`:
 `sections` lists the options of each section once, `configurations` has the numbers of each
-configuration's sections. Configurations for a folder, whose options depend on it, are left out."""
+configuration's sections. It excludes configurations for a folder, whose options depend on it."""
 
 
 class UnknownOption(NamedTuple):
@@ -41,8 +41,10 @@ def certainly_unknown(module: str, config: str, words: Mapping[str, str]) -> Unk
     its name is nowhere in the source. Modules outside of the package may have any options.
     """
     known = options_of(module, config) if module in built_in_modules() else None
-    missing = [key for key in words if known is not None and key not in known]
-    if not known or not missing:
+    if known is None:
+        return None
+    missing = [key for key in words if key not in known]
+    if not missing:
         return None
     source = "\n".join(file.read_text() for file in _PACKAGE.rglob("*.py"))
     for key in missing:

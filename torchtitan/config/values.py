@@ -6,13 +6,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
-from torchtitan.config.configurable import Configurable, config_key, convert, leaves
+from torchtitan.config.configurable import Configurable, config_key, convert
 
 
-def option_names(config: Configurable.Config) -> list[str]:
-    """Return the keys of the options of a configuration."""
-    types = types_by_key(config, type(config))
-    return [key for key in leaves(config.to_dict()) if not is_hidden(types.get(key))]
+def option_names(keys: Iterable[str], types: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a configuration that are options, by `types_by_key`."""
+    return [key for key in keys if not is_hidden(types.get(key))]
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
