@@ -22,6 +22,7 @@ from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import LocalFolder
 from torchtitan.components.data.disk_cache import map_array
 from torchtitan.components.data.pretraining.token_files import find_token_files, open_token_files
+from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.yaml_files import read_config_file
@@ -39,8 +40,9 @@ def outside(tmp_path: Path) -> Path:
     return path
 
 
-def open_tokens(place: str | Path) -> None:
-    open_token_files(find_token_files(str(place)), PretrainedTokenizer.Config().build(path=""))
+def open_tokens(place: str | Path) -> Tokens:
+    tokenizer = PretrainedTokenizer.Config().build(path="")
+    return open_token_files(find_token_files(str(place)), tokenizer)
 
 
 def pipe(path: Path) -> None:
@@ -115,7 +117,7 @@ def test_links_inside_and_to_the_folder_itself_are_followed(tmp_path):
     chunk.rename(folder / "moved")
     chunk.symlink_to("moved")
     (tmp_path / "other").symlink_to(folder)
-    open_tokens(tmp_path / "other")
+    assert open_tokens(tmp_path / "other").n_tokens == sum(map(len, DOCUMENTS))
 
 
 @pytest.mark.parametrize("make", ODD)
