@@ -330,7 +330,7 @@ PAID_BY_NEITHER = [
     ("1/3", "10:30"),
     ("41", r"First \boxed{41}. No: \boxed{42}"),
     ("7", r"\boxed{42} is 6 times 7"),
-    # Marks that are no emphasis, and emphasis of what changes the number.
+    # Other marks than emphasis, and emphasis of what changes the number.
     ("42", r"2**\boxed{42}**"),
     ("42", r"2 * **\boxed{42}**"),
     ("42", r"x_\boxed{42}_"),

@@ -567,7 +567,7 @@ class TestModules:
             parse("--module", str(folder), "--config", "refusing", "--optimizer.lr", "2")
 
     def test_values_that_are_not_options(self, tmp_path):
-        """A saved configuration has them, and may be given back; a file cannot change them."""
+        """A saved configuration has them, and may be loaded again; a file cannot change them."""
         registry = """
             from dataclasses import dataclass
 

@@ -137,8 +137,8 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
 
 
 def _check_is_written(module: str, config: str) -> None:
-    """Raise `UserError` if a built-in module's source, and that of the configurations for folders,
-    contain a configuration's name nowhere: without importing torch, which takes seconds."""
+    """Raise `UserError` if a configuration's name is nowhere in the source of a built-in module and
+    of the configurations for folders: without importing torch, which takes seconds."""
     folders = built_in_modules()
     sources = [(folders[name] / REGISTRY_FILE).read_text() for name in (module, "auto")]
     names = map(re.escape, (config, f"{module}_{config}"))

@@ -126,8 +126,8 @@ def failure_kept(trainer: Any, part: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def around_step(trainer: Any, callback: Any, step: int) -> Iterator[None]:
-    """Enter the context of a callback around a step. Its errors are kept as in
-    `failure_kept`; errors of the step are passed to it."""
+    """Enter the context of a callback around a step. Its errors are kept (`failure_kept`); errors
+    of the step are passed to it."""
     with contextlib.ExitStack() as stack:
         with failure_kept(trainer, callback):
             stack.enter_context(callback.around_step(step))

@@ -33,8 +33,8 @@ _ANSWER_IS = re.compile(r"\b(?:answer|result)\b[*_ ]*(?:is\b|=|:)[*_ ]*:?", re.I
 _NO_SUBJECT = re.compile(
     r"(?:\b(?:wrong|incorrect|false|previous|old|first|second|next|bad|expected|alternative|"
     r"another|other|partial|intermediate|initial|preliminary|tentative|approximate|rough|rounded|"
-    r"naive|possible|his|her|their|your|any|every|each|an|of|in|to|for|on|from|with|into|half|twice|"
-    r"double|divides)|['’]s|s['’])[\s*_]*\Z",
+    r"naive|possible|his|her|their|your|any|every|each|an|of|in|to|for|on|from|with|into|half|"
+    r"twice|double|divides)|['’]s|s['’])[\s*_]*\Z",
     re.IGNORECASE,
 )
 """Words before `the answer` that make a statement about it, or name another one."""
@@ -175,9 +175,9 @@ _EMPHASIS = re.compile(rf"{_EMPHASIS_BEGINS}([^*_\n]+)(?<!\s)\1(?![\w*])")
 
 
 def _without_emphasis(before: str, after: str) -> tuple[str, str]:
-    """Return the texts around a box without Markdown's marks of emphasis, which are no signs of
-    multiplication or of an index: around the box, alone or with words, and around words before
-    it."""
+    """Return the texts around a box without Markdown's marks of emphasis, which would count as
+    signs of multiplication or of an index: around the box, alone or with words, and around words
+    before it."""
     opened = _OPEN_EMPHASIS.search(before)
     closed = opened and re.match(rf"([\s$.:]*){re.escape(opened[1])}(?![\w*])", after)
     if opened and closed:

@@ -138,7 +138,8 @@ def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None)
         keep = np.diff(offsets) > 0
         report = Report("text", rows=len(keep))
         has_filters = applied != FilterConfig()
-        for number in range(len(keep)) if has_filters else np.flatnonzero(~keep).tolist():
+        to_check = range(len(keep)) if has_filters else np.flatnonzero(~keep).tolist()
+        for number in to_check:
             ids = tokens[offsets[number] : offsets[number + 1]]
             dropped = applied.drop_reason(ids) if len(ids) else ("empty", "it has no text")
             if dropped:

@@ -267,9 +267,7 @@ class Preparation:
         try:
             self._write_all(numbers, workers)
         except DifferentIds as error:
-            logger.warning(
-                f"{error.warning}; the parts that gigatoken has encoded are written again"
-            )
+            logger.warning(f"{error.warning}; the parts that gigatoken has encoded are rewritten")
             self._refuse()
             # The others that are missing belong to other hosts.
             wrong = [number for number in self.missing() if has_file(self.folder(number), FAST)]
