@@ -191,8 +191,8 @@ def trusted_module(name: str) -> ModuleType | None:
     raising `UserError` if that fails; any other module must be imported already, as the `--module`
     package is.
     """
-    trusted = (*_OWN_CODE, *installed_modules().values())
-    if _is_of(name, trusted):
+    # Looking up the installed ones reads the metadata of every installed package.
+    if _is_of(name, _OWN_CODE) or _is_of(name, installed_modules().values()):
         return _import(name, name)
     return sys.modules.get(name)
 
@@ -205,7 +205,7 @@ def _is_of(name: str, packages: Iterable[str]) -> bool:
 def is_trusted(module: str) -> bool:
     """Return whether a file may select `--module module`: a built-in, installed or already imported
     module."""
-    if module in (*built_in_modules(), *installed_modules()):
+    if module in built_in_modules() or module in installed_modules():
         return True
     folder = Path(module).resolve()
     if folder.is_dir():  # a folder takes precedence over an import path, as in `_import_registry`
