@@ -4,7 +4,7 @@ family."""
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import attrgetter
 from typing import Any, get_type_hints
 
@@ -381,7 +381,14 @@ def _keys_of(kind: ModelType) -> dict[str, str]:
 
 def _type_of(owner: Any, name: str) -> Any:
     """Return the declared type of a field, or of a field's field."""
-    return reduce(lambda kind, field_name: get_type_hints(kind)[field_name], name.split("."), owner)
+    return reduce(lambda kind, field_name: _types_of(kind)[field_name], name.split("."), owner)
+
+
+@cache
+def _types_of(owner: type) -> dict[str, Any]:
+    """Return the types of a configuration's fields; Python evaluates their annotations each
+    time."""
+    return get_type_hints(owner)
 
 
 def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
