@@ -16,7 +16,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
-from tests.processes import forking
+from tests.processes import forking, use_default_start_method
 
 
 def run_command(
@@ -232,6 +232,7 @@ class _Rank:
 
 def _become(words: list[str], environment: Mapping[str, str], path: Sequence[str]) -> NoReturn:
     """Act as a new interpreter with these words and environment variables, and exit as it would."""
+    use_default_start_method()
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = open(0, closefd=False)

@@ -1,5 +1,6 @@
 """Run a function in several gloo processes, for tests of distributed code."""
 
+import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.reduction
 import os
@@ -28,6 +29,12 @@ def forking() -> ForkServerContext:
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
         multiprocessing.forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
+
+
+def use_default_start_method() -> None:
+    """Start processes from this one as a new interpreter does. It inherits `forkserver` otherwise,
+    and starts a server of its own for each of its loaders' workers, which imports everything."""
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def run_processes(function: Callable[..., None], world_size: int, *args: Any) -> None:
@@ -87,6 +94,7 @@ def _run(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    use_default_start_method()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     try:
         function(*args)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from tests.processes import forking
+from tests.processes import forking, use_default_start_method
 
 _COLLECTIVE_SECONDS = 60
 """Timeout of collectives in seconds, after which the peers of a failed rank fail too."""
@@ -145,6 +145,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     import torch.distributed as dist
 
     faulthandler.enable()
+    use_default_start_method()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
