@@ -19,8 +19,10 @@ import tests.training  # noqa: F401
 import torchtitan.cli.convert  # noqa: F401
 import torchtitan.cli.main  # noqa: F401
 import torchtitan.cli.train  # noqa: F401
-import torchtitan.models.llama3  # noqa: F401
-import torchtitan.models.qwen3  # noqa: F401
+from torchtitan.config.registry import built_in_modules, import_package
+
+for module in built_in_modules().keys() - {"transformers"}:  # imports that library
+    import_package(module)
 
 PATH = [
     folder for folder in sys.path if folder not in ("", str(Path(__file__).resolve().parent.parent))
