@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Callback, Trainer
+from torchtitan.trainer.deferred_results import DeferredResults
 
 OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 100, "training__steps": 4}
 EXITS = [SystemExit(0), SystemExit, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt]
@@ -233,32 +235,11 @@ def test_the_command_does_not_succeed(tmp_path):
     assert saved_steps(tmp_path / "run") == [2]
 
 
-@pytest.mark.slow
-def test_a_callback_that_fails_on_one_rank_ends_all_after_a_save(tmp_path):
-    run_processes(fail_on_second_rank, 2, tmp_path)
-    assert saved_steps(tmp_path) == [3]  # all ranks learn of it in the next step
-
-
-def fail_on_second_rank(path: Path) -> None:
-    config = with_failing(path, method="after_step", rank=1)
-    config.parallelism.data_parallel_shard_degree = 2
-    with pytest.raises(UserError, match="SystemExit"):
-        run(config)
-
-
-class LossOnSecondRank(Trainer):
-    """Fails on the second rank in step 3."""
-
-    def compute_loss(self, batch):
-        if self.step == 2 and self.rank == 1:
-            raise ValueError("mine")
-        return super().compute_loss(batch)
-
-
 SAVED_AFTER = {
     "on_batches": 3,
     "around_step": 3,
     "on_step": 3,
+    "after_step": 3,
     "after around_step": 4,
     "before_save": 4,
 }
@@ -281,11 +262,106 @@ def fail_in_steps(path: Path) -> None:
         assert "is not saved" not in "".join(logs), method
 
 
+class FailingAlone(Trainer):
+    """Fails on the second rank in step 3, at a place."""
+
+    place: str = ""
+
+    def fail(self, place: str) -> None:
+        if self.step == 2 and self.rank == 1 and place == self.place:
+            raise SystemExit("mine") if place == "forward" else ZeroDivisionError("mine")
+
+    def build_dataloader(self, config, **options):
+        loader = super().build_dataloader(config, **options)
+        read = type(loader).__next__
+
+        class Failing(type(loader)):
+            def __next__(loader):
+                self.fail("data")
+                batch = read(loader)
+                self.fail("after data")
+                return batch
+
+        loader.__class__ = Failing
+        return loader
+
+    def build_loss(self):
+        loss = super().build_loss()
+
+        def failing(*args, **inputs):
+            self.fail("loss")
+            return loss(*args, **inputs)
+
+        return failing
+
+    def post_dataloading_process(self, batch):
+        self.fail("batch")
+        return super().post_dataloading_process(batch)
+
+    def forward_backward_step(self, batch, n_tokens):
+        loss = super().forward_backward_step(batch, n_tokens)
+        self.fail("after backward")
+        return loss
+
+
+class FailingForward(FailingAlone):
+    def forward(self, batch):
+        self.fail("forward")
+        loss = super().forward(batch)
+        self.fail("after forward")
+        return loss
+
+
+ONE_PART = {"parallelism__data_parallel_shard_degree": 1}
+LAYOUTS = {
+    "fsdp": {"parallelism__data_parallel_shard_degree": 2},
+    "late": {"parallelism__data_parallel_shard_degree": 2, "metrics__log_freq": 100},
+    "ddp": {**ONE_PART, "parallelism__data_parallel_replicate_degree": 2},
+    "tp": {**ONE_PART, "parallelism__tensor_parallel_degree": 2},
+    "cp": {**ONE_PART, "parallelism__context_parallel_degree": 2},
+    "pp": {**ONE_PART, "parallelism__pipeline_parallel_degree": 2},
+}
+WHOLE = ["data", "after data", "batch", "loss", "after backward"]
+OWN = ["forward", "after forward"]
+FAILURES = [
+    *(("fsdp", place) for place in WHOLE + OWN),
+    *(("late", place) for place in ("data", "loss")),
+    *(("ddp", place) for place in ("data", "loss", "after forward")),
+    *(("tp", place) for place in ("data", "after forward")),
+    *(("cp", place) for place in ("loss", "forward")),
+    *(("pp", place) for place in ("data", "loss")),
+]
+"""Layouts of two ranks, and the place where the second rank fails. "late" reads results late, as on
+CUDA."""
+RESUMED = ["fsdp-data", "fsdp-after forward", "late-loss"]
+
+
 @pytest.mark.slow
-def test_a_loss_that_fails_on_one_rank_names_the_newest_checkpoint(tmp_path):
-    """The other ranks wait for it, so nothing is saved."""
-    options = {**OPTIONS, "checkpoint__interval": 1, "parallelism__data_parallel_shard_degree": 2}
-    result = run_own(tmp_path, LossOnSecondRank, processes=2, **options)
-    assert result.returncode == 1
-    assert "ValueError: mine" in result.stderr
-    assert saved_steps(tmp_path / "run") == [1, 2]
+def test_data_or_a_loss_that_fails_on_one_rank_ends_all_after_a_save(tmp_path):
+    """All ranks name the error, and the run resumes with the numbers of one that never stopped."""
+    run_processes(fail_alone, 2, tmp_path)
+    assert {saved_steps(tmp_path / f"{one}-{place}")[0] for one, place in FAILURES} == {2}
+    expected = read_metrics(tmp_path / "straight", "loss", "grad_norm", "lr", "n_tokens_seen")
+    for name in RESUMED:
+        numbers = read_metrics(tmp_path / name, "loss", "grad_norm", "lr", "n_tokens_seen")
+        assert {*numbers} <= {*expected} and numbers[-1][0] == 4, name
+
+
+def fail_alone(path: Path) -> None:
+    options = {**OPTIONS, "training__global_batch_size": 8}
+    for layout, place in FAILURES:
+        FailingAlone.place = place
+        devices = ("cpu",) if layout == "late" else ("cuda",)
+        with (
+            mock.patch.object(DeferredResults, "device_types", devices),
+            pytest.raises(UserError, match=r"rank 1 failed: .*mine \(.*py, line \d+, in fail"),
+        ):
+            train(
+                path / f"{layout}-{place}",
+                trainer_class=FailingForward if place in OWN else FailingAlone,
+                **options,
+                **LAYOUTS[layout],
+            )
+    FailingAlone.place = ""
+    for name in ("straight", *RESUMED):
+        train(path / name, trainer_class=FailingAlone, **options, **LAYOUTS["fsdp"])

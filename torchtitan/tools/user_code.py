@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.errors import RunFailure, UserError, in_words
 
 _OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
 _INSTALLED_FOLDERS = (
@@ -53,6 +53,15 @@ def is_ctrl_c(error: BaseException) -> bool:
     is_blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # in ranks
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return isinstance(error, KeyboardInterrupt) and is_default and not is_blocked
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Return whether an error comes from the user's code or input, which the user can mend."""
+    if isinstance(error, RunFailure) or is_ctrl_c(error):
+        return False
+    return (
+        isinstance(error, UserError) or not isinstance(error, Exception) or bool(user_frames(error))
+    )
 
 
 @contextlib.contextmanager

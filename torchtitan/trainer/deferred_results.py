@@ -1,5 +1,6 @@
 """Step results that the host reads while the device computes the next step."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch
 from torchtitan.tools.device import HostCopy
-from torchtitan.trainer.step_result import StepResult
+from torchtitan.trainer.failures import StepStart
+from torchtitan.trainer.step_result import RANKS_FAILED, StepResult
 
 
 class DeferredNumbers:
@@ -85,6 +87,11 @@ class DeferredResult(StepResult):
         spike: str = self._value("spike")
         return spike
 
+    @property
+    def failed(self) -> bool:
+        failed: bool = self._value("failed")
+        return failed
+
 
 class DeferredResults:
     """Lets a `Trainer` take steps without waiting for their results, which it gets with the next
@@ -102,6 +109,7 @@ class DeferredResults:
         self.pending: DeferredResult | None = None
         """The newest result, if the trainer has not acted on it yet."""
         self._micro_batches: Sequence[Batch] = ()
+        self._start: StepStart | None = None
         self._action: Callable[[], None] = lambda: None
         self._is_on = trainer.device.type in self.device_types and not _needs_results(trainer)
         self._reads_next = True  # in the first step, and in the last one before a requested stop
@@ -115,10 +123,11 @@ class DeferredResults:
             result: StepResult = trainer.read_result(*sums)
             return result
         values = trainer.sum_result(*sums)
+        is_usable = values[1:3].isfinite().all() & (values[RANKS_FAILED] == 0)
         known: dict[str, Any] = {
             "step": step,
             "data_step": trainer.run_length.data_step + 1,
-            "skip": values[1:3].isfinite().all().logical_not().float(),
+            "skip": is_usable.logical_not().float(),
         }
         if trainer.has_data:  # then the data of all ranks has not ended
             known["data_exhausted"] = False
@@ -126,6 +135,7 @@ class DeferredResults:
         if not outcome.data_exhausted:
             self.pending = outcome
             self._micro_batches = micro_batches
+            self._start = trainer.step_start
             self._action = lambda: None
         return outcome
 
@@ -146,12 +156,19 @@ class DeferredResults:
             action()
 
     def settle(self) -> None:
-        """Act on the newest result, if that is still to be done. Raise what `Trainer.skip_step`
-        raises."""
+        """Act on the newest result, if that is still to be done. Raise what `Trainer.skip_step` or
+        `StepFailure.end_run` raises; after the latter, the run is between its step and the one
+        before."""
         outcome, self.pending = self.pending, None
         if outcome is None:
             return
         self._reads_next = outcome.stop_requested
+        if outcome.failed:
+            if self._start is not None:  # its update was skipped
+                updates = self._trainer.optimizer.n_updates
+                self._trainer.step_start = dataclasses.replace(self._start, n_updates=updates)
+            self._trainer.is_step_complete = False
+            self._trainer.step_failure.end_run()
         if not outcome.is_taken:
             self._trainer.skip_step(outcome, self._micro_batches)
         self._action()

@@ -1,8 +1,8 @@
 """Errors of users' code in a run: the last complete step is saved before the run ends.
 
 A callback that fails on one of several ranks does not stop its step, after which all ranks save and
-end. After any other error on one rank nothing can be saved: the others wait for it in the step's
-collectives.
+end. After an error in the data or the loss, they do so before the update (`StepFailure`). After any
+other error on one rank nothing can be saved: the others wait for it in the step's collectives.
 """
 
 import contextlib
@@ -12,38 +12,46 @@ from typing import Any
 
 from torchtitan.components.checkpoint import RandomState, list_checkpoints
 from torchtitan.distributed.process_group import gather_objects, world_size
-from torchtitan.tools.errors import RunFailure, SharedError, UserError, in_words
+from torchtitan.tools.errors import SharedError, UserError, in_words
 from torchtitan.tools.logging import logger
-from torchtitan.tools.user_code import is_ctrl_c, user_frames, with_place
+from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
 
 
 @dataclass(frozen=True)
 class StepStart:
-    """State before a step that changes before the weights do: position in the data, random numbers,
-    counts."""
+    """State before a step that changes before the weights do, or with them if a rank reads the
+    step's result late: position in the data, random numbers, counts, learning rate."""
 
     n_updates: int
     counts: Mapping[str, Any]
     data: Callable[[], Mapping[str, Any]]
     random: Mapping[str, Any]
+    schedule: Mapping[str, Any]
 
     @classmethod
     def of(cls, trainer: Any) -> "StepStart":
-        data, random = trainer.dataloader.present_state(), RandomState().state_dict()
-        return cls(trainer.optimizer.n_updates, trainer.state_dict(), data, random)
+        return cls(
+            n_updates=trainer.optimizer.n_updates,
+            counts=trainer.state_dict(),
+            data=trainer.dataloader.present_state(),
+            random=RandomState().state_dict(),
+            schedule=trainer.lr_scheduler.state_dict(),
+        )
 
     def restore(self, trainer: Any) -> None:
         """Undo what a step has changed before its update."""
         trainer.load_state_dict(self.counts)
         trainer.dataloader.load_state_dict(self.data())
         RandomState().load_state_dict(self.random)
+        trainer.lr_scheduler.load_state_dict(self.schedule)
 
 
 def save_last_step(trainer: Any, error: BaseException) -> None:
-    """Save the last complete step of a `Trainer` that an error of the user's code or input ends.
+    """Save the last complete step of a `Trainer` that an error of the user's code or data ends.
     With several ranks, save only after a `SharedError`, since the others wait elsewhere. If the
     weights are between two steps, save nothing and warn. Also warn if the save fails."""
-    if not trainer.step or not trainer.config.checkpoint.saves or not _is_of_user(error):
+    is_mendable = is_of_user(error) or error is trainer.step_failure.error
+    if not trainer.step or not trainer.config.checkpoint.saves or not is_mendable:
         return
     if world_size() > 1 and not isinstance(error, SharedError):
         _name_newest(trainer)
@@ -86,14 +94,6 @@ def _name_newest(trainer: Any) -> None:
     newest = f"the newest checkpoint is of step {max(saved)}" if saved else "there is no checkpoint"
     logger.error(
         "the other ranks wait for this one, so step %d is not saved; %s", trainer.step, newest
-    )
-
-
-def _is_of_user(error: BaseException) -> bool:
-    if isinstance(error, RunFailure) or is_ctrl_c(error):
-        return False
-    return (
-        isinstance(error, UserError) or not isinstance(error, Exception) or bool(user_frames(error))
     )
 
 

@@ -17,6 +17,10 @@ StopReason = Literal["completed", "data ended", "stopped"]
 """Reason for the end of a run's loop."""
 
 
+RANKS_FAILED = 5
+"""Place of the number of failed ranks in what `Trainer.sum_result` returns."""
+
+
 class NonFiniteError(RunFailure):
     """The loss or the gradient norm of a step was NaN or infinite."""
 
@@ -33,6 +37,8 @@ class StepResult:
     data_exhausted: bool
     measures: Mapping[str, float] = field(default_factory=dict)
     spike: str = ""
+    failed: bool = False
+    """True if the data or the loss of a rank failed (`StepFailure`), so that the run ends."""
     step: int = 0
     data_step: int = 0
     """Number of its global batch in data order, including skipped batches (`skip_data`)."""
@@ -52,8 +58,9 @@ class StepResult:
 
     @property
     def is_taken(self) -> bool:
-        """True if the optimizer updates the weights: the numbers are finite and no spike."""
-        return self.is_finite and not self.spike
+        """True if the optimizer updates the weights: the numbers are finite and no spike,
+        and no rank has failed."""
+        return self.is_finite and not self.spike and not self.failed
 
     def __str__(self) -> str:
         return f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}" + (

@@ -73,6 +73,7 @@ from torchtitan.trainer.models import RunModel, run_models, summarize
 from torchtitan.trainer.own_methods import declare_own_methods
 from torchtitan.trainer.sample_losses import SampleLosses
 from torchtitan.trainer.skips import return_to_checkpoint, skip_step
+from torchtitan.trainer.step_failure import StepFailure
 from torchtitan.trainer.step_result import StepResult, StopReason, log_stop_reason
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class Trainer(Configurable):
     end."""
     failure: BaseException | None
     """Failure of a user's callback on this rank, which ends the run after the step."""
+    step_failure: StepFailure
+    """Failure of this rank's data or loss, which ends the run before the step's update."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -197,7 +200,11 @@ class Trainer(Configurable):
         self.init_weights()
         self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
+        self.step_failure = StepFailure(self)
         self.pipeline = self.build_pipeline()
+        if not self.pipeline:
+            for model in self.models.values():
+                self.step_failure.watch(model.parts)
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = config.lr_scheduler.build(
             optimizer=self.optimizer, training_steps=self.schedule_length()
@@ -431,7 +438,7 @@ class Trainer(Configurable):
             mesh=self.mesh["pp"],
             device=self.device,
             hidden=builder.stage_input(self.config, self.parallel_dims),
-            head=self.loss,
+            head=self.step_failure.guarded(self.loss),
         )
 
     def build_optimizer(self) -> Optimizer:
@@ -605,6 +612,7 @@ class Trainer(Configurable):
                     stack.enter_context(around_step(self, callback, step))
                 self.prepare_converters(step)
                 outcome = self.train_step(batches)
+                self.step_failure.check_step()
             if step == first_step:
                 set_timeouts(comm.train_timeout_seconds)
                 self.stop_request = StopRequest()  # before, a signal ends the run at once
@@ -642,9 +650,14 @@ class Trainer(Configurable):
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return this rank's part of the next global batch; shorter at the end of the data, and
         empty after it."""
-        with self.metrics.timing_data():
+        n_batches = self.gradient_accumulation_steps
+
+        def read() -> list[Batch]:
             self.skip_data(batches)
-            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
+            return list(itertools.islice(batches, n_batches))
+
+        with self.metrics.timing_data():
+            micro_batches = self.step_failure.or_batches_before(read, n_batches)
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
         self.notify("on_batches", micro_batches)
         if self.failure and world_size() == 1:
@@ -670,7 +683,7 @@ class Trainer(Configurable):
         with self.precision.fixed_weights():
             for index, batch in enumerate(micro_batches, start=1):
                 self.reduce_over_replicas(index == len(micro_batches))
-                with self.sample_losses.of(batch):
+                with self.step_failure.completing(), self.sample_losses.of(batch):
                     loss += self.forward_backward_step(
                         self.post_dataloading_process(batch), n_tokens
                     )
@@ -740,13 +753,16 @@ class Trainer(Configurable):
             return summed_loss / n_tokens.clamp(min=1).float() * degree
 
         if self.pipeline:
-            return self.pipeline.forward_backward(batch, scaled) / degree
+            summed = self.pipeline.forward_backward(batch, scaled)
+            self.step_failure.end_backward()
+            return summed / degree
         with self.mixed_precision():
             self.watchdog.phase("forward")
             summed_loss, weight = self.compute_loss(batch)
             loss = scaled(summed_loss)
             self.watchdog.phase("backward")
             loss.backward()
+            self.step_failure.end_backward()
         if self.has_own_loss:
             self.weight += self.local_addend(weight)
         return loss.detach() / degree
@@ -803,8 +819,12 @@ class Trainer(Configurable):
         return clip(self.trained_parameters(), self.config.training.max_norm)
 
     def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
-        """Sum the loss and requests to stop over ranks, and read all values at once."""
-        return self.result_of(self.sum_result(loss, grad_norm, n_tokens).tolist())
+        """Sum the loss and requests to stop over ranks, and read all values at once. Raise
+        `SharedError` if the data or the loss of a rank has failed."""
+        outcome = self.result_of(self.sum_result(loss, grad_norm, n_tokens).tolist())
+        if outcome.failed:
+            self.step_failure.end_run()
+        return outcome
 
     def sum_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> Tensor:
         """Return the numbers of a step for `result_of` on the device: tokens, loss, gradient norm,
@@ -819,7 +839,11 @@ class Trainer(Configurable):
         stop = self.failure is not None or (
             self.stop_request is not None and self.stop_request.received
         )
-        flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
+        failed = self.step_failure.error is not None
+        flags = [
+            torch.full((), float(flag), device=self.device)
+            for flag in (stop, self.has_data, failed)
+        ]
         # The norm of rank 0, since the last bit may decide whether a step is a spike, on all ranks
         # alike.
         norm = grad_norm if self.rank == 0 else torch.zeros_like(grad_norm)
@@ -831,14 +855,15 @@ class Trainer(Configurable):
         return torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums])
 
     def result_of(self, values: list[float]) -> StepResult:
-        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, *measured = values
+        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, ranks_failed = values[:6]
         return StepResult(
             loss=total_loss,
             grad_norm=total_norm,
             stop_requested=ranks_to_stop > 0,
             data_exhausted=ranks_with_data == 0 and tokens == 0,
-            measures=self.measures.means(measured),
+            measures=self.measures.means(values[6:]),
             spike=self.spikes.spike(total_loss, total_norm),
+            failed=ranks_failed > 0,
             step=self.step + 1,
             data_step=self.run_length.data_step + 1,
         )

@@ -1,0 +1,244 @@
+"""Errors of one of several ranks in the data or the loss of a step: all ranks end before the
+update.
+
+The other ranks wait for the failed one in the collectives of the step. So it takes part in them to
+the end of the backward passes: with the micro-batches of the step before in place of data that it
+cannot read, and with a gradient of zero in place of a loss that it cannot compute. The sum of the
+step's numbers then tells all ranks, which save the step before and end.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchtitan.components.data.base import Batch
+from torchtitan.distributed.parallelize import free_gathered_weights
+from torchtitan.distributed.process_group import gather_objects, is_lost_rank, world_size
+from torchtitan.protocols.output_head import Head
+from torchtitan.tools.errors import RunFailure, SharedError, UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
+
+
+class StepFailure:
+    """The error that spoils the step in progress on this rank of a `Trainer`.
+
+    With several ranks it is kept until all ranks know of it, except where there is nothing to save
+    or nothing to take part with: without checkpoints, in the first step after a start, after an
+    optimizer step in the backward pass. There, and in a single process, it ends the run at once.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.error: BaseException | None = None
+        """The first error of this rank in the step."""
+        self._batches: Sequence[Batch] = ()  # of the step before
+        self._before: Sequence[_Pass] = ()  # through the models, in the last micro-batch
+        self._passes: list[_Pass] | None = None  # in this micro-batch; None outside of one
+        self._n_begun = 0
+        self._stage = _FORWARD
+
+    @property
+    def _is_on(self) -> bool:
+        config = self._trainer.config
+        return (
+            world_size() > 1
+            and config.checkpoint.saves
+            and not config.optimizer.early_step_in_backward
+        )
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Record the passes through models, if the run saves."""
+        if not self._is_on:
+            return
+        for model in models:
+            model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
+            model.register_forward_hook(self._end_pass, with_kwargs=True)
+
+    def or_batches_before(self, read: Callable[[], list[Batch]], n_batches: int) -> list[Batch]:
+        """Return what `read` returns, or the step before's micro-batches if it raises an error that
+        is kept."""
+        try:
+            batches = read()
+        except BaseException as error:
+            if isinstance(error, RunFailure) or is_ctrl_c(error):
+                raise
+            if not self._is_on or not self._batches:
+                self.error = error
+                raise
+            self._keep(error, "data")
+            return list(islice(cycle(self._batches), n_batches))
+        if self._is_on and batches:
+            self._batches = batches
+        return batches
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """Take part in a micro-batch's collectives to their end if the block raises an error that
+        is kept."""
+        if not self._is_on:
+            yield
+            return
+        self._passes, self._n_begun, self._stage = [], 0, _FORWARD
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_kept(error):
+                raise
+            self._keep(error, "loss")
+            if self._stage == _FORWARD:
+                self._complete()
+        if self._passes:
+            self._before = [one.without_result() for one in self._passes]
+        self._passes = None
+
+    def _is_kept(self, error: BaseException) -> bool:
+        if not is_of_user(error) or is_lost_rank(error):
+            return False
+        if self._stage == _FORWARD:
+            is_between_passes = self._n_begun == len(self._passes or ())
+            return bool(self._before) and is_between_passes
+        return self._stage == _COMPLETE
+
+    def _keep(self, error: BaseException, part: str) -> None:
+        trainer = self._trainer
+        if self.error is None:
+            logger.error(
+                "rank %d failed in the %s of step %d: %s; all ranks end before its update",
+                trainer.rank,
+                part,
+                trainer.step + 1,
+                _describe(error),
+            )
+        self.error = self.error or error
+
+    def end_backward(self) -> None:
+        """Tell that the micro-batch's backward pass has ended."""
+        self._stage = _COMPLETE
+        for one in self._passes or ():
+            one.ends.clear()
+
+    def guarded(self, head: Head) -> Head:
+        """Return an output head whose errors in a micro-batch are kept: a loss of zero replaces the
+        result, since the model's pass must end."""
+        return partial(self._call, head)
+
+    def _call(self, head: Head, hidden: Tensor, weight: Tensor | None, **inputs: Any) -> Tensor:
+        try:
+            return head(hidden, weight, **inputs)
+        except BaseException as error:
+            is_training = self._passes is not None and torch.is_grad_enabled()
+            if not is_training or not is_of_user(error) or is_lost_rank(error):
+                raise
+            self._keep(error, "loss")
+            zero: Tensor = _Zero.apply(hidden, weight)
+            return zero
+
+    def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._passes is None:
+            return None
+        self._n_begun += 1
+        if "head" not in kwargs:
+            return None
+        return args, {**kwargs, "head": self.guarded(kwargs["head"])}
+
+    def _end_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if self._passes is None:
+            return
+        done = _Pass(model, *_detached((args, kwargs)), torch.is_grad_enabled())
+        for output in tree_leaves(result):
+            if isinstance(output, Tensor) and output.requires_grad:
+                done.ends.append((get_gradient_edge(output), _zeros_like(output)))
+                done.ends[-1][0].node.register_prehook(self._begin_backward)
+        self._passes.append(done)
+
+    def _begin_backward(self, *gradients: Any) -> None:
+        if self._stage == _FORWARD:
+            self._stage = _BACKWARD
+
+    def _complete(self) -> None:
+        """Run the passes that the other ranks run in this micro-batch, and all backward passes."""
+        assert self._passes is not None
+        for one in self._before[len(self._passes) :]:
+            with torch.set_grad_enabled(one.has_gradients):
+                one.model(*one.args, **one.kwargs)
+            if not one.has_gradients:
+                free_gathered_weights(one.model)
+        ends = [end for one in self._passes for end in one.ends]
+        torch.autograd.backward(
+            [edge for edge, _ in ends], [make_zeros() for _, make_zeros in ends]
+        )
+
+    def end_run(self) -> NoReturn:
+        """Raise the error of the first rank that failed, on all ranks alike. A collective."""
+        errors = gather_objects(self.error and _describe(self.error))
+        rank = next(rank for rank, error in enumerate(errors) if error)
+        raise SharedError(f"rank {rank} failed: {errors[rank]}") from self.error
+
+    def check_step(self) -> None:
+        """Raise the error on this rank after a step that did not read its result, so that no update
+        follows."""
+        if self.error is not None and self._trainer.deferred.pending is None:
+            raise self.error
+
+
+_FORWARD = "forward"
+_BACKWARD = "backward"
+_COMPLETE = "complete"
+
+
+@dataclass
+class _Pass:
+    """A pass through a model in a micro-batch."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    has_gradients: bool
+    ends: list[tuple[GradientEdge, Callable[[], Tensor]]] = field(default_factory=list)
+    """Where the backward pass begins, with the function that makes a gradient of zeros. An edge
+    keeps no result in memory."""
+
+    def without_result(self) -> "_Pass":
+        return _Pass(self.model, self.args, self.kwargs, self.has_gradients)
+
+
+class _Zero(torch.autograd.Function):
+    """A loss of zero whose backward pass gives all its inputs gradients, of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        device = next(x.device for x in inputs if x is not None)
+        return torch.zeros((), device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return tuple(x if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def _zeros_like(x: Tensor) -> Callable[[], Tensor]:
+    """Return a function that makes zeros like a tensor, which it does not keep."""
+    if not isinstance(x, DTensor):
+        return partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
+    mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
+    make_local = _zeros_like(x.to_local())
+    return lambda: DTensor.from_local(make_local(), mesh, placements, shape=shape, stride=stride)
+
+
+def _detached(arguments: Any) -> Any:
+    """Return arguments without their graphs, which would stay in memory."""
+    return tree_map_only(Tensor, Tensor.detach, arguments)
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, UserError) else with_place(error)
