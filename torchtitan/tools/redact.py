@@ -96,6 +96,14 @@ def redact(text: str) -> str:
     return text
 
 
+def unsigned(text: str) -> str:
+    """Return redacted text in which no URL has a signature: another signature of the same file
+    differs in other parameters too, such as dates."""
+    return re.sub(
+        rf"(https?://[^\s,?]*)\?[^\s,]*{re.escape(HIDDEN)}[^\s,]*", r"\g<1>", redact(text)
+    )
+
+
 def redacted(value: Any) -> Any:
     """Return JSON-ready values with `***` for credentials, also in keys. Keys such as `secret` or
     `api_key` name them too."""

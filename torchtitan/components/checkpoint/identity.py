@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.tools.redact import redact
+from torchtitan.tools.redact import unsigned
 
 BASE_PATH = "checkpoint.initial_load_path "
 """Prefix of `BaseWeights.description` for weights in a folder or at a URL."""
@@ -71,7 +71,7 @@ class RunIdentity:
 def identify_content(location: str, digest: str) -> dict[str, str]:
     """Return a property compared by `digest`, or by `location` if the content is unreadable
     (`digest` is empty)."""
-    return {"location": redact(location), "digest": digest}
+    return {"location": unsigned(location), "digest": digest}
 
 
 def _are_equal(before: Any, now: Any) -> bool:

@@ -38,6 +38,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.configurable import builds
 from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.redact import redacted
 
 
 class PretrainDataLoader(TokenizingDataLoader):
@@ -208,7 +209,7 @@ class PretrainDataLoader(TokenizingDataLoader):
     def state_dict(self) -> dict[str, Any]:
         position = self._batches.state_dict()
         return {
-            "dataset": self.config.dataset,
+            "dataset": redacted(self.config.dataset),
             "data": self._batches.fingerprint,
             "position": position,
         }

@@ -4,11 +4,14 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.training import train
 from torchtitan.components.checkpoint.catalog import open_checkpoint
 from torchtitan.components.checkpoint.filesystem import folder_at
+from torchtitan.components.checkpoint.identity import identify_content
 from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.sources import stored
 from torchtitan.components.data.sources.source import HubDataset, StreamSource, resolve_source
@@ -16,19 +19,22 @@ from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.redact import redact
 
+SIGNATURES = ("right", "renewed")
 ROWS = "".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(3))
 UNKNOWN_HOST = "http://USERNAME:PASSWORD@host.invalid"
 CLOSED_PORT = "http://USERNAME:PASSWORD@127.0.0.1:9"
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """`/200/…` is a file of rows if the signature is right; `/404/…` is answered with status
+    """`/200/…` is a file of rows if it has one of the signatures; `/404/…` is answered with status
     404."""
 
     def do_HEAD(self) -> None:
         path, _, query = self.path.partition("?")
         status = int(path.split("/")[1])
-        self.send_response(status if query == "X-Amz-Signature=right" or status != 200 else 403)
+        # Like many servers, this one does not read on after the signature.
+        is_signed = query.rpartition("Signature=")[2].startswith(SIGNATURES)
+        self.send_response(status if is_signed or status != 200 else 403)
         self.send_header("Content-Length", str(len(ROWS)))
         self.end_headers()
 
@@ -95,6 +101,30 @@ def test_a_signed_url_is_a_file(server):
     ]
     assert texts == ["text 0", "text 1", "text 2"]
     assert [part.name for part in source.parts] == ["a.jsonl"] and "right" not in source.name
+
+
+def test_a_run_resumes_with_another_signature_which_is_not_written(server, tmp_path):
+    for steps, signature in enumerate(SIGNATURES, start=1):
+        query = f"X-Amz-Date={steps}&X-Amz-Expires=60&X-Amz-Signature={signature}"
+        trainer = train(
+            tmp_path / "run",
+            dataloader__dataset=f"http://{server}/200/a.jsonl?{query}",
+            dataloader__cache_dir=tmp_path / "cache",
+            checkpoint__enable=True,
+            training__steps=steps,
+        )
+        assert trainer.start.start and trainer.step == steps if steps > 1 else trainer.step == 1
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        content = path.read_bytes()
+        assert not any(f"Signature={signature}".encode() in content for signature in SIGNATURES)
+
+
+def test_only_the_signature_of_a_file_may_change():
+    def location(query: str) -> str:
+        return identify_content(f"s3://h/a, http://h/a.jsonl{query}", "")["location"]
+
+    assert location("?X-Amz-Date=1&X-Amz-Signature=a") == location("?sv=2&sig=b%3D&se=1")
+    assert location("?file=1") != location("?file=2") and "file=1" in location("?file=1")
 
 
 @pytest.mark.parametrize(

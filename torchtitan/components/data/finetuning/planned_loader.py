@@ -58,6 +58,7 @@ from torchtitan.config.code import CodeReference
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.redact import redacted
 
 PREFETCHED_BATCHES = 2
 """Batches prefetched by each worker process."""
@@ -414,7 +415,8 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     def _state_at(self, snapshot: Snapshot) -> dict[str, Any]:
         position = self._planner.state_dict(snapshot)
-        return {"dataset": self.config.dataset, "data": self._fingerprint, "position": position}
+        names = redacted(self.config.dataset)
+        return {"dataset": names, "data": self._fingerprint, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position. Ignore it with a warning if the data or its order differ."""

@@ -36,7 +36,7 @@ from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, check_digest, digest_of
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import named_file, regular_file
+from torchtitan.tools.files import named_file, regular_file, without_query
 from torchtitan.tools.logging import logger
 
 _REMEDY = "; prepare the data again in a new folder"
@@ -133,7 +133,8 @@ def _checked(content: bytes, digest: str, name: str) -> bytes:
 def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
     """Return the preparation at a path or URL; None for other content, or if the dataset is a name
     in the catalog. Raise `UserError` if it is not complete."""
-    if not dataset or dataset in catalog.names():
+    is_file = without_query(dataset) != dataset  # a name after a query is no file of a folder
+    if not dataset or dataset in catalog.names() or is_file:
         return None
     folder = folder_at(os.path.expanduser(dataset))
     if not has_file(folder / "plan", PLAN):

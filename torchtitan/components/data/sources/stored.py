@@ -20,6 +20,7 @@ from torchtitan.components.checkpoint.filesystem import (
 from torchtitan.components.data.sources.files import FilePart, file_format, supported_formats
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, first_line
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import without_query
 from torchtitan.tools.logging import logger
 
 ATTEMPTS = 6
@@ -78,7 +79,7 @@ class StoredPart(Part):
         return self._n_bytes
 
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
-        path = Path(_without_query(self.url))
+        path = Path(without_query(self.url))
         return [f"{file_format(path)} {path.suffix} {self.size()} {self.version}".rstrip()]
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
@@ -93,12 +94,12 @@ class StoredPart(Part):
     def _copy(self) -> Iterator[FilePart]:
         """Yield a part of the copied lines; errors name the file in the store."""
         with tempfile.TemporaryDirectory() as folder:
-            target = Path(folder) / posixpath.basename(_without_query(self.url))
+            target = Path(folder) / posixpath.basename(without_query(self.url))
             with_patience(f"reading {self.url}", lambda: self._download(target))
             try:
                 yield FilePart(self.name, target, self.text_column)
             except UserError as error:
-                shown = f"{posixpath.dirname(_without_query(self.url))}/{self.name}"
+                shown = f"{posixpath.dirname(without_query(self.url))}/{self.name}"
                 raise UserError(str(error).replace(str(target), shown)) from None
 
     def _download(self, target: Path) -> None:
@@ -128,12 +129,12 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
     sorted. Raise `UserError` if no such file exists, or the store cannot be read."""
     store, root = open_store(url)
     store.invalidate_cache()
-    is_pattern = any(character in _without_query(root) for character in "*?[")
+    is_pattern = any(character in without_query(root) for character in "*?[")
     find = store.glob if is_pattern else store.find
     found = with_patience(f"listing {url}", lambda: find(root, detail=True))
     parts = []
     for path in sorted(
-        path for path in found if file_format(Path(_without_query(path))) is not None
+        path for path in found if file_format(Path(without_query(path))) is not None
     ):
         entry = found[path]
         if entry.get("size") is None:  # fsspec's HTTP store lists files so
@@ -146,7 +147,7 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
                 "file"
             )
         inside = path.removeprefix(root).lstrip("/")
-        name = path if is_pattern else inside or posixpath.basename(_without_query(path))
+        name = path if is_pattern else inside or posixpath.basename(without_query(path))
         stated = {re.sub("[-_]", "", key.lower()): value for key, value in entry.items() if value}
         version = next((str(stated[key]) for key in _VERSIONS if key in stated), "")
         parts.append(
@@ -163,12 +164,6 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
             "change"
         )
     return parts
-
-
-def _without_query(url: str) -> str:
-    """Return the URL of a file behind HTTP without its query, such as a signature; in other stores,
-    `?` is a character of names and patterns."""
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 
 def with_patience(what: str, operation: Callable[[], T]) -> T:
