@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from torchtitan.components.observe import run_events
 from torchtitan.components.observe.run_events import (
     EVENTS,
     describe_goodput,
@@ -183,6 +184,26 @@ def test_killed_run_continues_its_events(tmp_path):
     assert session(0) == 1  # a fresh run
     assert len([*json_lines(tmp_path / "events-1.jsonl", bool, broken)]) == 6 and broken == []
     assert session(0, command="train --other") == 1 and (tmp_path / "events-2.jsonl").exists()
+
+
+def test_of_many_events_of_progress_some_are_left_out(tmp_path, monkeypatch):
+    """What a session has done, and what it has lost, stays the same."""
+    monkeypatch.setattr(run_events, "_MOST_PROGRESS", 8)
+
+    def session(first, n_steps):
+        steps = range(first + 1, first + n_steps + 1)
+        yield start(float(first), first, float(first), 0.5)
+        for step in steps:
+            yield progress(float(step), step, forward=float(step - first))
+        yield {**progress(steps[-1] + 0.5, steps[-1], forward=float(n_steps)), "event": "save"}
+
+    events = [*session(0, 40), *session(40, 3), *session(41, 2), *session(43, 100)]
+    (tmp_path / EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
+    read = read_events(tmp_path)
+    assert goodput(read) == goodput(events) and len(read) < 40 < len(events)
+    assert [e for e in read if e["event"] != "progress"] == [
+        e for e in events if e["event"] != "progress"
+    ]
 
 
 def test_lines_that_are_no_events_are_left_out(tmp_path):

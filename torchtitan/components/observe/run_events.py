@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -19,12 +20,15 @@ Event = Mapping[str, Any]
 session so far, and the values of its kind."""
 
 _TYPES: dict[str, type] = {"event": str, "time": float, "step": int, "seconds": dict}
-_TYPES_OF_KIND: dict[str, dict[str, type]] = {"start": {"begun": float}, "returned": {"to": int}}
+_TYPES_OF_KIND = {"start": _TYPES | {"begun": float}, "returned": _TYPES | {"to": int}}
 _PLAIN_OF_KIND = {"start": ("data", "environment")}
 """Kind → its values that are objects, if present."""
 
 _MOST = {"time": 2.0**33, "begun": 2.0**33, "step": 2**63, "to": 2**63}
 """Key → its limit: the year 2242, and the largest step of a tensor."""
+
+_MOST_PROGRESS = 50_000
+"""Events of progress in memory: about 100 MB."""
 
 _MOST_SECONDS = 1e9
 """Limit of the time in a phase: 30 years."""
@@ -46,23 +50,50 @@ def open_events(folder: Path, step: int, command: str) -> JsonLines:
 
 def read_events(folder: Path, broken: list[int] | None = None) -> list[Event]:
     """Return the events of a run's folder in order, from the first start on; empty without a file.
-    Append the numbers of broken lines to `broken`."""
-    events = json_lines(folder / EVENTS, _is_event, [] if broken is None else broken)
-    return [*itertools.dropwhile(lambda event: event["event"] != "start", events)]
+    Of more than `_MOST_PROGRESS` events of progress, some are left out, which changes only the
+    time of lost steps slightly. Append the numbers of broken lines to `broken`."""
+    lines = json_lines(folder / EVENTS, _is_event, [] if broken is None else broken)
+    events: list[Event] = []
+    n_progress, most = 0, _MOST_PROGRESS
+    for event in itertools.dropwhile(lambda event: event["event"] != "start", lines):
+        # Equal keys are one string in memory.
+        seconds = {sys.intern(phase): time for phase, time in event["seconds"].items()}
+        events.append({**event, "seconds": seconds})
+        n_progress += event["event"] == "progress"
+        if n_progress > most:
+            events = _thinned(events)
+            n_progress = sum(event["event"] == "progress" for event in events)
+            # Few can be left out if there are other events between them.
+            most = max(_MOST_PROGRESS, n_progress * 3 // 2)
+    return events
+
+
+def _thinned(events: Sequence[Event]) -> list[Event]:
+    """Return the events without every other one of progress, except before and after events of
+    other kinds, which tell how far a session came, and when it began to be measured."""
+    kept, is_second = [*events[:1]], False
+    for event, after in itertools.pairwise([*events[1:], {"event": ""}]):
+        is_between = kept[-1]["event"] == event["event"] == after["event"] == "progress"
+        is_second = is_between and not is_second
+        if not is_second:
+            kept.append(event)
+    return kept
 
 
 def _is_event(line: Event) -> bool:
-    types = _TYPES | _TYPES_OF_KIND.get(str(line.get("event")), {})
-    if not all(type(line.get(name)) is expected for name, expected in types.items()):
-        return False
+    types = _TYPES_OF_KIND.get(str(line.get("event")), _TYPES)
+    for name, expected in types.items():
+        if type(line.get(name)) is not expected:
+            return False
+        if name in _MOST and not 0 <= line[name] < _MOST[name]:
+            return False
     objects = [line.get(name, {}) for name in _PLAIN_OF_KIND.get(line["event"], ())]
     if not all(isinstance(value, dict) for value in objects):
         return False
-    if not all(0 <= line[name] < most for name, most in _MOST.items() if name in types):
-        return False
-    return all(
-        type(value) is float and 0 <= value < _MOST_SECONDS for value in line["seconds"].values()
-    )
+    times = line["seconds"].values()
+    if not times:
+        return True
+    return {*map(type, times)} == {float} and all(0 <= time < _MOST_SECONDS for time in times)
 
 
 def goodput(events: Sequence[Event]) -> dict[str, float]:
