@@ -3,6 +3,7 @@ the verdict."""
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -24,6 +25,11 @@ from tests.hostile_inputs.world import SECRET, Command
 from torchtitan.cli.main import main
 
 HANG_SECONDS = 20.0
+"""Processor time after which a case hangs, since the machine may be busy."""
+
+WAITING = 6
+"""A case that waits hangs after so many times `HANG_SECONDS`."""
+
 MEMORY_BYTES = 8 * 2**30
 """Address space of a case beyond the one of this process."""
 
@@ -125,7 +131,7 @@ def run(
     child = os.fork()
     if child == 0:
         _become(command, folder, output, function)
-    deadline = time.monotonic() + HANG_SECONDS
+    deadline = time.monotonic() + WAITING * HANG_SECONDS
     ended = 0
     while not ended and time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -134,9 +140,9 @@ def run(
         os.killpg(child, signal.SIGKILL)
     if not ended:
         os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if ended else None, output.read_text(
-        errors="surrogateescape"
-    )
+    code = os.waitstatus_to_exitcode(status) if ended else -signal.SIGXCPU
+    printed = output.read_text(errors="surrogateescape")
+    return None if code == -signal.SIGXCPU else code, printed
 
 
 def _become(
@@ -156,6 +162,7 @@ def _become(
         sys.stdin, sys.stdout, sys.stderr = (
             os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w"))
         )
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(HANG_SECONDS), resource.RLIM_INFINITY))
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY_BYTES, hard))
         code = function(command)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtitan.components.data.base import Batch
 from torchtitan.distributed.parallelize import free_gathered_weights
@@ -26,6 +25,7 @@ from torchtitan.distributed.process_group import gather_objects, is_lost_rank, w
 from torchtitan.protocols.output_head import Head
 from torchtitan.tools.errors import RunFailure, SharedError, UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import tree_iter, tree_map_only
 from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
 
 
@@ -154,8 +154,9 @@ class StepFailure:
     def _end_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if self._passes is None:
             return
-        done = _Pass(model, *_detached((args, kwargs)), torch.is_grad_enabled())
-        for output in tree_leaves(result):
+        args, kwargs = _detached((args, kwargs))
+        done = _Pass(model, args, kwargs, torch.is_grad_enabled())
+        for output in tree_iter(result):
             if isinstance(output, Tensor) and output.requires_grad:
                 done.ends.append((get_gradient_edge(output), _zeros_like(output)))
                 done.ends[-1][0].node.register_prehook(self._begin_backward)
