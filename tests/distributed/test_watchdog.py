@@ -406,7 +406,7 @@ class TestRuns:
         assert "the run hangs" not in printed and "most recent call" not in printed
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("step_timeout", [5, pytest.param(0, marks=pytest.mark.long)])
+    @pytest.mark.parametrize("step_timeout", [3, pytest.param(0, marks=pytest.mark.long)])
     @pytest.mark.parametrize(
         ("phase", "async_mode", "named"),
         [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.checkpoint import RandomState, list_checkpoints
-from torchtitan.distributed.process_group import gather_objects, world_size
+from torchtitan.distributed.process_group import gather_objects, is_lost_rank, world_size
 from torchtitan.tools.errors import SharedError, UserError, in_words
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
@@ -52,6 +52,8 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
     weights are between two steps, save nothing and warn. Also warn if the save fails."""
     is_mendable = is_of_user(error) or error is trainer.step_failure.error
     if not trainer.step or not trainer.config.checkpoint.saves or not is_mendable:
+        return
+    if is_lost_rank(error):  # in a collective that the user's code called
         return
     if world_size() > 1 and not isinstance(error, SharedError):
         _name_newest(trainer)
