@@ -92,9 +92,8 @@ class ChatTemplate:
             tree = environment.parse(source)
             self.literals = sandbox.literals(tree)
             self.marks_generation = sandbox.marks_generation(tree)
-            self.option_names = sorted(
-                sandbox.undeclared(tree, environment) - {*_NOT_OPTIONS, *(variables or {})}
-            )
+            self._read = sandbox.undeclared(tree, environment)
+            self.option_names = sorted(self._read - {*_NOT_OPTIONS, *(variables or {})})
             self._template = environment.from_string(sandbox.add_charges(tree, environment))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
@@ -108,6 +107,10 @@ class ChatTemplate:
         self.name = name
         self.of_model = of_model
         self.variables, self.required_tokens = dict(variables or {}), tuple(required_tokens)
+
+    def reads(self, name: str) -> bool:
+        """Return whether a variable with this name can change the text."""
+        return name in self._read
 
     def render(
         self,

@@ -64,6 +64,8 @@ class Report:
     """Samples with turns that train only the stop."""
     options: dict[str, int] = field(default_factory=dict)
     """Samples by the template options that render them."""
+    unread_options: dict[str, ExampleCounter] = field(default_factory=dict)
+    """Kept rows by the options that they set although the template does not read them."""
     lost: dict[str, ExampleCounter] = field(default_factory=dict)
     """Kept samples by the part of their conversation that the template omits."""
     dropped: dict[str, ExampleCounter] = field(default_factory=dict)
@@ -115,7 +117,7 @@ class Report:
 
         counters = {name: to_counter(document[name]) for name in _COUNTERS if name in document}
         by_kind = {
-            name: {kind: to_counter(entry) for kind, entry in document[name].items()}
+            name: {kind: to_counter(entry) for kind, entry in document.get(name, {}).items()}
             for name in _COUNTERS_BY_KIND
         }
         return cls(**{**document, **counters, **by_kind})
@@ -127,6 +129,8 @@ class Report:
         yield "samples left out of kept rows", self.left_out
         for part, counter in self.lost.items():
             yield f"without the {part}", counter
+        for name, counter in self.unread_options.items():
+            yield f"with the option {name}, which has no effect", counter
         yield "nothing but the stop is trained", self.only_stops
         yield "truncated", self.truncated
         yield "special tokens written in the text", self.special_in_text
@@ -153,7 +157,7 @@ class Report:
 
 
 _COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops", "normal")
-_COUNTERS_BY_KIND = ("dropped", "lost")
+_COUNTERS_BY_KIND = ("dropped", "lost", "unread_options")
 
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:

@@ -190,6 +190,12 @@ def test_no_messages():
         converted({"messages": {"role": ["user"], "content": ["x"]}})
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_options_that_the_loader_sets(name):
+    with pytest.raises(BrokenSample, match=f"chat_template_kwargs has {name}, which the loader"):
+        normalize([{"role": "user", "content": "a"}], None, {name: [], "enable_thinking": True})
+
+
 def test_json_text():
     """Cells of CSV files and JSON columns contain JSON text."""
     row = {"messages": json.dumps([QUESTION, ANSWER]), "tools": json.dumps([{"name": "f"}])}

@@ -72,6 +72,9 @@ class Characters:
     def check(self):
         self.checks += 1
 
+    def unread_options(self, sample):
+        return {} if isinstance(sample, Text) else dict.fromkeys(sample.options, "why")
+
     def encode_batch(self, samples):
         self.batches.append(len(samples))
         encoded = (
@@ -94,7 +97,7 @@ def convert(row):
     if text == "?":
         raise BrokenSample("a question")
     if text == "turns":
-        return Conversation([{"role": "user", "content": "x"}])
+        return Conversation([{"role": "user", "content": "x"}], options={"enable_thnking": True})
     return None if text == "-" else Text(text)
 
 
@@ -203,6 +206,16 @@ def test_report_accounts_for_every_row(tmp_path):
     assert "3 of 10 rows kept (plain), 10 tokens, 4 trained (40%)" in lines
     assert "dropped, broken: 3 (a.jsonl:4: broken JSON; a.jsonl:5: a question" in lines
     assert "special tokens written in the text: 1 (a.jsonl:6" in lines
+
+
+def test_report_counts_options_without_effect(tmp_path):
+    rules = FilterConfig(untrained=None)
+    report = open_cache(Texts("turns", "Ab", "turns"), tmp_path, rules).report
+    assert report.unread_options["enable_thnking"].count == 2
+    told = "with the option enable_thnking, which has no effect: 2 (a.jsonl:1, a.jsonl:3: why)"
+    assert told in report.lines()
+    assert Report.from_dict(json.loads(json.dumps(asdict(report)))) == report
+    assert Report.total([report, report]).unread_options["enable_thnking"].count == 4
 
 
 def test_deeply_nested_rows_are_broken(tmp_path):

@@ -20,10 +20,12 @@ from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     LossySample,
     Pair,
+    Prompt,
+    Text,
     normalize,
 )
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
-from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.data.finetuning.sft import ConversationEncoder, SFTDataLoader
 from torchtitan.components.data.plan import ShuffleSampler
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import chat_assets
@@ -601,6 +603,31 @@ def test_rows_set_options(templates: Path) -> None:
         assert prompt.endswith(f"<|im_start|>assistant\n{end}") and trained == text
         shown = "enable_thinking=True" if thinking else "enable_thinking=False"
         assert sample.facts.options == (shown,)
+
+
+def test_options_without_effect_are_told(templates: Path) -> None:
+    """The template reads its options in a macro, and after it sets their defaults."""
+    source = (
+        "{% macro header() %}<|im_start|>assistant\n{% if brief %}Brief: {% endif %}{% endmacro %}"
+        "{% if end is not defined %}{% set end = '<|im_end|>' %}{% endif %}"
+        "{% set unseen = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{{ header() }}"
+        "{% else %}<|im_start|>{{ m.role }}\n{% endif %}{{ m.content + end }}\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ header() }}{% endif %}"
+    )
+    template, tokenizer = ChatTemplate(source, name="own"), generic_tokenizer(source)
+    options = {"brief": True, "end": "</s>", "unseen": 2, "briefs": True, "documents": []}
+    [sample] = encoded(template, tokenizer, SHAPES["one turn"], options=options)
+    assert sample.facts.options == ("brief=True", "end=</s>")
+    [(prompt, text)] = turns_of(sample, tokenizer)
+    assert prompt.endswith("Brief: ") and text == "Ho!</s>"
+    rows = ConversationEncoder(ChatEncoder(tokenizer, template, "assistant"))
+    prompt_only = Prompt(normalize([user("Hi")], None, options), None)
+    pair = Pair(normalize([user("Hi")], None, options), [assistant("Ho!")], [assistant("No.")])
+    for row in (normalize(SHAPES["one turn"], None, options), prompt_only, pair):
+        reason = "own reads brief, end"
+        unread = ("unseen", "briefs", "documents")
+        assert rows.unread_options(row) == dict.fromkeys(unread, reason)
+    assert rows.unread_options(Text("Hi")) == {}
 
 
 def test_whitespace_that_cannot_be_tried_is_told_once(

@@ -185,6 +185,14 @@ class ChatEncoder:
                     "keep the date of their tokenization"
                 )
 
+    def unread_options(self, conversation: Conversation) -> dict[str, str]:
+        """Return the options of a conversation that the template does not read, with the reason."""
+        template = self._template
+        if template is None:
+            return {}
+        reason = f"{template.name} reads {', '.join(template.option_names) or 'no options'}"
+        return {name: reason for name in conversation.options if not template.reads(name)}
+
     def encode_batch(
         self, samples: Sequence[Conversation | Text]
     ) -> list[list[EncodedSample] | BrokenSample]:
@@ -601,6 +609,13 @@ class RowEncoder:
         """Return the encoded samples of each row, at least one, or the error that prevents
         encoding."""
         return [self._try_encode(sample) for sample in samples]
+
+    def unread_options(self, sample: Sample) -> dict[str, str]:
+        """Return the options of a sample that the template does not read, with the reason."""
+        if isinstance(sample, Text):
+            return {}
+        conversation = sample if isinstance(sample, Conversation) else sample.prompt
+        return self._chat.unread_options(conversation)
 
     def encode(self, sample: Sample) -> EncodedRow:
         """Encode one sample. Raise `BrokenSample` if this is impossible."""

@@ -27,6 +27,9 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning", "thought", "tho
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_KEYS)
 """Keys that templates read. Other keys are passed through unless they look like misspellings."""
 
+_NOT_OPTIONS = {"messages", "tools", "add_generation_prompt"}
+"""Variables of templates that no row may set as an option."""
+
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts with text."""
 
@@ -157,6 +160,11 @@ def _options(options: Any) -> dict[str, Any]:
     if options in (None, "", {}):
         return {}
     known = _object(from_json(options, "chat_template_kwargs"), "chat_template_kwargs")
+    if own := known.keys() & _NOT_OPTIONS:
+        raise BrokenSample(
+            f"chat_template_kwargs has {', '.join(sorted(own))}, which the loader sets itself; "
+            "remove it (tools have a column of their own)"
+        )
     return {name: value for name, value in known.items() if value is not None}
 
 

@@ -105,7 +105,12 @@ class Renderings:
         self.messages = [self._split(message) for message in conversation.messages]
         answers = (message for message in self.messages if message["role"] == "assistant")
         self.thinks = any(answer.get(REASONING) for answer in answers) if thinks is None else thinks
-        self.tools, self.options = conversation.tools, conversation.options
+        self.tools = conversation.tools
+        self.options = {
+            name: value
+            for name, value in conversation.options.items()
+            if self._template.reads(name)
+        }
         self._traits: dict[int, Traits] = {}
         self._prepared: dict[Form, list[Message]] = {}
         self._rendered: dict[tuple[int, bool, Form], tuple[str, list[tuple[int, int]]]] = {}

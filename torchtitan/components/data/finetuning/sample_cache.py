@@ -235,6 +235,9 @@ def write_samples(
             for reason, why in dropped:
                 report.left_out.add(row.where, f"{reason}: {why}")
             report.kept += 1
+            if not isinstance(converted, (BrokenSample, Dropped)):
+                for name, why in encoder.unread_options(converted).items():
+                    report.unread_options.setdefault(name, ExampleCounter()).add(row.where, why)
             for number, sample in enumerate(samples, 1):
                 _count(report, row.where, sample)
                 add(row.where if len(samples) == 1 else [row.where, number], sample)
