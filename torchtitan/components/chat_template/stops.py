@@ -3,7 +3,7 @@ assistant."""
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -79,6 +79,7 @@ class Stops:
         self.pattern = special_pattern(tokenizer)
         """Pattern of all special tokens."""
         self._known: dict[tuple[str, str], Stop | None] = {}
+        self._trailers: dict[tuple[bool, str], str] = {}
 
     def of(self, kind: Kind, options: Mapping[str, Any]) -> Stop | None:
         """Return the stop of a kind of turns; None if the template does not write such turns."""
@@ -106,11 +107,30 @@ class Stops:
         """Return the texts at which inference stops because they are not single tokens."""
         return [stop.text for stop in self.all() if stop.token_id is None]
 
+    def trailer(self, options: Mapping[str, Any], *, has_tools: bool) -> str:
+        """Return the text that the template writes after the last message of any conversation,
+        before the generation prompt, such as an instruction (Command R+); empty if there is
+        none."""
+        key = has_tools, repr(sorted(options.items()))
+        if key not in self._trailers:
+            question = {"role": "user", "content": QUESTION}
+            answer = {"role": "assistant", "content": ANSWER}
+            tools = PROBE_TOOLS if has_tools else None
+            try:
+                before = self._render([question], options, tools)
+                prompt = self._prompt([question], options, tools)
+                finished = self._render([question, answer], options, tools)
+            except UserError:
+                before = prompt = finished = ""
+            self._trailers[key] = _trailer_of(before, prompt, finished)
+        return self._trailers[key]
+
     def _try(self, trial: "Trial", options: Mapping[str, Any]) -> Stop | None:
         try:
             finished = self._render(trial.messages, options, trial.tools)
         except UserError:
             return None
+        finished = finished.removesuffix(self.trailer(options, has_tools=bool(trial.tools)))
         head, found, tail = finished.rpartition(trial.marker)
         if not found:
             return None
@@ -133,15 +153,21 @@ class Stops:
             shared = [match for match in spans if match[0] == usual.text]
         if chosen := shared[-1] if shared else next(iter(spans), None):
             return Stop(chosen[0], self._tokenizer.id_of(chosen[0]), after=finished[chosen.end() :])
-        return self._of_next(finished, longer, start, trial.kind)
+        return self._of_next(finished, longer, start, trial.kind, opening)
 
-    def _of_next(self, finished: str, longer: str, start: int, kind: Kind) -> Stop:
+    def _of_next(
+        self, finished: str, longer: str, start: int, kind: Kind, opening: Collection[str]
+    ) -> Stop:
         is_continued = longer.startswith(finished)
         end = len(finished) if is_continued else len(finished.rstrip())
         following = (
             longer[end:].partition(FOLLOWING)[0] if longer.startswith(finished[:end]) else ""
         )
         if token := self.pattern.search(following):
+            usual = self.of("answer", {}) if kind == "call" and token[0] in opening else None
+            if usual and usual.text and usual.lead is None:
+                # The token begins any message; inference stops at the end of answers.
+                return Stop(usual.text, usual.token_id, lead=usual.text)
             return Stop(token[0], self._tokenizer.id_of(token[0]), lead=following[: token.end()])
         tail = finished[start:]
         if (
@@ -163,9 +189,7 @@ class Stops:
     def _opening(self, trial: "Trial", options: Mapping[str, Any]) -> set[str]:
         """Return the special tokens of the generation prompt, which begin the next message."""
         before = trial.messages[:-1]
-        prompt = self._template.render(
-            before, tools=trial.tools, add_generation_prompt=True, **options
-        )
+        prompt = self._prompt(before, options, trial.tools)
         return set(
             self.pattern.findall(
                 prompt, n_common(prompt, self._render(before, options, trial.tools))
@@ -189,10 +213,25 @@ class Stops:
         are_messages = bool(between & self._opening(trial, options))
         return set() if are_messages else between
 
+    def _prompt(self, messages: Sequence[Message], options: Mapping[str, Any], tools: Any) -> str:
+        return self._template.render(messages, tools=tools, add_generation_prompt=True, **options)
+
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any], tools: Any) -> str:
         is_null = any("content" in message and message["content"] is None for message in messages)
         known = {"tools": tools, "null_content": is_null, **options}
         return self._template.render(messages, add_generation_prompt=False, **known)
+
+
+def _trailer_of(before: str, prompt: str, finished: str) -> str:
+    """Return the text after the last message of a conversation, from its text, the text with the
+    generation prompt, and the text with an answer."""
+    if finished.startswith(prompt) or not prompt.startswith(before):
+        return ""
+    generated = prompt[len(before) :]
+    at = finished.rfind(generated, 0, n_common(before, finished) + len(generated))
+    trailer = before[at:]
+    is_found = at >= 0 and generated.strip() and trailer.strip() and finished.endswith(trailer)
+    return trailer if is_found else ""
 
 
 class Trial(NamedTuple):

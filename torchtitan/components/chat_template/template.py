@@ -192,8 +192,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"{self.name} rejects this conversation: {error}") from error
         except Exception as error:  # a template may raise any error
+            without = "" if tools or not self.reads("tools") else " without tools"
             raise UserError(
-                f"{self.name} failed for this conversation: {in_words(error)}"
+                f"{self.name} failed for this conversation{without}: {in_words(error)}"
             ) from error
         return "".join(blocks), progress.marks
 

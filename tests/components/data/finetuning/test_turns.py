@@ -236,20 +236,11 @@ PLAIN = (
     "names",
 )
 WITH_CALL = ("call", "call, null", "call, text", "call, reasoning", "calls", "calls, other order")
-WITH_CALL_ALONE = tuple(shape for shape in WITH_CALL if shape != "call, text")
 TWO_CALLS_SHAPES = ("calls", "calls, other order")
 OF_REASONING = ("reasoning", "reasoning at the end", "reasoning inside")
 
 REFUSED: dict[str, dict[str, str]] = {
-    # An instruction follows the conversation in all renderings, so that no turn continues its
-    # prompt.
-    "CohereForAI-c4ai-command-r-plus-tool_use": {
-        **dict.fromkeys((*PLAIN, *OF_REASONING), "failed.*NoneType"),
-        **dict.fromkeys(WITH_CALL_ALONE, "differently from what its generation prompt begins"),
-    },
-    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": dict.fromkeys(
-        (*PLAIN, *OF_REASONING), "failed.*NoneType"
-    ),
+    **dict.fromkeys(WITH_TOOLS_ONLY, dict.fromkeys((*PLAIN, *OF_REASONING), "failed.*NoneType")),
     # llama.cpp's adapted templates change lists; moonshotai-Kimi-K2 is the model's own.
     **dict.fromkeys(
         ("Kimi-K2-Instruct", "Kimi-K2-Thinking"),
@@ -547,6 +538,49 @@ def test_first_messages_of_the_assistant(templates: Path) -> None:
             {"GLM-4.6": "<think></think>\n", "chatml": ""}[name] + text
             for text in ("Welcome!", "Ho!")
         ]
+
+
+@pytest.mark.parametrize("shape", ["call", "call, null", "call, text", "calls"])
+def test_instructions_after_the_conversation_are_not_trained(shape: str, templates: Path) -> None:
+    """Command R+ writes an instruction after the last message, with and without the generation
+    prompt. Its calls have no end of their own, so that inference stops at the end of an answer."""
+    template, tokenizer = published("CohereForAI-c4ai-command-r-plus-tool_use", templates)
+    samples = encoded(template, tokenizer, SHAPES[shape])
+    assert isinstance(samples, list)
+    turns = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
+    prompts, texts = zip(*turns, strict=True)
+    assert texts[1] == "It is 15.<|END_OF_TURN_TOKEN|>"
+    assert all("Write 'Action:'" in prompt.rpartition("<|SYSTEM_TOKEN|>")[2] for prompt in prompts)
+    # The next prompt has the call.
+    call_text = texts[0].removesuffix("<|END_OF_TURN_TOKEN|>")
+    assert f"<|CHATBOT_TOKEN|>{call_text}<|START_OF_TURN_TOKEN|>" in prompts[1]
+    assert call_text.count('"tool_name": "add"') == len(SHAPES[shape][1]["tool_calls"])
+
+
+def test_calls_after_a_system_prompt_that_moves(templates: Path) -> None:
+    """Mistral Nemo writes the system prompt in the last message if it is a question, so that it is
+    in the prompt and in no finished call."""
+    template, tokenizer = published("mistralai-Mistral-Nemo-Instruct-2407", templates)
+    messages = [SYSTEM, *SHAPES["call"], user("More"), *SHAPES["calls"][1:]]
+    samples = encoded(template, tokenizer, messages)
+    assert isinstance(samples, list)
+    turns = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, (prompt, text) in zip(numbers, sorted(turns, key=lambda t: len(t[0])), strict=True):
+        assert prompt in inference_prompts(template, messages[:number], [TOOL])
+        assert ("Be kind." in prompt) == (messages[number - 1]["role"] == "user")
+        calls = messages[number].get("tool_calls", [])
+        assert text.startswith("[TOOL_CALLS]" if calls else "It is 15.") and text.endswith("</s>")
+        assert text.count('"name": "add"') == len(calls) and "Be kind." not in text
+
+
+def test_refusals_give_the_words_of_the_template(templates: Path) -> None:
+    """In other forms, no turn of gpt-oss has its reasoning, its text and its call."""
+    template, tokenizer = published("openai-gpt-oss-120b", templates)
+    both = assistant("Wait.", tool_calls=[call(15)], **THOUGHT)
+    refused = encoded(template, tokenizer, [user("Hi"), both])
+    assert isinstance(refused, BrokenSample)
+    assert "rejects this conversation: Cannot pass both content and thinking" in str(refused)
 
 
 @pytest.mark.parametrize("name", ["GLM-4.6", "qwen3", "deepseek-ai-DeepSeek-V3.1", "Cohere2MoE"])

@@ -214,7 +214,9 @@ class Renderings:
             prompt = self.render(number, form, prompted=True)
             completion, marks = self._completion(number, form, prompt)
             if completion is None:
-                return Attempt(None, self._mismatch(number, form, prompt), 1)
+                finished = self.render(number + 1, form, prompted=False)
+                n_passed = 0 if finished.startswith(prompt) else 1
+                return Attempt(None, self._mismatch(number, form, prompt), n_passed)
         except UserError as error:
             return Attempt(None, _without_prompt(error) if number == 0 else str(error))
         message, kind = self.messages[number], self.kind(number)
@@ -309,6 +311,8 @@ class Renderings:
         end = header.rfind(generated) + len(generated)
         if not finished.startswith(header[:end]):
             return None, None
+        trailer = self._stops.trailer(dict(form.options), has_tools=bool(self.tools))
+        finished = finished.removesuffix(trailer)
         shift = len(prompt) - end
         marks = tuple((first + shift, last + shift) for first, last in spans if last >= end)
         return finished[end:], marks if self._template.marks_generation else None
@@ -361,12 +365,16 @@ class Renderings:
         """Return the text before the content of message `number`; with a prompt, what both have in
         common, which ends before markup that differs."""
         message = self.messages[number]
+        if prompt is None:
+            # Some templates write no content beside calls.
+            for marked in ({**message, "content": MARK}, {"role": "assistant", "content": MARK}):
+                header, found, _ = self._replaced(number, marked, form).rpartition(MARK)
+                if found:
+                    return header
+            return None
         if message.get("content") or not message.get("tool_calls"):
             message = {**message, "content": MARK}
         text = self._replaced(number, message, form)
-        if prompt is None:
-            header, found, _ = text.rpartition(MARK)
-            return header if found else None
         n = n_common(text, prompt)
         opened = max(text.rfind("<", 0, n), text.rfind("[", 0, n))
         is_cut = n < len(prompt) and opened >= 0 and not {">", "]"} & {*text[opened:n]}
