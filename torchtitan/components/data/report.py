@@ -62,6 +62,8 @@ class Report:
     """Trained turns that end with a stop."""
     only_stops: ExampleCounter = field(default_factory=ExampleCounter)
     """Samples with turns that train only the stop."""
+    unprompted: ExampleCounter = field(default_factory=ExampleCounter)
+    """Turns of kept rows that are not trained, as the template has no prompt for them."""
     options: dict[str, int] = field(default_factory=dict)
     """Samples by the template options that render them."""
     unread_options: dict[str, ExampleCounter] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class Report:
         for name, counter in self.unread_options.items():
             yield f"with the option {name}, which has no effect", counter
         yield "nothing but the stop is trained", self.only_stops
+        yield "turns without a prompt, not trained", self.unprompted
         yield "truncated", self.truncated
         yield "special tokens written in the text", self.special_in_text
 
@@ -156,7 +159,7 @@ class Report:
                 yield f"{event}: {counter.count:,}{examples}"
 
 
-_COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops", "normal")
+_COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops", "unprompted", "normal")
 _COUNTERS_BY_KIND = ("dropped", "lost", "unread_options")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from torchtitan import components
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, Facts
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
@@ -87,7 +87,8 @@ class Characters:
             return BrokenSample("a text with '!'")
         trained = np.array([character.isupper() for character in text], bool)
         ids = np.array([ord(character) for character in text], np.int64)
-        return EncodedRow((EncodedSample(ids, trained, text.count("#")),))
+        facts = Facts(unprompted=("it is first",)) if text == "Turn" else Facts()
+        return EncodedRow((EncodedSample(ids, trained, text.count("#"), facts),))
 
 
 def convert(row):
@@ -208,12 +209,14 @@ def test_report_accounts_for_every_row(tmp_path):
     assert "special tokens written in the text: 1 (a.jsonl:6" in lines
 
 
-def test_report_counts_options_without_effect(tmp_path):
+def test_report_counts_options_without_effect_and_turns_without_prompt(tmp_path):
     rules = FilterConfig(untrained=None)
     report = open_cache(Texts("turns", "Ab", "turns"), tmp_path, rules).report
     assert report.unread_options["enable_thnking"].count == 2
     told = "with the option enable_thnking, which has no effect: 2 (a.jsonl:1, a.jsonl:3: why)"
     assert told in report.lines()
+    untrained = "turns without a prompt, not trained: 2 (a.jsonl:1, a.jsonl:3: it is first)"
+    assert untrained in report.lines()
     assert Report.from_dict(json.loads(json.dumps(asdict(report)))) == report
     assert Report.total([report, report]).unread_options["enable_thnking"].count == 4
 

@@ -250,8 +250,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": {
         "call, text": "with a stop, '<｜end▁of▁sentence｜>', inside"
     },
-    "NVIDIA-Nemotron-Nano-v2": {"two answers": "the generation prompt of .* continues message 2"},
-    "Apriel-1.6-15b-Thinker-fixed": {"two answers": "inside"},
     "google-gemma-2-2b-it": {
         "system": "rejects .*System role not supported",
         "developer": "rejects .*must alternate",
@@ -370,7 +368,8 @@ def test_turns_are_what_inference_needs(
         turns = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if shape == "two answers" and len(turns) < len(numbers):
-            continue  # the next turn begins where the first one ends, in the same sample
+            # The next turn has no prompt, or begins where the first one ends, in the same sample.
+            continue
         assert len(turns) == len(numbers), shape
         for number, (prompt, text) in zip(numbers, turns, strict=True):
             message = messages[number]
@@ -526,11 +525,17 @@ def test_first_messages_of_the_assistant(templates: Path) -> None:
     }
     for name, reason in reasons.items():
         template, tokenizer = published(name, templates)
-        refused = encoded(template, tokenizer, messages)
-        assert isinstance(refused, BrokenSample) and re.search(reason, str(refused))
-        [sample] = encoded(template, tokenizer, [{**messages[0], "weight": 0}, *messages[1:]])
-        [(prompt, text)] = turns_of(sample, tokenizer)
-        assert "Welcome!" in prompt and "Ho!" in text and "Welcome!" not in text
+        wanted = [{**messages[0], "weight": 1}, *messages[1:]]
+        for rows in (wanted, messages[:1], messages[:2]):
+            refused = encoded(template, tokenizer, rows)
+            assert isinstance(refused, BrokenSample) and re.search(reason, str(refused))
+        unwanted = [{**messages[0], "weight": 0}, *messages[1:]]
+        for rows, n_told in ((messages, 1), (unwanted, 0)):
+            [sample] = encoded(template, tokenizer, rows)
+            [(prompt, text)] = turns_of(sample, tokenizer)
+            assert "Welcome!" in prompt and "Ho!" in text and "Welcome!" not in text
+            assert len(sample.facts.unprompted) == n_told
+            assert all(re.search(reason, told) for told in sample.facts.unprompted)
     for name in ("GLM-4.6", "chatml"):
         template, tokenizer = published(name, templates)
         [sample] = encoded(template, tokenizer, messages)
@@ -538,6 +543,32 @@ def test_first_messages_of_the_assistant(templates: Path) -> None:
             {"GLM-4.6": "<think></think>\n", "chatml": ""}[name] + text
             for text in ("Welcome!", "Ho!")
         ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("NVIDIA-Nemotron-Nano-v2", "the generation prompt of .* continues message 2"),
+        ("Apriel-1.6-15b-Thinker-fixed", "message 3 .* inside"),
+    ],
+)
+def test_turns_without_a_prompt_are_left_out(name: str, reason: str, templates: Path) -> None:
+    """The generation prompt continues a last answer, so none begins an answer after it."""
+    template, tokenizer = published(name, templates)
+    messages = SHAPES["two answers"]
+    samples = encoded(template, tokenizer, messages)
+    assert isinstance(samples, list)
+    turns = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
+    ends = {"NVIDIA-Nemotron-Nano-v2": "\n<SPECIAL_12>"}
+    end = ends.get(name, "\n<|end|>")
+    assert [text.strip().rpartition("\n\n")[2] for _, text in turns] == [f"Ho!{end}", f"So.{end}"]
+    assert "No." in turns[1][0]
+    [told] = [told for sample in samples for told in sample.facts.unprompted]
+    assert re.search(reason, told)
+    wanted = [*messages[:2], {**messages[2], "weight": 1}, *messages[3:]]
+    for rows, train_on in ((wanted, "assistant"), (messages[:3], "last_assistant")):
+        refused = encoded(template, tokenizer, rows, train_on=train_on)
+        assert isinstance(refused, BrokenSample) and re.search(reason, str(refused))
 
 
 @pytest.mark.parametrize("shape", ["call", "call, null", "call, text", "calls"])

@@ -60,6 +60,8 @@ class Facts(NamedTuple):
     lost: tuple[str, ...] = ()
     """Parts that the template omits: trained parts whose loss the loader accepts, and parts of
     prompts."""
+    unprompted: tuple[str, ...] = ()
+    """Why turns are not trained for which the template has no prompt."""
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> "Facts":
@@ -72,6 +74,7 @@ class Facts(NamedTuple):
             sum(turn.is_only_a_stop for turn in turns),
             tuple(dict.fromkeys(options)),
             tuple(dict.fromkeys(part for turn in turns for part in (*turn.lost, *turn.unseen))),
+            tuple(reason for turn in turns for reason in turn.unprompted),
         )
 
     def with_more(self, other: "Facts") -> "Facts":
@@ -82,6 +85,7 @@ class Facts(NamedTuple):
             self.n_only_stops + other.n_only_stops,
             tuple(dict.fromkeys([*self.options, *other.options])),
             tuple(dict.fromkeys([*self.lost, *other.lost])),
+            (*self.unprompted, *other.unprompted),
         )
 
 

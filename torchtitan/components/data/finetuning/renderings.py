@@ -64,6 +64,8 @@ class Turn(NamedTuple):
     """True if the model learns nothing from the turn but to stop."""
     rest: str = ""
     """Text that the template writes after the turn in this conversation."""
+    unprompted: tuple[str, ...] = ()
+    """With the last trained turn: why others of the conversation have no prompt."""
 
     @property
     def text(self) -> str:

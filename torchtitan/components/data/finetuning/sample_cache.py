@@ -281,6 +281,8 @@ def _count(report: Report, where: str, sample: EncodedRow) -> None:
         report.stops += facts.n_stops
         if facts.n_only_stops:
             report.only_stops.add(where, f"{facts.n_only_stops} of {facts.n_turns} turns")
+        for reason in facts.unprompted:
+            report.unprompted.add(where, reason)
         for option in facts.options:
             report.options[option] = report.options.get(option, 0) + 1
         for lost in facts.lost:

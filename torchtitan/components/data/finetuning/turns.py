@@ -28,6 +28,11 @@ _KEPT_FORMS = 4
 """Forms that are remembered for turns with equal traits."""
 
 
+class UnpromptedTurn(BrokenSample):
+    """Message of the assistant that begins a conversation or follows another one of it, and that no
+    generation prompt begins."""
+
+
 class _Verdict(NamedTuple):
     """Forms for turns with equal traits."""
 
@@ -73,11 +78,26 @@ class TurnFinder:
         """Return the assistant's messages with these numbers as turns. `thinks` says whether the
         conversation has reasoning; None: as its messages have it. Raise `LossySample` if a turn
         lacks a part of its message that must be trained, `BrokenSample` if the template rejects the
-        conversation or a turn does not begin with the generation prompt."""
+        conversation or a turn does not begin with the generation prompt.
+
+        Messages for which there is no prompt are left out, unless the row wants them trained or no
+        other turn is."""
         row = Renderings(self._tried, conversation, thinks)
-        turns = [self._turn(row, number) for number in numbers]
+        turns: list[Turn] = []
+        unprompted: list[UnpromptedTurn] = []
+        for number in numbers:
+            try:
+                turns.append(self._turn(row, number))
+            except UnpromptedTurn as error:
+                if conversation.trained[number]:
+                    raise
+                unprompted.append(error)
+        if unprompted and not turns:
+            raise unprompted[0]
         if turns:
-            turns[-1] = turns[-1]._replace(rest=row.rest(turns[-1]))
+            turns[-1] = turns[-1]._replace(
+                rest=row.rest(turns[-1]), unprompted=tuple(map(str, unprompted))
+            )
         return turns
 
     def has_reasoning(self, messages: Sequence[Message]) -> bool:
@@ -136,6 +156,8 @@ class TurnFinder:
 
     def _turn(self, row: Renderings, number: int) -> Turn:
         verdict = self._suitable(row, number)
+        if verdict.problem and (number == 0 or row.messages[number - 1]["role"] == "assistant"):
+            raise UnpromptedTurn(verdict.problem)
         if verdict.problem:
             raise BrokenSample(verdict.problem)
         best, problem = self._best(row, number, verdict.forms)
