@@ -755,13 +755,24 @@ EARLIER = {
 }
 
 
+EARLIER["parts"] = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string or not m.content %}{{ m.content or '' }}{% else %}"
+    "{% for part in m.content %}"
+    "{% if part.type == 'thinking' %}[{{ part.thinking }}]{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 @pytest.mark.parametrize("kind", EARLIER)
 def test_prompts_keep_earlier_calls_and_reasoning(kind: str) -> None:
     """The last turn has neither, so that any form suits it; its prompt must have those of the turn
     before."""
     tokenizer = generic_tokenizer(EARLIER[kind])
     template = ChatTemplate(EARLIER[kind], name="own", of_model=True)
-    more = THOUGHT if kind == "reasoning" else {}
+    more = THOUGHT if kind in ("reasoning", "parts") else {}
     messages = [
         user("Hi"),
         assistant(None, tool_calls=[call(15)], **more),
@@ -772,7 +783,18 @@ def test_prompts_keep_earlier_calls_and_reasoning(kind: str) -> None:
     assert isinstance(samples, list)
     *_, (prompt, text) = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
     assert text == "It is 15.<|im_end|>"
-    assert "miles" in prompt and (kind != "reasoning" or "[Hm, think.]" in prompt)
+    assert "miles" in prompt and (not more or "[Hm, think.]" in prompt)
+
+
+@pytest.mark.parametrize("name", ["LFM2-8B-A1B", "google-gemma-2-2b-it", "chatml"])
+def test_prompts_do_not_keep_reasoning_as_code(name: str, templates: Path) -> None:
+    """These templates write parts of a content as code, in which the reasoning is not lost."""
+    template, tokenizer = published(name, templates)
+    messages = [user("Hi"), assistant("Ho!", **THOUGHT), user("More"), assistant("No.")]
+    samples = encoded(template, tokenizer, messages, accepted=["reasoning"])
+    assert isinstance(samples, list)
+    text = "".join(tokenizer.decode(sample.ids.tolist()) for sample in samples)
+    assert "Ho!" in text and "thinking" not in text and "Hm" not in text
 
 
 def test_calls_that_are_messages_stop_after_each() -> None:

@@ -1,5 +1,6 @@
 """The renderings of one conversation in each form, and the assistant's turns in them."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -41,6 +42,9 @@ _ADVICE = (
     f"set another --dataloader.chat_template ({', '.join(BUILT_IN_TEMPLATES)}), or a copy of the "
     "template that continues its generation prompt"
 )
+
+
+_PARTS_AS_CODE = re.compile(r"""(["'])type\1: *\1thinking\1""")
 
 
 class Turn(NamedTuple):
@@ -200,9 +204,10 @@ class Renderings:
         )
 
     def _in_form(self, n: int, form: Form, prompted: bool) -> list[Message]:
-        """Return the first `n` messages. The form of reasoning that is not under a key concerns the
-        last one only: earlier turns have what the template keeps of them."""
-        usual = form if form.reasoning in KEYS else replace(form, reasoning=REASONING, tags=None)
+        """Return the first `n` messages. Reasoning between tags concerns the last one only: earlier
+        turns have what the template keeps of them."""
+        is_usual = form.reasoning in (*KEYS, "parts")
+        usual = form if is_usual else replace(form, reasoning=REASONING, tags=None)
         if usual not in self._prepared:
             self._prepared[usual] = prepared(self.messages, usual)
         messages = self._prepared[usual][:n]
@@ -407,7 +412,9 @@ class Renderings:
             return "the answer before the reasoning"
         if form.tags and reasoning and reasoning in finished and form.tags.close not in finished:
             return f"reasoning without {form.tags.close!r}"
-        if form.reasoning == "parts" and ("'type'" in finished or '"type"' in finished):
+        if form.reasoning == "parts" and (
+            "'type'" in finished or '"type"' in finished or _PARTS_AS_CODE.search(prompt)
+        ):
             return "its parts as code"
         if stop and stop.token_id is not None and stop.text in finished:
             return f"a stop, {stop.text!r}, inside"
