@@ -108,8 +108,8 @@ RENDERERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Template → its renderer, and tokens that the renderer needs beside those of the template. Others
-are of another revision of the model than the template (DeepSeek V3, MiniMax M2), or need a file of
-the network (gpt-oss)."""
+are of another revision of the model than the template (DeepSeek V3), or call openai-harmony
+(gpt-oss)."""
 
 NOT_SPECIAL = ("/nothink", "<think>", "</think>", "<tool_", "</tool_", "<arg_", "</arg_")
 
@@ -172,6 +172,9 @@ def with_tokens(
     variables = dict(template.variables)
     if "<|begin_of_text|>" in tokens:
         variables |= {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    if "<｜begin▁of▁sentence｜>" in tokens:
+        begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+        variables |= {"bos_token": begin, "eos_token": end}
     backend = tokenizers.Tokenizer.from_str(tokenizer._backend.content.decode())
     for token in tokens:
         if token.startswith(NOT_SPECIAL):
@@ -263,6 +266,62 @@ def test_renderers(name: str, assets: Path, tmp_path: Path) -> None:
                 assert trained == completion, shape
     assert other_text == set(OTHER_TEXT.get(name, ()))
     assert checked >= 6
+
+
+UNPROMPTED: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "MiniMax-M2": (
+        "MiniMaxM2RendererConfig",
+        {"model_identity": "You are a helpful assistant."},
+        ("]~!b[", "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": (
+        "DeepSeekR1RendererConfig",
+        {},
+        (
+            *("<think>", "</think>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+            *("<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+            "<｜tool▁outputs▁end｜>",
+        ),
+    ),
+}
+"""Template → its renderer, options and tokens. The generation prompts of both open reasoning. The renderers do not train after them: an answer without reasoning
+follows the header, without the tag that closes it, and R1's leaves out all reasoning."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNPROMPTED)
+def test_renderers_with_another_prompt_in_training(name: str, assets: Path, tmp_path: Path) -> None:
+    """Prompts of inference and stops are equal, and so is what follows the reasoning."""
+    renderers = pytest.importorskip("renderers")
+    kind, options, tokens = UNPROMPTED[name]
+    template, tokenizer = with_tokens(name, assets / "templates", tokens, tmp_path)
+    wrapped = as_transformers(tmp_path, template)
+    renderer = renderers.create_renderer(wrapped, getattr(renderers, kind)(**options))
+    different, n_unprompted = set(), 0
+    of_calls = [shape for shape in SHAPES if tools_of(SHAPES[shape])]
+    for shape in SHAPES.keys() - {*of_calls, "two answers"}:
+        messages = SHAPES[shape]
+        samples = encoded(template, tokenizer, messages)
+        assert not isinstance(samples, BrokenSample)
+        turns = sorted(turns_in_ids(samples), key=lambda turn: len(turn[0]))
+        for number, (prompt, completion) in zip(answers(messages), turns, strict=True):
+            theirs = renderer.render_ids(messages[:number], add_generation_prompt=True)
+            if theirs != prompt:
+                different.add(shape)
+                continue
+            sample = renderers.build_training_sample(
+                renderer, messages[: number + 1], ensure_final_stop=True
+            )
+            trained = trained_runs(sample.loss_mask, sample.token_ids)[-1]
+            n_unprompted += sample.token_ids[: len(prompt)] != prompt
+            assert completion[-1] == trained[-1]
+            [after, theirs_after] = [
+                tokenizer.decode(ids).rpartition("</think>")[2].strip()
+                for ids in (completion, trained)
+            ]
+            assert after == theirs_after and tokenizer.decode(prompt).endswith("<think>\n")
+    assert different == {"developer"}  # which the renderers write in no way
+    assert n_unprompted >= 6
 
 
 # openai-harmony
@@ -507,7 +566,30 @@ V7 = (
     "'[/SYSTEM_PROMPT]' }}"
     "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
 )
+V13 = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% if tools and not messages[:loop.index0] | selectattr('role', 'equalto', 'user') | list %}"
+    "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{ '[INST]' + message.content + '[/INST]' }}{% elif message.role == 'system' %}"
+    "{{ '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}"
+    "{% elif message.role == 'tool' %}{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}"
+    "{% else %}{% for part in message.content if message.content is not string %}"
+    "{% if part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% if message.content is string %}{{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}"
+    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 """The formats of models with these tokenizers, whose templates are not among the assets."""
+
+V13_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]"),
+    *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    *("[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+)
+V13_VOCABULARY = 4_000
 
 WITH_RESULTS = ("call", "call, null", "calls", "calls, other order")
 
@@ -521,12 +603,16 @@ MISTRAL: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "templates/mistralai-Mistral-Nemo-Instruct-2407.jinja",
         WITH_RESULTS,
     ),
+    "v13": ("tekken_240718.json", V13, ("calls, other order",)),
 }
 """Version → its tokenizer in mistral-common, template, and conversations after whose calls the
-texts differ: templates write a tool's result as it is, mistral-common as JSON text with quotes."""
+texts differ: templates write a tool's result as it is, mistral-common as JSON text with quotes; and
+version 13 orders them by their calls."""
 
 PLAIN = ("one turn", "turns", "system")
-WITH_CALLS = ("v3", "tekken")
+WITH_CALLS = ("v3", "tekken", "v13")
+WITH_REASONING = ("reasoning", "reasoning at the end", "call, reasoning", "call, text")
+"""Conversations of v13: earlier versions have no reasoning, and no text beside calls."""
 
 
 def mistral_folder(version: str, assets: Path, to: Path) -> Path:
@@ -534,7 +620,10 @@ def mistral_folder(version: str, assets: Path, to: Path) -> Path:
     common = pytest.importorskip("mistral_common")
     file, template, _ = MISTRAL[version]
     source = Path(common.__file__).parent / "data" / file
-    shutil.copy(source, to / ("tekken.json" if source.suffix == ".json" else "tokenizer.model"))
+    if version == "v13":
+        (to / "tekken.json").write_text(json.dumps(as_v13(json.loads(source.read_text()))))
+    else:
+        shutil.copy(source, to / ("tekken.json" if source.suffix == ".json" else "tokenizer.model"))
     if not template.startswith("{{"):
         path = assets / template
         if path.is_dir():
@@ -546,11 +635,26 @@ def mistral_folder(version: str, assets: Path, to: Path) -> Path:
     return to
 
 
+def as_v13(tekken: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer file of version 3 as one of version 13, with fewer tokens."""
+    size = V13_VOCABULARY + tekken["config"]["default_num_special_tokens"]
+    config = {**tekken["config"], "version": "v13", "default_vocab_size": size}
+    special = [
+        {"rank": rank, "token_str": token, "is_control": True}
+        for rank, token in enumerate(V13_TOKENS)
+    ]
+    vocabulary = tekken["vocab"][:V13_VOCABULARY]
+    return {"config": config, "vocab": vocabulary, "special_tokens": special}
+
+
 def as_request(messages: Sequence[Message], tools: Any) -> Any:
     request = pytest.importorskip("mistral_common.protocol.instruct.request")
     made = []
     for message in messages:
         message = dict(message)
+        if reasoning := message.pop("reasoning_content", None):
+            text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            message["content"] = [{"type": "thinking", "thinking": reasoning}, *text]
         if calls := message.get("tool_calls"):
             functions = [
                 {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
@@ -581,6 +685,7 @@ def test_mistral_common(version: str, assets: Path, tmp_path: Path) -> None:
     )
     other_text = set()
     shapes = [*PLAIN, *WITH_RESULTS] if version in WITH_CALLS else [*PLAIN]
+    shapes += WITH_REASONING if version == "v13" else ()
     if version in ("v1", "v2"):
         shapes.remove("system")  # part of the first or last user turn, in mistral-common
     for shape in shapes:
