@@ -155,6 +155,7 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
             "unknown key 'wieght'; did you mean 'weight'?",
         ),
         ({"role": "assistant", "content": "", "tool_call": [{}]}, "did you mean 'tool_calls'?"),
+        ({"role": "assistant", "content": "x", "thinkings": "y"}, "did you mean 'thinking'?"),
         ("hello", "the message must be valid JSON"),
         (None, "the message must be an object, not a NoneType"),
     ],

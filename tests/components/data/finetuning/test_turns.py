@@ -908,19 +908,6 @@ def test_null_arguments_of_tables() -> None:
     }
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "thought"])
-def test_keys_of_reasoning(key: str) -> None:
-    assert normalize([user("Hi"), assistant("Ho!", **{key: "Hm"})]).messages[1] == assistant(
-        "Ho!", reasoning_content="Hm"
-    )
-    parts = [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Ho!"}]
-    assert normalize([user("Hi"), assistant(parts)]).messages[1] == assistant(
-        "Ho!", reasoning_content="Hm"
-    )
-    with pytest.raises(BrokenSample, match="its reasoning differs"):
-        normalize([user("Hi"), assistant("Ho!", reasoning_content="a", **{"thought": "b"})])
-
-
 def test_samples_of_a_row(tmp_path: Path, templates: Path) -> None:
     """A row of two turns is two samples, whose names differ; one that is too long leaves the
     other."""

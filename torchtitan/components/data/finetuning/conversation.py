@@ -21,20 +21,18 @@ _FLAGS = ("weight", "loss_weight", "loss", "train", "training")
 _FINE_FLAGS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Keys that set finer masks or weights, which are not supported."""
 
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
-"""Keys with an assistant's reasoning."""
-
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_KEYS)
-"""Keys that templates read. Other keys are passed through unless they look like misspellings."""
+_KEYS = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+    *("thinking", "reasoning", "thought", "thoughts"),
+)
+"""Keys of messages, some of which `openai_messages` converts. Other keys are passed through unless
+they look like misspellings."""
 
 _NOT_OPTIONS = {"messages", "tools", "add_generation_prompt"}
 """Variables of templates that no row may set as an option."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts with text."""
-
-_REASONING_PARTS = ("thinking", "reasoning")
-"""Types of content parts with reasoning."""
 
 
 class BrokenSample(UserError):
@@ -117,11 +115,10 @@ Sample = Conversation | Text | Pair | Prompt
 
 
 def normalize(messages: Any, tools: Any = None, options: Any = None) -> Conversation:
-    """Convert messages in OpenAI's format to a conversation for chat templates.
+    """Convert messages in OpenAI's format, as by `openai_messages`, to a conversation for chat
+    templates.
 
     - Content parts (`[{"type": "text", "text": …}, …]`) are joined.
-    - Reasoning moves to the key `reasoning_content`, from `thinking`, `reasoning`, `thought` or
-      `thoughts`, or from content parts of type `thinking` or `reasoning`.
     - JSON text in `arguments` of tool calls is parsed; ids and names stay unchanged.
     - Tables store every key in every object of a column. Null values of the keys of messages
       (except `content`), schemas, and arguments given as objects are therefore dropped, unless the
@@ -230,54 +227,11 @@ def _message(turn: Mapping[str, Any], parameters: Mapping[str, Any]) -> Message:
     if content is None and not calls:
         missing = "content and no tool_calls" if role == "assistant" else "content"
         raise BrokenSample(f"the role {role!r} has no {missing}{describe_other_keys(message)}")
-    if role == "assistant":
-        content, reasoning = _separated(message, content)
-        message = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
-        if reasoning:
-            message["reasoning_content"] = reasoning
     if content is not None:
         message["content"] = _content(content)
     elif "content" in turn:
         message["content"] = None
     return message
-
-
-def _separated(message: Message, content: Any) -> tuple[Any, str]:
-    """Return the content of a message without reasoning, and the reasoning; empty if there is
-    none."""
-    found = {key: message[key] for key in _REASONING_KEYS if message.get(key) not in (None, "")}
-    texts = {checked_text(text, key).strip(): text for key, text in found.items()}
-    if isinstance(content, list):
-        of_parts = [
-            part
-            for part in content
-            if isinstance(part, Mapping) and part.get("type") in _REASONING_PARTS
-        ]
-        content = [part for part in content if part not in of_parts]
-        text = "\n\n".join(_reasoning_of(part) for part in of_parts)
-        texts.setdefault(text.strip(), text)
-        if not content and of_parts and message.get("tool_calls"):
-            content = None
-    texts.pop("", None)
-    if len(texts) > 1:
-        raise BrokenSample(
-            f"its reasoning differs between {' and '.join(found) or 'its parts'}; keep one"
-        )
-    return content, next(iter(texts.values()), "")
-
-
-def _reasoning_of(part: Mapping[str, Any]) -> str:
-    value = next(
-        (
-            part[key]
-            for key in ("thinking", "reasoning", "text", "content")
-            if part.get(key) is not None
-        ),
-        None,
-    )
-    if isinstance(value, list):  # Mistral's parts hold parts
-        return "".join(_part(inside) for inside in value)
-    return checked_text(value, "text of a part with reasoning")
 
 
 def _content(content: Any) -> str:
