@@ -12,12 +12,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.commands import run_command
 from tests.experiments.test_rl import folder, train_rl  # noqa: F401 (a fixture)
 from tests.processes import run_processes
 from tests.training import TINY, flags, read_metrics, run, tiny_config, train
 from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Callback, Trainer
@@ -300,6 +302,7 @@ class FailingAlone(Trainer):
 
     def forward_backward_step(self, batch, n_tokens):
         loss = super().forward_backward_step(batch, n_tokens)
+        sum_over_ranks(torch.ones(()))  # takes part, although the loss has failed
         self.fail("after backward")
         return loss
 
@@ -329,7 +332,7 @@ FAILURES = [
     *(("ddp", place) for place in ("data", "loss", "after forward")),
     *(("tp", place) for place in ("data", "after forward")),
     *(("cp", place) for place in ("loss", "forward")),
-    *(("pp", place) for place in ("data", "loss")),
+    *(("pp", place) for place in ("data", "batch", "loss")),
 ]
 """Layouts of two ranks, and the place where the second rank fails. "late" reads results late, as on
 CUDA."""

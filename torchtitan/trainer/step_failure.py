@@ -42,6 +42,7 @@ class StepFailure:
         self.error: BaseException | None = None
         """The first error of this rank in the step."""
         self._batches: Sequence[Batch] = ()  # of the step before
+        self._batch: Batch | None = None  # the last one that was processed
         self._before: Sequence[_Pass] = ()  # through the models, in the last micro-batch
         self._passes: list[_Pass] | None = None  # in this micro-batch; None outside of one
         self._n_begun = 0
@@ -81,14 +82,28 @@ class StepFailure:
             self._batches = batches
         return batches
 
+    def or_batch_before(self, process: Callable[[], Batch]) -> Batch:
+        """Return what `process` returns, or its last result if it raises an error that is kept."""
+        try:
+            batch = process()
+        except BaseException as error:
+            if self._batch is None or not is_of_user(error) or is_lost_rank(error):
+                raise
+            self._keep(error, "data")
+            return self._batch
+        self._batch = batch if self._is_on else None
+        return batch
+
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
         """Take part in a micro-batch's collectives to their end if the block raises an error that
-        is kept."""
+        is kept. May be nested."""
         if not self._is_on:
             yield
             return
-        self._passes, self._n_begun, self._stage = [], 0, _FORWARD
+        self._passes = []
+        self._n_begun = 0
+        self._stage = _FORWARD
         try:
             yield
         except BaseException as error:
@@ -96,7 +111,9 @@ class StepFailure:
                 raise
             self._keep(error, "loss")
             if self._stage == _FORWARD:
+                self._stage = _BACKWARD
                 self._complete()
+            self._stage = _COMPLETE
         if self._passes:
             self._before = [one.without_result() for one in self._passes]
         self._passes = None
@@ -140,8 +157,7 @@ class StepFailure:
             if not is_training or not is_of_user(error) or is_lost_rank(error):
                 raise
             self._keep(error, "loss")
-            zero: Tensor = _Zero.apply(hidden, weight)
-            return zero
+            return _zero_loss(hidden, weight)
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._passes is None:
@@ -154,7 +170,9 @@ class StepFailure:
     def _end_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if self._passes is None:
             return
-        args, kwargs = _detached((args, kwargs))
+        # The head may hold large tensors, such as the states of a teacher.
+        head = {"head": _zero_loss} if "head" in kwargs else {}
+        args, kwargs = _detached((args, {**kwargs, **head}))
         done = _Pass(model, args, kwargs, torch.is_grad_enabled())
         for output in tree_iter(result):
             if isinstance(output, Tensor) and output.requires_grad:
@@ -227,13 +245,27 @@ class _Zero(torch.autograd.Function):
         return tuple(x if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
+def _zero_loss(hidden: Tensor, weight: Tensor | None, **inputs: Any) -> Tensor:
+    """An output head without a result."""
+    zero: Tensor = _Zero.apply(hidden, weight)
+    return zero
+
+
 def _zeros_like(x: Tensor) -> Callable[[], Tensor]:
     """Return a function that makes zeros like a tensor, which it does not keep."""
     if not isinstance(x, DTensor):
         return partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
-    mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
     make_local = _zeros_like(x.to_local())
-    return lambda: DTensor.from_local(make_local(), mesh, placements, shape=shape, stride=stride)
+    mesh, placements = x.device_mesh, x.placements
+    shape, stride = x.shape, x.stride()
+
+    def make_zeros() -> Tensor:
+        zeros: Tensor = DTensor.from_local(
+            make_local(), mesh, placements, shape=shape, stride=stride
+        )
+        return zeros
+
+    return make_zeros
 
 
 def _detached(arguments: Any) -> Any:

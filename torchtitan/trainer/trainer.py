@@ -684,9 +684,10 @@ class Trainer(Configurable):
             for index, batch in enumerate(micro_batches, start=1):
                 self.reduce_over_replicas(index == len(micro_batches))
                 with self.step_failure.completing(), self.sample_losses.of(batch):
-                    loss += self.forward_backward_step(
-                        self.post_dataloading_process(batch), n_tokens
+                    processed = self.step_failure.or_batch_before(
+                        partial(self.post_dataloading_process, batch)
                     )
+                    loss += self.forward_backward_step(processed, n_tokens)
         if self.has_own_loss:
             n_tokens = self.divide_by_weight(loss)
         self.watchdog.phase("gradient clipping")
@@ -756,16 +757,17 @@ class Trainer(Configurable):
             summed = self.pipeline.forward_backward(batch, scaled)
             self.step_failure.end_backward()
             return summed / degree
-        with self.mixed_precision():
+        loss: Tensor | None = None
+        with self.mixed_precision(), self.step_failure.completing():
             self.watchdog.phase("forward")
             summed_loss, weight = self.compute_loss(batch)
             loss = scaled(summed_loss)
             self.watchdog.phase("backward")
             loss.backward()
             self.step_failure.end_backward()
-        if self.has_own_loss:
-            self.weight += self.local_addend(weight)
-        return loss.detach() / degree
+            if self.has_own_loss:
+                self.weight += self.local_addend(weight)
+        return torch.zeros((), device=self.device) if loss is None else loss.detach() / degree
 
     def mixed_precision(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for forward and backward passes of the models."""
