@@ -15,7 +15,7 @@ import yaml
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import leaves
-from torchtitan.config.manager import ConfigManager, _registered_name
+from torchtitan.config.manager import ConfigManager, registered_name
 from torchtitan.config.registry import (
     built_in_modules,
     list_module,
@@ -618,10 +618,9 @@ class TestModules:
     def test_recipe(self):
         """A `published` configuration has the name that it is assigned to, and the family's
         module."""
-        assert _registered_name(load_config_function("qwen3", "4b")) == "qwen3.qwen3_4b"
+        assert registered_name(load_config_function("qwen3", "4b")) == "qwen3.qwen3_4b"
         assert (
-            _registered_name(load_config_function("qwen3", "debugmodel"))
-            == "qwen3.qwen3_debugmodel"
+            registered_name(load_config_function("qwen3", "debugmodel")) == "qwen3.qwen3_debugmodel"
         )
 
 

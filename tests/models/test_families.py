@@ -287,10 +287,14 @@ def test_removed_built_in_family(in_workplace, tmp_path):
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys\nfrom torchtitan.cli.main import main\n"
-        f"for command in {COMMANDS}:\n"
-        "    try: main([command, '--help'])\n"
+        "import sys\nfrom torchtitan.cli.main import COMMANDS, main\n"
+        "of_data = [('data', name) for name in ('inspect', 'prepare', 'show')]\n"
+        "of_folder = ('train', '--module', 'llama3', '--config', 'sft')\n"
+        "for command in (*zip(COMMANDS), *of_data, of_folder):\n"
+        "    try: main([*command, '--help'])\n"
         "    except SystemExit: pass\n"
+        "    assert 'torch' not in sys.modules, command\n"
+        "assert main(['report', 'no_run']) == 2\n"
         "assert 'torch' not in sys.modules"
     )
     result = subprocess.run(

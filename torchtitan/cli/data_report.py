@@ -3,22 +3,19 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jinja2
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from torchtitan.cli.data_samples import Document, Row, Sample
+from torchtitan.cli.pages import render
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import DataSummary, Report, SetSummary
 from torchtitan.tools.logging import presentable
 from torchtitan.tools.tables import print_table
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,16 +362,3 @@ def page(inspection: Inspection) -> str:
         counts=_counts_of(inspection.samples),
         samples=inspection.samples,
     )
-
-
-def render(template: str, **values: Any) -> str:
-    """Return a template of this package with these values, which are escaped, and `presentable`;
-    the template itself escapes (`| e`) the content of data, which must be `visible` already."""
-    environment = jinja2.Environment(
-        autoescape=True, keep_trailing_newline=True, finalize=_presentable
-    )
-    return environment.from_string((TEMPLATES / template).read_text("utf-8")).render(values)
-
-
-def _presentable(value: Any) -> Any:
-    return presentable(value) if type(value) is str else value  # HTML is of another type

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.cli.data_report import TEMPLATES, render
 from torchtitan.cli.model_options import run_command
+from torchtitan.cli.pages import TEMPLATES, render
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
 from torchtitan.components.observe.run_events import (

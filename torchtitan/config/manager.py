@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -32,11 +33,12 @@ from torchtitan.config.configurable import (
     leaves,
     whole_number,
 )
-from torchtitan.config.option_names import certainly_unknown
+from torchtitan.config.option_table import KnownConfiguration, known_configuration
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
     is_trusted,
+    is_written_for_folder,
     load_config_function,
     needs_assets,
 )
@@ -103,10 +105,10 @@ class ConfigManager:
             raise _untrusted_in_file(
                 {"module": {module: NamesCode.problem}}, ["--module", module], selected.config_file
             )
-        if not {"-h", "--help"} & set(overrides):
-            written = {key: word for word in overrides if (key := _key_of(word))}
-            if unknown := certainly_unknown(module, config_name, written):
-                raise self._unknown([unknown.word], unknown.known)
+        if is_written_for_folder(module, config_name):
+            self._assets_path(config_name, overrides, document)
+        if known_config := known_configuration(module, config_name):
+            self._check_early(known_config, overrides, document, selected.config_file)
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}
         if needs_assets(function):
@@ -122,7 +124,7 @@ class ConfigManager:
                 "Trainer.Config"
             )
         default = (
-            default.registered(_registered_name(function))
+            default.registered(registered_name(function))
             if hasattr(default, "registered")
             else default
         )
@@ -145,6 +147,26 @@ class ConfigManager:
             _check_trust(config, [default, without_file], selected.config_file)
         return ResolvedConfig(module, config_name, config)
 
+    def _check_early(
+        self, known: KnownConfiguration, args: list[str], document: dict[str, Any], path: str
+    ) -> None:
+        """Report a mistake, or print the help, without importing torch, if the table of options is
+        up to date."""
+        types, options = known.types, known.options
+        try:
+            _check_keys(document, list(types), path)
+            _check_values(document, types, path)
+            words = _to_switches(args, {key for key in options if types[key] is bool})
+            of_options = {key: types[key] for key in options}
+            _check_words(words, of_options)
+            if {"-h", "--help"} & set(words) and known.is_current:
+                self._parse(known.stand_in(), words, options)
+            if unknown := _unknown_words(words, of_options):
+                raise self._unknown(unknown, options)
+        except UserError:
+            if known.is_current:
+                raise
+
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         option = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
         option.add_argument(
@@ -162,7 +184,7 @@ class ConfigManager:
             raise SystemExit(0)
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
-    def _parse(self, default: Configurable.Config, args: list[str], known: Collection[str]) -> Any:
+    def _parse(self, default: Any, args: list[str], known: Collection[str]) -> Any:
         _check_words(args, types_by_key(default, type(default)))
         registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)
@@ -280,6 +302,29 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
             raise UserError(f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}")
 
 
+def _unknown_words(words: Sequence[str], types: Mapping[str, Any]) -> list[str]:
+    """Return the words of the command line, with booleans as switches, that set no option."""
+    unknown = []
+    n_values = 0.0
+    """Further values that the last option takes."""
+    for word in words:
+        key = _key_of(word)
+        section, dot, name = key.rpartition(".")
+        positive = f"{section}{dot}{name.removeprefix('no_')}"
+        if not key:
+            n_values -= 1
+        elif types.get(positive) is bool:
+            n_values = 0
+        elif key in types:
+            n_values = inf if holds_list(types[key]) else 1
+            n_values = 0 if "=" in word else n_values
+        else:
+            n_values = -inf
+        if n_values < 0:
+            unknown.append(word)
+    return unknown
+
+
 def _is_option(word: str) -> bool:
     return bool(_key_of(word)) or word == "-h"
 
@@ -296,7 +341,7 @@ def _key_of(word: str) -> str:
     return word.partition("=")[0][2:].replace("-", "_")
 
 
-def _registered_name(function: Callable[..., object]) -> str:
+def registered_name(function: Callable[..., object]) -> str:
     """Return the registered name, package.function: only the last part of the import path, since
     the rest varies."""
     package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]

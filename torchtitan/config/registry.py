@@ -49,6 +49,8 @@ class ModuleListing(NamedTuple):
     name: str
     configs: list[str]
     flavors: list[str]
+    for_folders: list[str]
+    """Those of the configurations that need the folder `hf_assets_path`."""
 
 
 def built_in_modules() -> dict[str, Path]:
@@ -80,7 +82,7 @@ def modules_on_disk() -> dict[str, Path]:
 def list_module(name: str, folder: Path) -> ModuleListing:
     """Return the flavors (keys of `FLAVORS`) and the configurations in a module's source: functions
     with `_PARAMETERS`, or made by `_RECIPES`."""
-    configs = []
+    configs, for_folders = [], []
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
         match statement:
             case ast.FunctionDef(name=config, args=arguments):
@@ -94,6 +96,8 @@ def list_module(name: str, folder: Path) -> ModuleListing:
                 continue
         if _is_config(config, parameters):
             configs.append(config)
+            if ASSETS_PARAMETER in parameters:
+                for_folders.append(config)
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:
@@ -106,7 +110,7 @@ def list_module(name: str, folder: Path) -> ModuleListing:
                 for key in value.keys
                 if isinstance(key, ast.Constant) and isinstance(key.value, str)
             ]
-    return ModuleListing(name, configs, flavors)
+    return ModuleListing(name, configs, flavors, for_folders)
 
 
 def load_config_function(module: str, config: str) -> Callable[..., object]:
@@ -148,6 +152,20 @@ def _check_is_written(module: str, config: str) -> None:
     for_folders = list_module("auto", folders["auto"]).configs if is_family else []
     functions = list_module(module, folders[module]).configs
     raise _unknown(config, module, module, functions, for_folders)
+
+
+def is_written_for_folder(module: str, config: str) -> bool:
+    """Return whether a configuration of a built-in module needs the folder `hf_assets_path`: by its
+    source, without importing it."""
+    folders = built_in_modules()
+    if module not in folders:
+        return False
+    own = list_module(module, folders[module])
+    name = config if config in own.configs else f"{module}_{config}"
+    if name in own.configs:
+        return name in own.for_folders
+    is_family = "FORMATS" in (folders[module] / "__init__.py").read_text()
+    return is_family and config in list_module("auto", folders["auto"]).for_folders
 
 
 def _unknown(

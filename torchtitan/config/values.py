@@ -23,7 +23,7 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
         hints = get_type_hints(type(value), include_extras=True)
         names = [field.name for field in dataclasses.fields(value)]
         children = (
-            ("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name])
+            ("" if is_unnamed(hints[name]) else name, getattr(value, name), hints[name])
             for name in names
         )
     elif isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def _value_type(declared: Any) -> Any:
     return arguments[1] if len(arguments) == 2 else Any
 
 
-def _is_unnamed(declared: Any) -> bool:
+def is_unnamed(declared: Any) -> bool:
     annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
     return any(getattr(annotation, "name", None) == "" for annotation in annotations)
 
@@ -81,7 +81,7 @@ def with_values(value: Any, declared: Any, document: Any) -> Any:
         changes: dict[str, Any] = {}
         for field in dataclasses.fields(value):
             name, child = field.name, getattr(value, field.name)
-            if _is_unnamed(hints[name]):
+            if is_unnamed(hints[name]):
                 changes[name] = with_values(child, hints[name], document)
             elif name in document and not is_hidden(hints[name]):
                 changes[name] = with_values(child, hints[name], document[name])

@@ -85,7 +85,7 @@ class RunConfig(Configurable.Config):
     """Package and function that registered this configuration. Part of the run's identity; set by
     the command line."""
 
-    preflight: Annotated[Preflight | None, tyro.conf.Fixed] = None
+    preflight: Annotated[Preflight | None, tyro.conf.Suppress] = None
     """Result of `check`, if the run takes place in the same process. Set by `torchtitan train`."""
 
     model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]

@@ -10,9 +10,8 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Literal
-
-import torch
 
 from torchtitan.components.checkpoint.filesystem import Folder
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -66,7 +65,7 @@ class Marker:
     manifest: str = ""
     """Digest of manifest.json, set by `commit`."""
 
-    torch_version: str = torch.__version__
+    torch_version: str = dataclasses.field(default_factory=lambda: version("torch"))
 
     format_version: int = _FORMAT_VERSION
     """Version of the folder's structure and its entries."""

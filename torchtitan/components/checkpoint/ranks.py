@@ -3,12 +3,12 @@ errors."""
 
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
-
-from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ class Ranks:
     """The ranks of a CPU process group, or this process alone without a group. An error that cannot
     be pickled is raised as an `OSError` (or `UserError`) with the same text."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = group
         self.rank = group.rank() if group else 0
         self.size = group.size() if group else 1
@@ -25,16 +25,24 @@ class Ranks:
     @classmethod
     def of_run(cls) -> "Ranks":
         """Return the ranks of the default process group, if there is one."""
+        import torch.distributed as dist
+
         return cls(dist.group.WORLD if dist.is_initialized() else None)
 
     def gather(self, value: T) -> list[T]:
         """Return `value` of every rank, in rank order."""
-        return gather_objects(value, self.group) if self.group else [value]
+        if self.group is None:
+            return [value]
+        from torchtitan.distributed.process_group import gather_objects
+
+        return gather_objects(value, self.group)
 
     def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result, or raise its error, on every rank."""
         results: list[Any] = [self._call(function) if self.rank == 0 else (None, None)]
         if self.group:
+            import torch.distributed as dist
+
             dist.broadcast_object_list(results, group_src=0, group=self.group)
         return self._unwrap(results)[0]
 

@@ -1,0 +1,200 @@
+"""Mistakes found, and help printed, without importing torch: the same as from the configuration
+itself."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.config.test_config import parse
+from tests.options_table import as_text, configurations, table
+from torchtitan.config import manager, option_table, registry
+from torchtitan.config.configurable import describe, fits
+from torchtitan.config.option_table import known_configuration, source_digest
+from torchtitan.config.registry import (
+    built_in_modules,
+    is_written_for_folder,
+    list_module,
+    load_config_function,
+    needs_assets,
+)
+from torchtitan.config.values import is_hidden, types_by_key
+from torchtitan.tools.errors import UserError
+
+VALUES = ["", "abc", "1", "-1", "1.5", "1e3", "nan", "true", "None", "none", "a,b"]
+
+
+def test_table_is_current():
+    assert json.loads(option_table.TABLE.read_text())["source"] == source_digest(), (
+        "run python -m tests.options_table"
+    )
+
+
+@pytest.mark.slow
+def test_table_has_the_options_of_every_configuration():
+    assert option_table.TABLE.read_text() == as_text(table()), "run python -m tests.options_table"
+    for module, name, config in configurations():
+        known = known_configuration(module, name)
+        for key, declared in types_by_key(config, type(config)).items():
+            if key in known.fields and not is_hidden(declared):
+                listed = known.types[key]
+                assert describe(listed) == describe(declared)
+                assert [fits(word, listed) for word in VALUES] == [
+                    fits(word, declared) for word in VALUES
+                ]
+
+
+def test_digest_covers_what_declares_an_option(tmp_path, monkeypatch):
+    file = tmp_path / "loss.py"
+    monkeypatch.setattr(option_table, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(option_table, "built_in_modules", dict)
+    source = (
+        'Kind = Literal[\n    "a",\n]\n\n\nclass Loss:\n    class Config(\n        Base,\n    ):\n'
+        '        weight: int = 1\n        """Weight."""\n\n        def check(self):\n'
+        "            pass\n\n    def compute(self):\n        pass\n"
+    )
+    file.write_text(source)
+    digest = source_digest()
+    for part in ('"a"', "weight: int", "= 1", "Weight."):
+        file.write_text(source.replace(part, f"{part} or another"))
+        assert source_digest() != digest
+    for part in ("            pass", "compute"):
+        file.write_text(source.replace(part, f"{part}_2"))
+        assert source_digest() == digest
+
+
+@pytest.mark.parametrize("module", built_in_modules())
+def test_unknown_configurations_have_one_message(module, monkeypatch):
+    with pytest.raises(UserError, match="^unknown configuration 'nowhere'") as early:
+        load_config_function(module, "nowhere")
+    monkeypatch.setattr(registry, "_check_is_written", lambda module, config: None)
+    with pytest.raises(UserError) as late:
+        load_config_function(module, "nowhere")
+    assert str(early.value) == str(late.value)
+
+
+def test_configurations_for_folders_are_known_by_their_source():
+    for module, folder in built_in_modules().items():
+        for name in list_module(module, folder).configs:
+            needs = needs_assets(load_config_function(module, name))
+            assert is_written_for_folder(module, name) == needs
+    assert is_written_for_folder("llama3", "sft") and not is_written_for_folder("llama3", "x")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--training.stepz", "3"],
+        ["--training.stepz=3"],
+        ["--trainingz.steps", "3"],
+        ["--steps", "3"],
+        ["--stepz"],
+        ["--validator.no_enablez"],
+        ["--no-enablez"],
+        ["--no_checkpoint.enable"],
+        ["--training.steps", "3", "--optimizer.lrz", "--loss.x"],
+        ["stray"],
+        ["--training.steps", "3", "4"],
+        ["--training.steps=3", "4"],
+        ["--training.steps", "3", "4", "--optimizer.lrz", "5"],
+        ["--checkpoint.enable", "true", "4"],
+        ["--training.steps", "abc"],
+        ["--training.steps=1.5"],
+        ["--training.steps"],
+        ["--training.steps", "--optimizer.lr"],
+        ["--optimizer.name", "adam"],
+        ["--optimizer.lr", "fast"],
+        ["--checkpoint.enable=maybe"],
+        ["--dataloader.weights", "1", "x"],
+        ["--model.n_layers", "None"],
+        ["--optimizer.name", "adam", "--training.steps", "abc", "--x"],
+        ["--config_file", "wrong_key.yaml"],
+        ["--config_file", "wrong_value.yaml"],
+        ["--config_file", "right.yaml", "--training.steps", "abc"],
+    ],
+    ids=" ".join,
+)
+def test_mistakes_have_one_message(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong_key.yaml").write_text("training: {stepz: 3}")
+    (tmp_path / "wrong_value.yaml").write_text("training: {steps: abc}")
+    (tmp_path / "right.yaml").write_text("training: {steps: 3}")
+    with monkeypatch.context() as without_import:
+        without_import.delattr(manager, "load_config_function")
+        with pytest.raises(UserError) as early:
+            parse(*words)
+    monkeypatch.setattr(manager, "known_configuration", lambda *names: None)
+    with pytest.raises(UserError) as late:
+        parse(*words)
+    assert str(early.value) == str(late.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--training.steps", "1e3", "--checkpoint.no_enable", "--training.max-norm", "inf"],
+        ["--training.batch_schedule", "10:16", "20:32", "--debug.seed=-1", "--optimizer.lr=1e-3"],
+        ["--training.epochs", "None", "--validator.enable", "false", "--training.batch_schedule"],
+    ],
+    ids=" ".join,
+)
+def test_right_words_are_no_mistakes(words, monkeypatch):
+    early = parse(*words)
+    monkeypatch.setattr(manager, "known_configuration", lambda *names: None)
+    assert early == parse(*words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        ("llama3", "debugmodel"),
+        ("deepseek_v3", "debugmodel"),
+        ("preference", "dpo_debugmodel"),
+        ("ppo", "debugmodel"),
+    ],
+)
+def test_help_is_that_of_the_configuration(module, config, monkeypatch, capsys):
+    def printed():
+        with pytest.raises(SystemExit) as ended:
+            parse("--module", module, "--config", config, "--help")
+        assert ended.value.code == 0
+        # Lines may break at other places.
+        return re.sub(r"[│╭╮╰╯─|+\s-]", "", capsys.readouterr().out)
+
+    with monkeypatch.context() as without_import:
+        without_import.delattr(manager, "load_config_function")
+        early = printed()
+    monkeypatch.setattr(manager, "known_configuration", lambda *names: None)
+    assert early == printed()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config", "nowhere"],
+        ["--module", "nowhere"],
+        ["--training.stepz", "3"],
+        ["--training.steps", "abc"],
+    ],
+)
+def test_torch_is_not_imported(words):
+    code = (
+        "import sys; from torchtitan.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code, "train", *words], capture_output=True, text=True
+    )
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--training.steps", "3"], ["--optimizer.name", "SGD"]])
+def test_an_older_table_is_not_trusted(words, tmp_path, monkeypatch):
+    table = tmp_path / "options.json"
+    older = option_table.TABLE.read_text().replace(f'"source": "{source_digest()}"', '"source": ""')
+    table.write_text(older.replace("training.steps", "training.stepz").replace("'SGD', ", ""))
+    monkeypatch.setattr(option_table, "TABLE", table)
+    assert parse(*words).config

@@ -1,0 +1,23 @@
+"""Pages from the HTML templates of this package."""
+
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.logging import presentable
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of this package with these values, which are escaped, and `presentable`;
+    the template itself escapes (`| e`) the content of data, which must be `visible` already."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, keep_trailing_newline=True, finalize=_presentable
+    )
+    return environment.from_string((TEMPLATES / template).read_text("utf-8")).render(values)
+
+
+def _presentable(value: Any) -> Any:
+    return presentable(value) if type(value) is str else value  # HTML is of another type

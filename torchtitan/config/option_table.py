@@ -1,0 +1,139 @@
+"""The options of the built-in configurations, known without importing torch, which takes
+seconds."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_type_hints
+
+from torchtitan.config.registry import REGISTRY_FILE, built_in_modules
+from torchtitan.config.values import nested
+
+_PACKAGE = Path(__file__).parents[1]
+
+TABLE = _PACKAGE / "assets/options.json"
+"""Written by `python -m tests.options_table`: `sections` lists sections, or parts of them, with the
+type and the help text of each option (null: a field that is no option), `values` their default
+values; `configurations` has the numbers of sections and of values of each configuration. It
+excludes configurations for a folder, whose options depend on it."""
+
+_DECLARATIONS = re.compile(
+    r"^( *)class \w*Config\b[^\n]*\n"
+    r"(?:(?!\1    (?:def|@|class) )(?:\1 +[^\n]*|\1\)[^\n]*|)\n)*",
+    re.MULTILINE,
+)
+"""A configuration class up to its first method."""
+
+_CHOICES = re.compile(r"^\w+ = Literal\[[^\]]*\]", re.MULTILINE)
+"""A name for choices, which fields of configurations have as their type."""
+
+
+class Option(NamedTuple):
+    """An option, or a field that is no option, whose declared type is `Any`."""
+
+    declared: Any
+    default: Any
+    text: str
+    hidden: bool
+
+
+class KnownConfiguration:
+    """The options of a built-in configuration, according to the table."""
+
+    def __init__(self, table: Mapping[str, Any], numbers: list[list[int]]):
+        self._source = table["source"]
+        self.fields: dict[str, Option] = {}
+        self._sections: dict[str, str] = {}
+        """Help texts of sections."""
+        for section, values in numbers:
+            part = table["sections"][section]
+            self._sections |= part["sections"]
+            spelled = {key: option[0] for key, option in part["options"].items() if option}
+            types = _types(spelled)
+            rows = zip(part["options"].items(), table["values"][values], strict=True)
+            for (key, option), default in rows:
+                text = option[1] if option else ""
+                self.fields[key] = Option(types.get(key, Any), default, text, hidden=not option)
+
+    @property
+    def options(self) -> list[str]:
+        """The names of the options."""
+        return [key for key, field in self.fields.items() if not field.hidden]
+
+    @property
+    def types(self) -> dict[str, Any]:
+        """The declared types of the options, and `Any` for fields that are no options."""
+        return {key: field.declared for key, field in self.fields.items()}
+
+    @cached_property
+    def is_current(self) -> bool:
+        """Whether no configuration has been edited since the table was written: certain for the
+        names, types and texts of options; default values may also come from other code."""
+        return bool(self._source == source_digest())
+
+    def stand_in(self) -> Any:
+        """Return an instance of dataclasses with the same options, whose help is the same."""
+        document = nested({key: self.fields[key] for key in self.options})
+        return self._stand_in(document, "")()
+
+    def _stand_in(self, document: Mapping[str, Any], section: str) -> type:
+        fields = []
+        for name, item in document.items():
+            key = f"{section}.{name}".lstrip(".")
+            if isinstance(item, Option):
+                metadata = {"help": item.text}
+                default = dataclasses.field(default_factory=_Same(item.default), metadata=metadata)
+                fields.append((name, item.declared, default))
+            else:
+                inner = self._stand_in(item, key)
+                metadata = {"help": self._sections.get(key, "")}
+                default = dataclasses.field(default_factory=inner, metadata=metadata)
+                fields.append((name, inner, default))
+        return dataclasses.make_dataclass("StandIn", fields, kw_only=True)
+
+
+class _Same:
+    """A function that returns one value. Lists cannot be defaults of a dataclass."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+def _types(spelled: Mapping[str, str]) -> dict[str, Any]:
+    """Return types by key, as Python spells them."""
+    holder = type("Types", (), {"__annotations__": dict(spelled)})
+    return get_type_hints(holder, localns={"Literal": Literal})
+
+
+def known_configuration(module: str, config: str) -> KnownConfiguration | None:
+    """Return the options of a configuration, or None if the table does not have it: modules outside
+    of the package may have any options."""
+    if module not in built_in_modules():
+        return None
+    table = json.loads(TABLE.read_text())
+    configs = table["configurations"].get(module, {})
+    numbers = configs.get(config, configs.get(f"{module}_{config}"))
+    return KnownConfiguration(table, numbers) if numbers is not None else None
+
+
+def source_digest() -> str:
+    """Return the digest of the code that declares options: configuration classes, their choices,
+    configuration functions and flavors."""
+    found = []
+    folders = built_in_modules().values()
+    whole = {folder / name for folder in folders for name in (REGISTRY_FILE, "__init__.py")}
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        text = file.read_text()
+        if file in whole:
+            found.append(text)
+        else:
+            found += [match[0] for match in _DECLARATIONS.finditer(text)]
+            found += _CHOICES.findall(text)
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]

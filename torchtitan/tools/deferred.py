@@ -1,0 +1,18 @@
+"""Names of a package that are imported on first use, since their modules import torch, which takes
+seconds."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def deferred(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose names come from its `modules` (name → module).
+    The package imports the same names `if TYPE_CHECKING`, for type checkers and editors."""
+
+    def attribute(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+
+    return attribute
