@@ -320,7 +320,6 @@ LAYOUTS = {
     "fsdp": {"parallelism__data_parallel_shard_degree": 2},
     "late": {"parallelism__data_parallel_shard_degree": 2, "metrics__log_freq": 100},
     "ddp": {**ONE_PART, "parallelism__data_parallel_replicate_degree": 2},
-    "tp": {**ONE_PART, "parallelism__tensor_parallel_degree": 2},
     "cp": {**ONE_PART, "parallelism__context_parallel_degree": 2},
     "pp": {**ONE_PART, "parallelism__pipeline_parallel_degree": 2},
 }
@@ -330,7 +329,6 @@ FAILURES = [
     *(("fsdp", place) for place in WHOLE + OWN),
     *(("late", place) for place in ("data", "loss")),
     *(("ddp", place) for place in ("data", "loss", "after forward")),
-    *(("tp", place) for place in ("data", "after forward")),
     *(("cp", place) for place in ("loss", "forward")),
     *(("pp", place) for place in ("data", "batch", "loss")),
 ]

@@ -34,7 +34,8 @@ class StepFailure:
 
     With several ranks it is kept until all ranks know of it, except where there is nothing to save
     or nothing to take part with: without checkpoints, in the first step after a start, after an
-    optimizer step in the backward pass. There, and in a single process, it ends the run at once.
+    optimizer step in the backward pass, under tensor parallelism. There, and in a single process,
+    it ends the run at once.
     """
 
     def __init__(self, trainer: Any):
@@ -55,6 +56,8 @@ class StepFailure:
             world_size() > 1
             and config.checkpoint.saves
             and not config.optimizer.early_step_in_backward
+            # There the loss communicates, and what it sends depends on the labels.
+            and self._trainer.parallel_dims.tp == 1
         )
 
     def watch(self, models: Sequence[nn.Module]) -> None:
