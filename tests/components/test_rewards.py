@@ -648,11 +648,21 @@ def test_the_text_after_an_answer_is_read_in_parts_of_bounded_length(part, monke
     [
         ("", ") ", 40, "the word = 4", True),
         ("The answer is +", " ", 900, "4", False),
-        ("4", " ", 900, "x", True),
+        ("4", " ", 900, "x", False),
         ("", "_", 900, " the answer is 4", True),
         ("\\boxed{4}\nx", "\n", 200_000, "x", True),
         ("\\boxed{4}\nx", "\n", 200_000, "No, it is 5", False),
-        ("", "#### 4\n", 2000, "", False),
+        ("", "#### 4\n", 2000, "", True),
+        ("", "The answer is \\boxed{4}.\n", 5000, "", True),
+        ("", "so \\boxed{4}. ", 5000, "", True),
+        ("", "\\boxed{4}\n", 20_000, "", True),
+        ("", "\\boxed{4}\n", 20_000, "\\boxed{5}", False),
+        ("", "\\boxed{", 20_000, "4", False),
+        ("The answer is 4", "</s> ", 20_000, "", True),
+        ("", "> a\n", 20_000, "> The answer is 4", True),
+        ("", "```\n", 20_001, "4", True),
+        ("The answer is 4", "✅ ", 20_000, "", True),
+        ("\\begin{align}", "\\\\[", 20_000, "", False),
     ],
 )
 def test_no_pattern_tries_a_repeated_part_in_many_ways(start, part, times, end, pays):

@@ -4,10 +4,13 @@ A text has one answer, or none: a text with two readings, such as `5 or 6`, has 
 never rewarded. docs/post_training.md lists the forms.
 """
 
+import functools
 import re
+from fractions import Fraction
 from typing import NamedTuple
 
-from torchtitan.components.rollout.contexts import COUNTS
+from torchtitan.components.rollout.contexts import COUNTS, DOUBTS
+from torchtitan.components.rollout.endings import is_known_ending
 from torchtitan.components.rollout.exact_numbers import (
     MAX_CHARACTERS,
     Number,
@@ -16,6 +19,7 @@ from torchtitan.components.rollout.exact_numbers import (
     same_numbers,
     unwrapped,
 )
+from torchtitan.components.rollout.plain_texts import without_marks
 from torchtitan.components.rollout.sentences import (
     is_changed_by,
     is_equal_to_all,
@@ -29,7 +33,9 @@ _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _THOUGHTS = re.compile(r"\A.*</think(?:ing)?>", re.IGNORECASE | re.DOTALL)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
-_ANSWER_IS = re.compile(r"\b(?:answer|result)\b[*_ ]*(?:is\b|=|:)[*_ ]*:?", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+    r"\b(?:answer|result)\b[*_ ]*[\"']?[*_ ]*(?:is\b|=|:|→|⇒)[*_ ]*:?", re.IGNORECASE
+)
 _NO_SUBJECT = re.compile(
     r"(?:\b(?:wrong|incorrect|false|previous|old|first|second|next|bad|expected|alternative|"
     r"another|other|partial|intermediate|initial|preliminary|tentative|approximate|rough|rounded|"
@@ -41,6 +47,7 @@ _NO_SUBJECT = re.compile(
 _SUBJECT = re.compile(
     r"(?:\b(?:the|my|our|final|correct|right|numeric(?:al)?|exact)\s*+|[*_]++)++\Z", re.I
 )
+_STEP = re.compile(r"\A\s*(?:[-*•]\s+)?(?:[*_#\s]*step\s*[0-9]+[*_ ]*[:.)])?", re.IGNORECASE)
 _NAME = re.compile(r"(?<!as a )\b(?:answer|result|solution)\b", re.IGNORECASE)
 _IS = re.compile(
     r"(?:[\s,*_$}]|\b(?:therefore|thus|then|hence|so|now|here|finally|again|indeed|clearly|which|"
@@ -69,7 +76,7 @@ _FILLER = re.compile(
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _REASON = re.compile(
-    r",?\s++(?:because|since|as|which|given|where|when|if|not)\b",
+    r",?\s++(?:because|since|as|which|given|where|not|when(?! \$?[a-z]\$? is\b))\b",
     re.IGNORECASE,
 )
 _OTHER = re.compile(r"[,;]?\s++(?:so|rather|instead|or)\b|;(?=\s)", re.IGNORECASE)
@@ -94,8 +101,6 @@ _SO = re.compile(
 )
 _CONCLUSION_END = re.compile(r"\.\s|\.?\Z")
 _DIGIT = re.compile("[0-9]")
-_MAX_STATEMENTS = 20
-"""Statements of one kind at the end of a text that are compared."""
 
 
 class Answer(NamedTuple):
@@ -121,7 +126,7 @@ def final_answer(text: str) -> Answer:
     `\\boxed{…}`; else the rest of the last line that begins with `####` and is a number; else what
     follows the last "answer is" (or "answer:", "result is") in its sentence; else the whole text,
     as a sentence if it is long. No answer if a later statement is another one, or takes it back."""
-    text = _THOUGHTS.sub("", text)
+    text = without_marks(_THOUGHTS.sub("", text))
     for statements in (_tags(text), _boxes(text), _hashes(text), _sentences(text)):
         if not statements:
             continue
@@ -134,7 +139,7 @@ def final_answer(text: str) -> Answer:
         return _NONE
     if len(text) > MAX_CHARACTERS:
         return Answer(f"…{text[-MAX_CHARACTERS:]}", is_sentence=True)  # no answer as a whole
-    return Answer(text, is_sentence=re.search(r"\s", text) is not None)
+    return Answer(text, is_sentence=re.search(r"\s|=", text) is not None)
 
 
 def _tags(text: str) -> list[_Statement]:
@@ -145,28 +150,57 @@ def _tags(text: str) -> list[_Statement]:
 
 
 def _boxes(text: str) -> list[_Statement]:
-    """Return the last boxes of a text."""
-    starts = list(_BOX.finditer(text))[-_MAX_STATEMENTS:]
+    """Return the boxes of a text that contain no others."""
+    starts = list(_BOX.finditer(text))
+    ends = _ends_of_groups(text) if starts else {}
+    read = functools.cache(_answer_of_box)  # a model may repeat its answer up to its last token
     found = []
     for number, match in enumerate(starts):
-        end = _end_of_group(text, match.end())
+        end = ends.get(match.end() - 1)
         if end is None:  # cut off: no answer
             found.append(_Statement(match.start(), len(text), _NONE))
             continue
         is_outer = number + 1 < len(starts) and starts[number + 1].start() < end
         if is_outer:
             continue
-        before, after = _without_emphasis(
-            text[: match.start()][-MAX_CHARACTERS:], text[end + 1 :][:MAX_CHARACTERS]
-        )
-        after = clean(after)
-        answer = Answer(text[match.end() : end])
-        numbers = read_numbers(answer.text)
-        is_contradicted = len(numbers) == 1 and not is_equal_to_all(clean(before), numbers[0])
-        if is_contradicted or _is_part(before, after):
-            answer = _NONE
+        is_last = number + 1 == len(starts)
+        n_characters = MAX_CHARACTERS if is_last else _NEAR
+        before = text[max(0, match.start() - n_characters) : match.start()]
+        after = text[end + 1 : end + 1 + n_characters]
+        answer = read(before, text[match.end() : end], after)
         found.append(_Statement(match.start(), end + 1, answer))
     return found
+
+
+def _answer_of_box(before: str, inside: str, after: str) -> Answer:
+    """Return the content of a box, or no answer if it is a part of the texts around it."""
+    inside = _NAME_IN_BOX.sub("", inside)
+    before, after = _without_emphasis(before, after)
+    before, after = _without_brackets(before, clean(after))
+    numbers = read_numbers(inside)
+    number = numbers[0] if len(numbers) == 1 else None
+    if number and not is_equal_to_all(clean(before), number, is_box=True):
+        return _NONE
+    return _NONE if _is_part(before, after, number.value if number else None) else Answer(inside)
+
+
+_NEAR = 100
+"""Characters around a box that are searched for what makes it a part, except around the last."""
+
+_NAME_IN_BOX = re.compile(
+    r"\A\s*(?:\\(?:text|textbf)\s*\{\s*(?:the )?(?:final )?answer\s*(?:is|[:=])\s*\}|=)",
+    re.IGNORECASE,
+)
+_OPENED_BRACKET = re.compile(r"(?:\A|(?<=[\s$*:]))([(\[])([\s$*]*)\Z")
+_CLOSED_BRACKET = re.compile(r"([\s$*]*)([)\]])")
+
+
+def _without_brackets(before: str, after: str) -> tuple[str, str]:
+    """Return the texts around a box without brackets around it alone."""
+    opened, closed = _OPENED_BRACKET.search(before), _CLOSED_BRACKET.match(after)
+    if opened and closed and opened[1] + closed[2] in ("()", "[]"):
+        return before[: opened.start()] + opened[2], closed[1] + after[closed.end() :]
+    return before, after
 
 
 _EMPHASIS_BEGINS = r"(?<![^\s(>])(\*{1,3}|_{1,3})(?![\s*_])"
@@ -186,13 +220,16 @@ def _without_emphasis(before: str, after: str) -> tuple[str, str]:
     return _EMPHASIS.sub(r"\2", before), after
 
 
-def _end_of_group(text: str, start: int) -> int | None:
-    depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return place
-    return None
+def _ends_of_groups(text: str) -> dict[int, int]:
+    """Return the place of the closing brace of each opening one."""
+    opened: list[int] = []
+    ends = {}
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            ends[opened.pop()] = brace.start()
+    return ends
 
 
 _WRAPPER = re.compile(r"\\(?:f?boxed|fbox|mathbf|boldsymbol|text\w*|color\{\w+\})\s*\{\s*\Z")
@@ -205,7 +242,10 @@ _SUFFIX = re.compile(
     r"squared|cubed|factorial|base|ish|through|until|versus|vs|[ap]m)\b",
     re.IGNORECASE,
 )
-_CAUSE = re.compile(r"[,;]?\s*\b(?:because|since|as|which|given|where|when|so|is|was|are)\b", re.I)
+_CAUSE = re.compile(
+    r"[,;]?\s*\b(?:because|since|as|which|given|where|when|attained|achieved|so|is|was|are)\b",
+    re.IGNORECASE,
+)
 _MORE_VALUES = re.compile(
     rf"[0-9\\$&|=]|(?:[,;]|\band\b|\bor\b|\bto\b)\s*(?:and |or |then |a |an |also |the )*"
     rf"(?:{COUNTS}|half|quarter|third)\b",
@@ -213,7 +253,7 @@ _MORE_VALUES = re.compile(
 )
 
 
-def _is_part(before: str, after: str) -> bool:
+def _is_part(before: str, after: str, value: Fraction | None) -> bool:
     """Return whether a box is a part of what its formula or sentence says, as in `-\\boxed{4}`."""
     if re.search(r"[0-9]\.\Z|(?<!#)#\Z", before) or re.match(r"[A-Za-z'′″]", after):
         return True
@@ -223,7 +263,7 @@ def _is_part(before: str, after: str) -> bool:
     before = before.replace("$", "").rstrip(" \n\t")
     if re.search(r"[0-9)\]}√∛^_±]\Z|(?<![^\W_])(?![aAI])[^\W\d_]\Z", before):
         return True
-    return _is_opened(clean(before)) or is_excluded(f"{before} ") or _is_continued(after)
+    return _is_opened(clean(before)) or is_excluded(f"{before} ") or _is_continued(after, value)
 
 
 def _is_opened(before: str) -> bool:
@@ -239,11 +279,13 @@ def _is_opened(before: str) -> bool:
     return False
 
 
-def _is_continued(after: str) -> bool:
+def _is_continued(after: str, value: Fraction | None) -> bool:
     """Return whether the text after a box changes it, or gives more values."""
     marks = _MARKS_AFTER.match(after)
     assert marks
     rest = re.sub(r"\A(?:[\s$}]|\\[)\]])+", "", after)
+    if re.match(r"[\s$]*\n\s*\*\*\w", after):  # emphasis of a new line
+        return False
     if re.match(r"[\^_%‰²³°¢k]|\\(?:%|times|cdot|pm|pi|sqrt|div|circ)|[-+*/×·÷!]", rest):
         return True
     word = re.match(r"(?:\\text\s*\{\s*)?([A-Za-z]+)", rest)
@@ -254,6 +296,10 @@ def _is_continued(after: str) -> bool:
     if is_changed_by(beginning, beginning):
         return True
     n_breaks = marks[0].count("\n")
+    if not n_breaks and not is_known_ending(after, value, is_alone=False):
+        return True
+    if not n_breaks and re.match(r"\s[\s$]*[(\[]", after):
+        return False
     rest = after[marks.end() :]
     if n_breaks > 1 or not rest:
         return False
@@ -268,6 +314,8 @@ def _is_continued(after: str) -> bool:
     if not _WORD.match(words) or (not joined and _SUFFIX.match(words)):
         return True
     clause = _SENTENCE_END.split(words, maxsplit=1)[0]
+    if DOUBTS.search(clause):
+        return True
     clause = _CAUSE.split(clause, maxsplit=1)[0]
     return _MORE_VALUES.search(f"{joined[0] if joined else ''}{clause}") is not None
 
@@ -288,7 +336,8 @@ def _sentences(text: str) -> list[_Statement]:
         filler = _FILLER.match(rest)
         start = filler.end() if filler else 0
         content, end = _clause(rest[start:])
-        subject = _SUBJECT.sub("", _last_sentence(text[: match.start()]))
+        subject = _STEP.sub("", _last_sentence(text[: match.start()]))
+        subject = _SUBJECT.sub("", subject)
         is_other = _NO_SUBJECT.search(subject) or _LENGTH.match(content)
         if is_other or is_excluded(f"{subject.rstrip()} "):
             content = ""
@@ -340,18 +389,23 @@ def _is_about_answer(text: str) -> bool:
 def _has_rival(text: str, statements: list[_Statement]) -> bool:
     """Return whether a statement differs from the last one, in the same sentence or with nothing
     between them."""
-    statements = statements[-_MAX_STATEMENTS:]
     last = statements[-1]
+    is_same = functools.cache(_is_same)
     for number in range(len(statements) - 1, 0, -1):
         one, other = statements[number - 1 : number + 1]
         if not _is_joined(text[one.end : other.start]):
             return False
-        is_same = numbers_of(one.answer) or unwrapped(
-            one.answer.text[:MAX_CHARACTERS]
-        ) == unwrapped(last.answer.text[:MAX_CHARACTERS])
-        if not is_same or not _agree(one.answer, last.answer):
+        if not is_same(one.answer, last.answer):
             return True
-    return len(statements) >= _MAX_STATEMENTS
+    return False
+
+
+def _is_same(one: Answer, other: Answer) -> bool:
+    if not numbers_of(one):
+        plain, others = [unwrapped(answer.text[:MAX_CHARACTERS]) for answer in (one, other)]
+        if plain != others:
+            return False
+    return _agree(one, other)
 
 
 def _is_joined(between: str) -> bool:

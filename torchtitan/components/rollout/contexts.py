@@ -63,6 +63,11 @@ EXCLUDES = re.compile(
             r"\\(?!Rightarrow|implies|therefore)(?:[A-Za-z]+(?:[_^]\{?\w+\}?)?)?",
             rf"\b{_any_of(','.join((_ABOUT, _BOUNDS, _OPERATIONS, _DENIALS)))}",
             r"(?:\A|is |are |be |has |have )up to",
+            r"\b(?:could|may|can) (?:be|equal)",
+            r"\b(?:etwa|ungefähr|rund|fast|knapp|mindestens|höchstens|als|über|unter|bis|oder|environ|"
+            r"presque|moins(?: de)?|plus de|ou|aproximadamente|casi|quase|unos|unas|cerca de|"
+            r"m[áa]s de|menos de|mais de|que)",
+            r"(?:\A|[.!?\n]\s*)Number",
             rf"\b{_LABELS}[.:#]?",
             rf"\b(?:{_PARTS}|{COUNTS}) of(?: the)?",
             rf"\b{COUNTS}(?: (?:and|to))?",
@@ -73,7 +78,7 @@ EXCLUDES = re.compile(
             r"[0-9][.,]?\s*\n",
             r"[0-9]\s",
             r"[0-9][^\s,]*,\s+(?:and\s)?",
-            r"[0-9][^.,;:\n]*,?\s(?:and|or)\s",
+            r"[0-9][^.,;:\n]*,?\s(?:and|or|und|oder|y|o|et|ou)\s",
             rf"{_ASSIGNED} ?[-+]?[0-9][^\s,;]*[,;]?\s*(?:and|or)?\s*{_ASSIGNED}",
         )
     )
@@ -100,8 +105,10 @@ _NEGATES = _any_of(
     incorrect, incorrectly, mistaken, mistakenly, den(?:y|ies|ied), refutes?, rejects?, rejected,
     rules? out, ruled out, suppose, supposing, assume, assuming, pretend, wish, would be, might,
     may be, maybe, perhaps, possibly, no way, fails? to, than, approximately, roughly,
-    approximates?, estimates?, estimated, anywhere, instead of, nicht, keine?, pas, nunca, jamais,
-    ni"""
+    approximates?, estimates?, estimated, anywhere, instead of, likely(?! to), guess, guessing,
+    probably, presumably, supposedly, allegedly, apparently, hopefully, seemingly,
+    nicht, kein\\w*, pas, nunca, jamais, ni, no es, no son, non [èe], non sono, não, niet, geen,
+    inte, ikke"""
 )
 CHANGES_CLAUSE = _compile(
     rf"\b{_NEGATES}\b",
@@ -121,6 +128,7 @@ AFTER_NO_ANSWER = _compile(
     r"\s*+(?:(?:and|or|to|through|out of)\b.*[0-9]|or\b|out of\b|past\b)",
     r"\s*+per (?:hundred|thousand|mille|million|billion|dozen)",
     r"\s*+(?:is|are|was)(?:n't|n’t)",
+    rf"\s*+of {COUNTS}\b|\s*+\)\s*+{COUNTS}\b|\s*+est\.",
     r"\s*+[,(]?\s*+(?:below zero|in (?:binary|hex|octal|base)|base [0-9])",
 )
 """Text directly after a number that changes its meaning, or is another number."""
@@ -131,6 +139,16 @@ _CHANGING = _any_of(
     nor, plus, minus, times, squared, cubed, (?:short|shy) of, below (?:zero|freezing), is an?,
     (?:and )?(?:a |an )?(?:half|quarter|third)"""
 )
+_DOUBTS = _any_of(
+    """probably, presumably, supposedly, allegedly, apparently, hopefully, seemingly, guess,
+    guessing, sic, approx, rounded, rounding, nearest, recurring, repeating, unless, otherwise,
+    if \\$?(?!a |I )[a-z]\\b, if lucky, (?:when|where|for) \\$?[a-z]\\$? is, depends, depending,
+    assuming, provided, too (?:many|few|much|little|large|small|high|low),
+    (?:with|and)(?: a| the)? remainder, partial"""
+)
+DOUBTS = _compile(rf"\b{_DOUBTS}\b")
+"""Words that make a number before them, in the same sentence, a guess, a condition or a part."""
+
 _COMPARING = _any_of(
     """too, only part, close, almost, nearly, about, half, twice, double, triple, less, more,
     greater, larger, smaller, one of"""
@@ -142,6 +160,7 @@ _DENIED = _any_of(
 _OFF = _any_of("away, off, less, fewer, above, below, under, over")
 CHANGES_BEFORE_IT = _compile(
     rf"\b{_CHANGING}\b",
+    DOUBTS.pattern,
     r"\b(?:short|shy)\s*+(?:\Z|[.,])",
     r"\b(?:do|does|did|can|could|would|will|should|ca|wo) ?(?:not|n't|n’t)\b",
     rf"(?:\bnot|n't|n’t)\b\s*+(?:\Z|[.,;:!)]|{_DENIED}\b)",
@@ -155,7 +174,7 @@ CHANGES_BEFORE_IT = _compile(
 _TAKING_BACK = _any_of(
     """wrong, incorrect, mistaken?, untrue, false, invalid, disregard, ignore (?:that|this|it),
     scratch that, never mind, kidding, joking, but wait, i mean, on second thought, correction,
-    oops"""
+    oops, on reflection"""
 )
 _TRUE = _any_of(
     "right, correct, true, sure, certain, it, so, quite, possible, the answer, the result"
@@ -164,6 +183,8 @@ RETRACTS = _compile(
     rf"\b{_TAKING_BACK}\b",
     rf"(?:\b(?:not|never)|n't|n’t) (?:\w+ )?{_TRUE}\b",
     rf"\b(?:so|thus|hence|therefore) (?:it|the answer|x) (?:is|equals) {COUNTS}\b",
+    r"\b(?:it|this|that|answer|result) (?:should|ought to) (?:\w+ )?(?:be|have been)\b(?! \w+ed\b)",
+    r"(?:\A|[.!?\n])[^\S\n]*+[*_]*+(?:edit|update|erratum)[*_]*:",
     r"(?:\A|[.,;:!?(\n–—-])[^\S\n]*+(?:no|not|nope|wait|actually|sorry|hmm+|rather|or rather)\b",
 )
 """Words that retract the statement before them."""
@@ -173,13 +194,36 @@ NO_LABEL = (
     "No Yes Wait Actually So Thus Hence Therefore Total Answer Result Only Exactly Just Is Final "
     "Sum Get Gets Finally Then Now And Also Altogether Overall It Its Equals There The Has Have "
     "Sells Makes Left Need Needs Costs Earns Pays Leaves Leaving Remaining Difference Product "
-    "Quotient Number Value"
+    "Quotient Number Value Ans Antwort Respuesta Resposta Output "
+    "Profit Cost Price Area Perimeter Volume Distance Speed Age Weight Height Length Width Revenue "
+    "Income Savings Change Amount Balance"
 ).split()
 """Capitalized words that name nothing; a number after another one, as in `Psalm 4`, is its
 label."""
 
 NEUTRAL_WORDS = (
     "a an are as at because but by each for from he if in is it of on per she so that the they "
-    "this total was we were when which while who with go do did had has have will can would"
+    "this total was we were when which while who with go do did had has have will can would after "
+    "during every also altogether left leftover remaining remain remains worth without into onto "
+    "where got goes back there here then now today these those his her their its you your i my our "
+    "each them than or to not no but more additional extra other"
 ).split()
 """Words after a number in a sentence that are not units."""
+
+ENDINGS = _compile(
+    r"in (?:total|all|sum|the end|each|every|one|a)\b",
+    r"of (?:them|the|these|those|his|her|their|its|which|all|each)\b",
+    r"(?:per|each|every|a|an) [a-z]{3}",
+    r"for (?:each|every|all|the|both)\b",
+    r"and (?:we|that|this|it|so|hence|thus|therefore|is|are|the answer)\b",
+    r"(?:each|left|leftover|remaining|remains?|total|altogether|overall|exactly|only|is|are|was|were|"
+    r"because|since|as|which|that|so|who|more|additional|extra|other|worth|also|rather|correctly)\b",
+)
+"""Texts that may follow a number which no sentence precedes."""
+
+NO_NOUNS = frozenset(
+    """if tens ones twos threes fours fives sixes sevens eights nines hundreds thousands tops always
+    sometimes its his this was has does yes thus across besides unless afterwards upwards nowadays
+    repeats recurs decimals too so perhaps times probably presumably""".split()
+)
+"""Words that are no plurals of counted things."""

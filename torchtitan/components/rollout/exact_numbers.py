@@ -5,6 +5,8 @@ import unicodedata
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from torchtitan.components.rollout.contexts import CHANGES_BEFORE_IT
+from torchtitan.components.rollout.endings import is_counted
 from torchtitan.components.rollout.units import Unit, find_factor, find_unit, is_known
 
 MAX_CHARACTERS = 1000
@@ -34,7 +36,7 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _EXPONENT = r"(?:\{([+-]?[0-9]+)\}|([+-]?[0-9]+))"
 _POWER = rf"(?:[eE]([+-]?[0-9]+)| ?(?:\*|×|x|\\times|\\cdot) ?10\^{_EXPONENT})"
-_LATEX_FRACTION = r"\\[dt]?frac ?(?:\{ ?(-?[0-9]+) ?\} ?\{ ?(-?[0-9]+) ?\}|([0-9])([0-9]))"
+_LATEX_FRACTION = r"\\[cdt]?frac ?(?:\{ ?(-?[0-9]+) ?\} ?\{ ?(-?[0-9]+) ?\}|([0-9])([0-9]))"
 _FORMS = {
     "latex": re.compile(rf"([0-9]*) ?{_LATEX_FRACTION}"),
     "mixed": re.compile(r"([0-9]+) ([0-9]+)/([0-9]+)"),
@@ -45,7 +47,7 @@ _FORMS = {
 """Forms of a number without its sign; an earlier one matches more of a text."""
 
 _NUMBER = "|".join(re.sub(r"(?<!\\)\((?!\?)", "(?:", form.pattern) for form in _FORMS.values())
-MONEY = "$€£¥"
+MONEY = "$€£¥₹"
 NUMBER_AT_START = re.compile(
     rf"(?P<sign>[+-]?)(?P<money>[{MONEY}]?)(?P<late>[+-]?)(?P<number>{_NUMBER})"
 )
@@ -80,7 +82,8 @@ def clean(text: str) -> str:
     text = _SUPERSCRIPT.sub(_plain_power, text)
     text = _VULGAR_FRACTION.sub(_plain_fraction, text)
     text = re.sub(r"\\(?:left|right|displaystyle|!)(?![a-z])|\\!", "", text).replace("{,}", ",")
-    text = _SPACE.sub(" ", _IN_WORDS.sub(r" \1 ", text))
+    text = _SPACE.sub(" ", _IN_WORDS.sub(r" \1 ", _SPACE.sub(" ", text)))
+    text = re.sub(r"(?<=[A-Za-z]) \^(?=\{?[23])", "^", text)
     text = re.sub(r"\\([$%])", r"\1", text)
     text = re.sub(r"<<[^<>]*>>", "", text)  # GSM8K's calculations
     text = re.sub(r"\bper cent\b", "percent", text, flags=re.IGNORECASE)
@@ -96,7 +99,23 @@ def _plain_fraction(found: re.Match[str]) -> str:
     return f"{whole} {_VULGAR_FRACTIONS[fraction]}" if whole else _VULGAR_FRACTIONS[fraction]
 
 
-_MARKS = (("**", "**"), ("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ("`", "`"), ("{", "}"))
+_MARKS = (
+    ("***", "***"),
+    ("**", "**"),
+    ("*", "*"),
+    ("__", "__"),
+    ("_", "_"),
+    ("$$", "$$"),
+    (r"\(", r"\)"),
+    (r"\[", r"\]"),
+    ("`", "`"),
+    ("{", "}"),
+    ('"', '"'),
+    ("'", "'"),
+    ("“", "”"),
+    ("‘", "’"),
+    ("«", "»"),
+)
 
 
 def unwrapped(text: str) -> str:
@@ -165,7 +184,13 @@ def number_of(match: re.Match[str], unit_text: str, *, in_sentence: bool = False
         return Number(value, money) if fits else None
     if not unit_text:
         return Number(value)
-    return Number(value, unit) if unit else None
+    if unit is None or not in_sentence and not _is_unit(unit_text, value):
+        return None
+    return Number(value, unit)
+
+
+def _is_unit(text: str, value: Fraction) -> bool:
+    return is_counted(text, value) and CHANGES_BEFORE_IT.search(text) is None
 
 
 def _value_of(text: str) -> Fraction | None:

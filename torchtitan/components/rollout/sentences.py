@@ -20,6 +20,7 @@ from torchtitan.components.rollout.contexts import (
     NO_LABEL,
     RETRACTS,
 )
+from torchtitan.components.rollout.endings import is_known_ending
 from torchtitan.components.rollout.exact_numbers import (
     ASSIGNMENT,
     MONEY,
@@ -46,7 +47,7 @@ _EDGE_AFTER = re.compile(r"\Z|[\s.,;。，)\]}*_`$\\]|[\"'”’](?:\Z|[\s.,])")
 """Text that may directly precede and follow a number. Other signs, such as `⁄` or `¬`, may change
 it."""
 
-_SIGN_BEFORE = re.compile(r"(?:\A|[A-Za-z0-9=:：,，.;(\[{}\])\"'“”‘’*_`$%°⇒→]|[!?]\s)\s*\Z")
+_SIGN_BEFORE = re.compile(r"(?:\A|[A-Za-z0-9=:：,，.;(\[{}\])\"'“”‘’*_`$%°⇒→∴]|[!?]\s)\s*\Z")
 _SIGN_AFTER = re.compile(r"\s*(?:\Z|[A-Za-z0-9.,;:。，(\[)\]}*_`$\"'”’\\])")
 """The same for signs that spaces separate from the number."""
 
@@ -75,7 +76,8 @@ _BEFORE_FORMULA = re.compile(
 def number_in_sentence(text: str) -> Number | None:
     """Return the last number of a text, with its unit; None for a text without a number, or if the
     number's neighbors change its meaning."""
-    text = unwrapped(clean(text)).replace("**", " ").replace(r"\(", " ").replace(r"\)", " ")
+    text = unwrapped(clean(text)).replace("**", " ")
+    text = re.sub(r"\\[()\[\]]", " ", text)
     matches = list(_IN_TEXT.finditer(text))
     if not matches or re.search("[0-9]", text[matches[-1].end() :]):
         return None
@@ -105,6 +107,12 @@ def number_in_sentence(text: str) -> Number | None:
         unit = ""  # the end of a formula
     number = number_of(match, unit, in_sentence=True)
     if number is None or not is_equal_to_all(before, number):
+        return None
+    value = Fraction(1) if match["money"] else number.value  # any noun may follow money
+    is_alone = re.search(r"[^\s$*_`=:]", before) is None
+    if not is_known_ending(text[match.end("number") :], value, is_alone=is_alone):
+        return None
+    if after.lstrip()[:1] in ("(", "[") and not is_known_ending(after, value, is_alone=is_alone):
         return None
     assigned = _ASSIGNMENT_AT_END.search(before)
     return replace(number, variable=assigned[1]) if assigned else number
@@ -176,9 +184,10 @@ def _is_in_brackets(before: str) -> bool:
     return False
 
 
-def is_equal_to_all(before: str, number: Number) -> bool:
+def is_equal_to_all(before: str, number: Number, *, is_box: bool = False) -> bool:
     """Return whether everything before the equals signs directly before a number may equal it: in
-    `x = 5 = 4`, 5 does not, and in `2x = 4` the number is not the value of a variable."""
+    `x = 5 = 4`, 5 does not, and in `2x = 4` the number is not the value of a variable. A number in
+    a box may be the value of an expression of several variables, or of none."""
     before = re.sub(r"(?<=[0-9]) x (?=[0-9$])", " * ", before.rstrip(f" {MONEY}"))
     if not before.endswith("="):
         return True
@@ -196,6 +205,12 @@ def is_equal_to_all(before: str, number: Number) -> bool:
         return not re.search(r"(?<![A-Za-z])(?!is|be)[b-df-hj-np-tv-z][a-z]\s*\Z", prose)
     if re.search("[A-Za-z]", re.sub(r"\\(?:times|cdot|div|[dt]?frac)", "", start)):
         name = _VARIABLE.fullmatch(start.replace("$", ""))
+        letters = set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", start)))
+        is_expression = is_box and name is None and len(letters) != 1
+        if is_expression:
+            return all(
+                value is None or value.equals(number) for value in map(_value_of_part, parts)
+            )
         if name is None or _is_function(prose) or any(name[0].strip() in part for part in parts):
             return False
     if prose.strip() and not _BEFORE_FORMULA.search(prose):

@@ -26,6 +26,7 @@ _KNOWN: dict[str, dict[str, str]] = {
     "euro": {"€": "1", "euro": "1", "EUR": "1", "eurocent": "1/100"},
     "pound of money": {"£": "1", "GBP": "1", "pence": "1/100"},
     "yen": {"¥": "1", "yen": "1", "JPY": "1"},
+    "rupee": {"₹": "1", "rupee": "1", "INR": "1"},
     "length": {"km": "1000", "m": "1", "dm": "1/10", "cm": "1/100", "mm": "1/1000"}
     | {"kilometer": "1000", "meter": "1", "centimeter": "1/100", "millimeter": "1/1000"}
     | {"kilometre": "1000", "metre": "1", "centimetre": "1/100", "millimetre": "1/1000"}
@@ -84,10 +85,14 @@ _NO_UNITS = re.compile(
 _PER_FACTOR = re.compile(r"\bper (?:cent|hundred|thousand|mille|million|billion|dozen)s?\b")
 
 
+_POWERS = {"2": "square ", "3": "cubic "}
+
+
 def find_unit(text: str) -> Unit | None:
     """Return the unit that a text after a number is; None if the text changes the number, as in
     `5 or 6`, or `5x`."""
     text = re.sub(r"\^\{([23])\}", r"^\1", " ".join(text.split()))
+    text = re.sub(r"\A(units?)\^([23])\Z", lambda found: _POWERS[found[2]] + found[1], text)
     if unit := _known(text):
         is_letter = len(text) == 1 and text.isalpha()
         in_both = is_letter or _singular(text) in _IN_BOTH
@@ -112,6 +117,11 @@ def find_factor(text: str) -> tuple[Fraction, str]:
     if factor is None or factor.dimension or first == "%" and rest:
         return Fraction(1), text
     return factor.factor, rest
+
+
+def is_refused(word: str) -> bool:
+    """Return whether a word changes the number before it, or belongs to another one."""
+    return _NO_UNITS.fullmatch(word) is not None
 
 
 def is_known(text: str) -> bool:
