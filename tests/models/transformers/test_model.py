@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 
+from tests.equivalence.workers import Workers
 from torchtitan.components.losses.load_balance import LoadBalancer
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
@@ -195,6 +197,38 @@ def test_the_auxiliary_loss_is_that_of_the_global_batch() -> None:
             torch.testing.assert_close(
                 gradients[name], gradient, rtol=0, atol=1e-6 * most, msg=f"{way}: {name}"
             )
+
+
+def compare_shards() -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    documents = torch.randint(8, 64, (4, 12), generator=torch.Generator().manual_seed(0))
+    expected = gradients_of_step([(documents, AttentionMetadata.of_rows(4, 12))])
+    most = max(gradient.abs().max().item() for gradient in expected.values())
+    model = model_of(document_of("mixtral", **TYPES["mixtral"]))
+    balancer = LoadBalancer([model], mesh)
+    fully_shard(model, mesh=mesh)
+    mine = documents[2 * mesh.get_local_rank() :][:2]
+    attention = AttentionMetadata.of_rows(2, 12)
+    head = CrossEntropyLoss.Config().build()
+    balancer.start_step(mine.numel(), 2, torch.device("cpu"))
+    with balancer.measuring():
+        model(mine, attention, head=head, labels_BL=mine)
+    # FSDP averages over ranks.
+    (model(mine, attention, head=head, labels_BL=mine) / mine.numel()).backward()
+    balancer.finish_step()
+    gradients = {
+        name: parameter.grad.full_tensor()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6 * most, msg=name)
+
+
+@pytest.mark.slow
+def test_the_auxiliary_loss_of_shards_is_that_of_the_global_batch(workers: Workers) -> None:
+    workers.run(compare_shards)
 
 
 def test_an_auxiliary_loss_of_weight_zero_is_not_measured() -> None:
