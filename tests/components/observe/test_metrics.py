@@ -155,6 +155,26 @@ class TestNumbers:
                 line["data_loading_fraction"],
             ) == (100.0, 1.0, 0.25)
 
+    def test_the_first_step_does_not_wait_for_the_measured_peak(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock()
+
+        def measured(*_: object) -> PeakFlops:
+            clock.sleep(50)
+            return PeakFlops(PEAK, "measured")
+
+        monkeypatch.setattr("torchtitan.components.observe.metrics.peak_flops", measured)
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1), clock=clock)
+        metrics.start(0)
+        assert clock() == 1000
+        train(metrics, 1, 3, clock)
+        metrics.close()
+        assert clock() == 1053
+        lines = read_lines(tmp_path / "metrics.jsonl")
+        assert [line["step_time"] for line in lines] == [1, 1, 1]
+        assert lines[0]["mfu"] == 100 * 6e9 * 100 / PEAK
+
     def test_an_exception_in_exclude_restores_the_timers(self, tmp_path: Path) -> None:
         clock = Clock()
         metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1), clock=clock)

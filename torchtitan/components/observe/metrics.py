@@ -146,14 +146,15 @@ class MetricsProcessor(Configurable):
         self._unreported: Callable[[], None] | None = None
         # step and time of the first log line, after warm-up
         self._first_line: tuple[int, float] | None = None
-        self._peak: PeakFlops | None = None  # set by `start`
+        self._has_started = False
+        self._peak: PeakFlops | None = None  # set by the first report
         self._sinks: list[Sink] = []
         self._failed_sinks: list[Sink] = []
         self._reports = rank == 0 or logger.isEnabledFor(logging.INFO)
 
     def start(self, step: int) -> None:
-        """Open the sinks, start the clock and log the peak FLOP/s for MFU; `step` is the last
-        completed step.
+        """Open the sinks and start the clock; `step` is the last completed step. The first report
+        measures and logs the peak FLOP/s for MFU, so that the first step does not wait for it.
 
         A new run (`step` 0) moves an earlier run's metrics aside; a resumed run drops metrics after
         `step`, since it repeats those steps. Raise `UserError` if the folder is not writable, or
@@ -165,13 +166,18 @@ class MetricsProcessor(Configurable):
             ):
                 durable.make_folder(self.dump_folder)
                 self._sinks = self.make_sinks(step)
-        if self._reports:
+        self._has_started = True
+        self._interval = _Interval(step, self._clock())
+
+    def _peak_of_device(self) -> float:
+        """Return the peak FLOP/s for MFU, which the first call measures and logs."""
+        if self._peak is None:
             self._peak = peak_flops(self.device, self.compute_dtype)
             logger.info(
                 f"{device_description(self.device)}: MFU is relative to "
                 f"{self._peak.value / 1e12:,.2f} TFLOP/s ({self._peak.source})"
             )
-        self._interval = _Interval(step, self._clock())
+        return self._peak.value
 
     def make_sinks(self, step: int) -> list[Sink]:
         """Return rank 0's sinks, opened for a run that starts after `step`. Override it to add a
@@ -266,7 +272,9 @@ class MetricsProcessor(Configurable):
         values: dict[str, float],
         extra: dict[str, float],
     ) -> None:
+        start = self._clock()
         values = values | self._measure(step, end, interval)
+        measuring = self._clock() - start  # seconds, when the first report measures the peak
         self._for_each_sink(lambda sink: sink.write(step, values | extra))
         eta_seconds = None
         # from the average pace, including validation and checkpoints
@@ -276,6 +284,7 @@ class MetricsProcessor(Configurable):
         line = self.console_line(step, values, extra, eta_seconds)
         logger.info("%s", line, extra={"is_colored": True})
         self._interval = _Interval(step, end)
+        self._interval.excluded += measuring
         self._first_line = self._first_line or (step, end)
 
     def log_validation(self, step: int, validation_loss: float, **extra: float) -> None:
@@ -337,7 +346,7 @@ class MetricsProcessor(Configurable):
 
     def _measure(self, step: int, end: float, interval: _Interval) -> dict[str, float]:
         """Return the training metrics of the interval that ends with `step`."""
-        if self._peak is None:
+        if not self._has_started:
             raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
         seconds = end - interval.start - interval.excluded
         tokens_per_second = interval.n_tokens / seconds
@@ -345,7 +354,7 @@ class MetricsProcessor(Configurable):
         return {
             "tokens_per_second": tokens_per_second,
             "tflops": flops_per_device / 1e12,
-            "mfu": 100 * flops_per_device / self._peak.value,
+            "mfu": 100 * flops_per_device / self._peak_of_device(),
             "memory_gib": memory_gib(self.device),
             "data_loading_fraction": interval.data / seconds,
             "step_time": seconds / (step - interval.step),
