@@ -190,7 +190,7 @@ class _Generation(jinja2.ext.Extension):
         return text
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Environment that charges for calls and operators. It caches safety checks of attributes,
     which would otherwise take half of the time."""
 
@@ -264,9 +264,9 @@ class _Namespace(jinja2.utils.Namespace):
     __repr__ = object.__repr__
 
 
-def create_environment() -> _Sandbox:
+def create_environment(kind: type[Sandbox] = Sandbox) -> Sandbox:
     """Create the environment that compiles templates; see `add_charges`."""
-    environment = _Sandbox(
+    environment = kind(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
@@ -285,9 +285,9 @@ def create_environment() -> _Sandbox:
         name: _priced_filter(environment, name) for name in tuple(environment.filters)
     }
     environment.filters |= {
-        _ITERATION: _charge_iteration,
-        _VALUE: _charge_value,
-        _CONCAT: _charge_concat,
+        ITERATION: _charge_iteration,
+        VALUE: _charge_value,
+        CONCAT: _charge_concat,
     }
     # All renderings use the same date, since a conversation and its prefixes must render
     # consistently.
@@ -300,7 +300,7 @@ def create_environment() -> _Sandbox:
     return environment
 
 
-def add_charges(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
+def add_charges(tree: nodes.Template, environment: Sandbox) -> nodes.Template:
     """Insert filters into `tree` that charge for constructs that the environment does not charge
     for."""
     _Charges().visit(tree)
@@ -327,9 +327,9 @@ def literals(tree: nodes.Node) -> list[str]:
     ]
 
 
-_ITERATION = "an iteration"
-_VALUE = "a value"
-_CONCAT = "a concatenation"
+ITERATION = "an iteration"
+VALUE = "a value"
+CONCAT = "a concatenation"
 """Filters inserted by `_Charges`, with names that templates cannot use: the cheapest way to call a
 function."""
 
@@ -341,7 +341,7 @@ class _Charges(NodeTransformer):
         written = sum(len(text) for child in node.body for text in literals(child))
         self.generic_visit(node)
         price = nodes.Const(_STEP + written, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(_filter(_ITERATION, price), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_filter(ITERATION, price), lineno=node.lineno))
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
@@ -350,9 +350,9 @@ class _Charges(NodeTransformer):
             isinstance(side, nodes.Const)
             for side in (node.expr, *(operand.expr for operand in node.ops))
         ):
-            node.expr = _filter(_VALUE, node.expr)
+            node.expr = _filter(VALUE, node.expr)
             for operand in node.ops:
-                operand.expr = _filter(_VALUE, operand.expr)
+                operand.expr = _filter(VALUE, operand.expr)
         return node
 
     def visit_FilterBlock(self, node: nodes.FilterBlock | nodes.AssignBlock) -> nodes.Node:
@@ -367,16 +367,14 @@ class _Charges(NodeTransformer):
         self.generic_visit(node)
         is_constant = all(isinstance(item, nodes.Const) for item in node.iter_child_nodes())
         return (
-            node
-            if is_constant or getattr(node, "ctx", "load") == "store"
-            else _filter(_VALUE, node)
+            node if is_constant or getattr(node, "ctx", "load") == "store" else _filter(VALUE, node)
         )
 
     visit_Tuple = visit_Dict = visit_List
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(_CONCAT, nodes.List(node.nodes, lineno=node.lineno))
+        return _filter(CONCAT, nodes.List(node.nodes, lineno=node.lineno))
 
 
 def _filter(name: str, node: nodes.Expr) -> nodes.Filter:
@@ -412,7 +410,7 @@ def _charge_concat(context: jinja2.runtime.Context, parts: list[Any]) -> str:
     return jinja2.runtime.str_join(_charge_value(context, parts))
 
 
-def _priced_filter(environment: _Sandbox, name: str) -> Callable[..., Any]:
+def _priced_filter(environment: Sandbox, name: str) -> Callable[..., Any]:
     plain = environment.filters[name]
     key: Any = object()  # templates cannot use it
     environment.filters[key] = plain

@@ -81,7 +81,7 @@ class ChatTemplate:
     ):
         import jinja2
 
-        from torchtitan.components.chat_template import sandbox
+        from torchtitan.components.chat_template import replay, sandbox
 
         if len(source) > _LONGEST_SOURCE:
             raise UserError(
@@ -103,6 +103,7 @@ class ChatTemplate:
             raise UserError(f"{name} is nested too deeply") from error
         except Exception as error:  # Jinja generates Python code, which may be invalid
             raise UserError(f"{name} is not valid Jinja: {in_words(error)}") from error
+        self._replays = replay.Replays(source, environment)
         self.source = source
         self.name = name
         self.of_model = of_model
@@ -132,8 +133,9 @@ class ChatTemplate:
                 test for; transformers and the default leave the key out.
             variables: options of the template, such as Qwen3's `enable_thinking`.
         """
-        known = {"add_generation_prompt": add_generation_prompt, **variables}
-        return self._render(messages, tools, known, null_content)[0]
+        turns = _as_template_inputs(messages, null_content)
+        known = self._known(tools, {"add_generation_prompt": add_generation_prompt, **variables})
+        return self._replays.render(turns, known, lambda: self._run(turns, known)[0])
 
     def render_marked(
         self,
@@ -145,9 +147,9 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the marked spans in order. Raise `UserError` as
         `render` does, or if the positions of marks are unknown, for example in a macro."""
-        rendered, marks = self._render(
-            messages, tools, {"add_generation_prompt": False, **variables}, null_content
-        )
+        turns = _as_template_inputs(messages, null_content)
+        known = self._known(tools, {"add_generation_prompt": False, **variables})
+        rendered, marks = self._run(turns, known)
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(
                 f"{self.name} uses {{% generation %}} inside a macro, filter or variable, so the "
@@ -155,12 +157,15 @@ class ChatTemplate:
             )
         return rendered, [(start, start + len(text)) for start, text in marks]
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        null_content: bool = False,
+    def _known(
+        self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the variables of a rendering besides the messages."""
+        # Some templates, such as Llama 3.1's, treat an empty list of tools differently from None.
+        return {"tools": tools or None, "documents": None, **self.variables, **variables}
+
+    def _run(
+        self, turns: Sequence[Message], known: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, str]]]:
         """Return the text, and the start and text of each mark."""
         import jinja2.sandbox
@@ -168,12 +173,7 @@ class ChatTemplate:
         from torchtitan.components.chat_template import sandbox
 
         blocks, progress = [], sandbox.Progress()
-        turns = [_as_template_input(turn) for turn in messages]
-        if null_content:
-            turns = [{"content": None, **turn} for turn in turns]
-        # Some templates, such as Llama 3.1's, treat an empty list of tools differently from None.
-        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
-        known |= {sandbox.PROGRESS: progress, "messages": turns}
+        known = {**known, sandbox.PROGRESS: progress, "messages": turns}
         try:
             for block in self._template.generate(known):
                 blocks.append(block)
@@ -192,11 +192,16 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"{self.name} rejects this conversation: {error}") from error
         except Exception as error:  # a template may raise any error
-            without = "" if tools or not self.reads("tools") else " without tools"
+            without = "" if known["tools"] or not self.reads("tools") else " without tools"
             raise UserError(
                 f"{self.name} failed for this conversation{without}: {in_words(error)}"
             ) from error
         return "".join(blocks), progress.marks
+
+
+def _as_template_inputs(messages: Sequence[Message], null_content: bool) -> list[dict[str, Any]]:
+    turns = [_as_template_input(message) for message in messages]
+    return [{"content": None, **turn} for turn in turns] if null_content else turns
 
 
 def _as_template_input(message: Message) -> dict[str, Any]:
