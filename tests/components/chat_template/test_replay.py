@@ -74,9 +74,7 @@ def rendered(template: ChatTemplate, messages: Sequence[Message], **more: Any) -
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_recordings_render_as_the_template(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_render_as_the_template(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template, reference = (ChatTemplate(TEMPLATES[name]) for _ in range(2))
     monkeypatch.setattr(reference._replays, "render", lambda messages, variables, run: run())
     for messages in conversations(150):

@@ -8,6 +8,7 @@ from torchtitan.components.tokenizer.pretrained import (
     PretrainedTokenizer,
     tokenizer_file,
 )
+from torchtitan.components.tokenizer.span_encoder import SpanEncoder, TokenSpans
 
 __all__ = [
     "EMBEDDED_TOKENIZER",
@@ -15,6 +16,8 @@ __all__ = [
     "DifferentIds",
     "Offsets",
     "PretrainedTokenizer",
+    "SpanEncoder",
+    "TokenSpans",
     "Tokenizer",
     "tokenizer_file",
 ]

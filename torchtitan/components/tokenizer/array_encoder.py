@@ -61,18 +61,23 @@ class DifferentIds(Exception):
 
 
 class ArrayEncoder:
-    """Encodes texts like `Tokenizer.tokenize` without recognizing special tokens, but much faster.
+    """Encodes texts like `Tokenizer.tokenize`, but much faster.
 
     gigatoken is opened when the texts so far are worth it (see `WORTH_OPENING`), and compared with
     the tokenizer: then on texts of the vocabulary, several scripts and code, and on a sample of
-    every batch of `BATCH_CHARACTERS`. It parses special and added tokens within a text, so the
-    texts in which it finds one are encoded by the tokenizer, as are the texts that `Tiktoken`
-    divides. Tokenizers that gigatoken refuses, or whose ids it changes, are used as they are. A
-    pickled copy opens gigatoken again; forked processes share it.
+    every batch of `BATCH_CHARACTERS`. It parses special and added tokens within a text. If they are
+    ordinary text, the texts in which it finds one are encoded by the tokenizer, as are the texts
+    that `Tiktoken` divides. Tokenizers that gigatoken refuses, or whose ids it changes, are used as
+    they are. A pickled copy opens gigatoken again; forked processes share it.
+
+    Args:
+        tokenizer: tokenizer with the right ids.
+        allow_special: recognize special tokens in the texts.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, allow_special: bool = False):
         self.tokenizer = tokenizer
+        self._allow_special = allow_special
         self._backend = tokenizer.backend if isinstance(tokenizer, PretrainedTokenizer) else None
         self._fast: Any = None
         """gigatoken's tokenizer, while it is in use."""
@@ -163,14 +168,15 @@ class ArrayEncoder:
         return [_with_ends(ids, [*prefix], [*suffix]) for ids in of_texts]
 
     def _encode_slowly(self, texts: Sequence[str]) -> TokenArrays:
-        batch = self.tokenizer.tokenize(texts, allow_special=False)
+        batch = self.tokenizer.tokenize(texts, allow_special=self._allow_special)
         lengths = np.fromiter(map(len, batch), np.int64, len(batch))
         n_ids = int(lengths.sum())
         return TokenArrays(np.fromiter(chain.from_iterable(batch), np.uint32, n_ids), lengths)
 
     def _encode_fast(self, texts: Sequence[str]) -> TokenArrays:
         found = self._parse(texts)
-        added = np.flatnonzero(self._is_added[found.ids])
+        is_literal = self._is_added[found.ids] & (not self._allow_special)
+        added = np.flatnonzero(is_literal)
         divided = self._divided(texts)
         if not len(added) and not divided:
             return found
@@ -265,12 +271,16 @@ class ArrayEncoder:
         self._n_remembered = 0
 
     def _find_added(self, added: Mapping[str, int]) -> None:
-        """Set the ids of special and added tokens: texts with them are encoded by the tokenizer.
-        Raise `DifferentIds` for a token that gigatoken does not find within a text, unless the
-        tokenizer also treats it as ordinary text."""
+        """Set the ids of special and added tokens: texts with them are encoded by the tokenizer if
+        they are ordinary text. Raise `DifferentIds` for a token that gigatoken does not find within
+        a text, unless the tokenizer also treats it as ordinary text; and for one that it finds
+        otherwise, if special tokens are recognized."""
         self._is_added[[*added.values()]] = True
         names = [name for name in added if name]
         if not names:
+            return
+        if self._allow_special:
+            self._compare([f"a{name}b {name} c\n{name}\n{name}{name}" for name in names])
             return
         found = self._parse([f"a{name}b" for name in names])
         counts = np.diff(

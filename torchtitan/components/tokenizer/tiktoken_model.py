@@ -10,13 +10,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.components.tokenizer.probes import probe_texts
-from torchtitan.components.tokenizer.tokenizer_json import replace_surrogates, wrap_errors
+from torchtitan.components.tokenizer.tokenizer_json import (
+    NO_BYTES,
+    byte_characters,
+    replace_surrogates,
+    wrap_errors,
+)
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import parse_json, read_object, read_regular, unreadable_file_error
 
@@ -121,6 +126,15 @@ class Tiktoken:
     def added_tokens(self) -> dict[str, int]:
         """Return the text and the id of each special token."""
         return dict(self.file.special)
+
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of each token by its id; ids without a token get `NO_BYTES`."""
+        table = [NO_BYTES] * self.vocab_size
+        for token, token_id in self.file.ids.items():
+            table[token_id] = token
+        for text, token_id in self.file.special.items():
+            table[token_id] = text.encode()
+        return table
 
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._texts)
@@ -275,7 +289,7 @@ def convert_ranks(file: RankFile) -> Any:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = file.ids
-    characters = _byte_characters()
+    characters = byte_characters()
     written = {
         token: "".join(characters[byte] for byte in token)
         for token in sorted(ids, key=ids.__getitem__)
@@ -315,14 +329,6 @@ def _check_conversion(file: RankFile, tokenizer: Any) -> None:
                     "tiktoken's; use the model's tokenizer.json"
                 )
     tokenizer.encode_special_tokens = False
-
-
-def _byte_characters() -> list[str]:
-    """Return the character that represents each byte in `tokenizers`: itself if printable, else the
-    next from 256."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unused = count(256)
-    return [chr(byte if byte in printable else next(unused)) for byte in range(256)]
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:

@@ -7,12 +7,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_regular, unreadable_file_error
+
+NO_BYTES = b"\xff"
+"""Bytes that no text in UTF-8 has."""
 
 _UNUSABLE = "is not a valid tokenizer of the library `tokenizers`"
 
@@ -57,6 +61,14 @@ def replace_surrogates(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def byte_characters() -> list[str]:
+    """Return the character that represents each byte in `tokenizers`: itself if printable, else the
+    next from 256."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unused = count(256)
+    return [chr(byte if byte in printable else next(unused)) for byte in range(256)]
 
 
 class HuggingFace:
@@ -186,6 +198,23 @@ class HuggingFace:
     def added_tokens(self) -> dict[str, int]:
         """Return the text and the id of each special or added token."""
         return {token.content: i for i, token in self._literal.get_added_tokens_decoder().items()}
+
+    def token_bytes(self) -> list[bytes] | None:
+        """Return the bytes of each token by its id; None for tokenizers whose tokens are not pieces
+        of a text's bytes. Ids without a token, and tokens that no text has, get `NO_BYTES`."""
+        from tokenizers import decoders
+
+        tokenizer = self._literal
+        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+            return None
+        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+        table = [NO_BYTES] * self.vocab_size
+        for token, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+            if byte_of.keys() >= {*token}:
+                table[token_id] = bytes(byte_of[character] for character in token)
+        for text, token_id in self.added_tokens().items():
+            table[token_id] = text.encode(errors="replace")
+        return table
 
     def setting_beyond_strings(self) -> str:
         """Return a setting that makes ids depend on more than the vocabulary and the places of

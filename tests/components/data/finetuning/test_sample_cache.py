@@ -32,6 +32,7 @@ from torchtitan.components.data.finetuning.sft import parse_token_range
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import Source
+from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds, PretrainedTokenizer
 from torchtitan.tools import digests
 from torchtitan.tools.digests import file_digest
 from torchtitan.tools.errors import UserError
@@ -66,6 +67,7 @@ class Characters:
 
     def __init__(self, fingerprint="characters"):
         self.fingerprint = fingerprint
+        self.arrays = ArrayEncoder(PretrainedTokenizer.Config().build())
         self.batches = []
         self.checks = 0
 
@@ -592,3 +594,22 @@ def test_amount_of_data_is_logged_after_building(tmp_path, caplog):
     assert message.startswith("tokenized a.jsonl: 2 samples, 5 tokens in ") and message.endswith(
         f"cached in {folder}"
     )
+
+
+class OtherIds(Characters):
+    """Encoder whose first batch has other ids than the tokenizer."""
+
+    def encode_batch(self, samples):
+        if not self.batches:
+            self.batches.append(0)
+            raise DifferentIds("other ids for 'aB'")
+        return super().encode_batch(samples)
+
+
+def test_all_samples_are_encoded_again_after_other_ids(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        cache = open_cache(Texts("aB", "cD"), tmp_path, encoder=OtherIds())
+    assert cache.n_samples == 2
+    assert cache.report.rows == 2
+    assert "other ids for 'aB'" in caplog.text
+    assert "a.jsonl is tokenized again" in caplog.text

@@ -1,6 +1,5 @@
 """Encoding of conversations and texts as token ids with a training mask."""
 
-import bisect
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -21,7 +20,7 @@ from torchtitan.components.data.finetuning.conversation import (
 from torchtitan.components.data.finetuning.losses import Part, parts_of
 from torchtitan.components.data.finetuning.renderings import Turn
 from torchtitan.components.data.finetuning.turns import TurnFinder
-from torchtitan.components.tokenizer import Offsets, Tokenizer
+from torchtitan.components.tokenizer import ArrayEncoder, SpanEncoder, Tokenizer, TokenSpans
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -160,10 +159,16 @@ class ChatEncoder:
         self._template = template
         self._train_on = train_on
         self._accepted = sorted(accepted)
+        self._encoder = SpanEncoder(tokenizer)
         self._special_ids = tokenizer.special_ids
         self._special = special_pattern(tokenizer)
         self._finder = TurnFinder(template, tokenizer, accepted) if template else None
         self._known_endings: dict[str, list[int]] = {}
+
+    @property
+    def arrays(self) -> ArrayEncoder:
+        """Encoder of rendered conversations; its ids are always the tokenizer's."""
+        return self._encoder.arrays
 
     @property
     def fingerprint(self) -> str:
@@ -259,11 +264,11 @@ class ChatEncoder:
         ]
         lost = finder.losses(conversation, answers, text)
         start, _ = finder.span(conversation, first, text)
-        [(ids, offsets)] = self._tokenizer.tokenize_with_offsets([text], allow_special=True)
-        trained = np.zeros(len(ids), bool)
-        tokens = _Tokens(text, ids, offsets, self._special_ids)
+        [spans] = self._encoder.encode([text])
+        trained = np.zeros(len(spans.ids), bool)
+        tokens = _Tokens(text, spans, self._special_ids)
         trained[tokens.touched(start, len(text))] = True
-        return EncodedSample(np.array(ids, np.int64), trained, facts=Facts(lost=tuple(lost)))
+        return EncodedSample(spans.ids, trained, facts=Facts(lost=tuple(lost)))
 
     def _required_finder(self) -> TurnFinder:
         if self._finder is None:
@@ -286,17 +291,13 @@ class ChatEncoder:
         texts = [
             plan.text for plans in planned if not isinstance(plans, BrokenSample) for plan in plans
         ]
-        encoded = iter(
-            self._tokenizer.tokenize_with_offsets(texts, allow_special=True) if texts else []
-        )
+        encoded = iter(self._encoder.encode(texts))
         results: list[list[EncodedSample] | BrokenSample] = []
         for conversation, plans in zip(conversations, planned, strict=True):
             if isinstance(plans, BrokenSample):
                 results.append(plans)
                 continue
-            samples = [
-                sample for plan in plans for sample in self._samples_of(plan, *next(encoded))
-            ]
+            samples = [sample for plan in plans for sample in self._samples_of(plan, next(encoded))]
             samples[0] = samples[0]._replace(n_special_in_text=self._count_special(conversation))
             results.append(samples)
         return results
@@ -310,11 +311,11 @@ class ChatEncoder:
         except BrokenSample as error:
             return error
 
-    def _samples_of(self, plan: "_Plan", ids: list[int], offsets: Offsets) -> list[EncodedSample]:
+    def _samples_of(self, plan: "_Plan", spans: TokenSpans) -> list[EncodedSample]:
         """Return the sample of a plan, preceded by one sample for each turn whose prompt has other
         ids at inference."""
-        tokens = _Tokens(plan.text, ids, offsets, self._special_ids)
-        trained = np.zeros(len(ids), bool)
+        tokens = _Tokens(plan.text, spans, self._special_ids)
+        trained = np.zeros(len(spans.ids), bool)
         shared: list[Turn] = []
         apart: list[EncodedSample] = []
         for turn in plan.turns:
@@ -333,7 +334,7 @@ class ChatEncoder:
         for first, last, flag in plan.spans:
             trained[tokens.touched(first, last)] = flag
         facts = Facts.of(shared).with_more(plan.more)
-        whole = EncodedSample(np.array(ids, np.int64), self._without_bos(ids, trained), facts=facts)
+        whole = EncodedSample(spans.ids, self._without_bos(spans.ids, trained), facts=facts)
         return [*apart, whole]
 
     def _is_prompt(self, prompt: str, tokens: "_Tokens", n: int) -> bool:
@@ -345,11 +346,11 @@ class ChatEncoder:
         if not starts:
             first = max(0, n - _END_TOKENS)
             ending = prompt[tokens.start(first) :] if first < len(ids) else prompt
-            if self._ids_of(ending) == ids[first:n]:
+            if self._ids_of(ending) == ids[first:n].tolist():
                 return True
-            return self._tokenizer.tokenize([prompt], allow_special=True)[0] == ids[:n]
+            return self._tokenizer.tokenize([prompt], allow_special=True)[0] == ids[:n].tolist()
         known = self._ids_of(window[starts[-1] :])
-        return ids[max(0, n - len(known)) : n] == known
+        return ids[max(0, n - len(known)) : n].tolist() == known
 
     def _ids_of(self, ending: str) -> list[int]:
         if ending not in self._known_endings:
@@ -381,11 +382,9 @@ class ChatEncoder:
         trained = np.ones(len(chosen), bool)
         if turn.marks is not None:
             offset = len(turn.prompt)
-            [(ids, offsets)] = self._tokenizer.tokenize_with_offsets(
-                [turn.completion], allow_special=True
-            )
-            if ids == chosen:
-                tokens = _Tokens(turn.completion, ids, offsets, self._special_ids)
+            [spans] = self._encoder.encode([turn.completion])
+            if spans.ids.tolist() == chosen:
+                tokens = _Tokens(turn.completion, spans, self._special_ids)
                 trained[:] = False
                 for start, stop in _spans(turn):
                     trained[tokens.touched(start - offset, stop - offset)] = True
@@ -397,8 +396,8 @@ class ChatEncoder:
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
         return sum(1 for text in texts for _ in self._special.finditer(text))
 
-    def _without_bos(self, ids: Sequence[int], trained: np.ndarray) -> np.ndarray:
-        if ids and ids[0] == self._tokenizer.bos_id:
+    def _without_bos(self, ids: Sequence[int] | np.ndarray, trained: np.ndarray) -> np.ndarray:
+        if len(ids) and ids[0] == self._tokenizer.bos_id:
             trained[0] = False
         return trained
 
@@ -507,23 +506,22 @@ def _continued(prompt: Conversation, messages: Sequence[dict[str, Any]]) -> Conv
 class _Tokens:
     """Tokens of a text, with their spans in characters, in order."""
 
-    def __init__(self, text: str, ids: list[int], offsets: Offsets, special_ids: frozenset[int]):
+    def __init__(self, text: str, spans: TokenSpans, special_ids: frozenset[int]):
         self._text = text
-        self.ids = ids
-        self._offsets = offsets
         self._special_ids = special_ids
+        self.ids, self._starts, self._ends = spans
 
     def start(self, token: int) -> int:
         """Return the first character of a token."""
-        return self._offsets[token][0]
+        return int(self._starts[token])
 
     def bounds(self, character: int) -> int | None:
         """Return the number of tokens before a character; None if a token has characters on both
         sides. A special token may absorb the whitespace after it."""
         n = self._n_before(character)
-        end = self._offsets[n - 1][1] if n else 0
+        end = self._ends[n - 1] if n else 0
         if end > character and (
-            self.ids[n - 1] not in self._special_ids or self._text[character:end].strip()
+            int(self.ids[n - 1]) not in self._special_ids or self._text[character:end].strip()
         ):
             return None
         return n
@@ -534,15 +532,15 @@ class _Tokens:
         first, last = self._n_before(start), self._n_before(end)
         while (
             first
-            and self._offsets[first - 1][1] > start
-            and self._text[start : self._offsets[first - 1][1]].strip()
+            and self._ends[first - 1] > start
+            and self._text[start : self._ends[first - 1]].strip()
         ):
             first -= 1
         return slice(first, last)
 
     def _n_before(self, character: int) -> int:
         """Return the number of tokens that begin before a character."""
-        return bisect.bisect_left(self._offsets, (character, -1))
+        return int(self._starts.searchsorted(character))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -601,6 +599,11 @@ class RowEncoder:
         self._chat = chat
 
     @property
+    def arrays(self) -> ArrayEncoder:
+        """Encoder of rendered conversations; its ids are always the tokenizer's."""
+        return self._chat.arrays
+
+    @property
     def fingerprint(self) -> str:
         """Hexadecimal digest; equal digests mean equal encodings."""
         return digest_of([type(self).__name__, self._chat.fingerprint])
@@ -611,7 +614,7 @@ class RowEncoder:
 
     def encode_batch(self, samples: Sequence[Sample]) -> list[list[EncodedRow] | BrokenSample]:
         """Return the encoded samples of each row, at least one, or the error that prevents
-        encoding."""
+        encoding. Raise `DifferentIds` if the caller must encode all rows again."""
         return [self._try_encode(sample) for sample in samples]
 
     def unread_options(self, sample: Sample) -> dict[str, str]:

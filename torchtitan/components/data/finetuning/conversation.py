@@ -21,12 +21,16 @@ _FLAGS = ("weight", "loss_weight", "loss", "train", "training")
 _FINE_FLAGS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Keys that set finer masks or weights, which are not supported."""
 
+_ALL_FLAGS = frozenset((*_FLAGS, *_FINE_FLAGS))
+
 _KEYS = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
     *("thinking", "reasoning", "thought", "thoughts"),
 )
 """Keys of messages, some of which `openai_messages` converts. Other keys are passed through unless
 they look like misspellings."""
+
+_KNOWN_KEYS = frozenset(_KEYS)
 
 _NOT_OPTIONS = {"messages", "tools", "add_generation_prompt"}
 """Variables of templates that no row may set as an option."""
@@ -209,7 +213,7 @@ def describe_other_keys(turn: Mapping[str, Any]) -> str:
 
 def _message(turn: Mapping[str, Any], parameters: Mapping[str, Any]) -> Message:
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
-    for key in message.keys() - set(_KEYS):
+    for key in message.keys() - _KNOWN_KEYS:
         if near := suggest(str(key), [*_KEYS, *_FLAGS], cutoff=0.8):
             raise BrokenSample(f"unknown key {key!r}{near}")
     role = message.get("role")
@@ -340,6 +344,8 @@ def _function(wrapper: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _trained(turn: Mapping[str, Any]) -> bool | None:
+    if _ALL_FLAGS.isdisjoint(turn):
+        return None
     if fine := [key for key in _FINE_FLAGS if turn.get(key) is not None]:
         raise BrokenSample(
             f"its {fine[0]} is not supported: a message is trained completely or not at all; use a "

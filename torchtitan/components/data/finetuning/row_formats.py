@@ -366,6 +366,8 @@ _BAD = ("false", "0", "0.0", "undesirable")
 def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
     if format.kind != "sft" or format.required == ("text",):
         return
+    if _JUDGING_COLUMNS.keys().isdisjoint(row):
+        return
     for column, meaning in _JUDGING_COLUMNS.items():
         if column not in format.columns and str(row.get(column)).lower() in _BAD:
             raise UserError(

@@ -40,9 +40,11 @@ from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import OnRead, Row
 from torchtitan.components.data.sources.source import Source
+from torchtitan.components.tokenizer import DifferentIds
 from torchtitan.tools import durable
 from torchtitan.tools.digests import check_digest
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 from torchtitan.tools.progress import progress
 
 SOURCES = (
@@ -185,8 +187,17 @@ def first_columns(source: Source) -> list[str]:
 def _build(
     source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path
 ) -> str:
-    with progress(f"tokenizing {source.name}", source.size()) as advance:
-        report = write_samples(source, format, encoder, filters, folder, advance)
+    encoder.arrays.expect(source.size())
+
+    def write() -> Report:
+        with progress(f"tokenizing {source.name}", source.size()) as advance:
+            return write_samples(source, format, encoder, filters, folder, advance)
+
+    try:
+        report = write()
+    except DifferentIds as error:
+        logger.warning(f"{error.warning}; {source.name} is tokenized again")
+        report = write()
     if not report.kept:
         raise no_rows_left_error(source.name, report)
     finish_samples(folder, report, has_answers=encoder.has_answers)
@@ -209,7 +220,7 @@ def write_samples(
     advance: OnRead,
 ) -> Report:
     """Write the arrays of a source's samples. Raise `UserError` if `filters` reject a row with
-    policy `error`."""
+    policy `error`, `DifferentIds` if the caller must write them again, see `ArrayEncoder`."""
     report = Report(format=format.name)
     with _writer(folder, encoder.has_answers) as add:
         for row, converted, encoded in _encode(source.rows(advance), format, encoder):

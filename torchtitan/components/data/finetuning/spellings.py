@@ -98,6 +98,8 @@ _LOST_KEYS = (
 )
 """Keys with content that no template reads."""
 
+_LOST = frozenset(_LOST_KEYS)
+
 _TAGS = (
     *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "reasoning", "thought")),
     ("[THINK]", "[/THINK]"),
@@ -441,6 +443,8 @@ def _item(message: Turn) -> Turn:
 
 
 def _refuse_lost_keys(message: Mapping[str, Any]) -> None:
+    if _LOST.isdisjoint(message):
+        return
     for key in _LOST_KEYS:
         value = message.get(key)
         if (

@@ -192,7 +192,7 @@ def sample_encoding(
         *([Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []),
         Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
     ]
-    return Encoding("samples", identity, columns, write, finish)
+    return Encoding("samples", identity, columns, write, finish, encoder.arrays)
 
 
 def rows_of(folder: Folder, items: np.ndarray, report: Report) -> np.ndarray:

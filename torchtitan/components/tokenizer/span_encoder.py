@@ -1,0 +1,109 @@
+"""Token ids of rendered conversations with the characters of each token, by the library gigatoken
+where its ids equal those of the tokenizer."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchtitan.components.tokenizer.array_encoder import ArrayEncoder
+from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
+from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
+from torchtitan.components.tokenizer.probes import probe_texts
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class TokenSpans(NamedTuple):
+    """Tokens of a text. Tokens that share a character include all of it."""
+
+    ids: Array
+    """Token ids, int64 (n,)."""
+    starts: Array
+    """First character of each token, int64 (n,)."""
+    ends: Array
+    """End of each token's characters, int64 (n,)."""
+
+    @classmethod
+    def of(cls, ids: Sequence[int], offsets: Offsets) -> "TokenSpans":
+        pairs = np.array(offsets, np.int64).reshape(-1, 2)
+        return cls(np.array(ids, np.int64), pairs[:, 0], pairs[:, 1])
+
+
+class SpanEncoder:
+    """Encodes texts with special tokens like `Tokenizer.tokenize_with_offsets`, but faster if the
+    tokens of the tokenizer are pieces of a text's bytes: `ArrayEncoder` then gives the ids, and the
+    lengths of the tokens their characters. Texts of which a token has other bytes, such as after a
+    change by a normalizer, and all texts for other tokenizers, are encoded by the tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.arrays = ArrayEncoder(tokenizer, allow_special=True)
+        """Encoder of texts whose tokens are pieces of their bytes."""
+
+    def encode(self, texts: Sequence[str]) -> list[TokenSpans]:
+        """Return the tokens of each text. Raise `DifferentIds` if the caller must encode all texts
+        again, see `ArrayEncoder`, and `UserError` if the tokenizer does not support offsets."""
+        if self._pieces is None or not texts:
+            return self._by_tokenizer(texts)
+        found = self.arrays.encode(texts)
+        of_texts = np.split(found.ids.astype(np.int64), np.cumsum(found.lengths)[:-1])
+        pairs = zip(texts, of_texts, strict=True)
+        results = [self._pieces.spans(text, ids) for text, ids in pairs]
+        others = [number for number, spans in enumerate(results) if spans is None]
+        again = self._by_tokenizer([texts[number] for number in others])
+        for number, spans in zip(others, again, strict=True):
+            results[number] = spans
+        return [spans for spans in results if spans is not None]
+
+    def _by_tokenizer(self, texts: Sequence[str]) -> list[TokenSpans]:
+        if not texts:
+            return []
+        batch = self._tokenizer.tokenize_with_offsets(texts, allow_special=True)
+        return [TokenSpans.of(ids, offsets) for ids, offsets in batch]
+
+    @cached_property
+    def _pieces(self) -> "_Pieces | None":
+        kind, tokenizer = type(self._tokenizer), self._tokenizer
+        if kind.tokenize_with_offsets is not PretrainedTokenizer.tokenize_with_offsets:
+            return None
+        backend = tokenizer.backend if isinstance(tokenizer, PretrainedTokenizer) else None
+        table = backend.token_bytes() if backend else None
+        if backend is None or table is None:
+            return None
+        pieces = _Pieces(table)
+        texts = probe_texts([*backend.added_tokens()], [])
+        for text, spans in zip(texts, self._by_tokenizer(texts), strict=True):
+            found = pieces.spans(text, spans.ids)
+            if found and not all(map(np.array_equal, found, spans)):
+                return None
+        return pieces
+
+
+class _Pieces:
+    """Spans of tokens that are pieces of a text's bytes."""
+
+    def __init__(self, table: list[bytes]):
+        self._table = table
+        self._sizes = np.fromiter(map(len, table), np.int64, len(table))
+
+    def spans(self, text: str, ids: Array) -> TokenSpans | None:
+        """Return the tokens of a text; None if the bytes of the tokens are not those of the
+        text."""
+        try:
+            content = text.encode()
+        except UnicodeEncodeError:
+            return None
+        sizes = self._sizes[ids]
+        ends = np.cumsum(sizes)
+        if not len(ids) or ends[-1] != len(content):
+            return None
+        starts = ends - sizes
+        if len(content) == len(text):  # ASCII, which normalizers that keep lengths do not move
+            return TokenSpans(ids, starts, ends)
+        if b"".join(map(self._table.__getitem__, ids.tolist())) != content:
+            return None
+        begins_character = (np.frombuffer(content, np.uint8) & 0xC0) != 0x80
+        characters = np.cumsum(begins_character) - 1
+        return TokenSpans(ids, characters[starts], characters[ends - 1] + 1)
