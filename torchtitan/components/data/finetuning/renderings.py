@@ -221,8 +221,8 @@ class Renderings:
             prompt = self.render(number, form, prompted=True)
             completion, marks = self._completion(number, form, prompt)
             if completion is None:
-                finished = self.render(number + 1, form, prompted=False)
-                n_passed = 0 if finished.startswith(prompt) else 1
+                whole = self.render(number + 1, form, prompted=False)
+                n_passed = 0 if whole.startswith(prompt) else 1
                 return Attempt(None, self._mismatch(number, form, prompt), n_passed)
         except UserError as error:
             return Attempt(None, _without_prompt(error) if number == 0 else str(error))
