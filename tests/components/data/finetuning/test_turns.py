@@ -21,6 +21,7 @@ from torchtitan.components.data.finetuning.conversation import (
     LossySample,
     Pair,
     Prompt,
+    Sample,
     Text,
     normalize,
 )
@@ -688,7 +689,8 @@ def test_options_without_effect_are_told(templates: Path) -> None:
     rows = ConversationEncoder(ChatEncoder(tokenizer, template, "assistant"))
     prompt_only = Prompt(normalize([user("Hi")], None, options), None)
     pair = Pair(normalize([user("Hi")], None, options), [assistant("Ho!")], [assistant("No.")])
-    for row in (normalize(SHAPES["one turn"], None, options), prompt_only, pair):
+    samples: list[Sample] = [normalize(SHAPES["one turn"], None, options), prompt_only, pair]
+    for row in samples:
         reason = "own reads brief, end"
         unread = ("unseen", "briefs", "documents")
         assert rows.unread_options(row) == dict.fromkeys(unread, reason)
