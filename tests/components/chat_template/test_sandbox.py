@@ -103,6 +103,43 @@ def test_nested_references_count_in_full(value, monkeypatch):
 
 
 @pytest.mark.slow
+class CountedList(list[object]):
+    """List that counts how often lists of this kind are read."""
+
+    n_reads = 0
+
+    def __iter__(self):
+        CountedList.n_reads += 1
+        return super().__iter__()
+
+
+def test_a_repeated_reference_is_read_once(monkeypatch):
+    """Without a limit on time, this read 4 million lists of the 60."""
+    monkeypatch.setattr(CountedList, "n_reads", 0)
+    value = CountedList()
+    for _ in range(60):
+        value = CountedList([value, value])
+    with pytest.raises(sandbox.WorkLimitError):
+        sandbox.Progress().size(value)
+    assert CountedList.n_reads <= 61
+
+
+def test_sizes_of_nested_values_count_every_part():
+    def size_of(value: object) -> int:
+        if isinstance(value, dict):
+            value = [*value.items()]
+        if isinstance(value, (list, tuple)):
+            return sum(sandbox._ITEM + size_of(part) for part in value)
+        return len(value)
+
+    shared = ["abc", ("de", {"f": "gh"})]
+    items = {name: [name * n] for n, name in enumerate("ijklmn", start=1)}
+    values = [shared, [shared] * 3, {"a": shared, "b": {"c": shared}}, items, [items, [items]]]
+    for value in values:
+        assert sandbox.Progress().size(value) == size_of(value)
+    assert sandbox.Progress().size(items.items()) == size_of(items)
+
+
 def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "['', '']|map('default', {}, true)|list"

@@ -156,19 +156,29 @@ class Progress:
     def size(self, value: Any) -> int:
         """Return the length of a value as text. Raise `WorkLimitError` if it exceeds the remaining
         budget."""
+        return len(value) if isinstance(value, str) else self._size(value, {})
+
+    def _size(self, value: Any, known: dict[int, int]) -> int:
+        """`known`: sizes by `id` of the containers in a value, which may be in it any number of
+        times."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
             return value.bit_length() // 8
-        if isinstance(value, Mapping):
-            value = value.items()
-        if not isinstance(value, (list, tuple, KeysView, ValuesView, ItemsView)):
+        if not isinstance(value, (Mapping, list, tuple, KeysView, ValuesView, ItemsView)):
             return _ITEM
+        if id(value) in known:
+            return known[id(value)]
         size = _ITEM * len(value)
-        for item in value:
-            size += self.size(item)
+        for item in value.items() if isinstance(value, Mapping) else value:
+            if isinstance(value, (Mapping, ItemsView)):
+                # Pairs are made as they are read: their ids are used again.
+                size += 2 * _ITEM + sum(self._size(part, known) for part in item)
+            else:
+                size += self._size(item, known)
             if size > self.budget:
                 raise WorkLimitError
+        known[id(value)] = size
         return size
 
 
