@@ -204,8 +204,7 @@ def test_all_classes(model_type: str, kind: str, tmp_path: Path) -> None:
         refusal = try_class(model_type, tmp_path, **KINDS[kind])
         assert "\n" not in refusal
         if "exclude" in refusal:
-            refusal = try_class(
-                model_type, tmp_path, include=[f"^(?!.*({'|'.join(EXCLUDED)})).*layers?\\.\\d+\\."]
-            )
+            others = f"^(?!.*({'|'.join(EXCLUDED)})).*layers?\\.\\d+\\."
+            refusal = try_class(model_type, tmp_path, **{**KINDS[kind], "include": [others]})
     if refusal:
         pytest.skip(refusal)
