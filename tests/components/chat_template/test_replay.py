@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,31 @@ def conversations(n: int) -> list[list[Message]]:
     return chats
 
 
+MARKUP = (
+    *("<think>a</think>b", "</think>", "<think>\n\n</think>\n\nHi", "[INST] x [/INST]"),
+    *("<|im_end|>", "\n\n", "<tool_call>", "Hi /think", "<|channel|>final", "system", "{}"),
+)
+"""Texts that templates of published models ask for."""
+
+
+def published_conversation(rng: random.Random) -> list[Message]:
+    def text() -> str:
+        return rng.choice([*TEXTS, *MARKUP])
+
+    messages = [{"role": "system", "content": text()}] if rng.random() < 0.3 else []
+    for _ in range(rng.randint(1, 2)):
+        answer = assistant(text())
+        if rng.random() < 0.4:
+            answer[rng.choice(["reasoning_content", "thinking", "reasoning"])] = text()
+        messages += [user(text()), answer]
+        if rng.random() < 0.2:
+            function = {"name": "weather", "arguments": {"days": 1}}
+            answer["tool_calls"] = [{"type": "function", "id": "a1b2c3d4e", "function": function}]
+            result = {"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d4e"}
+            messages += [{**result, "content": text()}, assistant(text())]
+    return messages
+
+
 def rendered(template: ChatTemplate, messages: Sequence[Message], **more: Any) -> str:
     try:
         return template.render(messages, add_generation_prompt=True, **more)
@@ -79,6 +105,22 @@ def test_recordings_render_as_the_template(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(reference._replays, "render", lambda messages, variables, run: run())
     for messages in conversations(150):
         assert rendered(template, messages) == rendered(reference, messages)
+
+
+def test_recordings_render_as_published_templates(
+    assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(0)
+    chats = [published_conversation(rng) for _ in range(60)]
+    n_recordings = 0
+    for file in sorted((assets / "templates").glob("*.jinja")):
+        source = file.read_text()
+        template, reference = (ChatTemplate(source, name=file.stem) for _ in range(2))
+        monkeypatch.setattr(reference._replays, "render", lambda messages, variables, run: run())
+        for messages in chats:
+            assert rendered(template, messages) == rendered(reference, messages), file.stem
+        n_recordings += bool(template._replays._paths)
+    assert n_recordings >= 25
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
