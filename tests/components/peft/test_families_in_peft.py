@@ -1,16 +1,17 @@
 """peft opens the adapters of every family with the same logits, and the other way round."""
 
+import functools
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.components.peft.test_adapter_files import (
     TOKENS,
@@ -71,6 +72,21 @@ def base_folder(name: str, folder: Path) -> Path:
     return folder
 
 
+Bases = Callable[[str], tuple[Path, ModelSpec, dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    """Function of the name of a case that returns its folder, our model and the weights."""
+
+    @functools.cache
+    def base(name: str) -> tuple[Path, ModelSpec, dict[str, Tensor]]:
+        folder = base_folder(name, tmp_path_factory.mktemp("base"))
+        return folder, *plain_weights(folder)
+
+    return base
+
+
 def lora_config(kind: str, spec: ModelSpec) -> LoRA.Config:
     """Return a configuration of a kind with rank 4 and alpha 6, so that a wrong scale changes the
     logits."""
@@ -122,9 +138,10 @@ def open_without_warnings(below: nn.Module, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "kind"), all_cases())
-def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -> None:
-    base = base_folder(name, tmp_path / "base")
-    spec, plain = plain_weights(base)
+def test_peft_opens_what_a_family_writes(
+    bases: Bases, name: str, kind: str, tmp_path: Path
+) -> None:
+    base, spec, plain = bases(name)
     config = lora_config(kind, spec)
     model = adapted(spec, config, plain, seed=1)
     if kind == "DoRA" and name in REWRITTEN:
@@ -149,11 +166,12 @@ def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "kind"), all_cases())
-def test_a_family_opens_what_peft_writes(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_family_opens_what_peft_writes(
+    bases: Bases, name: str, kind: str, tmp_path: Path
+) -> None:
     """peft trains the layers of an adapter that we wrote. Parts of layers that are fused there
     share A."""
-    base = base_folder(name, tmp_path / "base")
-    spec, plain = plain_weights(base)
+    base, spec, plain = bases(name)
     config = lora_config(kind, spec)
     if kind == "DoRA" and name in REWRITTEN:
         pytest.skip("peft has no DoRA of layers that it takes for experts")
@@ -185,10 +203,9 @@ def test_rewritten_names_are_those_of_peft() -> None:
 
 
 def test_dropout_that_peft_does_not_support_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bases: Bases, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    base = base_folder("glm4_moe", tmp_path / "base")
-    spec, plain = plain_weights(base)
+    base, spec, plain = bases("glm4_moe")
     config = LoRA.Config(rank=4, alpha=6.0, dropout=0.1)
     model = adapted(spec, config, plain, seed=1)
     write(tmp_path / "adapter", config, model, spec)
@@ -231,11 +248,10 @@ def names_of_targets(theirs: Any, spec: ModelSpec) -> list[str]:
     ],
 )
 def test_a_family_with_experts_opens_targets_of_peft(
-    name: str, target: str, tmp_path: Path
+    bases: Bases, name: str, target: str, tmp_path: Path
 ) -> None:
     """peft doubles the rank and alpha of fused gates and ups. It has routers in "all-linear"."""
-    base = base_folder(name, tmp_path / "base")
-    spec, plain = plain_weights(base)
+    base, spec, plain = bases(name)
     defaults = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     if (
         target == "default"
@@ -270,10 +286,9 @@ def test_a_family_with_experts_opens_targets_of_peft(
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_routers_of_all_linear_layers_are_read(dora: bool, tmp_path: Path) -> None:
+def test_routers_of_all_linear_layers_are_read(bases: Bases, dora: bool, tmp_path: Path) -> None:
     """In Gemma 4, they are linear layers, which peft adapts with the others, also by DoRA."""
-    base = base_folder("gemma4_text, experts", tmp_path / "base")
-    spec, plain = plain_weights(base)
+    base, spec, plain = bases("gemma4_text, experts")
     options = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM"
     )
