@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from torchtitan.components.data.base import Batch
 from torchtitan.distributed.parallelize import free_gathered_weights
@@ -166,7 +167,7 @@ class StepFailure:
         if self._passes is None:
             return None
         self._n_begun += 1
-        if "head" not in kwargs:
+        if not _computes_loss(kwargs):
             return None
         return args, {**kwargs, "head": self.guarded(kwargs["head"])}
 
@@ -174,7 +175,7 @@ class StepFailure:
         if self._passes is None:
             return
         # The head may hold large tensors, such as the states of a teacher.
-        head = {"head": _zero_loss} if "head" in kwargs else {}
+        head = {"head": _zero_loss} if _computes_loss(kwargs) else {}
         args, kwargs = _detached((args, {**kwargs, **head}))
         done = _Pass(model, args, kwargs, torch.is_grad_enabled())
         for output in tree_iter(result):
@@ -252,6 +253,12 @@ def _zero_loss(hidden: Tensor, weight: Tensor | None, **inputs: Any) -> Tensor:
     """An output head without a result."""
     zero: Tensor = _Zero.apply(hidden, weight)
     return zero
+
+
+def _computes_loss(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a model's pass ends with the loss. Scores of a reward model are the result of
+    `F.linear`, by which its head knows them."""
+    return kwargs.get("head", F.linear) is not F.linear
 
 
 def _zeros_like(x: Tensor) -> Callable[[], Tensor]:
