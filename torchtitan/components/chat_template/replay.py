@@ -224,7 +224,16 @@ def _unsupported(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise _Unrecordable
 
 
-class _Text:
+_UNSUPPORTED = (
+    *("__str__", "__repr__", "__format__", "__len__", "__iter__", "__int__", "__float__"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__mod__", "__rmod__", "__mul__", "__rmul__"),
+)
+
+_Opaque: Any = type("_Opaque", (), {"__slots__": (), **dict.fromkeys(_UNSUPPORTED, _unsupported)})
+"""Class of values that templates cannot read."""
+
+
+class _Text(_Opaque):
     """Placeholder of a text: pieces of literal text and numbers of values."""
 
     __slots__ = ("parts", "trace")
@@ -291,8 +300,6 @@ class _Text:
         return self.made(operator.getitem, index)
 
     __hash__ = None  # type: ignore[assignment]
-    __str__ = __repr__ = __format__ = __len__ = __iter__ = __int__ = __float__ = _unsupported
-    __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __rmod__ = __mul__ = __rmul__ = _unsupported
 
 
 def _piece(values: Values, whole: int, index: int) -> str:

@@ -117,12 +117,14 @@ class Stops:
             answer = {"role": "assistant", "content": ANSWER}
             tools = PROBE_TOOLS if has_tools else None
             try:
-                before = self._render([question], options, tools)
-                prompt = self._prompt([question], options, tools)
-                finished = self._render([question, answer], options, tools)
+                renderings = (
+                    self._render([question], options, tools),
+                    self._prompt([question], options, tools),
+                    self._render([question, answer], options, tools),
+                )
             except UserError:
-                before = prompt = finished = ""
-            self._trailers[key] = _trailer_of(before, prompt, finished)
+                renderings = ("", "", "")
+            self._trailers[key] = _trailer_of(*renderings)
         return self._trailers[key]
 
     def _try(self, trial: "Trial", options: Mapping[str, Any]) -> Stop | None:

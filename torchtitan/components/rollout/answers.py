@@ -181,7 +181,8 @@ def _answer_of_box(before: str, inside: str, after: str) -> Answer:
     number = numbers[0] if len(numbers) == 1 else None
     if number and not is_equal_to_all(clean(before), number, is_box=True):
         return _NONE
-    return _NONE if _is_part(before, after, number.value if number else None) else Answer(inside)
+    value = number.value if number else None
+    return _NONE if _is_part(before, after, value) else Answer(inside)
 
 
 _NEAR = 100
