@@ -187,7 +187,7 @@ def test_killed_run_continues_its_events(tmp_path):
 
 
 def test_of_many_events_of_progress_some_are_left_out(tmp_path, monkeypatch):
-    """What a session has done, and what it has lost, stays the same."""
+    """The times of done and of lost steps stay the same."""
     monkeypatch.setattr(run_events, "_MOST_PROGRESS", 8)
 
     def session(first, n_steps):

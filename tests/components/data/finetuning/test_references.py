@@ -284,14 +284,15 @@ UNPROMPTED: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
         ),
     ),
 }
-"""Template → its renderer, options and tokens. The generation prompts of both open reasoning. The renderers do not train after them: an answer without reasoning
-follows the header, without the tag that closes it, and R1's leaves out all reasoning."""
+"""Template → its renderer, options and tokens. The generation prompts of both open reasoning. The
+renderers do not train after them: an answer without reasoning follows the header, without the tag
+that closes it, and R1's renderer omits all reasoning."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNPROMPTED)
 def test_renderers_with_another_prompt_in_training(name: str, assets: Path, tmp_path: Path) -> None:
-    """Prompts of inference and stops are equal, and so is what follows the reasoning."""
+    """Prompts of inference and stops are equal, and so is the text after the reasoning."""
     renderers = pytest.importorskip("renderers")
     kind, options, tokens = UNPROMPTED[name]
     template, tokenizer = with_tokens(name, assets / "templates", tokens, tmp_path)
@@ -399,7 +400,7 @@ HARMONY_REWRITTEN = {
     ">r1<|end|>": '>"r1"<|end|>',
     "Be kind.<|end|>": "Be kind.\n\n<|end|>",
 }
-"""Text of openai-harmony → what gpt-oss's template writes in its place: no `<|constrain|>`, results
+"""Text of openai-harmony → text of gpt-oss's template: no `<|constrain|>`, results
 of tools as JSON text, and a blank line after instructions."""
 
 
@@ -612,7 +613,7 @@ version 13 orders them by their calls."""
 PLAIN = ("one turn", "turns", "system")
 WITH_CALLS = ("v3", "tekken", "v13")
 WITH_REASONING = ("reasoning", "reasoning at the end", "call, reasoning", "call, text")
-"""Conversations of v13: earlier versions have no reasoning, and no text beside calls."""
+"""Conversations of v13: earlier versions have no reasoning, and no text before calls."""
 
 
 def mistral_folder(version: str, assets: Path, to: Path) -> Path:

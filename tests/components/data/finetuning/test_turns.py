@@ -790,7 +790,7 @@ def test_prompts_keep_earlier_calls_and_reasoning(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["LFM2-8B-A1B", "google-gemma-2-2b-it", "chatml"])
 def test_prompts_do_not_keep_reasoning_as_code(name: str, templates: Path) -> None:
-    """These templates write parts of a content as code, in which the reasoning is not lost."""
+    """These templates write parts of a content as code, with the reasoning."""
     template, tokenizer = published(name, templates)
     messages = [user("Hi"), assistant("Ho!", **THOUGHT), user("More"), assistant("No.")]
     samples = encoded(template, tokenizer, messages, accepted=["reasoning"])
