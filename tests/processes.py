@@ -34,7 +34,7 @@ def forking() -> ForkServerContext:
 def use_default_start_method() -> None:
     """Start processes from this one as a new interpreter does. It inherits `forkserver` otherwise,
     and starts a server of its own for each of its loaders' workers, which imports everything."""
-    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method(None, force=True)
 
 
 def run_processes(function: Callable[..., None], world_size: int, *args: Any) -> None:

@@ -1,18 +1,26 @@
 """Mistakes found, and help printed, without importing torch: the same as from the configuration
 itself."""
 
+import inspect
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.config.test_config import parse
+from tests.config.test_options import own_fields, places_in_configurations
 from tests.options_table import as_text, configurations, table
 from torchtitan.config import manager, option_table, registry
 from torchtitan.config.configurable import describe, fits
-from torchtitan.config.option_table import known_configuration, source_digest
+from torchtitan.config.option_table import (
+    declaring_parts,
+    files_of_declarations,
+    known_configuration,
+    source_digest,
+)
 from torchtitan.config.registry import (
     built_in_modules,
     is_written_for_folder,
@@ -63,6 +71,14 @@ def test_digest_covers_what_declares_an_option(tmp_path, monkeypatch):
     for part in ("            pass", "compute"):
         file.write_text(source.replace(part, f"{part}_2"))
         assert source_digest() == digest
+
+
+def test_digest_covers_every_configuration_class():
+    for cls in places_in_configurations():
+        file = Path(inspect.getfile(cls))
+        declared = "\n".join(declaring_parts(file, files_of_declarations()))
+        for name in own_fields(cls):
+            assert re.search(rf"^ +{name}: ", declared, re.MULTILINE), f"{cls}.{name}"
 
 
 @pytest.mark.parametrize("module", built_in_modules())
@@ -156,10 +172,13 @@ def test_right_words_are_no_mistakes(words, monkeypatch):
         ("ppo", "debugmodel"),
     ],
 )
-def test_help_is_that_of_the_configuration(module, config, monkeypatch, capsys):
+def test_help_is_that_of_the_configuration(module, config, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "values.yaml"
+    file.write_text("training: {steps: 12345}")
+
     def printed():
         with pytest.raises(SystemExit) as ended:
-            parse("--module", module, "--config", config, "--help")
+            parse("--module", module, "--config", config, "--config_file", str(file), "--help")
         assert ended.value.code == 0
         # Lines may break at other places.
         return re.sub(r"[│╭╮╰╯─|+\s-]", "", capsys.readouterr().out)
@@ -168,7 +187,7 @@ def test_help_is_that_of_the_configuration(module, config, monkeypatch, capsys):
         without_import.delattr(manager, "load_config_function")
         early = printed()
     monkeypatch.setattr(manager, "known_configuration", lambda *names: None)
-    assert early == printed()
+    assert early == printed() and "12345" in early
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,10 @@ class ConfigManager:
             raise _untrusted_in_file(
                 {"module": {module: NamesCode.problem}}, ["--module", module], selected.config_file
             )
-        if is_written_for_folder(module, config_name):
-            self._assets_path(config_name, overrides, document)
         if known_config := known_configuration(module, config_name):
             self._check_early(known_config, overrides, document, selected.config_file)
+        elif is_written_for_folder(module, config_name):
+            self._assets_path(config_name, overrides, document)
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}
         if needs_assets(function):
@@ -160,7 +160,9 @@ class ConfigManager:
             of_options = {key: types[key] for key in options}
             _check_words(words, of_options)
             if {"-h", "--help"} & set(words) and known.is_current:
-                self._parse(known.stand_in(), words, options)
+                default = known.stand_in()
+                with_file = with_values(default, type(default), nested(leaves(document)))
+                self._parse(with_file, words, options)
             if unknown := _unknown_words(words, of_options):
                 raise self._unknown(unknown, options)
         except UserError:
@@ -304,22 +306,24 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
 
 def _unknown_words(words: Sequence[str], types: Mapping[str, Any]) -> list[str]:
     """Return the words of the command line, with booleans as switches, that set no option."""
+    switches = {
+        _key_of(_switch(key, value))
+        for key, declared in types.items()
+        if declared is bool
+        for value in (True, False)
+    }
     unknown = []
-    n_values = 0.0
-    """Further values that the last option takes."""
+    n_values = 0.0  # further values that the last option takes
     for word in words:
         key = _key_of(word)
-        section, dot, name = key.rpartition(".")
-        positive = f"{section}{dot}{name.removeprefix('no_')}"
         if not key:
             n_values -= 1
-        elif types.get(positive) is bool:
-            n_values = 0
-        elif key in types:
-            n_values = inf if holds_list(types[key]) else 1
-            n_values = 0 if "=" in word else n_values
-        else:
+        elif key not in types and key not in switches:
             n_values = -inf
+        elif key in switches or "=" in word:
+            n_values = 0
+        else:
+            n_values = inf if holds_list(types[key]) else 1
         if n_values < 0:
             unknown.append(word)
     return unknown

@@ -5,19 +5,20 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from torchtitan.config.registry import REGISTRY_FILE, built_in_modules
 from torchtitan.config.values import nested
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 TABLE = _PACKAGE / "assets/options.json"
 """Written by `python -m tests.options_table`: `sections` lists sections, or parts of them, with the
-type and the help text of each option (null: a field that is no option), `values` their default
+type and the help text of each option (null: a field that is not an option), `values` their default
 values; `configurations` has the numbers of sections and of values of each configuration. It
 excludes configurations for a folder, whose options depend on it."""
 
@@ -31,9 +32,18 @@ _DECLARATIONS = re.compile(
 _CHOICES = re.compile(r"^\w+ = Literal\[[^\]]*\]", re.MULTILINE)
 """A name for choices, which fields of configurations have as their type."""
 
+_BUILDERS = (
+    "components/optim/optimizer.py",
+    "models/common/layer_types.py",
+    "models/common/recipes.py",
+    "models/families.py",
+    "protocols/model_spec.py",
+)
+"""Further files with defaults and sections of configurations."""
+
 
 class Option(NamedTuple):
-    """An option, or a field that is no option, whose declared type is `Any`."""
+    """An option, or a field that is not an option, whose declared type is `Any`."""
 
     declared: Any
     default: Any
@@ -66,13 +76,13 @@ class KnownConfiguration:
 
     @property
     def types(self) -> dict[str, Any]:
-        """The declared types of the options, and `Any` for fields that are no options."""
+        """The declared types of the options, and `Any` for fields that are not options."""
         return {key: field.declared for key, field in self.fields.items()}
 
     @cached_property
     def is_current(self) -> bool:
-        """Whether no configuration has been edited since the table was written: certain for the
-        names, types and texts of options; default values may also come from other code."""
+        """Return whether no configuration has been edited since the table was written. Default
+        values that other code computes may differ."""
         return bool(self._source == source_digest())
 
     def stand_in(self) -> Any:
@@ -84,26 +94,16 @@ class KnownConfiguration:
         fields = []
         for name, item in document.items():
             key = f"{section}.{name}".lstrip(".")
+            make: Callable[[], Any]
             if isinstance(item, Option):
-                metadata = {"help": item.text}
-                default = dataclasses.field(default_factory=_Same(item.default), metadata=metadata)
-                fields.append((name, item.declared, default))
+                kind, text = item.declared, item.text
+                make = partial(copy, item.default)
             else:
-                inner = self._stand_in(item, key)
-                metadata = {"help": self._sections.get(key, "")}
-                default = dataclasses.field(default_factory=inner, metadata=metadata)
-                fields.append((name, inner, default))
+                kind = make = self._stand_in(item, key)
+                text = self._sections.get(key, "")
+            default = dataclasses.field(default_factory=make, metadata={"help": text})
+            fields.append((name, kind, default))
         return dataclasses.make_dataclass("StandIn", fields, kw_only=True)
-
-
-class _Same:
-    """A function that returns one value. Lists cannot be defaults of a dataclass."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __call__(self) -> Any:
-        return self.value
 
 
 def _types(spelled: Mapping[str, str]) -> dict[str, Any]:
@@ -126,14 +126,22 @@ def known_configuration(module: str, config: str) -> KnownConfiguration | None:
 def source_digest() -> str:
     """Return the digest of the code that declares options: configuration classes, their choices,
     configuration functions and flavors."""
-    found = []
-    folders = built_in_modules().values()
-    whole = {folder / name for folder in folders for name in (REGISTRY_FILE, "__init__.py")}
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        text = file.read_text()
-        if file in whole:
-            found.append(text)
-        else:
-            found += [match[0] for match in _DECLARATIONS.finditer(text)]
-            found += _CHOICES.findall(text)
+    whole = files_of_declarations()
+    files = sorted(_PACKAGE.rglob("*.py"))
+    found = [part for file in files for part in declaring_parts(file, whole)]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def files_of_declarations() -> set[Path]:
+    """Return the files that declare options as a whole."""
+    folders = built_in_modules().values()
+    registries = {folder / name for folder in folders for name in (REGISTRY_FILE, "__init__.py")}
+    return registries | {_PACKAGE / name for name in _BUILDERS}
+
+
+def declaring_parts(file: Path, whole: Collection[Path]) -> list[str]:
+    """Return the parts of a source file that declare options: all of it if it is in `whole`."""
+    text = file.read_text()
+    if file in whole:
+        return [text]
+    return [match[0] for match in _DECLARATIONS.finditer(text)] + _CHOICES.findall(text)

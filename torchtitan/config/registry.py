@@ -50,7 +50,7 @@ class ModuleListing(NamedTuple):
     configs: list[str]
     flavors: list[str]
     for_folders: list[str]
-    """Those of the configurations that need the folder `hf_assets_path`."""
+    """Configurations that need the folder `hf_assets_path`."""
 
 
 def built_in_modules() -> dict[str, Path]:
@@ -148,10 +148,8 @@ def _check_is_written(module: str, config: str) -> None:
     names = map(re.escape, (config, f"{module}_{config}"))
     if re.search(rf"\b({'|'.join(names)})\b", "\n".join(sources)):
         return
-    is_family = "FORMATS" in (folders[module] / "__init__.py").read_text()
-    for_folders = list_module("auto", folders["auto"]).configs if is_family else []
     functions = list_module(module, folders[module]).configs
-    raise _unknown(config, module, module, functions, for_folders)
+    raise _unknown(config, module, module, functions, _configs_for_folders(folders[module]))
 
 
 def is_written_for_folder(module: str, config: str) -> bool:
@@ -164,8 +162,14 @@ def is_written_for_folder(module: str, config: str) -> bool:
     name = config if config in own.configs else f"{module}_{config}"
     if name in own.configs:
         return name in own.for_folders
-    is_family = "FORMATS" in (folders[module] / "__init__.py").read_text()
-    return is_family and config in list_module("auto", folders["auto"]).for_folders
+    return config in _configs_for_folders(folders[module])
+
+
+def _configs_for_folders(folder: Path) -> list[str]:
+    """Return the configurations for folders, which a module has if it is a model family."""
+    if "FORMATS" not in (folder / "__init__.py").read_text():
+        return []
+    return list_module("auto", built_in_modules()["auto"]).for_folders
 
 
 def _unknown(
