@@ -37,7 +37,6 @@ _BUILDERS = (
     "models/common/layer_types.py",
     "models/common/recipes.py",
     "models/families.py",
-    "protocols/model_spec.py",
 )
 """Further files with defaults and sections of configurations."""
 
