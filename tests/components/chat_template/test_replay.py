@@ -50,11 +50,19 @@ TEMPLATES = {
     "missing": "{% for m in messages %}{{ m.content.nothing }}{{ m.content['nothing'] }}"
     "{{ m.content is mapping }}{{ m.content | default('none') }}{{ m.reasoning_content }}"
     "{{ m.content is sequence and m.content is not none }}{% endfor %}",
+    "subscripts": "{% set known = {'Hi': 'H', 'Aa': 'A'} %}{% for m in messages %}"
+    "{{ known[m.content] or m.content }}{{ loop[m.content] }}{% endfor %}",
+    "escaped": "{% for m in messages %}{% autoescape true %}{{ m.content }}{% endautoescape %}"
+    "{% endfor %}",
+    "searched": "{% for m in messages %}{% if '</think>' in m.content or m.role == 'user' %}"
+    "{{ m.content[m.content.index('a') :] }}{% endif %}{% endfor %}",
     "raising": "{% for m in messages %}{% if m.content == 'Aa' %}"
     "{{ raise_exception('no ' + m.content) }}{% endif %}{{ m.content }}{% endfor %}",
 }
 
-RECORDED = {*TEMPLATES} - {"numbers", "values", "letters", "lists", "replaced"}
+RECORDED = {*TEMPLATES} - {
+    *("numbers", "values", "letters", "lists", "replaced", "subscripts", "escaped", "searched")
+}
 
 
 def conversations(n: int) -> list[list[Message]]:

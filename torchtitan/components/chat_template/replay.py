@@ -80,7 +80,7 @@ class Recording(NamedTuple):
                 if answer is None:
                     values.append(_checked(result))
             return _joined(self.parts, values)
-        except _TooLong:
+        except (_TooLong, ValueError):  # such as of `index` for a text that is not found
             return None
 
 
@@ -299,7 +299,8 @@ class _Text(_Opaque):
             raise _Unrecordable
         return self.made(operator.getitem, index)
 
-    __hash__ = None  # type: ignore[assignment]
+    # `None`, as without a declaration, raises a `TypeError`, which Jinja takes as a missing key.
+    __hash__ = _unsupported
 
 
 def _piece(values: Values, whole: int, index: int) -> str:
@@ -384,6 +385,9 @@ class _Compiler(jinja2.compiler.CodeGenerator):
     """Compiler that does not convert what a template writes to `str`."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Any, finalize: Any) -> None:
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super()._output_child_pre(node, frame, finalize)  # it refuses placeholders
+            return
         self.write("environment.written(")
         if finalize.src is not None:
             self.write(finalize.src)
@@ -409,6 +413,8 @@ class _RecordingSandbox(sandbox.Sandbox):
         return self.undefined(obj="", name=attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, _Text):
+            raise _Unrecordable  # Jinja returns undefined for what is not a key
         if not isinstance(obj, _Text):
             return super().getitem(obj, argument)
         return self.getattr(obj, argument) if isinstance(argument, str) else obj[argument]
