@@ -102,7 +102,6 @@ def test_nested_references_count_in_full(value, monkeypatch):
         rendered(growing("[1]", value))
 
 
-@pytest.mark.slow
 class CountedList(list[object]):
     """List that counts how often lists of this kind are read."""
 
@@ -140,6 +139,7 @@ def test_sizes_of_nested_values_count_every_part():
     assert sandbox.Progress().size(items.items()) == size_of(items)
 
 
+@pytest.mark.slow
 def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "['', '']|map('default', {}, true)|list"

@@ -13,6 +13,7 @@ environment of `_Recorder`. What is not known to depend only on the recorded ans
 """
 
 import functools
+import hashlib
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -94,12 +95,10 @@ class Replays:
 
     def __init__(self, source: str, environment: jinja2.Environment):
         self._source, self._environment = source, environment
-        self._seen: set[Any] = set()
+        self._seen: set[bytes] = set()
         """Shapes that had one conversation so far."""
-        self._paths: dict[Any, list[Recording]] = {}
-        """Recordings of each shape."""
-        self._closed: set[Any] = set()
-        """Shapes that are not recorded again."""
+        self._paths: dict[bytes, list[Recording | None]] = {}
+        """Recordings of each shape; None: it is not recorded again."""
 
     @functools.cached_property
     def _recorder(self) -> "_Recorder":
@@ -122,22 +121,25 @@ class Replays:
         if sum(map(len, texts)) > _LONGEST_TEXT:
             return run()
         try:
-            shape = (*map(_shape_of, messages), repr(variables))
+            shape = _shape_of(messages, variables)
         except RecursionError:  # in the representation of a deep value
             return run()
         for path in self._paths.get(shape, ()):
-            rendered = path.replay(texts)
+            rendered = path.replay(texts) if path else None
             if rendered is not None:
                 return rendered
         rendered = run()
         if self._is_worth_recording(shape):
-            self._record(shape, messages, variables, rendered)
+            path = self._recorder.record(messages, variables)
+            is_right = path is not None and path.replay(texts) == rendered
+            self._paths.setdefault(shape, []).append(path if is_right else None)
         return rendered
 
-    def _is_worth_recording(self, shape: Any) -> bool:
+    def _is_worth_recording(self, shape: bytes) -> bool:
         """Return whether a shape is seen again, and may have more recordings."""
         if shape in self._paths:
-            return shape not in self._closed
+            paths = self._paths[shape]
+            return len(paths) < _MOST_PATHS and None not in paths
         if shape in self._seen:
             return len(self._paths) < _MOST_SHAPES
         if len(self._seen) >= _MOST_SHAPES:
@@ -145,35 +147,21 @@ class Replays:
         self._seen.add(shape)
         return False
 
-    def _record(
-        self,
-        shape: Any,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        rendered: str,
-    ) -> None:
-        """Add a recording of a conversation that the template renders as `rendered`."""
-        paths = self._paths.setdefault(shape, [])
-        path = self._recorder.record(messages, variables)
-        texts = [text for message in messages for text in _texts_of(message)]
-        if path is not None and path.replay(texts) == rendered:
-            paths.append(path)
-        else:
-            self._closed.add(shape)
-        if len(paths) >= _MOST_PATHS:
-            self._closed.add(shape)
-
 
 def _texts_of(message: Mapping[str, Any]) -> list[str]:
     return [value for key, value in message.items() if type(value) is str and key != "role"]
 
 
-def _shape_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return everything about a message but its texts."""
-    return tuple(
-        key if type(value) is str and key != "role" else (key, repr(value))
-        for key, value in message.items()
-    )
+def _shape_of(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bytes:
+    """Return a digest of everything in a conversation but the texts of its messages."""
+    others = [
+        [
+            key if type(value) is str and key != "role" else (key, value)
+            for key, value in message.items()
+        ]
+        for message in messages
+    ]
+    return hashlib.sha256(repr((others, variables)).encode("utf-8", "surrogatepass")).digest()
 
 
 def _joined(parts: Sequence[str | int], values: Values) -> str:
