@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import tokenizers
 
 from tests.components.tokenizer.array_encoder import (
     change_ids,
@@ -68,6 +69,21 @@ def test_other_ids_are_told(tokenizer, monkeypatch):
     with pytest.raises(DifferentIds, match="other ids for 'Rare text.'"):
         encoder.encode(["Rare text."])
     check(encoder, tokenizer, ["Rare text."])
+
+
+def test_a_token_that_takes_the_space_before_it(tmp_path, assets):
+    """With a space before the text, as many bytes as the text has, but not its bytes (RoBERTa)."""
+    load("prefix", tmp_path, assets)
+    [file] = tmp_path.rglob("tokenizer.json")
+    changed = tokenizers.Tokenizer.from_file(str(file))
+    changed.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    changed.save(str(file))
+    tokenizer = PretrainedTokenizer.Config().build(path=str(file.parent))
+    encoder = SpanEncoder(tokenizer)
+    check(encoder, tokenizer, ["hi <mask>", "hi <mask> there"])
+    # the bytes of almost no text are those of its tokens
+    encoder.arrays.expect(10**9)
+    assert not encoder.arrays.is_fast
 
 
 class Reversed(PretrainedTokenizer):

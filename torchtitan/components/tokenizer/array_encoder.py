@@ -49,6 +49,10 @@ class TokenArrays(NamedTuple):
     lengths: Array
     """Number of ids of each text, int64 (n_texts,)."""
 
+    def of_texts(self) -> list[Array]:
+        """Return the ids of each text, uint32 (n,)."""
+        return np.split(self.ids, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
 
 class DifferentIds(Exception):
     """gigatoken has other ids than `Tokenizer.tokenize`. Its earlier ids of the same data may also
@@ -161,11 +165,10 @@ class ArrayEncoder:
             Tokenizer.encode_batch,
         ):
             return [np.array(ids, np.int64) for ids in self.tokenizer.encode_documents(texts)]
-        found = self.encode(texts)
-        of_texts = (
-            np.split(found.ids.astype(np.int64), np.cumsum(found.lengths)[:-1]) if texts else []
-        )
-        return [_with_ends(ids, [*prefix], [*suffix]) for ids in of_texts]
+        return [
+            _with_ends(ids.astype(np.int64), [*prefix], [*suffix])
+            for ids in self.encode(texts).of_texts()
+        ]
 
     def _encode_slowly(self, texts: Sequence[str]) -> TokenArrays:
         batch = self.tokenizer.tokenize(texts, allow_special=self._allow_special)
@@ -184,9 +187,8 @@ class ArrayEncoder:
         with_added = np.searchsorted(ends, added, side="right").tolist()
         numbers = sorted({*with_added, *divided})
         slow = self._encode_slowly([texts[number] for number in numbers])
-        replacements = np.split(slow.ids, np.cumsum(slow.lengths)[:-1])
         pieces, end = [], 0
-        for number, ids in zip(numbers, replacements, strict=True):
+        for number, ids in zip(numbers, slow.of_texts(), strict=True):
             stop = int(ends[number])
             pieces += [found.ids[end : stop - int(found.lengths[number])], ids]
             end = stop

@@ -39,8 +39,14 @@ class SpanEncoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self.arrays = ArrayEncoder(tokenizer, allow_special=True)
-        """Encoder of texts whose tokens are pieces of their bytes."""
+
+    @cached_property
+    def arrays(self) -> ArrayEncoder:
+        """Encoder of texts whose tokens are pieces of their bytes; closed for other tokenizers."""
+        arrays = ArrayEncoder(self._tokenizer, allow_special=True)
+        if self._pieces is None:
+            arrays.close()
+        return arrays
 
     def encode(self, texts: Sequence[str]) -> list[TokenSpans]:
         """Return the tokens of each text. Raise `DifferentIds` if the caller must encode all texts
@@ -48,9 +54,8 @@ class SpanEncoder:
         if self._pieces is None or not texts:
             return self._by_tokenizer(texts)
         found = self.arrays.encode(texts)
-        of_texts = np.split(found.ids.astype(np.int64), np.cumsum(found.lengths)[:-1])
-        pairs = zip(texts, of_texts, strict=True)
-        results = [self._pieces.spans(text, ids) for text, ids in pairs]
+        pairs = zip(texts, found.of_texts(), strict=True)
+        results = [self._pieces.spans(text, ids.astype(np.int64)) for text, ids in pairs]
         others = [number for number, spans in enumerate(results) if spans is None]
         again = self._by_tokenizer([texts[number] for number in others])
         for number, spans in zip(others, again, strict=True):
@@ -74,7 +79,10 @@ class SpanEncoder:
             return None
         pieces = _Pieces(table)
         texts = probe_texts([*backend.added_tokens()], [])
-        for text, spans in zip(texts, self._by_tokenizer(texts), strict=True):
+        known = self._by_tokenizer(texts)
+        if pieces.spans(texts[0], known[0].ids) is None:  # nor would they be in most other texts
+            return None
+        for text, spans in zip(texts, known, strict=True):
             found = pieces.spans(text, spans.ids)
             if found and not all(map(np.array_equal, found, spans)):
                 return None
@@ -97,13 +105,11 @@ class _Pieces:
             return None
         sizes = self._sizes[ids]
         ends = np.cumsum(sizes)
-        if not len(ids) or ends[-1] != len(content):
+        if not len(ids) or b"".join(map(self._table.__getitem__, ids.tolist())) != content:
             return None
         starts = ends - sizes
-        if len(content) == len(text):  # ASCII, which normalizers that keep lengths do not move
+        if len(content) == len(text):  # ASCII
             return TokenSpans(ids, starts, ends)
-        if b"".join(map(self._table.__getitem__, ids.tolist())) != content:
-            return None
         begins_character = (np.frombuffer(content, np.uint8) & 0xC0) != 0x80
         characters = np.cumsum(begins_character) - 1
         return TokenSpans(ids, characters[starts], characters[ends - 1] + 1)
