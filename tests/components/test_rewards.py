@@ -662,6 +662,10 @@ def test_the_text_after_an_answer_is_read_in_parts_of_bounded_length(part, monke
         ("", "> a\n", 20_000, "> The answer is 4", True),
         ("", "```\n", 20_001, "4", True),
         ("The answer is 4", "✅ ", 20_000, "", True),
+        ("The answer is 4 ", "QED ", 20_000, "x", False),
+        ("The answer is 4 ", "\\qed", 20_000, "x", False),
+        ("The answer is 4", "✅.", 20_000, "x", False),
+        ("The answer is \\boxed{4}", "\n", 20_000, "x", True),
         ("\\begin{align}", "\\\\[", 20_000, "", False),
     ],
 )

@@ -285,7 +285,8 @@ def _is_continued(after: str, value: Fraction | None) -> bool:
     marks = _MARKS_AFTER.match(after)
     assert marks
     rest = re.sub(r"\A(?:[\s$}]|\\[)\]])+", "", after)
-    if re.match(r"[\s$]*\n\s*\*\*\w", after):  # emphasis of a new line
+    start = re.match(r"[\s$]*+(?=\*\*\w)", after)
+    if start and "\n" in start[0].rpartition("$")[2]:  # emphasis of a new line
         return False
     if re.match(r"[\^_%‰²³°¢k]|\\(?:%|times|cdot|pm|pi|sqrt|div|circ)|[-+*/×·÷!]", rest):
         return True
@@ -297,10 +298,11 @@ def _is_continued(after: str, value: Fraction | None) -> bool:
     if is_changed_by(beginning, beginning):
         return True
     n_breaks = marks[0].count("\n")
-    if not n_breaks and not is_known_ending(after, value, is_alone=False):
-        return True
-    if not n_breaks and re.match(r"\s[\s$]*[(\[]", after):
-        return False
+    if not n_breaks:
+        if not is_known_ending(after, value, is_alone=False):
+            return True
+        if re.match(r"\s[\s$]*[(\[]", after):
+            return False
     rest = after[marks.end() :]
     if n_breaks > 1 or not rest:
         return False

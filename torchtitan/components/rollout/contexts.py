@@ -67,7 +67,7 @@ EXCLUDES = re.compile(
             r"\b(?:etwa|ungefähr|rund|fast|knapp|mindestens|höchstens|als|über|unter|bis|oder|environ|"
             r"presque|moins(?: de)?|plus de|ou|aproximadamente|casi|quase|unos|unas|cerca de|"
             r"m[áa]s de|menos de|mais de|que)",
-            r"(?:\A|[.!?\n]\s*)Number",
+            r"(?:\A|[.!?\n][^\S\n]*+)Number",
             rf"\b{_LABELS}[.:#]?",
             rf"\b(?:{_PARTS}|{COUNTS}) of(?: the)?",
             rf"\b{COUNTS}(?: (?:and|to))?",

@@ -6,13 +6,13 @@ _SPECIAL_TOKEN = re.compile(r"(?:</s>|<eos>|<end_of_turn>|<\|[\w ]{1,40}\|>)\Z")
 _LONGEST_TOKEN = 44
 
 _DONE = r"✅|✓|✔|☑|🎉|🎊|😊|🙂|😀|💯|∎|\\(?:blacksquare|qed|checkmark)\b|QED\b"
-_DONE_AT_END = re.compile(
+_DONE_MARKS = re.compile(
     r"(?<=[\w.}$*`)])"
-    rf"(?:[ \t]*(?:\\ )?(?:\$\\(?:blacksquare|qed|square|Box|checkmark)\$|{_DONE})\ufe0f?\.?)+"
-    r"(?=[ \t]*$)",
+    rf"(?:[ \t]*(?:\\ )?(?:\$\\(?:blacksquare|qed|square|Box|checkmark)\$|{_DONE})\ufe0f?\.?)++"
+    r"([ \t]*$)?",
     re.MULTILINE,
 )
-"""Marks of a finished proof, or of joy, at the end of a line."""
+"""Marks of a finished proof, or of joy, and the rest of their line if nothing else is in it."""
 
 _QUOTE = re.compile(r"(?:\A|(?<=\n\n)|(?<=:\n))(?:[ \t]*>.*(?:\n|\Z))+")
 _QUOTED_WORDS = re.compile(r"^[ \t]*>[ \t]*(?:[*_#$]+ ?)?(?:[A-Za-z]{2}|\\f?box)", re.MULTILINE)
@@ -34,14 +34,13 @@ _NO_FACTORIAL = re.compile(r"((?<![\\A-Za-z])[A-Za-z]{2,}|[0-9}][$`]|[0-9}$]\*\*
 
 def without_marks(text: str) -> str:
     """Return a text without special tokens at its end, programs, fences around other blocks, marks
-    of quotes, environments of formulas, marks of joy, and
-    without repetitions of a line with a box. Exclamation marks that are no factorials
-    become periods."""
+    of quotes, environments of formulas, marks of joy, and repetitions of a line with a box.
+    Exclamation marks that are not factorials become periods."""
     if "<s>" not in text:  # which may begin struck text
         text = _without_special_tokens(text)
     text = _CODE.sub(_plain_block, text)
     text = _QUOTE.sub(_plain_quote, text)
-    text = _DONE_AT_END.sub("", text)
+    text = _DONE_MARKS.sub(lambda marks: marks[0] if marks[1] is None else marks[1], text)
     if _ENVIRONMENT.search(text) and not _TABLE.search(text):
         text = _END_OF_ROW.sub("\n", _ENVIRONMENT.sub("\n", text)).replace("&", "")
     text = _BOXED_DIGIT.sub(r"\\boxed{\1}", text)
