@@ -156,7 +156,7 @@ class TestNumbers:
             ) == (100.0, 1.0, 0.25)
 
     def test_the_first_step_does_not_wait_for_the_measured_peak(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
     ) -> None:
         clock = Clock()
 
@@ -174,6 +174,7 @@ class TestNumbers:
         lines = read_lines(tmp_path / "metrics.jsonl")
         assert [line["step_time"] for line in lines] == [1, 1, 1]
         assert lines[0]["mfu"] == 100 * 6e9 * 100 / PEAK
+        assert log.messages[-1].endswith("ETA 0:00:17")
 
     def test_an_exception_in_exclude_restores_the_timers(self, tmp_path: Path) -> None:
         clock = Clock()

@@ -285,7 +285,7 @@ class MetricsProcessor(Configurable):
         logger.info("%s", line, extra={"is_colored": True})
         self._interval = _Interval(step, end)
         self._interval.excluded += measuring
-        self._first_line = self._first_line or (step, end)
+        self._first_line = self._first_line or (step, end + measuring)
 
     def log_validation(self, step: int, validation_loss: float, **extra: float) -> None:
         """Report a validation after `step` on a separate line, without affecting the training
