@@ -99,9 +99,15 @@ def redact(text: str) -> str:
 def unsigned(text: str) -> str:
     """Return redacted text in which no URL has a signature: another signature of the same file
     differs in other parameters too, such as dates."""
-    return re.sub(
-        rf"(https?://[^\s,?]*)\?[^\s,]*{re.escape(HIDDEN)}[^\s,]*", r"\g<1>", redact(text)
-    )
+    return _ANY_URL.sub(_without_signature, redact(text))
+
+
+_ANY_URL = re.compile(r"https?://[^\s,]+")
+
+
+def _without_signature(found: re.Match[str]) -> str:
+    address, _, query = found[0].partition("?")
+    return address if HIDDEN in query else found[0]
 
 
 def redacted(value: Any) -> Any:
