@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, Literal
 
 from torchtitan.components.checkpoint.filesystem import Folder
@@ -34,6 +33,12 @@ KIND_DESCRIPTIONS: dict[Kind, str] = {
     "model_only": "the model only",
     "huggingface": "a Hugging Face model only",
 }
+
+
+def _torch_version() -> str:
+    import torch  # takes seconds, which reading markers need not wait for
+
+    return torch.__version__
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ class Marker:
     manifest: str = ""
     """Digest of manifest.json, set by `commit`."""
 
-    torch_version: str = dataclasses.field(default_factory=lambda: version("torch"))
+    torch_version: str = dataclasses.field(default_factory=_torch_version)
 
     format_version: int = _FORMAT_VERSION
     """Version of the folder's structure and its entries."""
