@@ -53,9 +53,7 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
     is_mendable = is_of_user(error) or error is trainer.step_failure.error
     if not trainer.step or not trainer.config.checkpoint.saves or not is_mendable:
         return
-    if is_lost_rank(error):  # in a collective that the user's code called
-        return
-    if world_size() > 1 and not isinstance(error, SharedError):
+    if is_lost_rank(error) or (world_size() > 1 and not isinstance(error, SharedError)):
         _name_newest(trainer)
         return
     start, trainer.step_start = trainer.step_start, None
@@ -95,7 +93,7 @@ def _name_newest(trainer: Any) -> None:
         return
     newest = f"the newest checkpoint is of step {max(saved)}" if saved else "there is no checkpoint"
     logger.error(
-        "the other ranks wait for this one, so step %d is not saved; %s", trainer.step, newest
+        "step %d is not saved, since the ranks cannot save together; %s", trainer.step, newest
     )
 
 

@@ -75,7 +75,7 @@ class StepFailure:
         try:
             batches = read()
         except BaseException as error:
-            if isinstance(error, RunFailure) or is_ctrl_c(error):
+            if isinstance(error, RunFailure) or is_ctrl_c(error) or is_lost_rank(error):
                 raise
             if not self._is_on or not self._batches:
                 self.error = error
@@ -131,16 +131,16 @@ class StepFailure:
         return self._stage == _COMPLETE
 
     def _keep(self, error: BaseException, part: str) -> None:
-        trainer = self._trainer
-        if self.error is None:
-            logger.error(
-                "rank %d failed in the %s of step %d: %s; all ranks end before its update",
-                trainer.rank,
-                part,
-                trainer.step + 1,
-                _describe(error),
-            )
-        self.error = self.error or error
+        if self.error is not None:
+            return
+        self.error = error
+        logger.error(
+            "rank %d failed in the %s of step %d: %s; all ranks end before its update",
+            self._trainer.rank,
+            part,
+            self._trainer.step + 1,
+            _describe(error),
+        )
 
     def end_backward(self) -> None:
         """Tell that the micro-batch's backward pass has ended."""
@@ -203,8 +203,8 @@ class StepFailure:
 
     def end_run(self) -> NoReturn:
         """Raise the error of the first rank that failed, on all ranks alike. A collective."""
-        errors = gather_objects(self.error and _describe(self.error))
-        rank = next(rank for rank, error in enumerate(errors) if error)
+        errors = gather_objects(None if self.error is None else _describe(self.error))
+        rank = next(rank for rank, error in enumerate(errors) if error is not None)
         raise SharedError(f"rank {rank} failed: {errors[rank]}") from self.error
 
     def check_step(self) -> None:

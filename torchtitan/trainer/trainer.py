@@ -830,7 +830,7 @@ class Trainer(Configurable):
 
     def sum_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> Tensor:
         """Return the numbers of a step for `result_of` on the device: tokens, loss, gradient norm,
-        and others."""
+        numbers of ranks that want to stop, have data, and failed (`RANKS_FAILED`), and measures."""
         if self.has_own_loss and not self.is_divided:
             raise UserError(
                 f"{type(self).__name__} overrides train_step and compute_loss, so the step must "
@@ -857,15 +857,15 @@ class Trainer(Configurable):
         return torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums])
 
     def result_of(self, values: list[float]) -> StepResult:
-        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, ranks_failed = values[:6]
+        tokens, total_loss, total_norm, n_to_stop, n_with_data, n_failed, *measured = values
         return StepResult(
             loss=total_loss,
             grad_norm=total_norm,
-            stop_requested=ranks_to_stop > 0,
-            data_exhausted=ranks_with_data == 0 and tokens == 0,
-            measures=self.measures.means(values[6:]),
+            stop_requested=n_to_stop > 0,
+            data_exhausted=n_with_data == 0 and tokens == 0,
+            measures=self.measures.means(measured),
             spike=self.spikes.spike(total_loss, total_norm),
-            failed=ranks_failed > 0,
+            failed=n_failed > 0,
             step=self.step + 1,
             data_step=self.run_length.data_step + 1,
         )
