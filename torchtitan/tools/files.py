@@ -33,6 +33,9 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _META = re.compile(r"(Meta-)?Llama-\d")
 """Prefix of the names of Meta's models on the Hub."""
 
+_CACHED = ("models--", "datasets--")
+"""Starts of the names of repositories' folders in the Hugging Face cache."""
+
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 """Start of Git's placeholder for a file that Git LFS has not fetched."""
 
@@ -244,19 +247,27 @@ def file_to_copy(folder: Path, name: str) -> Path:
     of the folder.
 
     An untrusted folder may link to any file of this machine, which an export would then publish.
-    The folder itself may be a link, and the Hugging Face cache links files to its `blobs`. The code
-    that reads weights follows any link.
+    The code that reads weights follows any link.
     """
-    home, target = folder.resolve(), (folder / name).resolve()
-    cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")
-    of_model = next(
-        (each.parent for each in cached if each.parent.name.startswith("models--")), home
-    )
-    if not target.is_relative_to(of_model):
+    path = folder / name
+    if not is_stored_in(folder, path):
         raise UserError(
-            f"{folder / name} is a link to {target}, outside the folder; replace it with a copy"
+            f"{path} is a link to {os.path.realpath(path)}, outside the folder; replace it with a "
+            "copy"
         )
-    return folder / name
+    return path
+
+
+def is_stored_in(folder: Path, path: Path) -> bool:
+    """Return whether the real path of a file, which may be absent, is in a folder. The folder
+    itself may be a link, and the Hugging Face cache links a snapshot's files to the `blobs` of its
+    repository."""
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")
+    repository = next(
+        (each.parent for each in cached if each.parent.name.startswith(_CACHED)), home
+    )
+    return target.is_relative_to(repository)
 
 
 def unreadable_file_error(file: str | Path, message: str) -> UserError:
