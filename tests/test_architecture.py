@@ -43,6 +43,7 @@ COMPONENTS = [
     "quantization",
     "peft",
     "data",
+    "images",
     "generation",
     "rollout",
     "evaluation",

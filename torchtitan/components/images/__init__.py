@@ -1,0 +1,1 @@
+"""Images in training data: files, rows, and the processors of models."""

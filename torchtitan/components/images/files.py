@@ -1,0 +1,328 @@
+"""Encoded images that rows name or contain, and their pixels."""
+
+import base64
+import binascii
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from torchtitan.components.data.finetuning.conversation import BrokenSample, shortened
+from torchtitan.components.data.sources.rows import first_line, kind_of
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import (
+    is_file_name,
+    is_stored_in,
+    is_url,
+    read_regular,
+    regular_file,
+    without_query,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MOST_BYTES = 2**28
+"""Largest encoded image."""
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
+"""Formats of Pillow. Others are seldom images of training data, and some run programs: EPS runs
+Ghostscript."""
+
+_WITH_PREVIEWS = "MPO"
+"""JPEG of cameras and telephones. The first picture is the photograph; others are previews, depths
+or gains."""
+
+_SIXTEEN_BIT_GRAY = ("I;16", "I;16L", "I;16B", "I;16N")
+_WITHOUT_RANGE = {"I": "32-bit integers", "F": "floating-point numbers"}
+"""Modes whose values have no known range."""
+
+_BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+"""Starts of JPEG, PNG, GIF and WebP in base64."""
+
+_BLANKS = re.compile(r"\s+")
+
+
+class ImageFile(NamedTuple):
+    """Encoded image of a row."""
+
+    path: str
+    """Absolute path; empty if the row contains the image."""
+    content: bytes
+    """Encoded image if the row contains it, otherwise empty."""
+    digest: str
+    """XXH3 (128 bits, hexadecimal) of the encoded image."""
+    width: int
+    """Pixels of the image that `decode` returns."""
+    height: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a value for JSON, with the content in base64."""
+        return {**self._asdict(), "content": base64.b64encode(self.content).decode()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "ImageFile":
+        """Return the image of a `to_json` value."""
+        return cls(**{**value, "content": base64.b64decode(value["content"])})
+
+    def decode(self) -> "Image.Image":
+        """Return the image in RGB, see `decoded`. Raise `UserError` if its file was changed or
+        removed since its row was read."""
+        content = self.content
+        if self.path:
+            try:
+                content = read_regular(Path(self.path), most=MOST_BYTES)
+            except (OSError, UserError) as error:
+                raise UserError(
+                    f"the image {self.path} cannot be read, but could when its row was tokenized: "
+                    f"{getattr(error, 'strerror', None) or error}; restore it, {_OR_AGAIN}"
+                ) from error
+        if _digest(content) != self.digest:
+            raise UserError(
+                f"the image {self.path or 'of a row'} has changed since its row was tokenized; "
+                f"restore it, {_OR_AGAIN}"
+            )
+        try:
+            return decoded(content)
+        except BrokenSample as error:  # by another version of Pillow
+            raise UserError(f"the image {self.path or 'of a row'}: {error}; replace it") from error
+
+
+_OR_AGAIN = "or set another --dataloader.cache_dir to tokenize the rows again"
+
+
+def decoded(content: bytes) -> "Image.Image":
+    """Return an encoded image in RGB, turned as its EXIF data says.
+
+    Pixels with alpha are blended with white, as by the processors of transformers if they receive
+    such an image; its function `load_image`, which processors use for paths, drops alpha instead,
+    and so shows colors that no viewer does. Gray values of 16 bits keep their upper 8 bits, as
+    Pillow does for colors of 16 bits; transformers makes all above 255 white. CMYK is converted as
+    Pillow does, without color profiles.
+
+    Raise `BrokenSample` with the reason for other content, and for an image that is damaged, too
+    large, or one of several in its file. Call it in one thread at a time, since it changes the
+    process's filters of warnings meanwhile.
+    """
+    if not content:
+        raise BrokenSample("it is empty")
+    if len(content) > MOST_BYTES:
+        raise BrokenSample(
+            f"it has {len(content):,} bytes, and may have {MOST_BYTES:,} at most; reduce it"
+        )
+    pillow = _pillow()
+    with _reasons(pillow):
+        image = pillow.open(BytesIO(content), formats=_FORMATS)
+        if 0 in image.size:
+            raise BrokenSample("it has 0 pixels")
+        n_frames = getattr(image, "n_frames", 1)
+        if n_frames > 1 and image.format != _WITH_PREVIEWS:
+            raise BrokenSample(
+                f"it has {n_frames} frames, and only one can be trained; save one as an image"
+            )
+        return _to_rgb(_upright(image))
+
+
+@contextmanager
+def _reasons(pillow: Any) -> Iterator[None]:
+    """Turn errors of Pillow into `BrokenSample`, also its warning about too many pixels; other
+    warnings, such as for unknown EXIF data, are ignored."""
+    from PIL import UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", pillow.DecompressionBombWarning)
+            yield
+    except BrokenSample:
+        raise
+    except UnidentifiedImageError:
+        raise BrokenSample(
+            f"it is not an image of a known format, or is damaged ({', '.join(_FORMATS)})"
+        ) from None
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise BrokenSample(
+            f"it has more than {pillow.MAX_IMAGE_PIXELS:,} pixels; reduce it ({first_line(error)})"
+        ) from None
+    except Exception as error:  # damage may cause any error in Pillow
+        raise BrokenSample(f"it cannot be decoded ({first_line(error)})") from error
+
+
+def _upright(image: "Image.Image") -> "Image.Image":
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
+
+
+def _to_rgb(image: "Image.Image") -> "Image.Image":
+    if image.mode in _WITHOUT_RANGE:
+        raise BrokenSample(
+            f"its pixels are {_WITHOUT_RANGE[image.mode]} without a known range; convert it to 8 "
+            "bits"
+        )
+    has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
+    if image.mode in _SIXTEEN_BIT_GRAY:
+        if has_alpha:
+            raise BrokenSample("it has 16-bit gray values with alpha; convert it to 8 bits")
+        image = _upper_bits(image)
+    if not has_alpha:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = _pillow().new("RGBA", image.size, "white")
+    return _pillow().alpha_composite(white, image).convert("RGB")
+
+
+def _upper_bits(image: "Image.Image") -> "Image.Image":
+    import numpy as np
+
+    return _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError(
+            "images need the package Pillow (pip install 'torchtitan[vision]', or EXTRA=vision "
+            "./run_train.sh)"
+        ) from error
+    return Image
+
+
+def _digest(content: bytes) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128(content).hexdigest()
+
+
+class ImageOpener:
+    """Opens the images of rows.
+
+    Args:
+        folder: the data's folder, which contains all files that rows name; None: there is none.
+        image_root: folder instead of `folder`; empty: none.
+
+    Raises:
+        UserError: `image_root` is not a folder.
+    """
+
+    def __init__(self, folder: Path | None, image_root: str = ""):
+        if image_root:
+            folder = Path(image_root).expanduser()
+            if not folder.is_dir():
+                raise UserError(
+                    f"--dataloader.image_root {image_root!r} is not a folder; use the one that "
+                    "contains the images that rows name"
+                )
+        self.folder = folder.absolute() if folder else None
+        """Folder of relative paths, which no path may leave."""
+
+    def open(self, reference: Any) -> ImageFile:
+        """Return the image of a row's reference: a path, `file:` or data URL, content (bytes, or
+        base64 in JSON), or an object with one of these, as in a column of `datasets`
+        (`{"bytes": …, "path": …}`), OpenAI's (`{"url": …}`) or Anthropic's (`{"type": "base64",
+        "data": …}`) format. Raise `BrokenSample` with the reason, without the image's number."""
+        if isinstance(reference, (bytes, bytearray, memoryview)):
+            return _image_file("", bytes(reference))
+        if isinstance(reference, str):
+            return self._open_text(reference)
+        if not isinstance(reference, Mapping):
+            raise BrokenSample(
+                f"it must be a path, a URL, bytes or an object with one of these, not "
+                f"{kind_of(reference)}"
+            )
+        found = [key for key in _KEYS if reference.get(key) not in (None, "", b"")]
+        if not found:
+            keys = ", ".join(map(str, reference))
+            raise BrokenSample(f"it has none of {', '.join(_KEYS)}, but {keys or 'no key'}")
+        value = reference[found[0]]
+        if found[0] in ("bytes", "data") and isinstance(value, str):
+            return _image_file("", _from_base64(value))
+        return self.open(value)
+
+    def _open_text(self, text: str) -> ImageFile:
+        if text.startswith("data:"):
+            return _image_file("", _from_data_url(text))
+        if text.startswith("file:"):
+            return self._open_path(_path_in_url(text))
+        if is_url(text):
+            raise BrokenSample(
+                f"{shortened(without_query(text))} is a remote URL, which is not fetched; download "
+                "it first, and name the file"
+            )
+        if text.startswith(_BASE64_STARTS) and not self._is_inside(text):
+            return _image_file("", _from_base64(text))
+        return self._open_path(text)
+
+    def _is_inside(self, name: str) -> bool:
+        return self.folder is not None and is_file_name(name) and os.path.isfile(self.folder / name)
+
+    def _open_path(self, name: str) -> ImageFile:
+        if not is_file_name(name):
+            raise BrokenSample(f"{shortened(name)} is not a path of a file")
+        if self.folder is None:
+            raise BrokenSample(
+                f"{shortened(name)} is a path, but the data has no folder of its own; set "
+                "--dataloader.image_root"
+            )
+        path = self.folder / name
+        if not is_stored_in(self.folder, path):
+            raise BrokenSample(
+                f"{path} is outside the folder {self.folder}; set --dataloader.image_root to a "
+                "folder that contains all images, or move it"
+            )
+        try:
+            if not regular_file(path).exists():
+                raise BrokenSample(f"{path} does not exist")
+            content = read_regular(path, most=MOST_BYTES)
+        except BrokenSample:
+            raise
+        except UserError as error:
+            raise BrokenSample(str(error)) from error
+        except OSError as error:
+            raise BrokenSample(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            return _image_file(str(path), content)
+        except BrokenSample as error:
+            raise BrokenSample(f"{path}: {error}") from error
+
+
+_KEYS = ("bytes", "data", "path", "url", "image_url", "image", "source")
+"""Keys of objects with an image, the first filled one is used: `datasets` prefers bytes."""
+
+
+def _image_file(path: str, content: bytes) -> ImageFile:
+    """Return an image, whose content is kept if it has no path. It is decoded once, since damage to
+    pixels would otherwise stop the training that uses it."""
+    image = decoded(content)
+    return ImageFile(path, b"" if path else content, _digest(content), image.width, image.height)
+
+
+def _from_data_url(url: str) -> bytes:
+    header, comma, data = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise BrokenSample(f"a data URL must be in base64, not {shortened(header)}")
+    return _from_base64(unquote(data))
+
+
+def _from_base64(text: str) -> bytes:
+    data = _BLANKS.sub("", text)
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BrokenSample(f"its base64 is broken ({error}): {shortened(text[:100])}") from None
+
+
+def _path_in_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise BrokenSample(
+            f"{shortened(url)} names the host {parts.netloc!r}; write file:///absolute/path, or a "
+            "relative path without file:"
+        )
+    return unquote(parts.path)
