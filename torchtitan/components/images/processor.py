@@ -1,0 +1,333 @@
+"""`ImageProcessor`, the processor of a model's Hugging Face folder: token ids in the place of
+images, and the tensors of their pixels, computed by the classes of transformers.
+
+Source: transformers 5.23.0, processing_utils.py (`ProcessorMixin`) and models/auto.
+"""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan.components.tokenizer.interface import Tokenizer
+from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.files import read_object
+from torchtitan.tools.logging import logger, without_logs
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Size = tuple[int, int]
+"""Width and height of an image, in pixels."""
+
+_CONFIGS = ("processor_config.json", "preprocessor_config.json")
+_OPTIONAL_CONFIGS = ("video_preprocessor_config.json",)
+"""Files that describe a processor. Either of the first ones is needed; newer versions of
+transformers write both processors into processor_config.json."""
+
+_OF_TEXT = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "special_tokens_mask",
+        "text_replacement_offsets",
+        "labels",
+    }
+)
+"""Results of a processor that describe its text."""
+
+_TRIAL_SIZES: tuple[Size, Size] = ((96, 64), (60, 120))
+_CACHED_SAMPLES = 512
+
+
+class ImageProcessor:
+    """The processor of a model's folder; create it with `from_folder`."""
+
+    token_id: int
+    """Id of the token that the chat template writes once per image."""
+    token: str
+    """The text of this token."""
+    files: dict[str, Path]
+    """Name → path of the files that an export needs."""
+    fingerprint: str
+    """Hexadecimal digest of everything that decides token ids and pixels: files, class, back end
+    and version of transformers."""
+    types_name: str | None = None
+    """Name of the class's argument for types of tokens, if the processor returns them."""
+    joins_text: bool
+    """True if the text in the place of an image begins or ends with ordinary text, such as the line
+    breaks of Gemma 3. Its token ids then depend on the text around it: put `replacements` into the
+    text before it is tokenized, instead of `expansions` into token ids."""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> "ImageProcessor":
+        """Open the processor of a folder, and try it with two small images. `tokenizer` is that of
+        the run. Raise `UserError` if files or packages are missing, or if the processor cannot be
+        used."""
+        folder = Path(folder)
+        names = (*_CONFIGS, *_OPTIONAL_CONFIGS)
+        files = {name: folder / name for name in names if (folder / name).is_file()}
+        if not files.keys() & set(_CONFIGS):
+            raise UserError(
+                f"'{folder}' has no {' or '.join(_CONFIGS)}, which describes the processor of "
+                "images; copy it from the folder of the published model"
+            )
+        contents = [read_object(path) for path in files.values()]
+        _check_packages()
+        with without_logs():
+            processor = _open_processor(folder)
+        self = cls(processor, tokenizer)
+        self.files = files
+        back_end = _back_end(processor.image_processor)
+        self.fingerprint = _digest(contents, [self._name, back_end])
+        logger.info(f"images: {self._name} of '{folder}', computed with {back_end}")
+        self._try()
+        return self
+
+    def __init__(self, processor: Any, tokenizer: Tokenizer):
+        self._processor = processor
+        self._tokenizer = tokenizer
+        self._name = type(processor).__name__
+        self.token = getattr(processor, "image_token", None) or ""
+        token_id = tokenizer.id_of(self.token) if self.token else None
+        if token_id is None:
+            raise UserError(
+                f"{self._name} writes {self.token!r} for an image, which is not one token of the "
+                "tokenizer; use the tokenizer of the published model"
+            )
+        self.token_id = token_id
+        self._image_ids = [i for i in processor.image_token_ids if i is not None]
+        self._cached = functools.lru_cache(maxsize=_CACHED_SAMPLES)(self._blank_replacements)
+
+    def replacements(self, sizes: Sequence[Size]) -> list[str]:
+        """Return the texts that replace the placeholder token of each image of a sample, whose
+        sizes are given in order. Raise `UserError` for sizes that the processor refuses."""
+        texts, _ = self._cached(tuple(sizes))
+        return list(texts)
+
+    def expansions(self, sizes: Sequence[Size]) -> list[list[int]]:
+        """Return the token ids of the `replacements`, each tokenized by itself."""
+        _, ids = self._cached(tuple(sizes))
+        return [each.tolist() for each in ids]
+
+    def inputs(self, images: Sequence[Sequence["Image"]]) -> dict[str, Tensor]:
+        """Return the arguments of the class for the images of each sample of a batch. Samples may
+        have no images, but at least one has. Floating-point tensors are in float32."""
+        # Classes take a flat list of images, in any division into samples.
+        outputs = self._call([sample for sample in images if sample])
+        return {name: self._tensor(name, outputs[name]) for name in self._names(outputs)}
+
+    def token_types(self, ids: np.ndarray) -> np.ndarray:
+        """Return the types of tokens: 1 for those of images, and 0 for others."""
+        return np.isin(ids, self._image_ids).astype(np.int64)
+
+    def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
+        from PIL import Image
+
+        outputs = self._call([[Image.new("RGB", size) for size in sizes]])
+        texts = self._replacements(outputs)
+        ids = self._tokenizer.tokenize(texts, allow_special=True)
+        return texts, [np.array(each, dtype=np.int32) for each in ids]
+
+    def _call(self, images: Sequence[Sequence["Image"]]) -> Any:
+        """Call the processor with samples that consist of images only."""
+        nested = [list(sample) for sample in images]
+        try:
+            return self._processor(
+                images=nested,
+                text=[self.token * len(sample) for sample in nested],
+                images_kwargs={"return_tensors": "pt"},
+                text_kwargs={
+                    "return_tensors": None,
+                    "padding": False,
+                    "add_special_tokens": False,
+                },
+                return_text_replacement_offsets=True,
+            )
+        except Exception as error:  # processors raise various types
+            sizes = [f"{image.width} x {image.height}" for sample in nested for image in sample]
+            raise UserError(
+                f"{self._name} refuses images of {', '.join(sizes[:8])} pixels: {in_words(error)}"
+            ) from error
+
+    @staticmethod
+    def _replacements(outputs: Any) -> list[str]:
+        offsets = outputs.get("text_replacement_offsets") or []
+        return [each["replacement"] for sample in offsets for each in sample]
+
+    @staticmethod
+    def _names(outputs: Any) -> list[str]:
+        """Return the names of results that the class takes for images."""
+        return [name for name in outputs if name not in _OF_TEXT]
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        try:
+            tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list) else value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{self._name} returns {name} of images in one batch with different shapes"
+            ) from error
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def _try(self) -> None:
+        """Process two images, and compare what can be seen."""
+        from PIL import Image
+
+        noise = np.random.default_rng(0)
+        images = [
+            Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            for width, height in _TRIAL_SIZES
+        ]
+        outputs = self._call([images])
+        texts = self._replacements(outputs)
+        if len(texts) != len(images):
+            raise UserError(f"{self._name} does not return the text in the place of each image")
+        if texts != self.replacements(_TRIAL_SIZES):
+            raise UserError(
+                f"{self._name} gives images of the same size different numbers of tokens, by their "
+                "content, so that the length of a sample is not known before its images are decoded"
+            )
+        if "labels" in outputs:
+            raise UserError(
+                f"{self._name} divides a text into a prompt and an answer, which conversations "
+                "with several turns do not have"
+            )
+        known, _ = self._processor._process_images(
+            [images], **self._processor._merge_kwargs()["images_kwargs"]
+        )
+        if unknown := [name for name in self._names(outputs) if name not in known]:
+            raise UserError(f"{self._name} also returns {', '.join(unknown)}, for text and images")
+        tensors = self.inputs([images])
+        bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        if bad or not tensors:
+            raise UserError(f"{self._name} returns no finite values for {bad or 'images'}")
+        ids = [token for each in self.expansions(_TRIAL_SIZES) for token in each]
+        self.joins_text = any(self._joins(text) for text in texts)
+        [own] = outputs["input_ids"]
+        if not self.joins_text and own != ids:
+            raise UserError(
+                f"{self._name} writes other token ids in the place of images than the tokenizer "
+                f"of this run, {own[:8]} instead of {ids[:8]}; use the tokenizer of the folder"
+            )
+        if self._processor.return_mm_token_type_ids:
+            names = ("mm_token_type_ids", "token_type_ids")
+            self.types_name = next(name for name in names if name in outputs)
+            [types] = outputs[self.types_name]
+            if types != self.token_types(np.array(own)).tolist():
+                raise UserError(f"{self._name} has types of tokens besides images and text")
+
+    def _joins(self, text: str) -> bool:
+        """Return whether other text next to `text` changes its token ids."""
+        parts = ["\n", text, "\n"]
+        whole, *ids = self._tokenizer.tokenize(["".join(parts), *parts], allow_special=True)
+        return whole != [token for part in ids for token in part]
+
+
+def _check_packages() -> None:
+    needed = {"transformers": "transformers", "Pillow": "PIL"}
+    missing = [name for name, module in needed.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise UserError(
+            f"training on images needs {' and '.join(missing)}: pip install "
+            "'torchtitan[transformers,vision]'"
+        )
+
+
+def _digest(contents: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
+    import transformers
+
+    text = json.dumps([contents, *parts, transformers.__version__], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _has_torchvision() -> bool:
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError):  # the latter if built for another torch
+        return False
+    return True
+
+
+def _back_end(image_processor: Any) -> str:
+    bases = [base.__name__ for base in type(image_processor).__mro__]
+    return "torchvision" if "TorchvisionBackend" in bases else "pil"
+
+
+def _processor_class(folder: Path) -> Any:
+    """Return the class that the folder's files name, or else that of its model_type."""
+    from transformers.models.auto import processing_auto
+
+    documents = [read_object(folder / name) for name in (*_CONFIGS, "tokenizer_config.json")]
+    names = [document["processor_class"] for document in documents if "processor_class" in document]
+    model_type = str(read_object(folder / "config.json").get("model_type"))
+    if not names and (of_type := processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type)):
+        names = [of_type]
+    if not names:
+        raise UserError(
+            f"'{folder}' names no processor_class, and transformers has none for its model_type "
+            f"'{model_type}'"
+        )
+    if names[0] not in processing_auto.PROCESSOR_MAPPING_NAMES.values():
+        raise UserError(
+            f"'{folder}' names the processor_class {names[0]!r}, which transformers does not have"
+        )
+    return processing_auto.processor_class_from_name(names[0])
+
+
+def _open_processor(folder: Path) -> Any:
+    """Build the processor of a folder from its image processor and tokenizer. `AutoProcessor` also
+    wants those of videos and sounds, which need other packages."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    cls = _processor_class(folder)
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    back_end = {} if _has_torchvision() else {"backend": "pil"}
+    try:
+        parts = {
+            "image_processor": AutoImageProcessor.from_pretrained(folder, **options, **back_end),
+            "tokenizer": AutoTokenizer.from_pretrained(folder, **options),
+        }
+        _skip_package_of_videos(cls)
+        images_only: Any = type(cls.__name__, (_ImagesOnly, cls), {})
+        arguments = [parts.get(name) for name in cls.get_attributes()]
+        return images_only.from_args_and_dict(
+            arguments, read_object(folder / "processor_config.json")
+        )
+    except Exception as error:  # classes raise various types
+        remedy = "; pip install torchvision" if "torchvision" in str(error) else ""
+        raise UserError(
+            f"'{folder}': {cls.__name__} cannot be built here: {in_words(error)}{remedy}"
+        ) from error
+
+
+class _ImagesOnly:
+    """Makes a processor's parts optional."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        if argument is None:
+            return None
+        return super().check_argument_for_proper_class(  # type: ignore[misc]
+            argument_name, argument
+        )
+
+
+def _skip_package_of_videos(cls: Any) -> None:
+    """SmolVLM's class refuses to be built without num2words, which it uses for videos only."""
+    module = sys.modules[cls.__module__]
+    if getattr(module, "num2words", ...) is None:
+        module.num2words = _no_videos  # type: ignore[attr-defined]
+
+
+def _no_videos(number: int) -> str:
+    raise UserError("videos need the package num2words: pip install num2words")
