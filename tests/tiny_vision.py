@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 
+from torchtitan.components.images import processor
+
 VOCABULARY = 384
 HIDDEN = 32
 Conversation = list[dict[str, Any]]
@@ -92,8 +94,10 @@ class VisionType:
     """Values of the image processor."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Values of the processor."""
-    takes_textless: bool = True
-    """False if the processor refuses batches with samples without images."""
+    id_lists: dict[str, list[str]] = field(default_factory=dict)
+    """Field of the configuration → the special tokens whose ids it lists."""
+    is_flat: bool = False
+    """True if the processor takes the images of all samples in one list."""
 
 
 def _qwen(processor: str, text: dict[str, Any], vision: dict[str, Any]) -> VisionType:
@@ -115,12 +119,12 @@ def _qwen(processor: str, text: dict[str, Any], vision: dict[str, Any]) -> Visio
     )
 
 
-def _mrope(*sections: int) -> dict[str, Any]:
+def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(sections)}
-    return {"rope_parameters": parameters}
+    return {"rope_parameters": parameters | more}
 
 
-def _idefics(processor: str, image_processor: str, ids: dict[str, str]) -> VisionType:
+def _idefics(processor: str, image_processor: str) -> VisionType:
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     return VisionType(
         processor=processor,
@@ -133,12 +137,60 @@ def _idefics(processor: str, image_processor: str, ids: dict[str, str]) -> Visio
         }
         | {row: row for row in rows},
         placeholder="<image>",
-        ids=ids,
+        ids={"image_token_id": "<image>"},
         config={"scale_factor": 2},
         pixels={"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
         arguments={"image_seq_len": 4},
     )
 
+
+def _llava(processor: str, image_processor: str, **differences: Any) -> VisionType:
+    values: dict[str, Any] = {
+        "tokens": {"image_token": "<image>"},
+        "placeholder": "<image>",
+        "ids": {"image_token_index": "<image>"},
+        "pixels": {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+        "arguments": {
+            "patch_size": 8,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+    }
+    for name, value in differences.items():
+        values[name] = values.get(name, {}) | value
+    return VisionType(processor=processor, image_processor=image_processor, **values)
+
+
+def _glm(processor: str, image_processor: str) -> VisionType:
+    tokens = {
+        "image_token": "<|image|>",
+        "video_token": "<|video|>",
+        "image_start_token": "<|begin_of_image|>",
+        "image_end_token": "<|end_of_image|>",
+        "video_start_token": "<|begin_of_video|>",
+        "video_end_token": "<|end_of_video|>",
+    }
+    return VisionType(
+        processor=processor,
+        image_processor=image_processor,
+        tokens=tokens,
+        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
+        ids={f"{name}_id": token for name, token in tokens.items()},
+        text=_mrope(2, 1, 1, partial_rotary_factor=1.0),
+        vision=_QWEN_VISION | {"image_size": 32},
+        pixels=_QWEN_PIXELS,
+    )
+
+
+_IMG = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+_PIXTRAL = _VISION | {"head_dim": 8, "image_size": 64}
+_GRIDS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 _TYPES: dict[str, VisionType] = {
     "qwen3_vl": _qwen(
@@ -146,7 +198,7 @@ _TYPES: dict[str, VisionType] = {
         _mrope(2, 1, 1),
         {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
-    "smolvlm": _idefics("SmolVLMProcessor", "SmolVLMImageProcessor", {"image_token_id": "<image>"}),
+    "smolvlm": _idefics("SmolVLMProcessor", "SmolVLMImageProcessor"),
     "gemma3": VisionType(
         processor="Gemma3Processor",
         image_processor="Gemma3ImageProcessor",
@@ -165,19 +217,7 @@ _TYPES: dict[str, VisionType] = {
         config={"mm_tokens_per_image": 4},
         arguments={"image_seq_length": 4},
     ),
-    "llava": VisionType(
-        processor="LlavaProcessor",
-        image_processor="CLIPImageProcessor",
-        tokens={"image_token": "<image>"},
-        placeholder="<image>",
-        ids={"image_token_index": "<image>"},
-        pixels={"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
-        arguments={
-            "patch_size": 8,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
-    ),
+    "llava": _llava("LlavaProcessor", "CLIPImageProcessor"),
     "internvl": VisionType(
         processor="InternVLProcessor",
         image_processor="GotOcr2ImageProcessor",
@@ -193,6 +233,197 @@ _TYPES: dict[str, VisionType] = {
         config={"image_seq_length": 4},
         pixels=_SQUARE | {"max_patches": 3, "crop_to_patches": True},
         arguments={"image_seq_length": 4},
+    ),
+    "qwen2_vl": _qwen("Qwen2VLProcessor", _mrope(2, 1, 1), {"embed_dim": HIDDEN}),
+    "qwen2_5_vl": _qwen(
+        "Qwen2_5_VLProcessor",
+        _mrope(2, 1, 1),
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_5": _qwen(
+        "Qwen3VLProcessor",
+        _mrope(2, 1, 1, partial_rotary_factor=1.0)
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | _LINEAR,
+        {"num_position_embeddings": 16},
+    ),
+    "idefics3": _idefics("Idefics3Processor", "Idefics3ImageProcessor"),
+    "gemma4": VisionType(
+        processor="Gemma4Processor",
+        image_processor="Gemma4ImageProcessor",
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+            "video_token": "<|video|>",
+        },
+        placeholder="<|image|>",
+        ids={
+            "image_token_id": "<|image|>",
+            "boi_token_id": "<|image>",
+            "eoi_token_id": "<image|>",
+            "audio_token_id": "<|audio|>",
+            "boa_token_id": "<|audio>",
+            "eoa_token_index": "<audio|>",
+            "video_token_id": "<|video|>",
+        },
+        text={
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "use_bidirectional_attention": "vision",
+        },
+        vision=_VISION
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 64,
+        },
+        config={"audio_config": None},
+        pixels={"patch_size": 4, "max_soft_tokens": 70},
+    ),
+    "vipllava": _llava(
+        "LlavaProcessor", "CLIPImageProcessor", config={"vision_feature_layers": [-2, -1]}
+    ),
+    "llava_next": _llava(
+        "LlavaNextProcessor", "LlavaNextImageProcessor", config=_GRIDS, pixels=_GRIDS
+    ),
+    "llava_onevision": _llava(
+        "LlavaOnevisionProcessor",
+        "LlavaOnevisionImageProcessor",
+        tokens={"video_token": "<video>"},
+        ids={"video_token_index": "<video>"},
+        config=_GRIDS,
+        pixels=_GRIDS | _SQUARE,
+        arguments={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+    "mistral3": VisionType(
+        processor="PixtralProcessor",
+        image_processor="PixtralImageProcessor",
+        tokens=_IMG,
+        placeholder="[IMG]",
+        ids={"image_token_index": "[IMG]"},
+        vision=_PIXTRAL,
+        config={"spatial_merge_size": 2},
+        pixels={"size": {"longest_edge": 64}, "patch_size": {"height": 8, "width": 8}},
+        arguments={"patch_size": 8, "spatial_merge_size": 2},
+    ),
+    "glm4v": _glm("Glm4vProcessor", "Glm4vImageProcessor"),
+    "glm46v": _glm("Glm46VProcessor", "Glm46VImageProcessor"),
+    "aya_vision": VisionType(
+        processor="AyaVisionProcessor",
+        image_processor="GotOcr2ImageProcessor",
+        tokens={
+            token: token
+            for token in (
+                "<image>",
+                "<|START_OF_IMG|>",
+                "<|END_OF_IMG|>",
+                "<|IMG_PATCH|>",
+                "<|IMG_LINE_BREAK|>",
+                "TILE_GLOBAL",
+            )
+        },
+        placeholder="<image>",
+        ids={"image_token_index": "<|IMG_PATCH|>"},
+        text={"sliding_window": 16},
+        config={"downsample_factor": 2},
+        pixels=_SQUARE | {"max_patches": 3},
+        arguments={"patch_size": 8, "img_size": 32, "downsample_factor": 2},
+    ),
+    "ovis2": VisionType(
+        processor="Ovis2Processor",
+        image_processor="Ovis2ImageProcessor",
+        tokens={
+            token: token
+            for token in (
+                "<image>",
+                "<IMG_ATOM>",
+                "<IMG_START>",
+                "<IMG_GRID>",
+                "<IMG_COL>",
+                "<IMG_ROW>",
+                "<IMG_END>",
+            )
+        },
+        placeholder="<image>",
+        ids={"image_token_id": "<IMG_ATOM>"},
+        id_lists={
+            "visual_indicator_token_ids": [
+                "<IMG_START>",
+                "<IMG_GRID>",
+                "<IMG_COL>",
+                "<IMG_ROW>",
+                "<IMG_END>",
+            ]
+        },
+        vision=_VISION | {"vocab_size": 16, "hidden_stride": 2},
+        config={"vocab_size": VOCABULARY, "hidden_size": HIDDEN},
+        pixels=_SQUARE | {"crop_to_patches": True, "max_patches": 3},
+        arguments={"image_seq_length": 4},
+    ),
+    "got_ocr2": VisionType(
+        processor="GotOcr2Processor",
+        image_processor="GotOcr2ImageProcessor",
+        tokens={"image_token": "<imgpad>", "start": "<img>", "end": "</img>"},
+        placeholder="<img><imgpad></img>",
+        ids={"image_token_index": "<imgpad>"},
+        # The processor always writes 256 tokens: of 64 x 64 patches, by two strides of two.
+        vision=_VISION
+        | {
+            "patch_size": 2,
+            "image_size": 128,
+            "output_channels": 32,
+            "mlp_dim": 48,
+            "global_attn_indexes": [],
+        },
+        config={"image_seq_length": 256},
+        pixels={"size": {"height": 128, "width": 128}},
+        is_flat=True,
+    ),
+    "paddleocr_vl": VisionType(
+        processor="PaddleOCRVLProcessor",
+        image_processor="PaddleOCRVLImageProcessor",
+        tokens={"image_token": "<|IMAGE_PLACEHOLDER|>", "start": "<|IMAGE_START|>"},
+        placeholder="<|IMAGE_START|><|IMAGE_PLACEHOLDER|>",
+        ids={"image_token_id": "<|IMAGE_PLACEHOLDER|>", "vision_start_token_id": "<|IMAGE_START|>"},
+        text=_mrope(2, 1, 1),
+        vision=_VISION | {"patch_size": 4},
+        pixels=_QWEN_PIXELS | {"temporal_patch_size": 1},
+    ),
+    "video_llama_3": VisionType(
+        processor="VideoLlama3Processor",
+        image_processor="VideoLlama3ImageProcessor",
+        tokens={"image_token": "<image>", "video_token": "<video>"},
+        placeholder="<image>",
+        ids={"image_token_id": "<image>", "video_token_id": "<video>"},
+        vision=_VISION | {"patch_size": 4},
+        pixels=_QWEN_PIXELS | {"temporal_patch_size": 1, "merge_size": 2},
+    ),
+    "lighton_ocr": VisionType(
+        processor="LightOnOcrProcessor",
+        image_processor="PixtralImageProcessor",
+        tokens=_IMG,
+        placeholder="[IMG]",
+        ids={"image_token_id": "[IMG]"},
+        vision=_PIXTRAL,
+        config={"spatial_merge_size": 2},
+        pixels={"size": {"longest_edge": 64}, "patch_size": {"height": 16, "width": 16}},
+        arguments={"patch_size": 8, "spatial_merge_size": 2},
+    ),
+    "deepseek_vl": VisionType(
+        processor="DeepseekVLProcessor",
+        image_processor="DeepseekVLImageProcessor",
+        tokens={"image_token": "<image_placeholder>"},
+        placeholder="<image_placeholder>",
+        ids={"image_token_id": "<image_placeholder>"},
+        arguments={"num_image_tokens": 16},
     ),
 }
 
@@ -211,6 +442,7 @@ def vision_folder(model_type: str, folder: Path) -> Path:
         vision_config=_sub_config(model_type, "vision_config", kind.vision),
         **kind.config,
         **{name: ids[token] for name, token in kind.ids.items()},
+        **{name: [ids[token] for token in tokens] for name, tokens in kind.id_lists.items()},
     )
     for part in (config, config.get_text_config()):
         part.pad_token_id = ids["<pad>"]
@@ -234,7 +466,7 @@ def _sub_config(model_type: str, name: str, values: Mapping[str, Any]) -> dict[s
     from transformers import AutoConfig
 
     part = getattr(AutoConfig.for_model(model_type), name)
-    return {**values, "model_type": part.model_type}
+    return {**values} if part is None else {**values, "model_type": part.model_type}
 
 
 def _save_tokenizer(kind: VisionType, folder: Path) -> dict[str, int]:
@@ -278,11 +510,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2))
 
 
-def takes_textless(model_type: str) -> bool:
-    """Return whether the type's processor takes batches with samples without images."""
-    return _TYPES[model_type].takes_textless
-
-
 def text_of(folder: Path, messages: Conversation) -> str:
     """Return the text of a conversation, by transformers."""
     from transformers import AutoTokenizer
@@ -299,6 +526,8 @@ def reference_processor(model_type: str, folder: Path) -> Any:
 
     kind = _TYPES[model_type]
     cls = getattr(transformers, kind.processor)
+    if getattr(cls, "is_dummy", False):  # of Mistral 3, without torchvision
+        cls = processor._pixtral_class()
     parts = {
         "tokenizer": AutoTokenizer.from_pretrained(folder),
         "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil"),
@@ -317,11 +546,12 @@ def reference_inputs(
 ) -> dict[str, Any]:
     """Return what transformers' processor makes of conversations and of the images of each, padded
     on the right."""
-    processor = reference_processor(model_type, folder)
+    call = reference_processor(model_type, folder)
+    nested = [list(sample) for sample in images]
     return dict(
-        processor(
+        call(
             text=[text_of(folder, messages) for messages in conversations],
-            images=list(images),
+            images=sum(nested, []) if _TYPES[model_type].is_flat else nested,
             padding=True,
             padding_side="right",
             return_tensors="pt",

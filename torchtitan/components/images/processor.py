@@ -107,6 +107,7 @@ class ImageProcessor:
                 "tokenizer; use the tokenizer of the published model"
             )
         self.token_id = token_id
+        self._is_flat = False
         self._image_ids = [i for i in processor.image_token_ids if i is not None]
         self._cached = functools.lru_cache(maxsize=_CACHED_SAMPLES)(self._blank_replacements)
 
@@ -124,7 +125,6 @@ class ImageProcessor:
     def inputs(self, images: Sequence[Sequence["Image"]]) -> dict[str, Tensor]:
         """Return the arguments of the class for the images of each sample of a batch. Samples may
         have no images, but at least one has. Floating-point tensors are in float32."""
-        # Classes take a flat list of images, in any division into samples.
         outputs = self._call([sample for sample in images if sample])
         return {name: self._tensor(name, outputs[name]) for name in self._names(outputs)}
 
@@ -143,9 +143,10 @@ class ImageProcessor:
     def _call(self, images: Sequence[Sequence["Image"]]) -> Any:
         """Call the processor with samples that consist of images only."""
         nested = [list(sample) for sample in images]
+        flat = [image for sample in nested for image in sample]
         try:
             return self._processor(
-                images=nested,
+                images=flat if self._is_flat else nested,
                 text=[self.token * len(sample) for sample in nested],
                 images_kwargs={"return_tensors": "pt"},
                 text_kwargs={
@@ -156,10 +157,21 @@ class ImageProcessor:
                 return_text_replacement_offsets=True,
             )
         except Exception as error:  # processors raise various types
-            sizes = [f"{image.width} x {image.height}" for sample in nested for image in sample]
+            sizes = [f"{image.width} x {image.height}" for image in flat]
             raise UserError(
                 f"{self._name} refuses images of {', '.join(sizes[:8])} pixels: {in_words(error)}"
             ) from error
+
+    def _first_call(self, images: Sequence[Sequence["Image"]]) -> Any:
+        """Find whether the processor takes images by sample, or in one list."""
+        try:
+            return self._call(images)
+        except UserError as error:
+            self._is_flat = True
+            try:
+                return self._call(images)
+            except UserError:
+                raise error from error.__cause__
 
     @staticmethod
     def _replacements(outputs: Any) -> list[str]:
@@ -189,7 +201,7 @@ class ImageProcessor:
             Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
             for width, height in _TRIAL_SIZES
         ]
-        outputs = self._call([images])
+        outputs = self._first_call([images])
         texts = self._replacements(outputs)
         if len(texts) != len(images):
             raise UserError(f"{self._name} does not return the text in the place of each image")
@@ -203,9 +215,7 @@ class ImageProcessor:
                 f"{self._name} divides a text into a prompt and an answer, which conversations "
                 "with several turns do not have"
             )
-        known, _ = self._processor._process_images(
-            [images], **self._processor._merge_kwargs()["images_kwargs"]
-        )
+        known = self._processor.image_processor(images, return_tensors="pt")
         if unknown := [name for name in self._names(outputs) if name not in known]:
             raise UserError(f"{self._name} also returns {', '.join(unknown)}, for text and images")
         tensors = self.inputs([images])
@@ -282,7 +292,23 @@ def _processor_class(folder: Path) -> Any:
         raise UserError(
             f"'{folder}' names the processor_class {names[0]!r}, which transformers does not have"
         )
-    return processing_auto.processor_class_from_name(names[0])
+    cls: Any = processing_auto.processor_class_from_name(names[0])
+    if getattr(cls, "is_dummy", False) and names[0] == "PixtralProcessor":
+        return _pixtral_class()
+    return cls
+
+
+def _pixtral_class() -> Any:
+    """Return Mistral 3's class, which transformers does not offer without torchvision: its module
+    imports a function from the module of the torchvision back end, which the one of Pillow has,
+    too."""
+    package = "transformers.models.pixtral"
+    replaced = f"{package}.image_processing_pixtral"
+    sys.modules[replaced] = importlib.import_module(f"{package}.image_processing_pil_pixtral")
+    try:
+        return importlib.import_module(f"{package}.processing_pixtral").PixtralProcessor
+    finally:
+        del sys.modules[replaced]
 
 
 def _open_processor(folder: Path) -> Any:
@@ -324,9 +350,9 @@ class _ImagesOnly:
 
 def _skip_package_of_videos(cls: Any) -> None:
     """SmolVLM's class refuses to be built without num2words, which it uses for videos only."""
-    module = sys.modules[cls.__module__]
-    if getattr(module, "num2words", ...) is None:
-        module.num2words = _no_videos  # type: ignore[attr-defined]
+    names = cls.__init__.__globals__
+    if names.get("num2words", ...) is None:
+        names["num2words"] = _no_videos
 
 
 def _no_videos(number: int) -> str:
