@@ -28,6 +28,7 @@ Batch = dict[str, Any]
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
 - `attention`, with document masking or padding: the `AttentionMetadata` of the batch. With document
   masking, positions restart with each document and in each window.
+- `images`, with a loader of images: the `ImageInputs` of the batch.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with
   `NO_DOCUMENT`; for windows of running text (B, 2), any numbers for the first and last document.
   `document_names` names them.

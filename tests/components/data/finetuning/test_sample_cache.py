@@ -63,7 +63,7 @@ class Characters:
     """Encoder with one token per character: capitals are trained, "#" counts as a special token,
     "!" is an error."""
 
-    n_parts, has_answers = 1, False
+    n_parts, stored = 1, ()
 
     def __init__(self, fingerprint="characters"):
         self.fingerprint = fingerprint
@@ -141,7 +141,7 @@ def test_content(tmp_path):
 class Answered(Characters):
     """Encoder of two sequences separated by "|", and an optional answer after a second "|"."""
 
-    n_parts, has_answers = 2, True
+    n_parts, stored = 2, ("answer",)
 
     def encode(self, text):
         first, second, *answer = text.split("|")

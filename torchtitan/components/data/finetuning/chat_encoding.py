@@ -1,7 +1,7 @@
 """Encoding of conversations and texts as token ids with a training mask."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -106,6 +106,8 @@ class EncodedRow(NamedTuple):
     parts: tuple[EncodedSample, ...]
     """Token sequences; all samples of a kind have the same number."""
     answer: str | None = None
+    images: Sequence[Mapping[str, Any]] = ()
+    """Images of the sample in order, as JSON-serializable objects."""
 
     @property
     def ids(self) -> np.ndarray:
@@ -592,8 +594,8 @@ class RowEncoder:
 
     n_parts: ClassVar[int] = 1
     """Number of token sequences per row."""
-    has_answers: ClassVar[bool] = False
-    """True if rows may have reference answers."""
+    stored: ClassVar[tuple[str, ...]] = ()
+    """Fields of `EncodedRow` besides the token sequences that a cache stores: answer, images."""
 
     def __init__(self, chat: ChatEncoder):
         self._chat = chat

@@ -71,6 +71,8 @@ class Conversation:
     """For each message, whether to train on it; None, the default: `train_on` decides."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the chat template that the row sets, such as `enable_thinking`."""
+    images: list[Any] = field(default_factory=list)
+    """Images of its messages in order, each an `ImageFile`."""
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)

@@ -244,7 +244,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         self.samples = self._open_samples()
         """Samples that fit into windows, with reports on dropped rows."""
         self._batches = WindowDataset(
-            self.samples, self._layout.seq_len, type(self).collate, self._layout.vocab_size
+            self.samples, self._layout.seq_len, self.batch_maker(), self._layout.vocab_size
         )
         self._planner = self._new_planner(seed, samples_per_step)
         self._prefetched_positions: deque[Snapshot] = deque()
@@ -265,6 +265,11 @@ class PlannedDataLoader(TokenizingDataLoader):
     def collate(windows: Windows, seq_len: int) -> Batch:
         """Return a batch without `documents`."""
         return pack_windows(windows, seq_len)
+
+    def batch_maker(self) -> Callable[[Windows, int], Batch]:
+        """Return the function that creates batches, by default `collate`; worker processes get a
+        copy."""
+        return type(self).collate
 
     def plan(
         self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any

@@ -154,7 +154,7 @@ class RewardEncoder(PairEncoder):
     """Encodes pairs of whole conversations with their margins. Another token follows each answer,
     so that the model sees the last one."""
 
-    has_answers = True
+    stored = ("answer",)
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)

@@ -27,7 +27,7 @@ def first_message(row: dict[str, Any]) -> dict[str, Any]:
 class PromptRowEncoder(RowEncoder):
     """Encodes prompts; reference answer and row stay JSON text."""
 
-    has_answers = True
+    stored = ("answer",)
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Prompt)

@@ -3,10 +3,10 @@ into memory.
 
 `{cache}/samples/{key}/` holds, for all sequences of all samples, `ids.bin` (uint32), `trained.bin`
 (one byte per token) and `offsets.bin` (int64: sequence starts, and the total); JSON texts
-`places.bin` with `place_offsets.bin` (row locations) and, for prompts, `answers.bin` with
-`answer_offsets.bin` (reference answers); `report.json`; `fingerprint`, a digest of the samples; and
-checksums (see `disk_cache`). The key is a digest of all inputs that determine the content; the
-window size is not one of them.
+`places.bin` with `place_offsets.bin` (row locations) and, depending on the encoder, `answers.bin`
+with `answer_offsets.bin` (reference answers) and `images.bin` with `image_offsets.bin` (images);
+`report.json`; `fingerprint`, a digest of the samples; and checksums (see `disk_cache`). The key is
+a digest of all inputs that determine the content; the window size is not one of them.
 """
 
 import hashlib
@@ -53,6 +53,7 @@ SOURCES = (
     "data/report.py",
     "data/sources/*.py",
     "data/finetuning/*.py",
+    "images/*.py",
 )
 """Glob patterns, relative to `torchtitan/components`, of the modules that affect the content of the
 cache."""
@@ -69,10 +70,10 @@ def code_version() -> str:
 
 
 class SampleCache:
-    """Samples of `n_parts` token sequences each, from the folder of a finished cache, mapped into
-    memory. Pickling stores only the path of the folder."""
+    """Samples of `n_parts` token sequences each, with the fields `stored` of `EncodedRow`, from the
+    folder of a finished cache, mapped into memory. Pickling stores only the path of the folder."""
 
-    def __init__(self, folder: Path, n_parts: int, has_answers: bool):
+    def __init__(self, folder: Path, n_parts: int, stored: Sequence[str] = ()):
         self.folder, self._n_parts = folder, n_parts
         with readable(folder):
             self.report = Report.from_dict(json.loads((folder / "report.json").read_text()))
@@ -83,10 +84,10 @@ class SampleCache:
             self._trained = _mapped(folder / "trained.bin", "bool", n_tokens)
             self._offsets = _mapped(folder / "offsets.bin", "int64", n * n_parts + 1)
             self._locations = _Texts(folder, "place", n)
-            self._answers = _Texts(folder, "answer", n) if has_answers else None
+            self._stored = {name: _Texts(folder, name, n) for name in stored}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SampleCache, (self.folder, self._n_parts, self._answers is not None)
+        return SampleCache, (self.folder, self._n_parts, tuple(self._stored))
 
     @property
     def n_samples(self) -> int:
@@ -112,7 +113,7 @@ class SampleCache:
             )
             for start, stop in itertools.pairwise(bounds)
         )
-        return EncodedRow(parts, self._answers[index] if self._answers else None)
+        return EncodedRow(parts, **{name: texts[index] for name, texts in self._stored.items()})
 
     def describe(self, index: int) -> str:
         """Return the name of a sample, which is unique: the location of its row, `my.jsonl:17`,
@@ -127,12 +128,19 @@ class SampleCache:
         return where
 
 
+def column_files(name: str) -> tuple[str, str]:
+    """Return the names, without `.bin`, of the files with a column's values and their offsets."""
+    singular = name.removesuffix("s")
+    return f"{singular}s", f"{singular}_offsets"
+
+
 class _Texts:
-    """Text or None for each sample, mapped into memory."""
+    """A value for each sample, as JSON, mapped into memory."""
 
     def __init__(self, folder: Path, name: str, n: int):
-        self._offsets = _mapped(folder / f"{name}_offsets.bin", "int64", n + 1)
-        self._json = _mapped(folder / f"{name}s.bin", "uint8", int(self._offsets[-1]))
+        values, offsets = column_files(name)
+        self._offsets = _mapped(folder / f"{offsets}.bin", "int64", n + 1)
+        self._json = _mapped(folder / f"{values}.bin", "uint8", int(self._offsets[-1]))
 
     def __getitem__(self, index: int) -> Any:
         return json.loads(
@@ -167,7 +175,7 @@ def open_sample_cache(
             encoder.fingerprint,
             asdict(filters),
         ],
-        partial(SampleCache, n_parts=encoder.n_parts, has_answers=encoder.has_answers),
+        partial(SampleCache, n_parts=encoder.n_parts, stored=encoder.stored),
         partial(_build, source, format, encoder, filters),
         cache_dir,
         verify=verify,
@@ -200,14 +208,15 @@ def _build(
         report = write()
     if not report.kept:
         raise no_rows_left_error(source.name, report)
-    finish_samples(folder, report, has_answers=encoder.has_answers)
+    finish_samples(folder, report, encoder.stored)
     return f"{report.samples:,} samples, {report.tokens:,} tokens"
 
 
-def finish_samples(folder: Path, report: Report, *, has_answers: bool) -> None:
+def finish_samples(folder: Path, report: Report, stored: Sequence[str]) -> None:
     """Add the report and the fingerprint to the arrays of samples."""
     (folder / "report.json").write_text(json.dumps(asdict(report)))
-    contents = ["ids.bin", "trained.bin", "offsets.bin", *(["answers.bin"] if has_answers else [])]
+    values = [f"{column_files(name)[0]}.bin" for name in stored]
+    contents = ["ids.bin", "trained.bin", "offsets.bin", *values]
     (folder / "fingerprint").write_text(content_digest(folder, contents))
 
 
@@ -222,7 +231,7 @@ def write_samples(
     """Write the arrays of a source's samples. Raise `UserError` if `filters` reject a row with
     policy `error`, `DifferentIds` if the caller must write them again, see `ArrayEncoder`."""
     report = Report(format=format.name)
-    with _writer(folder, encoder.has_answers) as add:
+    with _writer(folder, encoder.stored) as add:
         for row, converted, encoded in _encode(source.rows(advance), format, encoder):
             report.rows += 1
             if isinstance(converted, Conversation) and _is_respelled(row, converted):
@@ -338,19 +347,20 @@ def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
 
 @contextmanager
 def _writer(
-    folder: Path, has_answers: bool
+    folder: Path, stored: Sequence[str]
 ) -> Iterator[Callable[[str | list[Any], EncodedRow], None]]:
     with ExitStack() as stack:
 
-        def column(name: str, offsets: str) -> _Column:
+        def column(values: str, offsets: str) -> _Column:
             opened = (
                 stack.enter_context(durable.new_file(folder / f"{file}.bin"))
-                for file in (name, offsets)
+                for file in (values, offsets)
             )
             return _Column(*opened)
 
-        ids, locations = column("ids", "offsets"), column("places", "place_offsets")
-        answers = column("answers", "answer_offsets") if has_answers else None
+        ids = column("ids", "offsets")
+        locations = column(*column_files("place"))
+        others = {name: column(*column_files(name)) for name in stored}
         trained = stack.enter_context(durable.new_file(folder / "trained.bin"))
 
         def add(where: str | list[Any], row: EncodedRow) -> None:
@@ -358,8 +368,8 @@ def _writer(
                 ids.add(part.ids.astype(np.uint32).tobytes(), len(part.ids))
                 trained.write(part.trained.astype(np.bool_).tobytes())
             locations.add_json(where)
-            if answers:
-                answers.add_json(row.answer)
+            for name, values in others.items():
+                values.add_json(getattr(row, name))
 
         yield add
 

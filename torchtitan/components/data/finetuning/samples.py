@@ -174,6 +174,8 @@ class LengthFilteredDataset:
             )
         if self._too_long == "drop":
             return Dropped("too_long", size)
+        if sample.images:
+            return Dropped("too_long", f"{size}, and a sample with images is not cut")
         truncated = self._truncate(sample)
         if self._untrained is None:
             is_incomplete = truncated.n_trained < sample.n_trained

@@ -18,6 +18,7 @@ from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.sample_cache import (
     code_version,
+    column_files,
     finish_samples,
     write_samples,
 )
@@ -180,7 +181,7 @@ def sample_encoding(
         return report, np.ones(report.samples, bool)
 
     def finish(folder: Path, report: Report, name: str) -> None:
-        finish_samples(folder, report, has_answers=encoder.has_answers)
+        finish_samples(folder, report, encoder.stored)
 
     fingerprints = {
         "format": [each.fingerprint for each in formats.values()],
@@ -189,7 +190,10 @@ def sample_encoding(
     identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
     columns = [
         Column("offsets.bin", {"ids.bin": "uint32", "trained.bin": "bool"}, encoder.n_parts),
-        *([Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []),
+        *(
+            Column(f"{offsets}.bin", {f"{values}.bin": "uint8"})
+            for values, offsets in map(column_files, encoder.stored)
+        ),
         Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
     ]
     return Encoding("samples", identity, columns, write, finish, encoder.arrays)

@@ -192,7 +192,7 @@ def find_samples(
         )
     cache = prepared.cache(split, prepared.index(split, prepared.folder.path, verify=verify), 0)
     _check_inside(prepared.folder, cache)
-    return SampleCache(Path(str(cache)), encoder.n_parts, encoder.has_answers)
+    return SampleCache(Path(str(cache)), encoder.n_parts, encoder.stored)
 
 
 def _check_inside(outer: Folder, cache: Folder) -> None:
