@@ -15,7 +15,7 @@ active_environment_suffices() {
     case "$1" in
         dev)
             packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python)
-            packages+=(transformers)
+            packages+=(transformers pillow)
             ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
@@ -23,12 +23,13 @@ active_environment_suffices() {
         quantization) packages+=(torchao) ;;
         sentencepiece) packages+=(sentencepiece) ;;
         transformers) packages+=(transformers) ;;
+        vision) packages+=(transformers pillow) ;;
         vllm) packages+=(vllm) ;;
         wandb) packages+=(wandb) ;;
         "") ;;
         *)
             echo "EXTRA is '$1', but must be one of dev, docs, eval, math, quantization," \
-                "sentencepiece, transformers, vllm, wandb" >&2
+                "sentencepiece, transformers, vision, vllm, wandb" >&2
             exit 2
             ;;
     esac

@@ -250,7 +250,7 @@ def _check_packages() -> None:
     if missing:
         raise UserError(
             f"training on images needs {' and '.join(missing)}: pip install "
-            "'torchtitan[transformers,vision]'"
+            "'torchtitan[vision]', or EXTRA=vision ./run_train.sh"
         )
 
 
