@@ -236,10 +236,12 @@ class ImageOpener:
                 f"it must be a path, a URL, bytes or an object with one of these, not "
                 f"{kind_of(reference)}"
             )
-        found = [key for key in _KEYS if reference.get(key) not in (None, "", b"")]
+        found = [key for key in REFERENCE_KEYS if reference.get(key) not in (None, "", b"")]
         if not found:
             keys = ", ".join(map(str, reference))
-            raise BrokenSample(f"it has none of {', '.join(_KEYS)}, but {keys or 'no key'}")
+            raise BrokenSample(
+                f"it has none of {', '.join(REFERENCE_KEYS)}, but {keys or 'no key'}"
+            )
         value = reference[found[0]]
         if found[0] in ("bytes", "data") and isinstance(value, str):
             return _image_file("", _from_base64(value))
@@ -292,7 +294,7 @@ class ImageOpener:
             raise BrokenSample(f"{path}: {error}") from error
 
 
-_KEYS = ("bytes", "data", "path", "url", "image_url", "image", "source")
+REFERENCE_KEYS = ("bytes", "data", "path", "url", "image_url", "image", "source")
 """Keys of objects with an image, the first filled one is used: `datasets` prefers bytes."""
 
 

@@ -38,6 +38,9 @@ _NOT_OPTIONS = {"messages", "tools", "add_generation_prompt"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts with text."""
 
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of content parts with an image, which `components.images.rows` replaces."""
+
 
 class BrokenSample(UserError):
     """Unusable row, handled by the loader's `broken` policy."""
@@ -72,7 +75,8 @@ class Conversation:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the chat template that the row sets, such as `enable_thinking`."""
     images: list[Any] = field(default_factory=list)
-    """Images of its messages in order, each an `ImageFile`."""
+    """Images in the order of their places, the parts `{"type": "image"}` of messages whose content
+    is a list."""
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)
@@ -250,6 +254,11 @@ def _part(part: Any) -> str:
     if isinstance(part, str):
         return checked_text(part, "content")
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if kind in IMAGE_PARTS:
+        raise BrokenSample(
+            f"its content has a part of type {kind!r}, and this configuration trains on text; to "
+            "train on images, use --config sft_images or lora_images"
+        )
     if kind not in _TEXT_PARTS:
         raise BrokenSample(f"its content has a part of type {kind!r}; only text is supported")
     text = next(

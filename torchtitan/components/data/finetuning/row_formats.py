@@ -60,8 +60,8 @@ class RowFormat:
     """Columns that are read if present; other columns are ignored."""
     mapping: Mapping[str, str] = field(default_factory=dict)
     """Format's column name → column name in the file, if they differ."""
-    by_function: bool = False
-    """True if a user function converts the rows."""
+    function: RowFunction | None = None
+    """User function that converts the rows to those of known formats."""
     fingerprint: str = ""
     """Cache key of the conversion, set by `find_format`."""
 
@@ -71,7 +71,7 @@ class RowFormat:
 
     def unread_columns(self, row: Mapping[str, Any]) -> list[str]:
         """Return a row's ignored, non-empty columns whose names suggest an effect on training."""
-        if self.by_function or not (suspects := relevant_columns(row)):
+        if self.function or not (suspects := relevant_columns(row)):
             return []
         filled = {column: column for column, value in row.items() if is_filled(value)}
         theirs = renamed_row(filled, self.mapping)
@@ -248,8 +248,8 @@ def function_format(function: RowFunction, kind: Kind) -> RowFormat:
         name=f"{function.__module__}:{function.__qualname__}",
         kind=kind,
         required=(),
-        convert=partial(_convert_by_function, function, kind),
-        by_function=True,
+        convert=partial(convert_by_function, function, kind),
+        function=function,
         fingerprint=fingerprint,
     )
 
@@ -391,9 +391,9 @@ def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | Non
     )
 
 
-def _convert_by_function(
-    function: RowFunction, kind: Kind, row: Mapping[str, Any]
-) -> Sample | None:
+def convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, Any]) -> Sample | None:
+    """Convert the row that a function returns. Raise `BrokenSample` for an unusable row, and if the
+    function fails; `UserError` if it returns no row of a known format."""
     name = f"the function {function.__qualname__}"
     try:
         result = function(dict(row))

@@ -77,11 +77,12 @@ def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None)
 
 
 class FilePart(Part):
-    """One file of a source."""
+    """One file of a source. `folder`: see `Part`; None: the file's."""
 
-    def __init__(self, name: str, path: Path, text_column: str):
+    def __init__(self, name: str, path: Path, text_column: str, folder: Path | None = None):
         super().__init__(name, text_column)
         self.path = path
+        self.folder = folder or path.parent
 
     def size(self) -> int:
         return self.path.stat().st_size

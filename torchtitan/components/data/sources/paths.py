@@ -44,6 +44,12 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
     )
 
 
+def searched_folder(dataset: str) -> Path | None:
+    """Return the path of a folder; None for other paths."""
+    path = _path(dataset)
+    return path if path.is_dir() else None
+
+
 def location(dataset: str) -> str:
     """Make local paths absolute, even of deleted files; return other dataset strings unchanged."""
     if is_url(dataset):

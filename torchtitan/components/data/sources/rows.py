@@ -56,6 +56,9 @@ class Part(ABC):
     kind = ""
     """Distinguishes parts with equal content that are read differently."""
 
+    folder: Path | None = None
+    """Folder to which paths in rows are relative; None if the data is in no local folder."""
+
     def __init__(self, name: str, text_column: str = "text"):
         self.name = redact(name)
         self.text_column = text_column

@@ -13,7 +13,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torchtitan.assets import chats, stories
 from torchtitan.assets.generated import Generated
 from torchtitan.components.data.sources.files import FilePart, file_format
-from torchtitan.components.data.sources.paths import local_files, local_splits, saved_dataset
+from torchtitan.components.data.sources.paths import (
+    local_files,
+    local_splits,
+    saved_dataset,
+    searched_folder,
+)
 from torchtitan.components.data.sources.rows import (
     Document,
     OnRead,
@@ -328,5 +333,6 @@ def resolve_source(
             parts = stored_files(path, text_column or "text")
         else:
             files = local_files(path, catalog.names()).items()
-            parts = [FilePart(shown, file, text_column or "text") for shown, file in files]
+            top = searched_folder(path)
+            parts = [FilePart(shown, file, text_column or "text", top) for shown, file in files]
     return Source(dataset, parts, documents=catalog is DOCUMENTS)

@@ -34,6 +34,7 @@ class Table(Part):
         load: returns the dataset.
         files: returns the files that determine its content.
         text_column: see `Part`.
+        folder: see `Part`.
     """
 
     kind = "datasets"
@@ -45,8 +46,10 @@ class Table(Part):
         load: Callable[[], Any],
         files: Callable[[Any], list[Path]],
         text_column: str = "text",
+        folder: Path | None = None,
     ):
         super().__init__(name, text_column)
+        self.folder = folder
         self._location = location
         self._load = load
         self._files = files
@@ -113,7 +116,7 @@ def saved_table(folder: Path, text_column: str) -> Table:
     def files(dataset: Any) -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.is_file())
 
-    return Table(folder.name, str(folder), load, files, text_column)
+    return Table(folder.name, str(folder), load, files, text_column, folder)
 
 
 def _check_names(folder: Path) -> None:

@@ -1,0 +1,510 @@
+"""Rows with images, in all forms, as messages and images."""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    EmptySample,
+)
+from torchtitan.components.data.finetuning.row_formats import find_format, function_format
+from torchtitan.components.data.finetuning.sample_cache import first_columns
+from torchtitan.components.data.sources.source import CHAT_DATASETS, resolve_source
+from torchtitan.components.images.files import ImageOpener
+from torchtitan.components.images.rows import folder_of, reads_images
+from torchtitan.tools.errors import UserError
+
+IMAGE = {"type": "image"}
+WIDTHS = {"a.png": 1, "b.png": 2, "c.png": 3}
+"""Each image is told by its width."""
+
+
+def png(width: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, 1)).save(file, "PNG")
+    return file.getvalue()
+
+
+BASE64 = base64.b64encode(png(7)).decode()
+DATA_URL = f"data:image/png;base64,{BASE64}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, width in WIDTHS.items():
+        (folder / name).write_bytes(png(width))
+    return folder
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def said(*content, role: str = "user") -> dict:
+    return {"role": role, "content": list(content)}
+
+
+def answered(*content) -> list[dict]:
+    return [said(*content), {"role": "assistant", "content": "yes"}]
+
+
+def converted(row: dict, folder: Path | None, kind="sft", mapping=None):
+    format = reads_images(find_format(list(row), "auto", mapping or {}, kind), ImageOpener(folder))
+    assert "image" not in str(format.unread_columns(row)).lower()
+    return format.convert(row)
+
+
+def read(row: dict, folder: Path | None, **options) -> tuple[list, list[int]]:
+    conversation = converted(row, folder, **options)
+    assert isinstance(conversation, Conversation)
+    return conversation.messages, [image.width for image in conversation.images]
+
+
+ONE = answered(IMAGE, text("What?"))
+
+PARTS = {
+    "image": {"type": "image", "image": "b.png"},
+    "path": {"type": "image", "path": "b.png"},
+    "url": {"type": "image", "url": "b.png"},
+    "datasets": {"type": "image", "image": {"bytes": png(2), "path": None}},
+    "bytes": {"type": "image", "bytes": png(2)},
+    "OpenAI": {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}},
+    "OpenAI, short": {"type": "image_url", "image_url": "b.png"},
+    "Responses": {"type": "input_image", "image_url": "b.png"},
+    "Anthropic": {
+        "type": "image",
+        "source": {
+            "type": "base64",
+            "media_type": "image/png",
+            "data": base64.b64encode(png(2)).decode(),
+        },
+    },
+    "Anthropic, by URL": {"type": "image", "source": {"type": "url", "url": "b.png"}},
+    "Qwen, without a type": {"image": "b.png"},
+    "table": {"type": "image", "image": "b.png", "text": None, "image_url": None},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_with_an_image_keeps_its_place(name, folder):
+    row = {"messages": answered(text("Look: "), PARTS[name], text("\nWhat?"))}
+    before = repr(row)
+    expected = answered(text("Look: "), IMAGE, text("\nWhat?"))
+    assert read(row, folder) == (expected, [2])
+    assert repr(row) == before
+    if "type" in PARTS[name]:
+        with pytest.raises(BrokenSample, match="message 1: .*use --config sft_images or lora_imag"):
+            find_format(["messages"], "auto", {}, "sft").convert(row)
+
+
+A, B, C = ({"type": "image", "image": name} for name in WIDTHS)
+
+ROWS = {
+    "TRL": ({"messages": answered(IMAGE, text("What?")), "images": ["b.png"]}, ONE, [2]),
+    "datasets, one image": (
+        {"messages": answered(IMAGE, text("What?")), "image": {"bytes": png(2)}},
+        ONE,
+        [2],
+    ),
+    "parts with the index of their image": (
+        {
+            "messages": answered(
+                {"type": "image", "index": 1, "text": None},
+                {"type": "text", "index": None, "text": "or"},
+                {"type": "image", "index": 0, "text": None},
+            ),
+            "images": ["a.png", "b.png"],
+        },
+        answered(IMAGE, text("or"), IMAGE),
+        [2, 1],
+    ),
+    "LLaVA": (
+        {
+            "id": "1",
+            "image": "b.png",
+            "conversations": [
+                {"from": "human", "value": "<image>\nWhat?"},
+                {"from": "gpt", "value": "yes"},
+            ],
+        },
+        answered(IMAGE, text("\nWhat?")),
+        [2],
+    ),
+    "LLaMA-Factory": (
+        {
+            "messages": [
+                {"role": "user", "content": "<image>First, <image>second"},
+                {"role": "assistant", "content": "yes"},
+                {"role": "user", "content": "and\n<image>"},
+                {"role": "assistant", "content": "yes"},
+            ],
+            "images": ["c.png", "a.png", "b.png"],
+        },
+        [
+            *answered(IMAGE, text("First, "), IMAGE, text("second")),
+            *answered(text("and\n"), IMAGE),
+        ],
+        [3, 1, 2],
+    ),
+    "Alpaca": (
+        {
+            "instruction": "Say what <image> is",
+            "input": "after <image>",
+            "output": "yes",
+            "images": ["a.png", "b.png"],
+        },
+        answered(text("Say what "), IMAGE, text(" is\n\nafter "), IMAGE),
+        [1, 2],
+    ),
+    "question and answer": (
+        {"question": "What?", "answer": "yes", "image": {"bytes": png(5), "path": "x.png"}},
+        ONE,
+        [5],
+    ),
+    "no mark: before the first text of the user": (
+        {
+            "messages": [
+                {"role": "system", "content": "Be short."},
+                *answered(text("What?")),
+                *answered(text("Sure?")),
+            ],
+            "images": ["a.png", "b.png"],
+        },
+        [
+            {"role": "system", "content": "Be short."},
+            *answered(IMAGE, IMAGE, text("What?")),
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "yes"},
+        ],
+        [1, 2],
+    ),
+    "another case": ({"prompt": "What?", "response": "yes", "Image": "b.png"}, ONE, [2]),
+    "JSON text in a table": (
+        {"messages": json.dumps(answered(IMAGE, text("What?"))), "images": '["b.png"]'},
+        ONE,
+        [2],
+    ),
+    "JSON text of parts, of each message": (
+        {"messages": [json.dumps(message) for message in answered(B, text("What?"))]},
+        ONE,
+        [2],
+    ),
+    "JSON text of an object": (
+        {"prompt": "What?", "response": "yes", "image": json.dumps({"path": "b.png"})},
+        ONE,
+        [2],
+    ),
+    "only an image": (
+        {"prompt": "<image>", "response": "yes", "image": "b.png"},
+        answered(IMAGE),
+        [2],
+    ),
+    "a prompt of messages": (
+        {"prompt": [said(A, text("What?"))], "completion": "yes"},
+        ONE,
+        [1],
+    ),
+    "a prompt of one message": ({"prompt": said(A, text("What?")), "response": "yes"}, ONE, [1]),
+    "several messages, out of order of the files": (
+        {"messages": [*answered(C, text("x"), A), *answered(B)]},
+        [*answered(IMAGE, text("x"), IMAGE), *answered(IMAGE)],
+        [3, 1, 2],
+    ),
+    "a result of a tool, Anthropic's": (
+        {
+            "messages": [
+                {"role": "user", "content": "Look"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}],
+                },
+                said({"type": "tool_result", "tool_use_id": "1", "content": [text("here: "), B]}),
+                {"role": "assistant", "content": "yes"},
+            ]
+        },
+        [said(text("here: "), IMAGE, role="tool")],
+        [2],
+    ),
+    "a result of a tool, of Responses": (
+        {
+            "messages": [
+                {"role": "user", "content": "Look"},
+                {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "1",
+                    "output": [{"type": "input_image", "image_url": DATA_URL}],
+                },
+                {"role": "assistant", "content": "yes"},
+            ]
+        },
+        [said(IMAGE, role="tool")],
+        [7],
+    ),
+    "a system message": (
+        {"messages": [said(B, text("Compare"), role="system"), *answered(text("What?"), A)]},
+        [said(IMAGE, text("Compare"), role="system"), *answered(text("What?"), IMAGE)],
+        [2, 1],
+    ),
+}
+
+
+def of_tools(messages: list[dict]) -> list[dict]:
+    return [
+        {key: message[key] for key in ("role", "content")}
+        for message in messages
+        if message["role"] == "tool"
+    ]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_with_images_becomes_messages_and_images(name, folder):
+    row, expected, widths = ROWS[name]
+    messages, found = read(row, folder)
+    if "tool" in name:
+        messages = of_tools(messages)
+    assert (messages, found) == (expected, widths)
+
+
+@pytest.mark.parametrize("images", [{}, {"images": []}, {"image": None}, {"images": ""}])
+def test_without_images_a_mark_stays_text(images, folder):
+    row = {"messages": [said(text("<image> in HTML")), said(text("<image>"), role="assistant")]}
+    plain = find_format(["messages"], "auto", {}, "sft").convert(row)
+    assert converted({**row, **images}, folder) == plain
+    assert plain.images == [] and plain.messages[0]["content"] == "<image> in HTML"
+
+
+REFUSED = {
+    "an image that is absent": (
+        {"prompt": "What?", "response": "x", "images": ["a.png", "no.png"]},
+        "^image 2: .*/no.png does not exist$",
+    ),
+    "a damaged image": (
+        {"messages": answered(A, {"type": "image", "image": {"bytes": b"no image"}})},
+        "^image 2: it is not an image of a known format",
+    ),
+    "a remote image": (
+        {"messages": answered({"type": "image_url", "image_url": {"url": "http://a.b/c.png"}})},
+        "^image 1: 'http://a.b/c.png' is a remote URL",
+    ),
+    "null": ({"prompt": "What?", "response": "x", "images": [None]}, "^image 1: .*not a NoneType"),
+    "more marks than images": (
+        {"prompt": "<image><image>", "response": "x", "image": "a.png"},
+        "^it has 2 places for images .*, but 1 in a column",
+    ),
+    "more images than marks": (
+        {"prompt": "<image>", "response": "x", "images": ["a.png", "b.png"]},
+        "^it has 1 places for images .*, but 2 in a column",
+    ),
+    "parts without images": (
+        {"messages": answered(IMAGE)},
+        "1 places for images .*, but 0 in a col",
+    ),
+    "images of its own and of a column": (
+        {"messages": answered(A), "images": ["a.png"]},
+        "it has 0 places for images .*, but 1 in a column, beside 1 in its messages",
+    ),
+    "a mark beside an image of its own": (
+        {"messages": answered(A, text("<image>"))},
+        "it has 1 places for images .*, but 0 in a column, beside 1 in its messages",
+    ),
+    "an index outside the column": (
+        {"messages": answered({"type": "image", "index": 1}), "images": ["a.png"]},
+        "it has 1 places for images .*, but 1 in a column",
+    ),
+    "an image of the assistant": (
+        {"messages": [said(text("Draw")), said(text("Here: "), A, role="assistant")]},
+        "a message of the assistant has an image or the mark <image>; models write text alone",
+    ),
+    "a mark of the assistant": (
+        {"prompt": "<image>", "response": "<image>", "images": ["a.png", "b.png"]},
+        "a message of the assistant has an image or the mark <image>",
+    ),
+    "an image in reasoning": (
+        {
+            "messages": [
+                said(text("What?")),
+                said({"type": "thinking", "content": [A]}, text("yes"), role="assistant"),
+            ]
+        },
+        "an image is in a part of a message that is no content, such as reasoning or a call",
+    ),
+    "characters of places": (
+        {"messages": answered(A, text("\U000f49e10\U000f49e2"))},
+        "its text contains the characters U.F49E1 and U.F49E2",
+    ),
+    "two columns": (
+        {"prompt": "What?", "response": "x", "image": "a.png", "images": ["a.png"]},
+        "images in both columns image and images; keep one",
+    ),
+    "text alone": ({"text": "a caption", "image": "a.png"}, "trained in conversations only"),
+    "no user": (
+        {"messages": [{"role": "assistant", "content": "x"}], "image": "a.png"},
+        "it has images, but no message of the user",
+    ),
+    "a video": (
+        {"messages": answered({"type": "video", "video": "a.mp4"})},
+        "a part of type 'video'; only text is supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_row_whose_images_cannot_be_used_is_broken(name, folder):
+    row, reason = REFUSED[name]
+    with pytest.raises(BrokenSample, match=reason):
+        converted(row, folder)
+
+
+def test_an_empty_row_is_reported_before_its_images_are_opened(folder):
+    with pytest.raises(EmptySample, match="response is empty"):
+        converted({"prompt": "<image>", "response": "", "image": "no.png"}, folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("preference", {"prompt": "What?", "chosen": "a", "rejected": "b", "images": ["a.png"]}),
+        ("preference", {"prompt": [said(A)], "chosen": "a", "rejected": "b"}),
+        ("prompt", {"prompt": [said(A, text("What?"))], "answer": "a"}),
+    ],
+)
+def test_other_rows_with_images_are_refused(kind, row, folder):
+    with pytest.raises(BrokenSample, match="use --config sft_images or lora_images"):
+        converted(row, folder, kind=kind)
+
+
+def test_renamed_columns_are_read(folder):
+    row = {"ask": "What?", "tell": "yes", "images": ["b.png"]}
+    mapping = {"prompt": "ask", "response": "tell"}
+    assert read(row, folder, mapping=mapping) == (ONE, [2])
+    row = {"chat": json.dumps(answered(B, text("What?")))}
+    assert read(row, folder, mapping={"messages": "chat"}) == (ONE, [2])
+
+
+def with_parts(row):
+    if row["name"] == "none":
+        return None
+    return {"messages": answered({"type": "image", "image": row["name"]}, text("What?"))}
+
+
+def with_column(row):
+    return {"prompt": "What?", "response": "yes", "images": [row["name"]]}
+
+
+@pytest.mark.parametrize("function", [with_parts, with_column])
+def test_a_function_may_return_images(function, folder):
+    plain = function_format(function, "sft")
+    format = reads_images(plain, ImageOpener(folder))
+    conversation = format.convert({"name": "b.png", "image": "ignored"})
+    assert conversation.messages == ONE and [one.width for one in conversation.images] == [2]
+    assert format.name == plain.name and format.unread_columns({"image": "x"}) == []
+    with pytest.raises(BrokenSample, match="image 1: .*no.png does not exist"):
+        format.convert({"name": "no.png"})
+    with pytest.raises(BrokenSample, match="the function .* failed: KeyError"):
+        format.convert({})
+
+
+def test_a_function_may_drop_rows(folder):
+    format = reads_images(function_format(with_parts, "sft"), ImageOpener(folder))
+    assert format.convert({"name": "none"}) is None
+
+
+def test_the_fingerprint_depends_on_the_folder(folder, tmp_path):
+    plain = find_format(["messages"], "auto", {}, "sft")
+    keys = [
+        reads_images(plain, opener).fingerprint
+        for opener in (ImageOpener(folder), ImageOpener(None, str(folder)), ImageOpener(tmp_path))
+    ]
+    assert keys[0] == keys[1] != keys[2] and plain.fingerprint not in keys
+
+
+def opened_rows(dataset: Path, folder: Path | None = None) -> list[tuple[list, list[int]]]:
+    source = resolve_source(str(dataset), catalog=CHAT_DATASETS)
+    format = find_format(first_columns(source), "auto", {}, "sft")
+    opener = ImageOpener(folder_of(source))
+    convert = reads_images(format, opener).convert
+    samples = [convert(row.values) for row in source.rows(lambda _: None)]
+    return [(one.messages, [image.width for image in one.images]) for one in samples]
+
+
+def test_images_of_datasets_are_read_from_parquet_and_its_own_folder(folder):
+    import datasets
+
+    features = datasets.Features(
+        {
+            "messages": [
+                {
+                    "role": datasets.Value("string"),
+                    "content": [
+                        {"type": datasets.Value("string"), "text": datasets.Value("string")}
+                    ],
+                }
+            ],
+            "images": [datasets.Image()],
+        }
+    )
+    rows = [
+        {
+            "messages": answered(IMAGE, text("What?"))[:1] + [said(text("yes"), role="assistant")],
+            "images": [image],
+        }
+        for image in (
+            Image.new("RGB", (5, 1)),
+            {"bytes": png(6), "path": "x.png"},
+            str(folder / "b.png"),
+        )
+    ]
+    data = datasets.Dataset.from_list(rows, features=features)
+    data.to_parquet(folder / "rows.parquet")
+    data.save_to_disk(folder / "saved")
+    for name in ("rows.parquet", "saved"):
+        assert opened_rows(folder / name) == [(ONE, [5]), (ONE, [6]), (ONE, [2])]
+
+
+def test_images_are_found_beside_the_file_that_names_them(tmp_path):
+    for name in ("top", "deep/inner"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "top/a.png").write_bytes(png(1))
+    (tmp_path / "deep/inner/a.png").write_bytes(png(2))
+    line = json.dumps({"prompt": "What?", "response": "yes", "image": "a.png"})
+    for name in ("top/rows.jsonl", "deep/inner/rows.jsonl"):
+        (tmp_path / name).write_text(line)
+    assert opened_rows(tmp_path / "top/rows.jsonl") == [(ONE, [1])]
+    assert opened_rows(tmp_path / "deep/inner/rows.jsonl") == [(ONE, [2])]
+    assert opened_rows(tmp_path / "top") == [(ONE, [1])]
+    assert opened_rows(tmp_path / "deep/*/rows.jsonl") == [(ONE, [2])]
+    with pytest.raises(BrokenSample, match=f"image 1: {tmp_path}/deep/a.png does not exist"):
+        opened_rows(tmp_path / "deep")
+
+
+def test_the_folder_of_data(tmp_path, monkeypatch):
+    for name in ("a/x.jsonl", "b/c/y.jsonl"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    monkeypatch.chdir(tmp_path)
+
+    def found(dataset: str) -> Path | None:
+        return folder_of(resolve_source(dataset, catalog=CHAT_DATASETS))
+
+    data = tmp_path / "data"
+    assert found("data") == found("data/**/*.jsonl") == found(str(data)) == data
+    assert found("data/a/x.jsonl") == found("data/a/*") == data / "a"
+    assert found("data/b") == data / "b" and found("data/b/c/y.jsonl") == data / "b/c"
+    assert found(".") == tmp_path
+    assert found("chats") is None
+    monkeypatch.chdir(data / "a")
+    assert found("x.jsonl") == data / "a"
+
+
+def test_an_image_root_that_is_absent_is_named():
+    with pytest.raises(UserError, match="--dataloader.image_root 'nothing' is not a folder"):
+        ImageOpener(None, "nothing")

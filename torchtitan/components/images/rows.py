@@ -1,0 +1,290 @@
+"""Rows with images, in the forms of public data.
+
+Images are parts of messages, or stand in a column `image` or `images`. Their places in the texts
+are then marks `<image>` or parts without an image of their own; without any, they come before the
+first text of the user.
+
+A row is converted by its format as if it were text alone: characters for private use stand for
+parts with images, and become parts again in the converted messages.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.data.finetuning.columns import is_filled, renamed_row
+from torchtitan.components.data.finetuning.conversation import (
+    IMAGE_PARTS,
+    BrokenSample,
+    Conversation,
+    Message,
+    Sample,
+    from_json,
+)
+from torchtitan.components.data.finetuning.row_formats import RowFormat, convert_by_function
+from torchtitan.components.data.sources.source import Source
+from torchtitan.components.images.files import REFERENCE_KEYS, ImageOpener
+
+COLUMNS = tuple(
+    spell(name) for name in ("image", "images") for spell in (str, str.title, str.upper)
+)
+"""Columns with images."""
+
+MARK = "<image>"
+"""Place of an image in a text."""
+
+_OPENING, _CLOSING = "\U000f49e1", "\U000f49e2"
+"""Characters around the number of an image of a part. No language has them."""
+
+_PLACES = re.compile(f"{_OPENING}([0-9]{{1,9}}){_CLOSING}|{MARK}")
+
+_CONTENTS = ("content", "value", "output", "result")
+"""Keys of turns, and of results of tools in their parts, whose value may be a list of parts."""
+
+_LISTS = ("messages", "conversations")
+"""Columns that may contain the JSON text of a list of turns."""
+
+
+def folder_of(source: Source) -> Path | None:
+    """Return the folder to which paths in a source's rows are relative: the one that is searched
+    for files, that of its only file, or the common one of several files. None: the data is in no
+    local folder."""
+    folders = [part.folder for part in source.parts]
+    known = [folder.absolute() for folder in folders if folder is not None]
+    return Path(os.path.commonpath(known)) if known and len(known) == len(folders) else None
+
+
+def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
+    """Return a row format for conversations that also converts rows with images: the content of a
+    message with images is a list of parts `{"type": "image"}` and `{"type": "text", "text": …}`.
+
+    Its `convert` raises `BrokenSample` for an image that cannot be opened, naming its number, for
+    another number of images than of their places, and for images that are not in a conversation or
+    that the assistant writes. Rows without images are converted as before."""
+    key = [format.fingerprint, "images", str(opener.folder), _code_version()]
+    return replace(
+        format,
+        convert=partial(_convert, format, opener),
+        optional=(*format.optional, *COLUMNS),
+        fingerprint=json.dumps(key),
+    )
+
+
+@cache
+def _code_version() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@dataclass
+class _Images:
+    """References to the images of a row."""
+
+    of_parts: list[Any] = field(default_factory=list)
+    """Image of each part of the row's messages, by number; None if a column has it."""
+    indices: dict[int, int] = field(default_factory=dict)
+    """Index in the column, from 0, by the number of a part that states it."""
+    of_column: list[Any] = field(default_factory=list)
+
+    def marked_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a part's image, and return the part with text in its place."""
+        number = len(self.of_parts)
+        has_own = any(part.get(key) not in (None, "", b"") for key in REFERENCE_KEYS)
+        self.of_parts.append(part if has_own else None)
+        index = part.get("index")
+        if not has_own and isinstance(index, int):
+            self.indices[number] = index
+        return {"type": "text", "text": f"{_OPENING}{number}{_CLOSING}"}
+
+
+def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> Sample | None:
+    images = _Images()
+    if format.function is None:
+        sample = format.convert(_marked_row(images, format.mapping, row))
+    else:
+        function = format.function
+
+        @functools.wraps(function)
+        def marking(row: dict[str, Any]) -> Any:
+            result = function(row)
+            return _marked_row(images, {}, result) if isinstance(result, Mapping) else result
+
+        sample = convert_by_function(marking, format.kind, row)
+    if sample is None or not (images.of_parts or images.of_column):
+        return sample
+    if not isinstance(sample, Conversation):
+        raise BrokenSample(
+            "it has images, which are trained in conversations only; write messages, or a question "
+            "and its answer, and use --config sft_images or lora_images"
+        )
+    references = _place(sample.messages, images)
+    for number, reference in enumerate(references, 1):
+        try:
+            sample.images.append(opener.open(reference))
+        except BrokenSample as error:
+            raise BrokenSample(f"image {number}: {error}") from error
+    return sample
+
+
+def _marked_row(
+    images: _Images, mapping: Mapping[str, str], row: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a row with text in the place of each part with an image, which is added to `images`
+    like those of columns."""
+    used = set(mapping.values())
+    theirs = renamed_row({column: column for column in row}, mapping)
+    lists = {theirs.get(column) for column in _LISTS}
+    filled = [column for column in row if column in COLUMNS and column not in used]
+    filled = [column for column in filled if is_filled(row[column]) and row[column] != b""]
+    if len(filled) > 1:
+        raise BrokenSample(
+            f"it has images in both columns {' and '.join(filled)}; keep one of them"
+        )
+    images.of_column = [one for column in filled for one in _listed(row[column])]
+    return {
+        column: value if column in filled else _marked_turns(images, value, column in lists)
+        for column, value in row.items()
+    }
+
+
+def _listed(cell: Any) -> list[Any]:
+    """Return the images of a cell: a list, one image, or the JSON text of these in a table."""
+    if isinstance(cell, str) and cell.lstrip().startswith(("[", "{")):
+        with suppress(BrokenSample):  # the name of a file
+            cell = from_json(cell, "images")
+    return cell if isinstance(cell, list) else [cell]
+
+
+def _marked_turns(images: _Images, value: Any, may_be_text: bool) -> Any:
+    """Return a cell with marks in the turns that it lists."""
+    if may_be_text:
+        value = _from_text(value)
+    if isinstance(value, Mapping):
+        return _marked_turn(images, value)
+    if not isinstance(value, list):
+        return value
+    return [
+        _marked_turn(images, turn) if isinstance(turn, Mapping) else turn
+        for turn in map(_from_text if may_be_text else _unchanged, value)
+    ]
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _from_text(value: Any) -> Any:
+    """Return the value of a JSON text that may contain a part with an image."""
+    if isinstance(value, str) and "image" in value and value.lstrip().startswith(("[", "{")):
+        with suppress(BrokenSample):  # which the conversion reports
+            return from_json(value, "messages")
+    return value
+
+
+def _marked_turn(images: _Images, turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a turn, or a result of a tool, with marks in the place of its parts with images."""
+    marked = dict(turn)
+    for key in _CONTENTS:
+        if isinstance(turn.get(key), list):
+            marked[key] = [_marked_part(images, part) for part in turn[key]]
+    return marked
+
+
+def _marked_part(images: _Images, part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    kind = part.get("type")
+    is_image = kind in IMAGE_PARTS if kind is not None else _is_untyped_image(part)
+    return images.marked_part(part) if is_image else _marked_turn(images, part)
+
+
+def _is_untyped_image(part: Mapping[str, Any]) -> bool:
+    return any(part.get(key) is not None for key in ("image", "image_url"))
+
+
+def _place(messages: list[Message], images: _Images) -> list[Any]:
+    """Replace the marks in the contents of messages by parts, and return the images in the order of
+    these parts."""
+    places = [place for message in messages for place in _places_in(message)]
+    numbers = [int(place[1]) for place in places if place[1]]
+    if len(numbers) < len(images.of_parts):
+        raise BrokenSample(
+            "an image is in a part of a message that is no content, such as reasoning or a call; "
+            "remove it"
+        )
+    if sorted(numbers) != list(range(len(images.of_parts))):
+        raise BrokenSample(
+            "its text contains the characters U+F49E1 and U+F49E2, which stand for images here; "
+            "remove them"
+        )
+    if not places:
+        _put_before_text(messages, len(images.of_column))
+        return images.of_column
+    for message in messages:
+        if any(True for _ in _places_in(message)):
+            if message["role"] == "assistant":
+                raise BrokenSample(
+                    f"a message of the assistant has an image or the mark {MARK}; models write "
+                    "text alone"
+                )
+            message["content"] = _parts(message["content"])
+    return _references(places, images)
+
+
+def _places_in(message: Message) -> Iterator[re.Match[str]]:
+    content = message.get("content")
+    return _PLACES.finditer(content) if isinstance(content, str) else iter(())
+
+
+def _references(places: list[re.Match[str]], images: _Images) -> list[Any]:
+    """Return the image of each place. Raise `BrokenSample` unless the column's images are those of
+    the places without an image of their own."""
+    numbers = [int(place[1]) if place[1] else None for place in places]
+    without = [n for n in numbers if n is None or images.of_parts[n] is None]
+    n_column = len(images.of_column)
+    indices = [
+        number if n is None else images.indices.get(n, number) for number, n in enumerate(without)
+    ]
+    if len(without) != n_column or sorted(indices) != list(range(n_column)):
+        own = len(places) - len(without)
+        beside = f", beside {own} in its messages" if own else ""
+        raise BrokenSample(
+            f"it has {len(without)} places for images ({MARK}, or parts without an image of their "
+            f"own), but {n_column} in a column{beside}"
+        )
+    in_order = iter(indices)
+    return [
+        images.of_parts[n]
+        if n is not None and images.of_parts[n] is not None
+        else images.of_column[next(in_order)]
+        for n in numbers
+    ]
+
+
+def _put_before_text(messages: list[Message], n: int) -> None:
+    of_user = next((message for message in messages if message["role"] == "user"), None)
+    if of_user is None:
+        raise BrokenSample("it has images, but no message of the user")
+    of_user["content"] = [{"type": "image"}] * n + _parts(of_user["content"])
+
+
+def _parts(content: str) -> list[dict[str, Any]]:
+    """Divide a text at its marks."""
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for place in _PLACES.finditer(content):
+        parts += [*_text(content[start : place.start()]), {"type": "image"}]
+        start = place.end()
+    return [*parts, *_text(content[start:])]
+
+
+def _text(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}] if text else []
