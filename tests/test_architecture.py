@@ -209,6 +209,7 @@ OTHERS = {
         "_from_config",
         "_init_weights",
         "_no_split_modules",
+        "_prepare_position_ids_for_generation",
     },
 }
 """Modules whose private names are not PyTorch's."""

@@ -168,6 +168,7 @@ class Trainer(Configurable):
         self.global_batch_size = training.resolve_global_batch_size(self.parallel_dims.dp_degree)
         self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
         self.step = self.n_tokens_seen = 0
+        self.computed_tokens = 0
         self.run_length = self.build_data_progress()
         self.follow_schedule()
         self.total_steps = self.run_length.last_step(0)
@@ -659,10 +660,17 @@ class Trainer(Configurable):
         with self.metrics.timing_data():
             micro_batches = self.step_failure.or_batches_before(read, n_batches)
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
+        self.computed_tokens = self.count_of_short_windows(micro_batches)
         self.notify("on_batches", micro_batches)
         if self.failure and world_size() == 1:
             raise self.failure
         return micro_batches
+
+    def count_of_short_windows(self, micro_batches: list[Batch]) -> int:
+        """Return the tokens of a step, over all ranks, if windows end with their longest sample; 0
+        if they have their full length. Other ranks count as this one."""
+        numbers = [batch["input"].numel() for batch in micro_batches if "images" in batch]
+        return sum(numbers) * self.parallel_dims.dp_degree
 
     def skip_data(self, batches: Iterator[Batch]) -> None:
         """Read and discard the next global batches if `training.skip_data` names them."""
@@ -790,8 +798,13 @@ class Trainer(Configurable):
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
+        images = {"images": batch["images"]} if "images" in batch else {}
         loss: Tensor = model(
-            batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"]
+            batch["input"],
+            batch.get("attention"),
+            head=self.loss,
+            labels_BL=batch["labels"],
+            **images,
         )
         return loss
 
@@ -903,7 +916,7 @@ class Trainer(Configurable):
         self.run_length.count_batch()
         self.n_tokens_seen += self.tokens_per_step
         self.notify("on_step", outcome)
-        self.metrics.count_tokens(self.tokens_per_step)
+        self.metrics.count_tokens(self.computed_tokens or self.tokens_per_step)
         progress = {"lr": self.lr_scheduler.lr, "n_tokens_seen": self.n_tokens_seen}
         self.deferred.when_known(outcome, partial(self.use_result, outcome, self.step, **progress))
         n_units = (

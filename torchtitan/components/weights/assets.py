@@ -42,6 +42,9 @@ FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files next to a model's weights that are copied unchanged between checkpoints."""
 

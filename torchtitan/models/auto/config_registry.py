@@ -11,7 +11,13 @@ from types import ModuleType
 
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.models.common.hugging_face_keys import precision_of
-from torchtitan.models.common.recipes import balanced, for_conversations, large_run, with_adapters
+from torchtitan.models.common.recipes import (
+    balanced,
+    for_conversations,
+    large_run,
+    with_adapters,
+    with_images,
+)
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.trainer import Trainer
 
@@ -64,3 +70,16 @@ def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Confi
 def qlora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
     """Fine-tune as `lora`, with the base weights in 4 bits."""
     return with_adapters(sft(hf_assets_path, family), QLoRA.Config())
+
+
+def sft_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
+    """Fine-tune on conversations with images, `--dataloader.dataset my.jsonl`, as `sft` does on
+    text. The class of transformers computes the model, of any family."""
+    from torchtitan.models import transformers  # takes seconds, and belongs to an extra
+
+    return with_images(sft(hf_assets_path, transformers))
+
+
+def lora_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
+    """Fine-tune low-rank adapters on conversations with images, as `lora` does on text."""
+    return with_adapters(sft_images(hf_assets_path), LoRA.Config())

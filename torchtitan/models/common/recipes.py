@@ -138,6 +138,29 @@ def for_conversations(config: Trainer.Config) -> Trainer.Config:
     )
 
 
+def with_images(config: Trainer.Config) -> Trainer.Config:
+    """Return `config`, of a class of transformers, for conversations with images. The language
+    model and the projector before it are trained, as the models' own recipes do.
+
+    Raises:
+        UserError: if the model reads text only.
+    """
+    # here, since Pillow belongs to an extra
+    from torchtitan.components.images.loader import ImageDataLoader
+
+    spec = config.model_spec
+    model = dataclasses.replace(
+        spec.model,
+        reads_images=True,  # type: ignore[call-arg]
+        train=["language", "projector"],
+    )
+    return dataclasses.replace(
+        config,
+        model_spec=dataclasses.replace(spec, model=model),
+        dataloader=ImageDataLoader.Config(dataset=config.dataloader.dataset),  # type: ignore
+    )
+
+
 def with_adapters(config: ConfigT, adapters: LoRA.Config, lr: float = 2e-4) -> ConfigT:
     """Return `config` for training adapters only, without weight decay, which would pull the
     adapted weights back to the original ones. Checkpoints for resuming contain only the

@@ -11,16 +11,23 @@ from torch import Tensor
 
 from torchtitan.components.generation import KVCache
 from torchtitan.models.transformers.description import transformers_config
+from torchtitan.models.transformers.images import image_arguments
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.errors import UserError
 
 
 class ClassCache(KVCache):
     """Tokens of a text and what the class remembers of them; a class without a cache gets all
-    tokens each time."""
+    tokens each time.
 
-    def __init__(self) -> None:
+    Args:
+        images: the images of a single text.
+    """
+
+    def __init__(self, images: ImageInputs | None = None) -> None:
+        self._images = images
         self._modules = []
         self.states = {}
         self._cleanup = ExitStack()
@@ -28,6 +35,7 @@ class ClassCache(KVCache):
 
     def clear(self) -> None:
         self._tokens_BL: Tensor | None = None
+        self._image_positions: Tensor | None = None
         self._remembered: dict[str, Any] = {}
 
     def attention(self, positions_BL: Tensor) -> "NextTokens":
@@ -58,18 +66,18 @@ class ClassCache(KVCache):
         n_padding_B1 = all_BS.shape[1] - 1 - attention.positions_BL[:, -1:]
         mask_BS = (torch.arange(all_BS.shape[1], device=tokens_BL.device) >= n_padding_B1).long()
         takes = inspect.signature(model.forward).parameters
-        positions = (
-            {"position_ids": (mask_BS.cumsum(-1) - 1).clamp(min=0)}
-            if "position_ids" in takes
-            else {}
-        )
+        more: dict[str, Any] = {}
+        if self._images is not None and self._tokens_BL is None:
+            more = image_arguments(model, self._images)
+        if "position_ids" in takes:
+            more["position_ids"] = self._positions(model, all_BS, mask_BS, more)
         inputs = model.prepare_inputs_for_generation(
             all_BS,
             next_sequence_length=self._n_new if self._remembered else None,
             attention_mask=mask_BS,
             is_first_iteration=self._tokens_BL is None,
             use_cache=True,
-            **positions,
+            **more,
             **self._remembered,
         )
         inputs["logits_to_keep"] = 0  # all hidden states reach the head
@@ -80,6 +88,23 @@ class ClassCache(KVCache):
         caches = ("past_key_values", "cache_params", "state")
         self._remembered = {name: outputs[name] for name in caches if outputs.get(name) is not None}
         return outputs
+
+    def _positions(
+        self, model: Any, all_BS: Tensor, mask_BS: Tensor, images: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the positions of all tokens; those of a text with images may have several
+        dimensions, which the class decides."""
+        if self._images is None:
+            return (mask_BS.cumsum(-1) - 1).clamp(min=0)
+        if self._image_positions is None:
+            known = {"input_ids": all_BS, "attention_mask": mask_BS, **images}
+            positions: Tensor = model._prepare_position_ids_for_generation(all_BS, known)
+        else:
+            new_N = torch.arange(1, self._n_new + 1, device=all_BS.device)
+            earlier = self._image_positions
+            positions = torch.cat((earlier, earlier[..., -1:] + new_N), dim=-1)
+        self._image_positions = positions
+        return positions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

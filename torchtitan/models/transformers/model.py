@@ -1,8 +1,9 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 import torch
@@ -21,11 +22,19 @@ from torchtitan.models.transformers.description import (
 )
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
+from torchtitan.models.transformers.images import (
+    Part,
+    run_with_images,
+    token_mask,
+    train_parts,
+    without_images,
+)
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.packing import choose_packing
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
@@ -43,6 +52,11 @@ class TransformersModel(BaseModel):
 
         document: Suppress[dict[str, Any]]
         """Content of config.json."""
+        train: list[Part] = field(default_factory=lambda: ["language"])
+        """Parts that are trained, of a model that reads images: language, projector (between the
+        two), vision."""
+        reads_images: Suppress[bool] = False
+        """True if batches have images."""
 
         @builds(lambda: TransformersModel)
         def build(self) -> Any:
@@ -74,7 +88,13 @@ class TransformersModel(BaseModel):
                 raise UserError(
                     "reward models need a family of torchtitan, not a class of transformers"
                 )
-            text = self.transformers_config().get_text_config(decoder=True)
+            whole = self.transformers_config()
+            text = whole.get_text_config(decoder=True)
+            if self.reads_images and text is whole:
+                raise UserError(
+                    f"config.json: model_type '{whole.model_type}' reads text only; use --config "
+                    "sft or lora"
+                )
             if getattr(text, "layerdrop", 0):
                 raise UserError(
                     "config.json: layerdrop is above 0, but each rank would drop other layers; set "
@@ -91,6 +111,8 @@ class TransformersModel(BaseModel):
             unsupported = dict.fromkeys(
                 ("pipeline_parallel_degree", "context_parallel_degree"), reason
             )
+            if self.reads_images:
+                return {**unsupported, "tensor_parallel_degree": "the batches have images"}
             _, of_tensors = class_plan(self.document)
             return {**unsupported, **({"tensor_parallel_degree": of_tensors} if of_tensors else {})}
 
@@ -110,13 +132,17 @@ class TransformersModel(BaseModel):
         described = config.transformers_config()
         transform = logit_transform(config.document)
         self.packing = choose_packing(described)
-        self.model = build_class(described, self.packing.implementation)
+        # Its own attention sees the tokens of an image as the class wants.
+        implementation = None if config.reads_images else self.packing.implementation
+        self.model = build_class(described, implementation)
         _share_modules(self.model)
         add_initializers(self.model)
-        self._freeze_other_modalities()
+        train_parts(self.model, config.train)
+        self.unused_layers = _frozen_modules(self)
         self.balance = (
             make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
         )
+        self._prompt_images: ImageInputs | None = None
         self._block_names = _find_blocks(self.model)
         self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -179,24 +205,6 @@ class TransformersModel(BaseModel):
             setattr(self.get_submodule(path), own_name, buffers[name].to(buffer.device))
         return self
 
-    def _freeze_other_modalities(self) -> None:
-        """Freeze modules that text does not use: vision towers and their projections."""
-        model = self.model
-        if model.config.get_text_config(decoder=True) is model.config:
-            return
-        model.requires_grad_(False)
-        for part in (
-            model.get_decoder(),
-            model.get_input_embeddings(),
-            model.get_output_embeddings(),
-        ):
-            if part is not None:
-                part.requires_grad_(True)
-        own = {name: module.parameters(recurse=False) for name, module in self.named_modules()}
-        self.unused_layers = {
-            name for name, weights in own.items() if not any(p.requires_grad for p in weights)
-        }
-
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
 
@@ -206,19 +214,37 @@ class TransformersModel(BaseModel):
         blocks = self.blocks().values()
         uses = Counter(parameter for block in blocks for parameter in block.parameters())
         shared = {parameter for parameter, n_uses in uses.items() if n_uses > 1}
-        return [
-            *embedding,
-            *(block for block in blocks if shared.isdisjoint(block.parameters())),
-            *head,
-        ]
+        units = [block for block in blocks if shared.isdisjoint(block.parameters())]
+        if self.config.reads_images:
+            # Ranks without images do not run the others, whose weights belong to the model's unit.
+            decoder = set(self.model.get_decoder().modules())
+            units = [block for block in units if block in decoder]
+        return [*embedding, *units, *head]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         return class_values(self.config, names, seed)
 
     def generation_cache(self, make_default: Callable[[], Any]) -> ClassCache | None:
-        return (
-            ClassCache() if has_cache(self.config.document, self.packing.implementation) else None
-        )
+        if not has_cache(self.config.document, self.packing.implementation):
+            return None
+        return ClassCache(self._prompt_images)
+
+    @contextlib.contextmanager
+    def reading(self, images: ImageInputs) -> Iterator[None]:
+        """Let the prompt that is generated from have `images`; inside, generate from one prompt at
+        a time.
+
+        Raises:
+            UserError: if the class has no cache here that keeps images.
+        """
+        if not has_cache(self.config.document, self.packing.implementation):
+            name = type(self.model).__name__
+            raise UserError(f"{name} cannot generate from images here: its cache is not used")
+        self._prompt_images = images
+        try:
+            yield
+        finally:
+            self._prompt_images = None
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward: see `flops`."""
@@ -235,10 +261,12 @@ class TransformersModel(BaseModel):
         attention: AttentionMetadata | None = None,
         *,
         head: Head = compute_logits,
+        images: ImageInputs | None = None,
         **head_inputs: Any,
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see
-        `torchtitan.models.common.decoder.Decoder.forward`. The auxiliary loss of routers, if the
+        `torchtitan.models.common.decoder.Decoder.forward`. With `images`, each row is one document.
+        The auxiliary loss of routers, if the
         class returns one, is computed over the global batch in the steps of a `LoadBalancer`, which
         do not show it; elsewhere, a loss includes the class's auxiliary loss, weighted with the
         number of labels."""
@@ -251,6 +279,13 @@ class TransformersModel(BaseModel):
             hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[
                 :, -tokens_BL.shape[1] :
             ]
+        elif images is not None:
+            outputs = run_with_images(self.model, tokens_BL, attention, images, return_dict=True)
+            hidden_BLD = captured.hidden.pop() if captured else outputs.logits
+            hidden_BLD = without_images(self.model, hidden_BLD, images)
+            if self.training and balance is not None:
+                mask_N = token_mask(tokens_BL, attention).bool().flatten()
+                hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
         else:
             options = {
                 "static": self.is_compiled,
@@ -351,6 +386,14 @@ def _share_modules(model: Any) -> None:
         one, other = model.get_submodule(alias), model.get_submodule(original)
         if one is not output and type(one) is type(other):
             model.set_submodule(alias, other)
+
+
+def _frozen_modules(model: nn.Module) -> set[str]:
+    """Return the names of the modules without trained parameters of their own."""
+    own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
+    return {
+        name for name, weights in own.items() if not any(weight.requires_grad for weight in weights)
+    }
 
 
 def _find_blocks(model: Any) -> list[str]:

@@ -1,0 +1,174 @@
+"""Encoding of conversations with images: each image takes as many tokens as the model's processor
+gives it."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from torchtitan.components.data.finetuning.chat_encoding import (
+    ChatEncoder,
+    EncodedRow,
+    EncodedSample,
+)
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Sample
+from torchtitan.components.data.finetuning.sft import ConversationEncoder
+from torchtitan.components.images.files import ImageFile
+from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.digests import digest_of
+from torchtitan.tools.errors import UserError
+
+
+class ImageEncoder(ConversationEncoder):
+    """Encodes conversations and texts in batches, and replaces the placeholder that the chat
+    template writes for each image. The tokens of images are not trained."""
+
+    stored = ("images",)
+
+    def __init__(self, chat: ChatEncoder, processor: ImageProcessor, tokenizer: Tokenizer):
+        super().__init__(chat)
+        self._processor = processor
+        self._tokens = ImageTokens(processor, tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of([super().fingerprint, self._processor.fingerprint])
+
+    def encode_batch(self, samples: Sequence[Sample]) -> list[list[EncodedRow] | BrokenSample]:
+        encoded = super().encode_batch(samples)
+        return [
+            rows if isinstance(rows, BrokenSample) else self._try_expand(sample, rows)
+            for sample, rows in zip(samples, encoded, strict=True)
+        ]
+
+    def _try_expand(
+        self, sample: Sample, rows: Sequence[EncodedRow]
+    ) -> list[EncodedRow] | BrokenSample:
+        images = sample.images if isinstance(sample, Conversation) else []
+        n_written = [int((row.ids == self._processor.token_id).sum()) for row in rows]
+        try:
+            if max(n_written) > len(images):
+                raise BrokenSample(
+                    f"its text has {max(n_written)} placeholders for images, and the row has "
+                    f"{len(images)} images"
+                )
+            if max(n_written) < len(images):
+                raise BrokenSample(
+                    f"the chat template writes {max(n_written)} of its {len(images)} images"
+                )
+            return [
+                self._expand(row.parts[0], images[:n])
+                for row, n in zip(rows, n_written, strict=True)
+            ]
+        except BrokenSample as error:
+            return error
+
+    def _expand(self, part: EncodedSample, images: Sequence[ImageFile]) -> EncodedRow:
+        """Return a sample whose placeholders are replaced by the tokens of `images`."""
+        if not images:
+            return EncodedRow((part,))
+        places = np.flatnonzero(part.ids == self._processor.token_id)
+        if part.trained[places].any():
+            raise BrokenSample("a trained turn has an image, which models here do not write")
+        if places[-1] == len(part.ids) - 1:
+            raise BrokenSample("it ends with an image, which nothing follows")
+        sizes = [(image.width, image.height) for image in images]
+        ids, sources = self._tokens.expand(part.ids, sizes)
+        trained = np.where(sources >= 0, part.trained[sources], False)
+        if trained.sum() != part.trained.sum():
+            raise BrokenSample("the text beside an image is trained")
+        expanded = part._replace(ids=ids, trained=trained)
+        return EncodedRow((expanded,), images=[image.to_json() for image in images])
+
+
+class ImageTokens:
+    """Replaces the placeholders in token ids by the tokens of images, as if the processor had
+    replaced them in the text."""
+
+    def __init__(self, processor: ImageProcessor, tokenizer: Tokenizer):
+        self._processor = processor
+        self._tokenizer = tokenizer
+        self._bounds = list(tokenizer.special_ids - {processor.token_id})
+
+    def expand(
+        self, ids: np.ndarray, sizes: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids with images of `sizes` (width, height), one for each placeholder, int64
+        (n,), and for each of them its place in `ids`; -1 if it is new, int64 (n,).
+
+        Raises:
+            BrokenSample: if the text around an image cannot be tokenized again.
+        """
+        places = np.flatnonzero(ids == self._processor.token_id).tolist()
+        if self._processor.joins_text:
+            spans, new = self._joined(ids, places, self._processor.replacements(sizes))
+        else:
+            spans = [(place, place + 1) for place in places]
+            new = self._processor.expansions(sizes)
+        pieces: list[np.ndarray] = []
+        sources: list[np.ndarray] = []
+        end = 0
+        for (start, stop), inserted in zip(spans, new, strict=True):
+            pieces += [ids[end:start], np.array(inserted, np.int64)]
+            sources += [np.arange(end, start), np.full(len(inserted), -1)]
+            end = stop
+        pieces.append(ids[end:])
+        sources.append(np.arange(end, len(ids)))
+        return np.concatenate(pieces), np.concatenate(sources)
+
+    def _joined(
+        self, ids: np.ndarray, places: Sequence[int], texts: Sequence[str]
+    ) -> tuple[list[tuple[int, int]], list[list[int]]]:
+        """Tokenize the text between two special tokens again if it has images; return the spans
+        of ids and what replaces them."""
+        is_bound = np.isin(ids, self._bounds)
+        edges = [0, *(np.flatnonzero(is_bound) + 1).tolist(), len(ids)]
+        replacements = iter(texts)
+        spans: list[tuple[int, int]] = []
+        new: list[list[int]] = []
+        for start, stop in itertools.pairwise(edges):
+            n_images = sum(start <= place < stop for place in places)
+            if not n_images:
+                continue
+            first = max(start - 1, 0)  # a special token may decide how the text after it begins
+            last = stop - 1 if is_bound[stop - 1] else stop
+            old = ids[first:last].tolist()
+            text = self._tokenizer.decode(old)
+            [again] = self._tokenizer.tokenize([text], allow_special=True)
+            parts = text.split(self._processor.token)
+            if again != old or len(parts) != n_images + 1:
+                raise BrokenSample("the text beside an image has other tokens if read again")
+            whole = parts[0]
+            for part in parts[1:]:
+                whole += next(replacements) + part
+            spans.append((first, last))
+            new.append(self._tokenizer.tokenize([whole], allow_special=True)[0])
+        return spans, new
+
+
+def encode_prompt(
+    processor: ImageProcessor,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    images: Sequence[ImageFile],
+) -> tuple[list[int], ImageInputs]:
+    """Return the ids of a rendered prompt with the tokens of its images, and the images.
+
+    Raises:
+        UserError: if the chat template did not write a placeholder for each image.
+    """
+    rendered = np.array(ids, np.int64)
+    n_written = int((rendered == processor.token_id).sum())
+    if n_written != len(images):
+        raise UserError(
+            f"the prompt has {n_written} placeholders for {len(images)} images ({processor.token})"
+        )
+    sizes = [(image.width, image.height) for image in images]
+    expanded, _ = ImageTokens(processor, tokenizer).expand(rendered, sizes)
+    types = processor.token_types(expanded)
+    tensors = processor.inputs([[image.decode() for image in images]])
+    inputs = ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types)[None])
+    return expanded.tolist(), inputs

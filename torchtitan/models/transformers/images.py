@@ -1,0 +1,108 @@
+"""The parts of a class that read images, and its call for a batch with images."""
+
+import inspect
+import re
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.device import send
+from torchtitan.tools.errors import UserError
+
+Part = Literal["language", "projector", "vision"]
+
+_PROJECTORS = re.compile(
+    r"(projector|connector|merger|aligner|vision_projection)(_list)?[.]"
+    r"|(^|[._])(downsample|newline|embed_vision|head_linear|head_norm|visual_embeddings_table)"
+    r"([.]|$)"
+)
+"""Names of the modules between a vision tower and the language model, in the classes of
+transformers."""
+
+
+def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
+    """Return the parameters of a class by part; a language model by itself has one part."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return {"language": list(model.parameters())}
+    owners = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    language = {
+        id(parameter) for owner in owners if owner is not None for parameter in owner.parameters()
+    }
+    parts: dict[Part, list[nn.Parameter]] = {"language": [], "projector": [], "vision": []}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in language:
+            parts["language"].append(parameter)
+        elif _PROJECTORS.search(name):
+            parts["projector"].append(parameter)
+        else:
+            parts["vision"].append(parameter)
+    return parts
+
+
+def train_parts(model: Any, trained: list[Part]) -> None:
+    """Freeze the parameters of all other parts. Raise `UserError` if a part has none."""
+    parts = parts_of(model)
+    for name in trained:
+        if not parts.get(name):
+            raise UserError(
+                f"--model.train {name}: {type(model).__name__} has no such part; it has: "
+                + ", ".join(part for part, parameters in parts.items() if parameters)
+            )
+    for name, parameters in parts.items():
+        for parameter in parameters:
+            parameter.requires_grad_(name in trained)
+
+
+def run_with_images(
+    model: Any,
+    tokens_BL: Tensor,
+    attention: AttentionMetadata | None,
+    images: ImageInputs,
+    **options: Any,
+) -> Any:
+    """Call a class on rows of one document each, with their images. It computes the positions
+    itself, which may have several dimensions."""
+    mask_BL = token_mask(tokens_BL, attention)
+    inputs = image_arguments(model, images)
+    return model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs, **options)
+
+
+def image_arguments(model: Any, images: ImageInputs) -> dict[str, Tensor]:
+    """Return the arguments of a class for images, in the type of the weights that read them."""
+    accepted = inspect.signature(model.forward).parameters
+    dtype = next(parameter.dtype for parameter in _readers(model))
+    arguments = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in images.tensors.items()
+    }
+    names = accepted.keys() & {"mm_token_type_ids", "token_type_ids"}
+    return arguments | dict.fromkeys(names, images.token_types_BL)
+
+
+def without_images(model: Any, hidden_BLD: Tensor, images: ImageInputs) -> Tensor:
+    """Return hidden states that depend, with gradients of 0, on all trained parameters that read
+    images, if a batch has none: each rank must have the same gradients to reduce."""
+    if images.tensors or not torch.is_grad_enabled():
+        return hidden_BLD
+    for parameter in _readers(model):
+        if parameter.requires_grad:
+            hidden_BLD = hidden_BLD + 0 * parameter.flatten()[0]
+    return hidden_BLD
+
+
+def _readers(model: Any) -> list[nn.Parameter]:
+    parts = parts_of(model)
+    return [*parts["vision"], *parts["projector"]]
+
+
+def token_mask(tokens_BL: Tensor, attention: AttentionMetadata | None) -> Tensor:
+    """Return a mask that is 0 in the padding of rows, int64; a row without tokens keeps one."""
+    mask_BL = torch.ones_like(tokens_BL)
+    if attention is None or attention.n_tokens_B is None:
+        return mask_BL
+    n_tokens_B = send(attention.n_tokens_B.clamp(min=1), tokens_BL.device)
+    places_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    return mask_BL * (places_L < n_tokens_B[:, None])

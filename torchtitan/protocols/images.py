@@ -1,0 +1,30 @@
+"""`ImageInputs`: the images of a batch, as a model gets them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageInputs:
+    """Images of a batch of B rows of L tokens, each row one document."""
+
+    tensors: Mapping[str, Tensor]
+    """Arguments of the class for the images, such as `pixel_values`; empty without images."""
+
+    token_types_BL: Tensor
+    """1 for the tokens of images, 0 for text, int64."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+        """Return the images on a device."""
+        return replace(
+            self,
+            tensors={
+                name: tensor.to(device, non_blocking=non_blocking)
+                for name, tensor in self.tensors.items()
+            },
+            token_types_BL=self.token_types_BL.to(device, non_blocking=non_blocking),
+        )
