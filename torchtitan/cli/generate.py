@@ -1,13 +1,16 @@
 """`torchtitan generate` and `torchtitan chat`: generate text with a checkpoint's model."""
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchtitan.cli.image_prompts import ImagePrompts, message
 from torchtitan.cli.model_options import (
     OpenedModel,
     add_model_options,
@@ -24,6 +27,7 @@ from torchtitan.tools.parser import Parser
 if TYPE_CHECKING:
     from torchtitan.components.chat_template import ChatTemplate
     from torchtitan.components.generation import Generation
+    from torchtitan.components.images.files import ImageFile
 
 
 def generate(args: Sequence[str]) -> int:
@@ -47,6 +51,15 @@ def generate(args: Sequence[str]) -> int:
         type=Path,
         metavar="FILE",
         help="file with another prompt; a newline at the end is removed",
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="image that each prompt is about; may be repeated. A prompt is then a user's message "
+        "after the images, in the model's chat template, and only the answer is printed",
     )
     parser.add_argument(
         "--json",
@@ -75,6 +88,8 @@ def _generate(options: argparse.Namespace) -> None:
     from torchtitan.components.chat_template.stops import template_stop_ids
     from torchtitan.experiments.reward.trainer import reward_function
 
+    if options.image:
+        return _answer_about_images(options)
     sampling, n = sampling_of(options), options.best_of
     if n < 1 or (n > 1 and not (options.reward_model and sampling.temperature)):
         raise UserError(
@@ -107,6 +122,36 @@ def _generate(options: argparse.Namespace) -> None:
     _report_speed(
         prompts, generations, (printer.first_token_time or ended) - started, ended - started
     )
+
+
+def _answer_about_images(options: argparse.Namespace) -> None:
+    """Answer each prompt about the images."""
+    for name in ("best_of", "reward_model", "no_cache"):
+        if getattr(options, name) not in (None, False, 1):
+            raise UserError(f"--{name} cannot be combined with --image")
+    prompts = [text for text in _prompts(options) if text]
+    if not prompts:
+        raise UserError("--image needs a question or instruction: --prompt TEXT")
+    options.module = options.module or "torchtitan.models.transformers"
+    options.system = None
+    options.chat_template = ""
+    options.chat_template_kwargs = "{}"
+    conversation = _Conversation(options)
+    for prompt in prompts:
+        conversation.reset()
+        for path in options.image:
+            conversation.add_image(path)
+        answer = conversation.answer(prompt, quietly=options.json)
+        if options.json:
+            images = [str(path) for path in options.image]
+            line = {
+                "prompt": prompt,
+                "images": images,
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+                "tokens": answer.tokens,
+            }
+            print(for_output(json.dumps(line, ensure_ascii=False)), flush=True)
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
@@ -198,7 +243,8 @@ def chat(args: Sequence[str]) -> int:
         prog="torchtitan chat",
         description="Chat with a model, using its chat template. Each line of standard input is a "
         "message; answers "
-        "are streamed to standard output. /reset starts over, /exit or Ctrl-D ends.",
+        "are streamed to standard output. /image PATH shows the model an image with the next "
+        "message, /reset starts over, /exit or Ctrl-D ends.",
     )
     parser.add_argument(
         "--system", metavar="TEXT", help="system message at the start of the conversation"
@@ -227,13 +273,21 @@ def _chat(options: argparse.Namespace) -> None:
     for line in _lines():
         if line == "/exit":
             return
-        if line == "/reset":
-            conversation.reset()
-        elif line:
-            try:
+        try:
+            if line == "/reset":
+                conversation.reset()
+            elif line.startswith("/image "):
+                conversation.add_image(Path(line.removeprefix("/image ").strip()))
+            elif line:
                 conversation.answer(line)
-            except UserError as error:
-                print_error("chat", error)
+        except UserError as error:
+            print_error("chat", error)
+
+
+class _Answer(NamedTuple):
+    text: str
+    finish_reason: str
+    tokens: list[int]
 
 
 class _Conversation:
@@ -258,19 +312,33 @@ class _Conversation:
 
     def reset(self) -> None:
         self._messages = list(self._system)
+        self._images: list[ImageFile] = []
+        self._n_shown = 0
 
-    def answer(self, text: str) -> None:
-        """Print the answer to `text`, and remember both turns. Raise `UserError` if another turn
-        does not fit."""
+    def add_image(self, path: Path) -> None:
+        """Show the model an image with the next message. Raise `UserError` if it cannot be read, or
+        the model reads text only."""
+        self._images.append(self._image_prompts.open(path))
+
+    @cached_property
+    def _image_prompts(self) -> ImagePrompts:
+        return ImagePrompts(self._opened)
+
+    def answer(self, text: str, *, quietly: bool = False) -> _Answer:
+        """Print the answer to `text`, or, `quietly`, only return it. Remember both turns. Raise
+        `UserError` if another turn does not fit."""
         from torchtitan.components.generation import TextStream, generate
 
-        messages = [*self._messages, {"role": "user", "content": text}]
+        messages = [*self._messages, message(text, len(self._images) - self._n_shown)]
         rendered = self._template.render(
             messages, add_generation_prompt=True, **self._template_options
         )
         prompt = self._opened.tokenizer.encode(
             rendered, add_bos=False, add_eos=False, allow_special=True
         )
+        reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._images:
+            prompt, reading = self._image_prompts.encode(prompt, self._images)
         context = self._opened.context
         if len(prompt) >= context:
             raise UserError(
@@ -280,19 +348,27 @@ class _Conversation:
         stream = TextStream(self._opened.tokenizer, prompt, self._stop)
 
         def on_token(row: int, token: int) -> bool:
-            print(for_output(stream.push(token)), end="", flush=True)
+            piece = stream.push(token)
+            if not quietly:
+                print(for_output(piece), end="", flush=True)
             return stream.stopped
 
-        generate(
-            self._opened.model,
-            [prompt],
-            max_new_tokens=min(self._max_new_tokens, context - len(prompt)),
-            sampling=self._sampling,
-            stop_ids=self._stop_ids,
-            on_token=on_token,
-        )
-        print(for_output(stream.finish()), flush=True)
+        with reading:
+            [generation] = generate(
+                self._opened.model,
+                [prompt],
+                max_new_tokens=min(self._max_new_tokens, context - len(prompt)),
+                sampling=self._sampling,
+                stop_ids=self._stop_ids,
+                on_token=on_token,
+            )
+        rest = stream.finish()
+        if not quietly:
+            print(for_output(rest), flush=True)
         self._messages = [*messages, {"role": "assistant", "content": stream.text}]
+        self._n_shown = len(self._images)
+        reason = "stop" if stream.stopped else generation.finish_reason
+        return _Answer(stream.text, reason, generation.ids)
 
 
 def _template_options(text: str, template: "ChatTemplate") -> dict[str, Any]:
@@ -321,7 +397,11 @@ def _lines() -> Iterator[str]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    console.print("each line is a message; /reset starts over, /exit or Ctrl-D ends", style="dim")
+    console.print(
+        "each line is a message; /image PATH shows an image with the next one, /reset starts over, "
+        "/exit or Ctrl-D ends",
+        style="dim",
+    )
     while True:
         try:
             yield console.input("[bold]> [/bold]").strip()
