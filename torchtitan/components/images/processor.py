@@ -83,14 +83,15 @@ class ImageProcessor:
                 f"'{folder}' has no {' or '.join(_CONFIGS)}, which describes the processor of "
                 "images; copy it from the folder of the published model"
             )
-        contents = [read_object(path) for path in files.values()]
+        contents = {name: read_object(path) for name, path in files.items()}
         _check_packages()
         with without_logs():
             processor = _open_processor(folder)
         self = cls(processor, tokenizer)
         self.files = files
         back_end = _back_end(processor.image_processor)
-        self.fingerprint = _digest(contents, [self._name, back_end])
+        image_class = type(processor.image_processor).__name__
+        self.fingerprint = _digest(contents, [self._name, image_class, back_end])
         logger.info(f"images: {self._name} of '{folder}', computed with {back_end}")
         self._try()
         return self
@@ -133,6 +134,8 @@ class ImageProcessor:
         return np.isin(ids, self._image_ids).astype(np.int64)
 
     def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
+        if not sizes:
+            return [], []
         from PIL import Image
 
         outputs = self._call([[Image.new("RGB", size) for size in sizes]])
@@ -254,7 +257,7 @@ def _check_packages() -> None:
         )
 
 
-def _digest(contents: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
+def _digest(contents: dict[str, Any], parts: Sequence[str]) -> str:
     import transformers
 
     text = json.dumps([contents, *parts, transformers.__version__], sort_keys=True)
