@@ -4,6 +4,7 @@ processors make of conversations with images."""
 import functools
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,8 @@ class VisionType:
     """Values of the processor."""
     id_lists: dict[str, list[str]] = field(default_factory=dict)
     """Field of the configuration → the special tokens whose ids it lists."""
+    projector: str = r"model\.multi_modal_projector\."
+    """Pattern of the names of parameters between the vision tower and the language model."""
     is_flat: bool = False
     """True if the processor takes the images of all samples in one list."""
 
@@ -116,6 +119,7 @@ def _qwen(processor: str, text: dict[str, Any], vision: dict[str, Any]) -> Visio
         text=text,
         vision=_QWEN_VISION | vision,
         pixels=_QWEN_PIXELS,
+        projector=r"model\.visual\.(deepstack_merger_list|merger)\.",
     )
 
 
@@ -141,6 +145,7 @@ def _idefics(processor: str, image_processor: str) -> VisionType:
         config={"scale_factor": 2},
         pixels={"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
         arguments={"image_seq_len": 4},
+        projector=r"model\.connector\.",
     )
 
 
@@ -157,7 +162,7 @@ def _llava(processor: str, image_processor: str, **differences: Any) -> VisionTy
         },
     }
     for name, value in differences.items():
-        values[name] = values.get(name, {}) | value
+        values[name] = values.get(name, {}) | value if isinstance(value, dict) else value
     return VisionType(processor=processor, image_processor=image_processor, **values)
 
 
@@ -179,12 +184,14 @@ def _glm(processor: str, image_processor: str) -> VisionType:
         text=_mrope(2, 1, 1, partial_rotary_factor=1.0),
         vision=_QWEN_VISION | {"image_size": 32},
         pixels=_QWEN_PIXELS,
+        projector=r"model\.visual\.(downsample|merger)\.",
     )
 
 
 _IMG = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 _PIXTRAL = _VISION | {"head_dim": 8, "image_size": 64}
 _GRIDS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+_LLAVA_PROJECTOR = r"model\.(multi_modal_projector\.|image_newline)"
 _LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -287,12 +294,17 @@ _TYPES: dict[str, VisionType] = {
         },
         config={"audio_config": None},
         pixels={"patch_size": 4, "max_soft_tokens": 70},
+        projector=r"model\.embed_vision\.",
     ),
     "vipllava": _llava(
         "LlavaProcessor", "CLIPImageProcessor", config={"vision_feature_layers": [-2, -1]}
     ),
     "llava_next": _llava(
-        "LlavaNextProcessor", "LlavaNextImageProcessor", config=_GRIDS, pixels=_GRIDS
+        "LlavaNextProcessor",
+        "LlavaNextImageProcessor",
+        config=_GRIDS,
+        pixels=_GRIDS,
+        projector=_LLAVA_PROJECTOR,
     ),
     "llava_onevision": _llava(
         "LlavaOnevisionProcessor",
@@ -302,6 +314,7 @@ _TYPES: dict[str, VisionType] = {
         config=_GRIDS,
         pixels=_GRIDS | _SQUARE,
         arguments={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        projector=_LLAVA_PROJECTOR,
     ),
     "mistral3": VisionType(
         processor="PixtralProcessor",
@@ -332,7 +345,7 @@ _TYPES: dict[str, VisionType] = {
         },
         placeholder="<image>",
         ids={"image_token_index": "<|IMG_PATCH|>"},
-        text={"sliding_window": 16},
+        text={"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
         config={"downsample_factor": 2},
         pixels=_SQUARE | {"max_patches": 3},
         arguments={"patch_size": 8, "img_size": 32, "downsample_factor": 2},
@@ -367,6 +380,7 @@ _TYPES: dict[str, VisionType] = {
         config={"vocab_size": VOCABULARY, "hidden_size": HIDDEN},
         pixels=_SQUARE | {"crop_to_patches": True, "max_patches": 3},
         arguments={"image_seq_length": 4},
+        projector=r"model\.(visual_embeddings_table|vision_tower\.head_(linear|norm))\.",
     ),
     "got_ocr2": VisionType(
         processor="GotOcr2Processor",
@@ -396,6 +410,7 @@ _TYPES: dict[str, VisionType] = {
         text=_mrope(2, 1, 1),
         vision=_VISION | {"patch_size": 4},
         pixels=_QWEN_PIXELS | {"temporal_patch_size": 1},
+        projector=r"model\.projector\.",
     ),
     "video_llama_3": VisionType(
         processor="VideoLlama3Processor",
@@ -405,6 +420,7 @@ _TYPES: dict[str, VisionType] = {
         ids={"image_token_id": "<image>", "video_token_id": "<video>"},
         vision=_VISION | {"patch_size": 4},
         pixels=_QWEN_PIXELS | {"temporal_patch_size": 1, "merge_size": 2},
+        projector=r"model\.projector\.",
     ),
     "lighton_ocr": VisionType(
         processor="LightOnOcrProcessor",
@@ -416,6 +432,7 @@ _TYPES: dict[str, VisionType] = {
         config={"spatial_merge_size": 2},
         pixels={"size": {"longest_edge": 64}, "patch_size": {"height": 16, "width": 16}},
         arguments={"patch_size": 8, "spatial_merge_size": 2},
+        projector=r"model\.vision_projection\.",
     ),
     "deepseek_vl": VisionType(
         processor="DeepseekVLProcessor",
@@ -424,6 +441,7 @@ _TYPES: dict[str, VisionType] = {
         placeholder="<image_placeholder>",
         ids={"image_token_id": "<image_placeholder>"},
         arguments={"num_image_tokens": 16},
+        projector=r"model\.aligner\.",
     ),
 }
 
@@ -432,10 +450,36 @@ VISION_TYPES: tuple[str, ...] = tuple(_TYPES)
 
 def vision_folder(model_type: str, folder: Path) -> Path:
     """Save a tiny random model with its processor in `folder`, and return it."""
+    kind = _TYPES[model_type]
+    vision_model(model_type).save_pretrained(folder)
+    _tokenizer(kind).save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": _COMMON_TOKENS["pad_token"],
+        "eos_token": _COMMON_TOKENS["eos_token"],
+        "extra_special_tokens": {
+            name: text for name, text in kind.tokens.items() if name.endswith("_token")
+        },
+        "model_max_length": 4096,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    template = _TEMPLATE.replace("IMAGE", kind.placeholder.replace("\n", "\\n"))
+    (folder / "chat_template.jinja").write_text(template)
+    image_processor = kind.pixels | {"image_processor_type": kind.image_processor}
+    _write_json(folder / "preprocessor_config.json", image_processor)
+    processor = kind.arguments | {"processor_class": kind.processor}
+    _write_json(folder / "processor_config.json", processor)
+    return folder
+
+
+def vision_model(model_type: str) -> Any:
+    """Return a tiny random model of a type."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     kind = _TYPES[model_type]
-    ids = _save_tokenizer(kind, folder)
+    tokenizer = _tokenizer(kind)
+    assert tokenizer.get_vocab_size() <= VOCABULARY
+    ids = {text: tokenizer.token_to_id(text) for text in _special_tokens(kind)}
     config = AutoConfig.for_model(
         model_type,
         text_config=_sub_config(model_type, "text_config", _TEXT | kind.text),
@@ -447,18 +491,13 @@ def vision_folder(model_type: str, folder: Path) -> Path:
     for part in (config, config.get_text_config()):
         part.pad_token_id = ids["<pad>"]
         part.bos_token_id, part.eos_token_id = None, ids["<|im_end|>"]
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():  # large enough that every part changes the loss
-        for parameter in model.parameters():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config)
+        for parameter in model.parameters():  # large enough that every part changes the loss
             if parameter.ndim > 1:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
-    model.save_pretrained(folder)
-    image_processor = kind.pixels | {"image_processor_type": kind.image_processor}
-    _write_json(folder / "preprocessor_config.json", image_processor)
-    processor = kind.arguments | {"processor_class": kind.processor}
-    _write_json(folder / "processor_config.json", processor)
-    return folder
+    return model
 
 
 def _sub_config(model_type: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -469,12 +508,14 @@ def _sub_config(model_type: str, name: str, values: Mapping[str, Any]) -> dict[s
     return {**values} if part is None else {**values, "model_type": part.model_type}
 
 
-def _save_tokenizer(kind: VisionType, folder: Path) -> dict[str, int]:
-    """Save a tokenizer of bytes, of two and three line breaks, and of the special tokens. Return
-    the ids of special tokens."""
+def _special_tokens(kind: VisionType) -> list[str]:
+    return list(dict.fromkeys((_COMMON_TOKENS | kind.tokens).values()))
+
+
+def _tokenizer(kind: VisionType) -> Any:
+    """Return a tokenizer of bytes, of two and three line breaks, and of the special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens = _COMMON_TOKENS | kind.tokens
     newline = "Ċ"  # a line break, in the spelling of byte-level tokenizers
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), 2 * newline, 3 * newline]
     tokenizer = Tokenizer(
@@ -486,28 +527,18 @@ def _save_tokenizer(kind: VisionType, folder: Path) -> dict[str, int]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(text, normalized=False) for text in dict.fromkeys(tokens.values())]
+        [AddedToken(text, normalized=False) for text in _special_tokens(kind)]
     )
-    assert tokenizer.get_vocab_size() <= VOCABULARY
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": tokens["pad_token"],
-        "eos_token": tokens["eos_token"],
-        "extra_special_tokens": {
-            name: text for name, text in kind.tokens.items() if name.endswith("_token")
-        },
-        "model_max_length": 4096,
-    }
-    _write_json(folder / "tokenizer_config.json", settings)
-    template = _TEMPLATE.replace("IMAGE", kind.placeholder.replace("\n", "\\n"))
-    (folder / "chat_template.jinja").write_text(template)
-    return {text: tokenizer.token_to_id(text) for text in tokens.values()}
+    return tokenizer
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2))
+
+
+def in_projector(model_type: str, name: str) -> bool:
+    """Return whether a parameter belongs to the projector."""
+    return bool(re.match(_TYPES[model_type].projector, name))
 
 
 def text_of(folder: Path, messages: Conversation) -> str:

@@ -1,0 +1,165 @@
+"""Training on images through the class of transformers, against the class called directly on what
+its own processor makes of the same conversations."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from tests.tiny_vision import (
+    VISION_TYPES,
+    in_projector,
+    reference_inputs,
+    text_of,
+    vision_folder,
+    vision_model,
+)
+from tests.training import ABSENT, read_metrics, train
+
+FAST = ("qwen3_vl", "gemma3")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in VISION_TYPES if name not in FAST]
+
+SIZES = [[(40, 56)], [(64, 48), (30, 70)], [], [(20, 90), (90, 20)]]
+"""Sizes of the images of each row."""
+
+
+def write_rows(folder: Path) -> tuple[Path, list[Any], list[list[Image.Image]]]:
+    """Write images and a file of conversations with them; return the file, the conversations as
+    transformers wants them, and the images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    rows, conversations, images = [], [], []
+    for number, sizes in enumerate(SIZES):
+        names, opened = [], []
+        for index, (width, height) in enumerate(sizes):
+            values = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            names.append(f"{number}-{index}.png")
+            opened.append(Image.fromarray(values))
+            opened[-1].save(folder / names[-1])
+        question = {"type": "text", "text": f"What is number {number}?"}
+        answer = {"role": "assistant", "content": "cats and dogs "[: 4 + 3 * number]}
+        paths = [{"type": "image", "image": name} for name in names]
+        rows.append({"messages": [{"role": "user", "content": [*paths, question]}, answer]})
+        places = [{"type": "image"} for _ in names]
+        conversations.append([{"role": "user", "content": [*places, question]}, answer])
+        images.append(opened)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path, conversations, images
+
+
+def options(model: Path, rows: Path, **more: Any) -> dict[str, Any]:
+    """Return the options of one step over all rows in float32."""
+    return {
+        "module": "auto",
+        "config": "sft_images",
+        "hf_assets_path": model,
+        "dataloader__dataset": [str(rows)],
+        **dict.fromkeys(("model__dim", "model__ffn_dim", "model__n_layers"), ABSENT),
+        "model__train": ["language", "projector", "vision"],
+        "training__steps": 1,
+        "training__seq_len": 1024,
+        "training__local_batch_size": 4,
+        "training__mixed_precision_param": "float32",
+        "checkpoint__enable": False,
+        "checkpoint__last_save_in_hf": False,
+        "checkpoint__export_dtype": None,
+        **more,
+    }
+
+
+def reference(
+    model_type: str,
+    folder: Path,
+    conversations: list[Any],
+    images: list[Any],
+    with_gradients: bool = True,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the mean loss of the answers, and its gradients, by the class alone."""
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    inputs = reference_inputs(model_type, folder, conversations, images)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    labels = torch.full_like(inputs["input_ids"], -100)
+    for row, messages in enumerate(conversations):
+        answer = messages[-1]["content"] + "<|im_end|>"
+        assert text_of(folder, messages).endswith(f"assistant\n{answer}\n")
+        n_answer = len(tokenizer(answer)["input_ids"])
+        n_tokens = int(inputs["attention_mask"][row].sum())
+        end = n_tokens - len(tokenizer("\n")["input_ids"])
+        labels[row, end - n_answer : end] = inputs["input_ids"][row, end - n_answer : end]
+    with torch.set_grad_enabled(with_gradients):
+        loss = model(**inputs, labels=labels).loss
+    if with_gradients:
+        loss.backward()
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return float(loss.detach()), gradients
+
+
+def norm(gradients: Any) -> float:
+    return float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that writes the folder of a type once."""
+    root = tmp_path_factory.mktemp("vision")
+    return lru_cache(lambda model_type: vision_folder(model_type, root / model_type))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_rows(tmp_path_factory.mktemp("rows"))
+
+
+@pytest.mark.parametrize("model_type", [*FAST, *SLOW])
+def test_loss_and_gradients_equal_those_of_the_class(
+    model_type: str, folders: Any, data: Any, tmp_path: Path
+) -> None:
+    """The tolerance is that of float32 with sums in another order; other pixels change the loss by
+    more."""
+    folder = folders(model_type)
+    rows, conversations, images = data
+    loss, gradients = reference(model_type, folder, conversations, images)
+    inverted = [[ImageOps.invert(image) for image in sample] for sample in images]
+    other, _ = reference(model_type, folder, conversations, inverted, with_gradients=False)
+    assert abs(other / loss - 1) > 1e-4
+    train(tmp_path, **options(folder, rows))
+    [(_, ours, grad_norm)] = read_metrics(tmp_path, "loss", "grad_norm")
+    assert ours == pytest.approx(loss, rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
+
+
+def test_accumulated_loss_is_the_same(folders: Any, data: Any, tmp_path: Path) -> None:
+    """One of the micro-batches has no images."""
+    folder = folders("qwen3_vl")
+    rows, conversations, images = data
+    loss, gradients = reference("qwen3_vl", folder, conversations, images)
+    accumulated = {"training__local_batch_size": 1, "training__global_batch_size": 4}
+    train(tmp_path, **options(folder, rows) | accumulated)
+    [(_, ours, grad_norm)] = read_metrics(tmp_path, "loss", "grad_norm")
+    assert ours == pytest.approx(loss, rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", VISION_TYPES)
+def test_parts_of_a_model(model_type: str) -> None:
+    from torchtitan.models.transformers.images import parts_of
+
+    model = vision_model(model_type)
+    parts = {id(parameter): part for part, ones in parts_of(model).items() for parameter in ones}
+    text = {id(parameter) for parameter in model.get_decoder().parameters()}
+    text |= {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    for name, parameter in model.named_parameters():
+        expected = "projector" if in_projector(model_type, name) else "vision"
+        assert parts[id(parameter)] == ("language" if id(parameter) in text else expected), name
