@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -25,6 +26,14 @@ torch.set_num_threads(1)
 device._MEASURING_SECONDS, device._CPU_SIZES = 0.005, (512,)
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of garbage collections, each of which would scan all of torch and
+    transformers, and collect less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(scope="session")
