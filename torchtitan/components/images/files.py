@@ -38,6 +38,10 @@ _WITH_PREVIEWS = "MPO"
 """JPEG of cameras and telephones. The first picture is the photograph; others are previews, depths
 or gains."""
 
+_ORIENTATION = 0x0112
+_TURNED = (5, 6, 7, 8)
+"""Orientations in EXIF data that exchange width and height."""
+
 _SIXTEEN_BIT_GRAY = ("I;16", "I;16L", "I;16B", "I;16N")
 _WITHOUT_RANGE = {"I": "32-bit integers", "F": "floating-point numbers"}
 """Modes whose values have no known range."""
@@ -109,6 +113,26 @@ def decoded(content: bytes) -> "Image.Image":
     large, or one of several in its file. Call it in one thread at a time, since it changes the
     process's filters of warnings meanwhile.
     """
+    with _opened(content) as image:
+        return _to_rgb(_upright(image))
+
+
+def size_of(content: bytes) -> tuple[int, int]:
+    """Return width and height of the image that `decoded` returns. Raise `BrokenSample` as it does,
+    also for damage to pixels: JPEG is decoded to an eighth of its size, which reads all of the file
+    in a third of the time."""
+    with _opened(content) as image:
+        width, height = image.size
+        is_turned = image.getexif().get(_ORIENTATION) in _TURNED
+        image.draft(image.mode, (1, 1))
+        _to_rgb(_upright(image))
+    return (height, width) if is_turned else (width, height)
+
+
+@contextmanager
+def _opened(content: bytes) -> "Iterator[Image.Image]":
+    """Open an encoded image, whose pixels are not decoded before they are needed. Raise
+    `BrokenSample` with the reason if this fails, or the block fails to decode it."""
     if not content:
         raise BrokenSample("it is empty")
     if len(content) > MOST_BYTES:
@@ -125,7 +149,7 @@ def decoded(content: bytes) -> "Image.Image":
             raise BrokenSample(
                 f"it has {n_frames} frames, and only one can be trained; save one as an image"
             )
-        return _to_rgb(_upright(image))
+        yield image
 
 
 @contextmanager
@@ -156,7 +180,8 @@ def _reasons(pillow: Any) -> Iterator[None]:
 def _upright(image: "Image.Image") -> "Image.Image":
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
+    return image
 
 
 def _to_rgb(image: "Image.Image") -> "Image.Image":
@@ -299,10 +324,9 @@ REFERENCE_KEYS = ("bytes", "data", "path", "url", "image_url", "image", "source"
 
 
 def _image_file(path: str, content: bytes) -> ImageFile:
-    """Return an image, whose content is kept if it has no path. It is decoded once, since damage to
-    pixels would otherwise stop the training that uses it."""
-    image = decoded(content)
-    return ImageFile(path, b"" if path else content, _digest(content), image.width, image.height)
+    """Return an image, whose content is kept if it has no path. Damage is found here, not when
+    training uses the image."""
+    return ImageFile(path, b"" if path else content, _digest(content), *size_of(content))
 
 
 def _from_data_url(url: str) -> bytes:
