@@ -202,7 +202,7 @@ def _fraction_beyond(data: SetSummary, max_length: int) -> float:
 def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tuple[str, str]]:
     rows = [row for sample in samples for row in sample.rows]
     documents = [document for row in rows for document in row.documents]
-    n_tokens = sum(len(document.tokens) for document in documents)
+    n_tokens = sum(token.n_tokens for document in documents for token in document.tokens)
     n_trained = sum(token.trained for document in documents for token in document.tokens)
     share = f" ({n_trained / n_tokens:.1%})" if n_tokens else ""
     counts = [
@@ -210,6 +210,9 @@ def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tu
         ("tokens", f"{n_tokens:,}"),
         ("trained", f"{n_trained:,}{share}"),
     ]
+    pictures = [token.picture for document in documents for token in document.tokens]
+    if sizes := [picture.n_tokens for picture in pictures if picture]:
+        counts.append(("images", f"{len(sizes):,}, with {sum(sizes):,} tokens"))
     if not in_windows:
         return counts
     n_positions = sum(row.n_positions for row in rows)

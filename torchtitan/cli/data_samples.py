@@ -1,20 +1,27 @@
 """Readable form of batches: rows split into documents, and documents into tokens with their
 text."""
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch
 from torchtitan.components.data.finetuning.preference import SIDES
+from torchtitan.components.images.files import ImageFile
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import visible
+
+_THUMBNAIL = 320
+"""Most pixels of a thumbnail's side. A larger image becomes JPEG, a smaller one PNG."""
 
 _UNDECODED = "\ufffd"
 _MOST_SHARED = 16
@@ -22,8 +29,23 @@ _MOST_SHARED = 16
 may begin another."""
 
 
+class Picture(NamedTuple):
+    """An image in the place of its tokens."""
+
+    width: int
+    """Pixels of the whole image."""
+    height: int
+    n_tokens: int
+    thumbnail: str
+    """Data URL of the image, reduced to `_THUMBNAIL` pixels."""
+
+    @property
+    def caption(self) -> str:
+        return f"image {self.width}x{self.height}: {self.n_tokens:,} tokens"
+
+
 class Token(NamedTuple):
-    """A token of a document, with its text."""
+    """A token of a document with its text, or all tokens of an image."""
 
     id: int
     text: str
@@ -32,6 +54,11 @@ class Token(NamedTuple):
     """True if the token is predicted in training."""
     special: bool
     position: int
+    picture: Picture | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        return self.picture.n_tokens if self.picture else 1
 
 
 class Document(NamedTuple):
@@ -72,6 +99,7 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
             if isinstance(value, AttentionMetadata)
             else value[index]
             for name, value in batch.items()
+            if name != "images"
         }
         documents = row.get("documents")
         if documents is not None and documents[0] == NO_DOCUMENT:
@@ -80,6 +108,8 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
         rows = (
             [_prompt(row, names, tokenizer)] if "prompts" in row else _rows(row, names, tokenizer)
         )
+        if "images" in batch:
+            rows = [_with_images(shown, row["documents"], loader, tokenizer) for shown in rows]
         if not rows:
             raise UserError(
                 f"batches of {type(loader).__qualname__} contain {', '.join(batch)}, which cannot "
@@ -89,6 +119,68 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
         name = ", ".join(dict.fromkeys(names))
         samples.append(Sample(name, rows, None if answer is None else visible(answer)))
     return samples
+
+
+def _with_images(
+    row: Row, numbers: torch.Tensor, loader: BaseDataLoader, tokenizer: Tokenizer
+) -> Row:
+    """Return a row with images in the place of their tokens. `numbers` are those of its
+    documents."""
+    from torchtitan.components.images.loader import ImageDataLoader, processor_of
+
+    assert isinstance(loader, ImageDataLoader)
+    processor = processor_of(tokenizer)
+    known = [number for number in numbers.tolist() if number != NO_DOCUMENT]
+    documents = []
+    for document, number in zip(row.documents, known, strict=True):
+        images = [ImageFile.from_json(one) for one in loader.samples.sample(number).images]
+        sizes = [(image.width, image.height) for image in images]
+        expansions = processor.expansions(sizes) if sizes else []
+        places = [
+            _without_text(ids, processor.token_types(np.array(ids)).tolist()) for ids in expansions
+        ]
+        documents.append(document._replace(tokens=with_images(document.tokens, images, places)))
+    return row._replace(documents=documents)
+
+
+def _without_text(ids: Sequence[int], types: Sequence[int]) -> list[int]:
+    """Return the ids from the first to the last token of an image, without text around them, which
+    the tokens of other text may have joined."""
+    of_image = [place for place, kind in enumerate(types) if kind]
+    return list(ids[of_image[0] : of_image[-1] + 1])
+
+
+def with_images(
+    tokens: Sequence[Token], images: Sequence[ImageFile], places: Sequence[Sequence[int]]
+) -> list[Token]:
+    """Return tokens with one for each image in the place of its ids, `places`, in order. An image
+    whose ids are not found is left out."""
+    ids = [token.id for token in tokens]
+    shown: list[Token] = []
+    end = 0
+    for image, place in zip(images, places, strict=True):
+        n_tokens = len(place)
+        starts = range(end, len(ids) - n_tokens + 1)
+        start = next((i for i in starts if ids[i : i + n_tokens] == list(place)), None)
+        if start is None:
+            continue
+        picture = Picture(image.width, image.height, n_tokens, _thumbnail(image))
+        text = f"[{picture.caption}]"
+        shown += tokens[end:start]
+        shown.append(
+            tokens[start]._replace(text=text, trained=False, special=True, picture=picture)
+        )
+        end = start + n_tokens
+    return [*shown, *tokens[end:]]
+
+
+def _thumbnail(image: ImageFile) -> str:
+    picture = image.decode()
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    kind = "png" if max(picture.size) < _THUMBNAIL else "jpeg"
+    file = io.BytesIO()
+    picture.save(file, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _rows(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> list[Row]:

@@ -1,0 +1,85 @@
+"""`torchtitan data inspect` shows images in the place of their tokens."""
+
+import base64
+import io
+import re
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from torchtitan.cli.data_report import Inspection, page, print_samples
+from torchtitan.cli.data_samples import Document, Row, Sample, Token, with_images
+from torchtitan.components.images.files import ImageFile, ImageOpener
+
+PLACES = {"a": [7, 9, 7], "b": [7, 7], "c": [7, 9, 7]}
+"""The ids of images by their name."""
+
+
+def image(width: int, height: int) -> ImageFile:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (255, 0, 0)).save(file, "PNG")
+    return ImageOpener(None).open(file.getvalue())
+
+
+def tokens(ids: list[int]) -> list[Token]:
+    return [Token(i, f"<{i}>", i == 2, i == 7, place) for place, i in enumerate(ids)]
+
+
+def shown(ids: list[int], names: str, *sizes: tuple[int, int]) -> list[Token]:
+    images = [image(*size) for size in sizes]
+    return with_images(tokens(ids), images, [PLACES[name] for name in names])
+
+
+def test_images_replace_their_tokens_in_order():
+    found = shown([1, 7, 9, 7, 2, 7, 7, 7, 9, 7, 3], "abc", (40, 30), (5, 6), (4000, 3000))
+    assert [token.text for token in found] == [
+        "<1>",
+        "[image 40x30: 3 tokens]",
+        "<2>",
+        "[image 5x6: 2 tokens]",
+        "[image 4000x3000: 3 tokens]",
+        "<3>",
+    ]
+    assert [token.position for token in found] == [0, 1, 4, 5, 7, 10]
+    assert sum(token.n_tokens for token in found) == 11
+    assert [token.trained for token in found] == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("ids", [[1, 7, 9, 7], [7, 9, 7, 2], [7, 9, 7]])
+def test_an_image_may_be_at_an_end(ids):
+    [picture] = [token.picture for token in shown(ids, "a", (4, 4)) if token.picture]
+    assert picture.n_tokens == 3
+
+
+def test_tokens_of_an_image_that_is_not_found_stay():
+    assert shown([1, 7, 2, 9, 7], "a", (4, 4)) == tokens([1, 7, 2, 9, 7])
+    assert shown([1, 2], "") == tokens([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "reduced"),
+    [((8, 8), "png", (8, 8)), ((4000, 1000), "jpeg", (320, 80)), ((100, 640), "jpeg", (50, 320))],
+)
+def test_the_page_has_thumbnails_and_captions(size, kind, reduced):
+    document = Document("rows.jsonl:1", shown([1, 7, 9, 7, 2], "a", size))
+    samples = [Sample("rows.jsonl:1", [Row("", [document], 5, 0)])]
+    text = page(Inspection(title="t", facts=[], summary=None, samples=samples))
+    caption = f"image {size[0]}x{size[1]}: 3 tokens"
+    [(found, content)] = re.findall(
+        rf'<img src="data:image/(\w+);base64,([A-Za-z0-9+/=]+)" alt="">{caption}</span>', text
+    )
+    thumbnail = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert (found, thumbnail.size) == (kind, reduced)
+    assert thumbnail.convert("RGB").getpixel((0, 0))[0] > 250
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
+    assert "<tr><th>tokens</th><td>5</td></tr>" in text
+    assert "<tr><th>images</th><td>1, with 3 tokens</td></tr>" in text
+
+
+def test_the_terminal_has_captions():
+    written = io.StringIO()
+    document = Document("rows.jsonl:1", shown([1, 7, 9, 7, 2], "a", (640, 480)))
+    console = Console(file=written, markup=False, highlight=False, width=80)
+    print_samples(console, [Sample("", [Row("", [document], 5, 0)])])
+    assert "<1>[image 640x480: 3 tokens]⟦<2>⟧" in written.getvalue()
