@@ -2,14 +2,17 @@
 
 import base64
 import io
+import json
 import re
 
 import pytest
 from PIL import Image
 from rich.console import Console
 
+from tests.tiny_vision import vision_folder
 from torchtitan.cli.data_report import Inspection, page, print_samples
 from torchtitan.cli.data_samples import Document, Row, Sample, Token, with_images
+from torchtitan.cli.main import main
 from torchtitan.components.images.files import ImageFile, ImageOpener
 
 PLACES = {"a": [7, 9, 7], "b": [7, 7], "c": [7, 9, 7]}
@@ -83,3 +86,29 @@ def test_the_terminal_has_captions():
     console = Console(file=written, markup=False, highlight=False, width=80)
     print_samples(console, [Sample("", [Row("", [document], 5, 0)])])
     assert "<1>[image 640x480: 3 tokens]⟦<2>⟧" in written.getvalue()
+
+
+@pytest.mark.slow
+def test_the_images_of_a_model_are_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    folder = vision_folder("qwen3_vl", tmp_path / "model")
+    for name, size in (("a.png", (640, 427)), ("b.png", (8, 8))):
+        Image.new("RGB", size, "red").save(tmp_path / name)
+    answer = {"role": "assistant", "content": "Red."}
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "<image> or <image>"}, answer],
+            "images": ["a.png", "b.png"],
+        },
+        {"messages": [{"role": "user", "content": "No <image>"}, answer]},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    options = ["--module", "auto", "--config", "sft_images", "--hf_assets_path", str(folder)]
+    options += ["--dataloader.dataset", str(data), "--training.steps", "2"]
+    options += ["--html", str(tmp_path / "page.html")]
+    assert main(["data", "inspect", *options]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"<.vision_start.>\[image 640x427: 28 tokens\]<.vision_end.> or ", printed)
+    assert "[image 8x8: 4 tokens]" in printed and "No <image>" in printed
+    assert (tmp_path / "page.html").read_text().count("<img src=") == 2
