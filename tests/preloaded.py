@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets  # noqa: F401
 import pytest  # noqa: F401
+import rich.progress  # noqa: F401
 import tokenizers  # noqa: F401
 import torch._inductor.compile_fx  # noqa: F401
 import torch._inductor.pattern_matcher  # noqa: F401
@@ -24,6 +25,7 @@ import torchtitan.cli.convert  # noqa: F401
 import torchtitan.cli.generate  # noqa: F401
 import torchtitan.cli.main  # noqa: F401
 import torchtitan.cli.train  # noqa: F401
+import torchtitan.components.chat_template.replay  # noqa: F401
 import torchtitan.components.checkpoint.dcp  # noqa: F401
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, import_package

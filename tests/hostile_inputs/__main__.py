@@ -31,13 +31,10 @@ MEMORY = Path("/dev/shm")
 """A folder in memory, if the system has one."""
 
 IMPORTED = (
-    "torchtitan.cli.convert",
-    "torchtitan.cli.generate",
+    "tests.preloaded",
     "torchtitan.cli.inspect_checkpoint",
     "torchtitan.train",
     "torchtitan.models.llama3.config_registry",
-    "torchtitan.components.checkpoint.dcp",
-    "datasets",
 )
 """Modules imported by most commands."""
 
