@@ -15,12 +15,17 @@ from torchtitan.tools.errors import UserError
 Part = Literal["language", "projector", "vision"]
 
 _PROJECTORS = re.compile(
-    r"(projector|connector|merger|aligner|vision_projection)(_list)?[.]"
-    r"|(^|[._])(downsample|newline|embed_vision|head_linear|head_norm|visual_embeddings_table)"
-    r"([.]|$)"
+    r"(model\.)?("
+    # a module beside the vision tower
+    r"\w*(projector|projection|connector|aligner|adapter|resampler|qformer)\w*(\.|$)|"
+    r"(embed_vision|visual_embeddings_table|vision_embed_tokens)\.|"
+    r"(image_newline|view_separator|query_tokens)$|"
+    # a module in the tower, behind its layers
+    r"\w+\.(\w*merger\w*|connector|downsample\w*|head_linear|head_norm)\."
+    r")"
 )
-"""Names of the modules between a vision tower and the language model, in the classes of
-transformers."""
+"""Names of the parameters between a vision tower and the language model, in the classes of
+transformers. Modules inside the tower's layers may be called projection, too."""
 
 
 def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
@@ -35,7 +40,7 @@ def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if id(parameter) in language:
             parts["language"].append(parameter)
-        elif _PROJECTORS.search(name):
+        elif _PROJECTORS.match(name):
             parts["projector"].append(parameter)
         else:
             parts["vision"].append(parameter)
