@@ -351,10 +351,20 @@ def test_a_changed_or_removed_file_is_named(data):
         opened.decode()
 
 
-def test_exif_data_that_cannot_be_read_does_not_turn_the_image():
+def test_decoding_leaves_the_filters_of_warnings_alone(data, monkeypatch):
+    opened = ImageOpener(data).open("top.png")
+    monkeypatch.setattr(warnings, "catch_warnings", None)
+    assert opened.decode().size == (12, 8)
+
+
+def test_exif_data_that_cannot_be_read_does_not_turn_the_image(recwarn):
     content = encoded(photo(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = Image.open(io.BytesIO(content))
         theirs = ImageOps.exif_transpose(image).convert("RGB")
-    np.testing.assert_array_equal(np.array(decoded(content)), np.array(theirs))
+    opened = ImageOpener(None).open(content)
+    assert not recwarn
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        np.testing.assert_array_equal(np.array(opened.decode()), np.array(theirs))

@@ -110,8 +110,7 @@ def decoded(content: bytes) -> "Image.Image":
     Pillow does, without color profiles.
 
     Raise `BrokenSample` with the reason for other content, and for an image that is damaged, too
-    large, or one of several in its file. Call it in one thread at a time, since it changes the
-    process's filters of warnings meanwhile.
+    large, or one of several in its file.
     """
     with _opened(content) as image:
         return _to_rgb(_upright(image))
@@ -120,8 +119,9 @@ def decoded(content: bytes) -> "Image.Image":
 def size_of(content: bytes) -> tuple[int, int]:
     """Return width and height of the image that `decoded` returns. Raise `BrokenSample` as it does,
     also for damage to pixels: JPEG is decoded to an eighth of its size, which reads all of the file
-    in a third of the time."""
-    with _opened(content) as image:
+    in a third of the time. Call it in one thread at a time, since it changes the process's filters
+    of warnings meanwhile."""
+    with _bombs_as_errors(), _opened(content) as image:
         width, height = image.size
         is_turned = image.getexif().get(_ORIENTATION) in _TURNED
         image.draft(image.mode, (1, 1))
@@ -153,16 +153,23 @@ def _opened(content: bytes) -> "Iterator[Image.Image]":
 
 
 @contextmanager
+def _bombs_as_errors() -> Iterator[None]:
+    """Turn Pillow's warning about too many pixels into an error, and ignore other warnings, such as
+    for unknown EXIF data. Not for `decoded`, since any change of filters makes Python repeat the
+    warnings of all modules, which it shows once otherwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", _pillow().DecompressionBombWarning)
+        yield
+
+
+@contextmanager
 def _reasons(pillow: Any) -> Iterator[None]:
-    """Turn errors of Pillow into `BrokenSample`, also its warning about too many pixels; other
-    warnings, such as for unknown EXIF data, are ignored."""
+    """Turn errors of Pillow into `BrokenSample`."""
     from PIL import UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            yield
+        yield
     except BrokenSample:
         raise
     except UnidentifiedImageError:
