@@ -273,6 +273,7 @@ def test_a_path_inside_the_folder_is_opened(reference, data):
         ("https://example.com/a.png", "remote URL, which is not fetched; download it first"),
         ({"url": "http://example.com/a.png?key=x"}, "'http://example.com/a.png' is a remote URL"),
         ("s3://bucket/a.png", "remote URL"),
+        ("https://me:word@example.com/a.png", "^'https://...@example.com/a.png' is a remote URL"),
         ("data:image/svg+xml,<svg/>", "a data URL must be in base64, not 'data:image/svg.xml'"),
         ("data:image/png;base64,???", "its base64 is broken"),
         ("data:image/png;base64,", "it is empty"),

@@ -23,6 +23,7 @@ from torchtitan.tools.files import (
     regular_file,
     without_query,
 )
+from torchtitan.tools.redact import redact
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -285,9 +286,10 @@ class ImageOpener:
         if text.startswith("file:"):
             return self._open_path(_path_in_url(text))
         if is_url(text):
+            shown = shortened(redact(without_query(text)))
             raise BrokenSample(
-                f"{shortened(without_query(text))} is a remote URL, which is not fetched; download "
-                "it first, and name the file"
+                f"{shown} is a remote URL, which is not fetched; download it first, and name the "
+                "file"
             )
         if text.startswith(_BASE64_STARTS) and not self._is_inside(text):
             return _image_file("", _from_base64(text))
