@@ -179,34 +179,60 @@ class _Start:
             os.setsid()
         os.chdir(self.folder)
         import torchtitan.cli.launch as launcher
+        import torchtitan.cli.run as recipes
 
-        # Ranks are forked from this process.
-        launcher.subprocess = types.SimpleNamespace(Popen=_Rank)  # type: ignore[assignment]
+        # Ranks, and stages of recipes, are forked from this process.
+        forks = types.SimpleNamespace(Popen=_Forked, PIPE=subprocess.PIPE)
+        launcher.subprocess = recipes.subprocess = forks  # type: ignore[assignment]
         _become(self.words, self.environment, PATH)
 
 
-class _Rank:
-    """`subprocess.Popen` as the launcher uses it."""
+class _Forked:
+    """`subprocess.Popen` as the launcher and `torchtitan run` use it."""
 
-    def __init__(self, command: list[str], *, env: dict[str, str], stdin: int):
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        stdin: int = 0,
+        stdout: int | None = None,
+        preexec_fn: Callable[[], None] | None = None,
+    ):
         from tests.preloaded import PATH
 
         self.returncode: int | None = None
+        reader, writer = os.pipe() if stdout == subprocess.PIPE else (None, 1)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
             try:
                 os.dup2(stdin, 0)
+                os.dup2(writer, 1)
                 # Including the launcher's connections to the ranks; it holds only one end of each.
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python does
-                _become(command[1:], env, PATH)
+                if preexec_fn:
+                    preexec_fn()
+                _become(command[1:], dict(os.environ) if env is None else env, PATH)
             finally:
                 os._exit(1)
+        self._output = None if reader is None else open(reader, "rb")
+        if self._output:
+            os.close(writer)
+
+    def communicate(self) -> tuple[bytes | None, None]:
+        """Read standard output, if it is a pipe, to its end, and wait."""
+        output = None
+        if self._output:
+            with self._output:
+                output = self._output.read()
+        self.wait()
+        return output, None
 
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)
@@ -221,13 +247,15 @@ class _Rank:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:  # A signal handler may call this within `wait`.
+            os.kill(self.pid, number)
+
     def terminate(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 def _become(words: list[str], environment: Mapping[str, str], path: Sequence[str]) -> NoReturn:

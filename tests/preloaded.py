@@ -24,6 +24,7 @@ import tests.training  # noqa: F401
 import torchtitan.cli.convert  # noqa: F401
 import torchtitan.cli.generate  # noqa: F401
 import torchtitan.cli.main  # noqa: F401
+import torchtitan.cli.run  # noqa: F401
 import torchtitan.cli.train  # noqa: F401
 import torchtitan.components.chat_template.replay  # noqa: F401
 import torchtitan.components.checkpoint.dcp  # noqa: F401
