@@ -48,7 +48,10 @@ _OF_TEXT = frozenset(
 """Results of a processor that describe its text."""
 
 _TRIAL_SIZES: tuple[Size, Size] = ((96, 64), (60, 120))
-_CACHED_SAMPLES = 512
+_CACHED_SAMPLES = 128
+_QUICK = {"resample": 0, "do_rescale": False, "do_normalize": False}
+"""Options that leave sizes unchanged, and take a third of the time: nearest neighbors, and pixels
+from 0 to 255."""
 
 
 class ImageProcessor:
@@ -138,20 +141,22 @@ class ImageProcessor:
             return [], []
         from PIL import Image
 
-        outputs = self._call([[Image.new("RGB", size) for size in sizes]])
+        processor = self._processor.image_processor
+        options = {name: value for name, value in _QUICK.items() if hasattr(processor, name)}
+        outputs = self._call([[Image.new("RGB", size) for size in sizes]], **options)
         texts = self._replacements(outputs)
         ids = self._tokenizer.tokenize(texts, allow_special=True)
         return texts, [np.array(each, dtype=np.int32) for each in ids]
 
-    def _call(self, images: Sequence[Sequence["Image"]]) -> Any:
-        """Call the processor with samples that consist of images only."""
+    def _call(self, images: Sequence[Sequence["Image"]], **options: Any) -> Any:
+        """Call the processor with samples that consist of images only, with options for images."""
         nested = [list(sample) for sample in images]
         flat = [image for sample in nested for image in sample]
         try:
             return self._processor(
                 images=flat if self._is_flat else nested,
                 text=[self.token * len(sample) for sample in nested],
-                images_kwargs={"return_tensors": "pt"},
+                images_kwargs={"return_tensors": "pt", **options},
                 text_kwargs={
                     "return_tensors": None,
                     "padding": False,
