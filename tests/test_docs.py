@@ -62,7 +62,7 @@ def test_links_resolve(page):
 
 def test_options_in_commands_exist():
     """Every --section.key in a shell block is an option of a debug model: adapters, fine-tuning,
-    distillation, reinforcement learning, mixture of experts."""
+    distillation, reinforcement learning, mixture of experts, classes of transformers."""
     from torchtitan.config.configurable import leaves
     from torchtitan.experiments.distillation.config_registry import distillation_debugmodel
     from torchtitan.experiments.rl.config_registry import rl_debugmodel
@@ -71,6 +71,7 @@ def test_options_in_commands_exist():
         llama3_debugmodel_lora,
         llama3_debugmodel_sft,
     )
+    from torchtitan.models.transformers.config_registry import transformers_debugmodel
 
     configs = [
         llama3_debugmodel_lora(),
@@ -78,7 +79,7 @@ def test_options_in_commands_exist():
         distillation_debugmodel(),
         rl_debugmodel(),
     ]
-    configs.append(glm4_moe_debugmodel())
+    configs += [glm4_moe_debugmodel(), transformers_debugmodel()]
     known = {key for config in configs for key in leaves(config.to_dict())}
     known |= {f"{key.rpartition('.')[0]}.no_{key.rpartition('.')[2]}" for key in known}
     unknown, checked = [], 0

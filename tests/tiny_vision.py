@@ -541,11 +541,12 @@ def in_projector(model_type: str, name: str) -> bool:
     return bool(re.match(_TYPES[model_type].projector, name))
 
 
-def text_of(folder: Path, messages: Conversation) -> str:
+def text_of(folder: Path, messages: Conversation, **options: Any) -> str:
     """Return the text of a conversation, by transformers."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 @functools.lru_cache
@@ -573,7 +574,11 @@ def reference_processor(model_type: str, folder: Path) -> Any:
 
 
 def reference_inputs(
-    model_type: str, folder: Path, conversations: Sequence[Conversation], images: Sequence[Any]
+    model_type: str,
+    folder: Path,
+    conversations: Sequence[Conversation],
+    images: Sequence[Any],
+    **template: Any,
 ) -> dict[str, Any]:
     """Return what transformers' processor makes of conversations and of the images of each, padded
     on the right."""
@@ -581,7 +586,7 @@ def reference_inputs(
     nested = [list(sample) for sample in images]
     return dict(
         call(
-            text=[text_of(folder, messages) for messages in conversations],
+            text=[text_of(folder, messages, **template) for messages in conversations],
             images=sum(nested, []) if _TYPES[model_type].is_flat else nested,
             padding=True,
             padding_side="right",

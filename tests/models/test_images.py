@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from tests.processes import run_processes
 from tests.tiny_vision import (
     VISION_TYPES,
     in_projector,
@@ -163,3 +164,57 @@ def test_parts_of_a_model(model_type: str) -> None:
     for name, parameter in model.named_parameters():
         expected = "projector" if in_projector(model_type, name) else "vision"
         assert parts[id(parameter)] == ("language" if id(parameter) in text else expected), name
+
+
+def train_rank(folder: Path, model: Path, rows: Path, more: dict[str, Any]) -> None:
+    train(folder, **options(model, rows, **more))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_may_have_different_numbers_of_images(
+    replicas: int, folders: Any, data: Any, tmp_path: Path
+) -> None:
+    """Each of two ranks gets a row per pass; in one pass, a rank has no images."""
+    rows, *_ = data
+    folder = folders("smolvlm")
+    train(tmp_path / "one", **options(folder, rows, training__steps=3))
+    more = {
+        "training__steps": 3,
+        "training__local_batch_size": 1,
+        "training__global_batch_size": 4,
+        "parallelism__data_parallel_replicate_degree": replicas,
+        "parallelism__data_parallel_shard_degree": 2 // replicas,
+    }
+    run_processes(train_rank, 2, tmp_path / "two", folder, rows, more)
+    expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
+    found = read_metrics(tmp_path / "two", "loss", "grad_norm")
+    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_vl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("smolvlm", "gemma3"))],
+)
+def test_answers_equal_those_of_transformers(
+    model_type: str, folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`torchtitan generate --image`, and the class's own generation."""
+    from transformers import AutoModelForImageTextToText
+
+    from torchtitan.cli.generate import generate
+
+    folder = folders(model_type)
+    _, _, images = write_rows(tmp_path)
+    question = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "What is it?"}]
+    conversation = [{"role": "user", "content": question}]
+    inputs = reference_inputs(
+        model_type, folder, [conversation], [images[1]], add_generation_prompt=True
+    )
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    expected = output[0, inputs["input_ids"].shape[1] :].tolist()
+    paths = [word for index in range(2) for word in ("--image", str(tmp_path / f"1-{index}.png"))]
+    words = ["--checkpoint", str(folder), *paths, "--prompt", "What is it?", "--json"]
+    assert generate([*words, "--max_new_tokens", "8", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected

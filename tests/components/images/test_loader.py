@@ -1,0 +1,171 @@
+"""Batches of conversations with images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.models.test_images import options, write_rows
+from tests.tiny_vision import vision_folder
+from tests.training import tiny_config
+from torchtitan.components.images.loader import ImageDataLoader
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.tools.errors import UserError
+
+PLACEHOLDER = "<image>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_folder("smolvlm", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return PretrainedTokenizer.Config().build(path=model)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    path, *_ = write_rows(tmp_path / "data")
+    return path
+
+
+def build(rows: Path, tokenizer: Tokenizer, seq_len: int = 1024, **fields: Any) -> ImageDataLoader:
+    config = ImageDataLoader.Config(dataset=[str(rows)], **fields)
+    loader: ImageDataLoader = config.build(
+        tokenizer=tokenizer, seq_len=seq_len, local_batch_size=2, seed=1
+    )
+    return loader
+
+
+def content(batch: dict[str, Any]) -> list[torch.Tensor]:
+    images = batch["images"]
+    tensors = [images.tensors[name] for name in sorted(images.tensors)]
+    return [batch["input"], batch["labels"], images.token_types_BL, *tensors]
+
+
+def assert_equal(first: dict[str, Any], second: dict[str, Any]) -> None:
+    for one, other in zip(content(first), content(second), strict=True):
+        assert torch.equal(one, other)
+
+
+def append(rows: Path, question: Any) -> None:
+    answer = {"role": "assistant", "content": "yes"}
+    row = {"messages": [{"role": "user", "content": question}, answer]}
+    with rows.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_windows_end_with_the_longest_sample(rows: Path, tokenizer: Tokenizer) -> None:
+    loader = build(rows, tokenizer)
+    lengths = loader.samples.positions[0]
+    for _ in range(3):
+        batch = next(loader)
+        numbers = batch["documents"][:, 0].tolist()
+        assert batch["input"].shape == (2, lengths[numbers].max())
+        assert batch["attention"].n_tokens_B is None or (
+            batch["attention"].n_tokens_B.tolist() == lengths[numbers].tolist()
+        )
+
+
+def test_image_tokens_are_inputs_and_no_labels(rows: Path, tokenizer: Tokenizer) -> None:
+    batch = next(build(rows, tokenizer))
+    is_image = batch["images"].token_types_BL.bool()
+    assert is_image.any()
+    assert (batch["labels"][:, :-1][is_image[:, 1:]] == -100).all()
+
+
+def test_the_position_is_exact(rows: Path, tokenizer: Tokenizer) -> None:
+    loader = build(rows, tokenizer)
+    next(loader)
+    state = loader.state_dict()
+    expected = [next(loader) for _ in range(3)]
+    resumed = build(rows, tokenizer)
+    resumed.load_state_dict(state)
+    for batch in expected:
+        assert_equal(next(resumed), batch)
+
+
+def test_workers_make_the_same_batches(rows: Path, tokenizer: Tokenizer) -> None:
+    alone, shared = build(rows, tokenizer), build(rows, tokenizer, num_workers=1)
+    try:
+        for _ in range(2):
+            assert_equal(next(shared), next(alone))
+    finally:
+        shared.close()
+
+
+def test_an_image_that_changed_is_named(rows: Path, tokenizer: Tokenizer) -> None:
+    loader = build(rows, tokenizer)
+    for path in rows.parent.glob("*.png"):
+        with Image.open(path) as image:
+            size = image.size
+        Image.new("RGB", size, "red").save(path)
+    with pytest.raises(UserError, match=r"[0-9]-[0-9]\.png.*changed"):
+        for _ in range(2):
+            next(loader)
+
+
+def test_another_image_is_other_data(rows: Path, tokenizer: Tokenizer, monkeypatch: Any) -> None:
+    state = build(rows, tokenizer).state_dict()
+    Image.new("RGB", (40, 56), "red").save(rows.parent / "0-0.png")
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(rows.parent / "other"))
+    assert build(rows, tokenizer).state_dict()["data"] != state["data"]
+
+
+@pytest.mark.parametrize("too_long", ["drop", "truncate_left", "truncate_right"])
+def test_images_are_not_cut(rows: Path, tokenizer: Tokenizer, too_long: str) -> None:
+    whole = build(rows, tokenizer)
+    lengths = whole.samples.positions[0]
+    limit = int(np.sort(lengths)[-2])
+    loader = build(rows, tokenizer, seq_len=limit, too_long=too_long)
+    assert loader.samples.positions[0].tolist() == [n for n in lengths.tolist() if n <= limit]
+    assert loader.samples.sets[0].report.dropped["too_long"].count == 1
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        (f"What is {PLACEHOLDER}?", "1 placeholders for images, and the row has 0"),
+        ([{"type": "image", "image": "none.png"}, {"type": "text", "text": "?"}], "image 1"),
+    ],
+)
+def test_unusable_rows_are_dropped_with_the_reason(
+    rows: Path, tokenizer: Tokenizer, question: Any, reason: str
+) -> None:
+    append(rows, question)
+    report = build(rows, tokenizer, broken="drop").samples.sets[0].report
+    assert report.rows == 5
+    assert report.kept == 4
+    assert reason in "\n".join(report.lines())
+
+
+def test_packing_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--dataloader\.packing ffd.*not packed"):
+        ImageDataLoader.Config(dataset=["a.jsonl"], packing="ffd").validate()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parallelism__tensor_parallel_degree": 2}, "images"),
+        ({"model__train": ["projector", "sound"]}, "train"),
+    ],
+)
+def test_what_images_exclude_is_refused(
+    tmp_path: Path, model: Path, rows: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((UserError, SystemExit), match=message):
+        config = tiny_config(tmp_path, **options(model, rows, **fields))
+        config.check_layout(2)
+
+
+def test_a_model_of_text_is_refused(tmp_path: Path, stories: Path, rows: Path) -> None:
+    with pytest.raises(UserError, match=r"reads text only; use --config sft or lora"):
+        tiny_config(tmp_path, **options(stories, rows)).check(world_size=1)
