@@ -389,6 +389,35 @@ def test_renamed_columns_are_read(folder):
     assert read(row, folder, mapping={"messages": "chat"}) == (ONE, [2])
 
 
+@pytest.mark.parametrize("name", ["image", "images"])
+def test_another_column_of_images_may_be_named(name, folder):
+    row = {"prompt": "What?", "response": "yes", "picture": "b.png"}
+    assert read(row, folder, mapping={name: "picture"}) == (ONE, [2])
+    plain = find_format(list(row), "auto", {name: "picture"}, "sft")
+    with pytest.raises(UserError, match="names images .*, and this configuration trains on text"):
+        plain.convert(row)
+    format = reads_images(plain, ImageOpener(folder))
+    assert format.unread_columns({**row, "image": "a.png"}) == ["image"]
+    assert format.convert({**row, "image": "a.png"}).images[0].width == 2
+    with pytest.raises(
+        UserError, match="the rows have no column 'pictures'; did you mean 'picture"
+    ):
+        find_format(list(row), "auto", {name: "pictures"}, "sft")
+    with pytest.raises(UserError, match="no format has a column 'image"):
+        find_format(["prompt", "chosen", "rejected", "x"], "auto", {name: "x"}, "preference")
+
+
+@pytest.mark.parametrize(
+    "name", ["picture", "image_1", "image2", "Image_Path", "img", "screenshots"]
+)
+def test_a_column_that_may_have_images_is_reported(name, folder):
+    row = {"prompt": "What?", "response": "yes", name: "b.png"}
+    plain = find_format(list(row), "auto", {}, "sft")
+    for format in (plain, reads_images(plain, ImageOpener(folder))):
+        assert format.unread_columns(row) == [name]
+    assert plain.unread_columns({"imagenet": 1, "imagine": 1, name: None}) == []
+
+
 def with_parts(row):
     if row["name"] == "none":
         return None

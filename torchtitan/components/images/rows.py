@@ -20,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.data.finetuning.columns import is_filled, renamed_row
+from torchtitan.components.data.finetuning.columns import IMAGE_COLUMNS, is_filled, renamed_row
 from torchtitan.components.data.finetuning.conversation import (
     IMAGE_PARTS,
     BrokenSample,
@@ -33,10 +33,8 @@ from torchtitan.components.data.finetuning.row_formats import RowFormat, convert
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.files import REFERENCE_KEYS, ImageOpener
 
-COLUMNS = tuple(
-    spell(name) for name in ("image", "images") for spell in (str, str.title, str.upper)
-)
-"""Columns with images."""
+COLUMNS = tuple(spell(name) for name in IMAGE_COLUMNS for spell in (str, str.title, str.upper))
+"""Columns with images, unless `--dataloader.columns` names another one."""
 
 MARK = "<image>"
 """Place of an image in a text."""
@@ -69,11 +67,12 @@ def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
     Its `convert` raises `BrokenSample` for an image that cannot be opened, naming its number, for
     another number of images than of their places, and for images that are not in a conversation or
     that the assistant writes. Rows without images are converted as before."""
+    named = tuple(column for column in IMAGE_COLUMNS if column in format.mapping)
     key = [format.fingerprint, "images", str(opener.folder), _code_version()]
     return replace(
         format,
         convert=partial(_convert, format, opener),
-        optional=(*format.optional, *COLUMNS),
+        optional=(*format.optional, *(named or COLUMNS)),
         fingerprint=json.dumps(key),
     )
 
@@ -138,20 +137,22 @@ def _marked_row(
     images: _Images, mapping: Mapping[str, str], row: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a row with text in the place of each part with an image, which is added to `images`
-    like those of columns."""
-    used = set(mapping.values())
+    like those of columns, which are left out."""
+    named = {mapping[column] for column in IMAGE_COLUMNS if column in mapping}
+    used = set(mapping.values()) - named
     theirs = renamed_row({column: column for column in row}, mapping)
     lists = {theirs.get(column) for column in _LISTS}
-    filled = [column for column in row if column in COLUMNS and column not in used]
-    filled = [column for column in filled if is_filled(row[column]) and row[column] != b""]
+    of_images = [column for column in row if column in (named or COLUMNS) and column not in used]
+    filled = [column for column in of_images if is_filled(row[column]) and row[column] != b""]
     if len(filled) > 1:
         raise BrokenSample(
             f"it has images in both columns {' and '.join(filled)}; keep one of them"
         )
     images.of_column = [one for column in filled for one in _listed(row[column])]
     return {
-        column: value if column in filled else _marked_turns(images, value, column in lists)
+        column: _marked_turns(images, value, column in lists)
         for column, value in row.items()
+        if column not in of_images
     }
 
 

@@ -1,5 +1,6 @@
 """Column names in public datasets: synonyms, and names that indicate the purpose of a column."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,14 @@ _RELEVANT_NAMES = frozenset(
     "thinking image images video videos audio audios thought thoughts analysis cot complex_cot "
     "chain_of_thought rationale chat_template_kwargs".split()
 )
+_IMAGE = re.compile(
+    "(image|img|picture|photo|screenshot)s?(_?[0-9]+|_?(path|file|url|bytes|name)s?)?",
+    re.IGNORECASE,
+)
+
+IMAGE_COLUMNS = ("image", "images")
+"""Columns that `components.images.rows` reads."""
+
 _PROMPT_NAMES = (
     "prompt question query problem instruction input inputs user human source request".split()
 )
@@ -59,7 +68,7 @@ def relevant_columns(row: Mapping[str, Any]) -> list[str]:
     return [
         column
         for column, value in row.items()
-        if column.lower() in _RELEVANT_NAMES and is_filled(value)
+        if (column.lower() in _RELEVANT_NAMES or _IMAGE.fullmatch(column)) and is_filled(value)
     ]
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torchtitan.components.data.finetuning.columns import (
+    IMAGE_COLUMNS,
     LABELS,
     ROW_WEIGHTS,
     is_filled,
@@ -181,14 +182,15 @@ def find_format(
             )
         return function_format(load_function(format), kind)
     _check_mapping(columns, mapping, kind)
+    of_text = [column for column in mapping if column not in IMAGE_COLUMNS]
     renamed = mapped_row(dict.fromkeys(columns), mapping)
     known = renamed_row({column: column for column in columns}, mapping)
     if format == AUTO and kind == "sft" and {"chosen", "rejected"} <= set(known):
         raise _preference_rows_error(known)
-    found = _detect(known, kind, mapping) if format == AUTO else _format_by_name(format, kind)
+    found = _detect(known, kind, of_text) if format == AUTO else _format_by_name(format, kind)
     if found is None or not set(found.required) <= set(known):
         raise _mismatch_error(list(renamed), found, kind)
-    if unread := [column for column in mapping if column not in found.columns]:
+    if unread := [column for column in of_text if column not in found.columns]:
         raise UserError(f"--dataloader.columns: the format {format!r} has no column {unread[0]!r}")
     fingerprint = json.dumps([found.name, format == AUTO, kind, sorted(mapping.items())])
     convert = partial(_convert, found, dict(mapping), format == AUTO)
@@ -317,7 +319,8 @@ def _format_by_name(name: str, kind: Kind) -> RowFormat:
 
 
 def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kind) -> None:
-    known = sorted({column for f in formats_of(kind) for column in f.columns})
+    of_formats = {column for f in formats_of(kind) for column in f.columns}
+    known = sorted(of_formats | ({*IMAGE_COLUMNS} if kind == "sft" else set()))
     for ours, theirs in mapping.items():
         if ours not in known:
             raise UserError(
@@ -334,6 +337,11 @@ def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kin
 def _convert(
     format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, Any]
 ) -> Sample | None:
+    if images := [column for column in IMAGE_COLUMNS if mapping.get(column) in row]:
+        raise UserError(
+            f"--dataloader.columns names images ({images[0]}), and this configuration trains on "
+            "text; to train on images, use --config sft_images or lora_images"
+        )
     renamed = renamed_row(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:
         raise BrokenSample(
