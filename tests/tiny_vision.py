@@ -189,6 +189,11 @@ def _glm(processor: str, image_processor: str) -> VisionType:
 
 
 _IMG = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+_HUNYUAN = {
+    "image_start_token": "<image>",
+    "image_token": "<image_pad>",
+    "image_end_token": "</image>",
+}
 _PIXTRAL = _VISION | {"head_dim": 8, "image_size": 64}
 _GRIDS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 _LLAVA_PROJECTOR = r"model\.(multi_modal_projector\.|image_newline)"
@@ -203,6 +208,11 @@ _TYPES: dict[str, VisionType] = {
     "qwen3_vl": _qwen(
         "Qwen3VLProcessor",
         _mrope(2, 1, 1),
+        {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "qwen3_vl_moe": _qwen(
+        "Qwen3VLProcessor",
+        _mrope(2, 1, 1) | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
     "smolvlm": _idefics("SmolVLMProcessor", "SmolVLMImageProcessor"),
@@ -400,6 +410,21 @@ _TYPES: dict[str, VisionType] = {
         config={"image_seq_length": 256},
         pixels={"size": {"height": 128, "width": 128}},
         is_flat=True,
+    ),
+    "hunyuan_vl": VisionType(
+        processor="HunYuanVLProcessor",
+        image_processor="HunYuanVLImageProcessor",
+        tokens=_HUNYUAN,
+        placeholder="".join(_HUNYUAN.values()),
+        ids={
+            "image_token_id": _HUNYUAN["image_token"],
+            "im_start_id": _HUNYUAN["image_start_token"],
+            "im_end_id": _HUNYUAN["image_end_token"],
+        },
+        text=_mrope(1, 1, 1, 1),
+        vision=_VISION | {"patch_size": 4, "out_hidden_size": HIDDEN},
+        pixels=_QWEN_PIXELS | {"temporal_patch_size": 1},
+        projector=r"model\.vision_tower\.patch_merger\.",
     ),
     "paddleocr_vl": VisionType(
         processor="PaddleOCRVLProcessor",
