@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
@@ -178,26 +179,41 @@ class _Start:
         if self.session:
             os.setsid()
         os.chdir(self.folder)
+        import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as elastic
+        import torch.distributed.elastic.rendezvous.dynamic_rendezvous as dynamic_rendezvous
+
         import torchtitan.cli.launch as launcher
         import torchtitan.cli.run as recipes
 
-        # Ranks, and stages of recipes, are forked from this process.
+        # Ranks, also torchrun's, and stages of recipes are forked from this process.
         forks = types.SimpleNamespace(Popen=_Forked, PIPE=subprocess.PIPE)
         launcher.subprocess = recipes.subprocess = forks  # type: ignore[assignment]
+        elastic.Popen = _fork_rank_of_torchrun  # type: ignore[assignment, misc]
+        # It names its caller in records of each meeting by `inspect.stack`, which reads the source
+        # files of all imported modules: two thirds of the time of an elastic run.
+        dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
         _become(self.words, self.environment, PATH)
 
 
+def _fork_rank_of_torchrun(
+    *, args: Sequence[str], stdout: None, stderr: None, **options: Any
+) -> "_Forked":
+    """Fork a rank whose output is the agent's."""
+    return _Forked(args, **options)
+
+
 class _Forked:
-    """`subprocess.Popen` as the launcher and `torchtitan run` use it."""
+    """`subprocess.Popen` as the launcher, torchrun and `torchtitan run` use it."""
 
     def __init__(
         self,
-        command: list[str],
+        command: Sequence[str],
         *,
         env: dict[str, str] | None = None,
         stdin: int = 0,
         stdout: int | None = None,
         preexec_fn: Callable[[], None] | None = None,
+        start_new_session: bool = False,
     ):
         from tests.preloaded import PATH
 
@@ -208,17 +224,21 @@ class _Forked:
         self.pid = os.fork()
         if not self.pid:
             try:
+                if start_new_session:
+                    os.setsid()
                 os.dup2(stdin, 0)
                 os.dup2(writer, 1)
                 # Including the launcher's connections to the ranks; it holds only one end of each.
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                for number in signal.valid_signals():  # as `exec` does; torchrun handles several
+                    if callable(signal.getsignal(number)):
+                        signal.signal(number, signal.SIG_DFL)
                 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python does
                 if preexec_fn:
                     preexec_fn()
-                _become(command[1:], dict(os.environ) if env is None else env, PATH)
+                _become(list(command[1:]), dict(os.environ) if env is None else env, PATH)
             finally:
                 os._exit(1)
         self._output = None if reader is None else open(reader, "rb")
@@ -237,8 +257,16 @@ class _Forked:
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)
 
-    def wait(self) -> int | None:
-        return self._wait(0)
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the exit code. Raise `subprocess.TimeoutExpired` after `timeout` seconds."""
+        if timeout is None:
+            return self._wait(0)
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("", timeout)
+            time.sleep(0.01)
+        return self.returncode
 
     def _wait(self, options: int) -> int | None:
         if self.returncode is None:
@@ -269,7 +297,8 @@ def _become(words: list[str], environment: Mapping[str, str], path: Sequence[str
         2, "w", buffering=1, errors="backslashreplace", closefd=False
     )
     safe = words[0] == "-P"
-    kind, *words = words[safe:]
+    unbuffered = words[0] == "-u"
+    kind, *words = words[safe or unbuffered :]
     begin: Callable[[], Any]
     if kind == "-m":
         name, *words = words

@@ -15,6 +15,7 @@ import torch._inductor.pattern_matcher  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
 import torch.distributed.checkpoint.state_dict  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
+import torch.distributed.run  # noqa: F401
 import torch.distributed.tensor.parallel  # noqa: F401
 import torch.multiprocessing  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401

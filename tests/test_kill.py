@@ -110,6 +110,7 @@ def test_other_interruptions_leave_no_trace(tmp_path: Path, name: str, kills: in
     pytest.fail("no moment came")
 
 
+@pytest.mark.usefixtures("start_process")
 @pytest.mark.parametrize(
     "rounds", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
 )

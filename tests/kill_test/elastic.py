@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from tests.conftest import PROJECT
+from tests.kill_test import attempts
 from tests.kill_test.__main__ import write_text
 from tests.kill_test.attempts import Attempt, AttemptFailed
 from tests.kill_test.modes import INTERVAL, ROUNDING, RUN, Options
@@ -58,7 +59,7 @@ class Hosts:
         self._workplace, self._options = workplace, options
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._log = workplace / "hosts.log"
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[Any] = []
 
     def start(self, count: int) -> None:
         """Start hosts."""
@@ -103,17 +104,17 @@ class Hosts:
         }
         with open(self._log, "ab") as log:
             for _ in range(count):
-                host = subprocess.Popen(
+                host = attempts.start_process(
                     [sys.executable, *words],
                     cwd=self._workplace,
                     env=environment,
-                    stdout=log,
-                    stderr=log,
+                    stdout=log.fileno(),
+                    stderr=log.fileno(),
                     start_new_session=True,
                 )
                 self.running.append(host)
 
-    def kill(self, host: "subprocess.Popen[bytes]") -> None:
+    def kill(self, host: Any) -> None:
         """End an agent and its processes, which have their own process groups, by SIGKILL."""
         os.kill(host.pid, signal.SIGSTOP)  # it starts no more processes
         listed = subprocess.run(
