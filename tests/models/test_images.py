@@ -25,7 +25,9 @@ from tests.training import ABSENT, read_metrics, train
 FAST = ("qwen3_vl", "gemma3")
 NOT_EQUAL = {
     "hunyuan_vl": pytest.mark.xfail(
-        raises=AssertionError, reason="the gradient norm differs by 4e-4", strict=True
+        raises=AssertionError,
+        reason="the class alone gives a batch other gradients than its rows, by 3e-4",
+        strict=True,
     )
 }
 SLOW = [
