@@ -43,10 +43,10 @@ def png(width: int, height: int, bits: int = 8, color: int = 2, pixels: bytes = 
     return b"\x89PNG\r\n\x1a\n" + body
 
 
-def turned(orientation: int) -> bytes:
+def turned(orientation: int, format: str = "JPEG") -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return encoded(photo(), "JPEG", exif=exif)
+    return encoded(photo(), format, exif=exif)
 
 
 def palette(**options) -> bytes:
@@ -57,6 +57,7 @@ OPAQUE = {
     "png": encoded(photo()),
     "jpeg": encoded(photo(), "JPEG"),
     **{f"turned {number}": turned(number) for number in range(1, 9)},
+    **{f"turned tiff {number}": turned(number, "TIFF") for number in (3, 6, 7)},
     "gray": encoded(photo(mode="L")),
     "black and white": encoded(photo(mode="L").convert("1")),
     "palette": palette(),
@@ -270,6 +271,7 @@ def test_a_path_inside_the_folder_is_opened(reference, data):
         ("\ud800.png", "is not a path of a file"),
         ("x" * 300, "is not a path of a file"),
         ("file://images/top.png", "names the host 'images'; write file:///absolute/path"),
+        ("file://[x/a.png", "is not a URL "),
         ("https://example.com/a.png", "remote URL, which is not fetched; download it first"),
         ({"url": "http://example.com/a.png?key=x"}, "'http://example.com/a.png' is a remote URL"),
         ("s3://bucket/a.png", "remote URL"),

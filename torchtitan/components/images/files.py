@@ -124,10 +124,11 @@ def size_of(content: bytes) -> tuple[int, int]:
     of warnings meanwhile."""
     with _bombs_as_errors(), _opened(content) as image:
         width, height = image.size
-        is_turned = image.getexif().get(_ORIENTATION) in _TURNED
+        # Pillow turns the size of a TIFF, and its pixels, by itself.
+        turns = image.format != "TIFF" and image.getexif().get(_ORIENTATION) in _TURNED
         image.draft(image.mode, (1, 1))
         _to_rgb(_upright(image))
-    return (height, width) if is_turned else (width, height)
+    return (height, width) if turns else (width, height)
 
 
 @contextmanager
@@ -354,7 +355,10 @@ def _from_base64(text: str) -> bytes:
 
 
 def _path_in_url(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise BrokenSample(f"{shortened(url)} is not a URL ({error})") from None
     if parts.netloc not in ("", "localhost"):
         raise BrokenSample(
             f"{shortened(url)} names the host {parts.netloc!r}; write file:///absolute/path, or a "
