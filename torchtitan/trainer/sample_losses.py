@@ -103,8 +103,10 @@ class SampleLosses:
 def number_tokens(batch: Batch) -> Tensor:
     """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document
     of a row begins at the k-th position 0, and has the k-th number in `documents`."""
-    indices = (batch["attention"].positions_BL == 0).long().cumsum(dim=1) - 1
     documents = batch["documents"]
+    if "images" in batch:  # each row is one document, and ends with padding without labels
+        return documents[:, :1].expand_as(batch["input"])
+    indices = (batch["attention"].positions_BL == 0).long().cumsum(dim=1) - 1
     padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)
     return padded.gather(1, indices)
 

@@ -12,7 +12,8 @@ from PIL import Image
 from tests.models.test_images import options, write_rows
 from tests.tiny_vision import vision_folder
 from tests.training import tiny_config
-from torchtitan.components.images.loader import ImageDataLoader
+from torchtitan.components.images.loader import ImageDataLoader, processor_of
+from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -146,6 +147,45 @@ def test_unusable_rows_are_dropped_with_the_reason(
     assert reason in "\n".join(report.lines())
 
 
+def test_an_image_that_the_processor_refuses_breaks_its_row(
+    rows: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expansions = ImageProcessor.expansions
+
+    def refusing(self: ImageProcessor, sizes: Any) -> Any:
+        if (64, 48) in sizes:
+            raise UserError("it refuses images of 64 x 48 pixels")
+        return expansions(self, sizes)
+
+    monkeypatch.setattr(ImageProcessor, "expansions", refusing)
+    report = build(rows, tokenizer, broken="drop").samples.sets[0].report
+    assert report.kept == 3
+    assert "rows.jsonl:2: it refuses images of 64 x 48 pixels" in "\n".join(report.lines())
+
+
+def test_tokens_of_images_in_a_text_break_its_row(
+    rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Gemma 3's placeholder is another token than those that stand for an image."""
+    folder = vision_folder("gemma3", tmp_path_factory.mktemp("gemma3"))
+    tokenizer = PretrainedTokenizer.Config().build(path=folder)
+    processor = processor_of(tokenizer)
+    [token] = set(range(tokenizer.vocab_size)) & set(processor._image_ids) - {processor.token_id}
+    append(rows, f"What is {tokenizer.decode([token])}?")
+    report = build(rows, tokenizer, broken="drop").samples.sets[0].report
+    assert report.kept == 4
+    assert "tokens that stand for parts of images" in "\n".join(report.lines())
+
+
+def test_images_are_not_trained_with_all_turns(rows: Path, tokenizer: Tokenizer) -> None:
+    loader = build(rows, tokenizer, train_on="all")
+    assert loader.samples.sets[0].report.kept == 4
+    for _ in range(2):
+        batch = next(loader)
+        is_image = batch["images"].token_types_BL.bool()
+        assert (batch["labels"][:, :-1][is_image[:, 1:]] == -100).all()
+
+
 def test_packing_is_refused() -> None:
     with pytest.raises(UserError, match=r"--dataloader\.packing ffd.*not packed"):
         ImageDataLoader.Config(dataset=["a.jsonl"], packing="ffd").validate()
@@ -154,16 +194,20 @@ def test_packing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"parallelism__tensor_parallel_degree": 2}, "images"),
-        ({"model__train": ["projector", "sound"]}, "train"),
+        ({"parallelism__tensor_parallel_degree": 2}, "the batches have images"),
+        ({"model__train": ["vision", "vision"]}, "name at least one part, and each once"),
+        (
+            {"model__train": ["vision"], "config": "sft"},
+            "--model.train vision: this configuration trains on text",
+        ),
     ],
 )
 def test_what_images_exclude_is_refused(
     tmp_path: Path, model: Path, rows: Path, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((UserError, SystemExit), match=message):
-        config = tiny_config(tmp_path, **options(model, rows, **fields))
-        config.check_layout(2)
+    config = tiny_config(tmp_path, **options(model, rows, **fields))
+    with pytest.raises(UserError, match=message):
+        config.check(world_size=2)
 
 
 def test_a_model_of_text_is_refused(tmp_path: Path, stories: Path, rows: Path) -> None:

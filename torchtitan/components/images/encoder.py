@@ -50,6 +50,8 @@ class ImageEncoder(ConversationEncoder):
         images = sample.images if isinstance(sample, Conversation) else []
         n_written = [int((row.ids == self._processor.token_id).sum()) for row in rows]
         try:
+            for row in rows:
+                _reject_image_tokens(self._processor, row.ids)
             if max(n_written) > len(images):
                 raise BrokenSample(
                     f"its text has {max(n_written)} placeholders for images, and the row has "
@@ -65,21 +67,26 @@ class ImageEncoder(ConversationEncoder):
             ]
         except BrokenSample as error:
             return error
+        except UserError as error:  # sizes that the processor refuses
+            return BrokenSample(str(error))
 
     def _expand(self, part: EncodedSample, images: Sequence[ImageFile]) -> EncodedRow:
         """Return a sample whose placeholders are replaced by the tokens of `images`."""
         if not images:
             return EncodedRow((part,))
         places = np.flatnonzero(part.ids == self._processor.token_id)
-        if part.trained[places].any():
-            raise BrokenSample("a trained turn has an image, which models here do not write")
         if places[-1] == len(part.ids) - 1:
             raise BrokenSample("it ends with an image, which nothing follows")
         sizes = [(image.width, image.height) for image in images]
         ids, sources = self._tokens.expand(part.ids, sizes)
-        trained = np.where(sources >= 0, part.trained[sources], False)
-        if trained.sum() != part.trained.sum():
-            raise BrokenSample("the text beside an image is trained")
+        wanted = part.trained.copy()
+        wanted[places] = False
+        trained = np.where(sources >= 0, wanted[sources], False)
+        if trained.sum() != wanted.sum():
+            raise BrokenSample(
+                "the text beside an image is trained, but its tokens depend on the image; train on "
+                "the assistant's turns only"
+            )
         expanded = part._replace(ids=ids, trained=trained)
         return EncodedRow((expanded,), images=[image.to_json() for image in images])
 
@@ -149,6 +156,13 @@ class ImageTokens:
         return spans, new
 
 
+def _reject_image_tokens(processor: ImageProcessor, ids: np.ndarray) -> None:
+    """Raise `BrokenSample` if a rendered text has tokens of images besides placeholders."""
+    is_image = processor.token_types(ids).astype(bool) & (ids != processor.token_id)
+    if is_image.any():
+        raise BrokenSample("its text has tokens that stand for parts of images; remove them")
+
+
 def encode_prompt(
     processor: ImageProcessor,
     tokenizer: Tokenizer,
@@ -161,6 +175,7 @@ def encode_prompt(
         UserError: if the chat template did not write a placeholder for each image.
     """
     rendered = np.array(ids, np.int64)
+    _reject_image_tokens(processor, rendered)
     n_written = int((rendered == processor.token_id).sum())
     if n_written != len(images):
         raise UserError(

@@ -12,7 +12,7 @@ from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.row_formats import RowFormat
-from torchtitan.components.data.finetuning.samples import Windows, pack_samples
+from torchtitan.components.data.finetuning.samples import SampleSets, Windows, pack_samples
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.plan import Packing
 from torchtitan.components.data.sources.source import Source
@@ -22,6 +22,7 @@ from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.rows import folder_of, reads_images
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 
 
@@ -66,6 +67,13 @@ class ImageDataLoader(SFTDataLoader):
             return SFTDataLoader.Config.identity(self) | {"dataloader.image_root": self.image_root}
 
     config: Config
+
+    def _open_samples(self) -> SampleSets:
+        samples = super()._open_samples()
+        self._fingerprint = digest_of(
+            [self._fingerprint, processor_of(self._tokenizer).fingerprint]
+        )
+        return samples
 
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
         return _ImageBatches(processor_of(self._tokenizer))

@@ -313,8 +313,8 @@ def _processor_class(folder: Path) -> Any:
 
 def _pixtral_class() -> Any:
     """Return Mistral 3's class, which transformers does not offer without torchvision: its module
-    imports a function from the module of the torchvision back end, which the one of Pillow has,
-    too."""
+    imports a function from the module of the torchvision back end; the module of Pillow's has it
+    as well."""
     package = "transformers.models.pixtral"
     replaced = f"{package}.image_processing_pixtral"
     sys.modules[replaced] = importlib.import_module(f"{package}.image_processing_pil_pixtral")

@@ -9,14 +9,13 @@ parts with images, and become parts again in the converted messages.
 """
 
 import functools
-import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +67,13 @@ def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
     another number of images than of their places, and for images that are not in a conversation or
     that the assistant writes. Rows without images are converted as before."""
     named = tuple(column for column in IMAGE_COLUMNS if column in format.mapping)
-    key = [format.fingerprint, "images", str(opener.folder), _code_version()]
+    key = [format.fingerprint, "images", str(opener.folder)]
     return replace(
         format,
         convert=partial(_convert, format, opener),
         optional=(*format.optional, *(named or COLUMNS)),
         fingerprint=json.dumps(key),
     )
-
-
-@cache
-def _code_version() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @dataclass
