@@ -131,11 +131,17 @@ def _open(
     from torchtitan.components.data.prepare.encoding import document_encoding, sample_encoding
     from torchtitan.components.data.prepare.prepared import find_prepared
     from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS, Source
+    from torchtitan.components.images.loader import ImageDataLoader
 
     loader = config.dataloader
     if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
         raise UserError(
             f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared"
+        )
+    if isinstance(loader, ImageDataLoader.Config):
+        raise UserError(
+            "data with images cannot be prepared: the result would not contain the images; train "
+            "on the data itself"
         )
     config.tokenizer.validate()
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)

@@ -213,3 +213,14 @@ def test_what_images_exclude_is_refused(
 def test_a_model_of_text_is_refused(tmp_path: Path, stories: Path, rows: Path) -> None:
     with pytest.raises(UserError, match=r"reads text only; use --config sft or lora"):
         tiny_config(tmp_path, **options(stories, rows)).check(world_size=1)
+
+
+def test_data_with_images_is_not_prepared(
+    model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan.cli.data import data
+
+    words = ["prepare", str(rows), "--out", str(tmp_path / "out"), "--module", "auto"]
+    assert data([*words, "--config", "sft_images", "--hf_assets_path", str(model)]) == 2
+    assert "data with images cannot be prepared" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
