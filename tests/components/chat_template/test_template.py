@@ -315,6 +315,15 @@ def test_choice_of_named_templates_equals_transformers(
             assert either.render(TURNS, tools=available, add_generation_prompt=False) == expected
 
 
+def test_the_template_of_an_older_processor_comes_last(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": ending("old")}))
+    found = load_chat_template(tmp_path)
+    assert found is not None and "chat_template.json" in found.name
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ending("new")}))
+    found = load_chat_template(tmp_path)
+    assert found is not None and found.source == ending("new")
+
+
 def test_unusable_named_templates(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     file.write_text(named(rag="x", tool_use="y"))

@@ -250,7 +250,8 @@ def resolve_chat_template(
 
 def load_chat_template(*folders: Path) -> ChatTemplate | None:
     """Return the first template in a model's folders: `chat_template.jinja`, else `chat_template`
-    of `tokenizer_config.json`, else None. Its variables include the special tokens of
+    of `tokenizer_config.json` or of `chat_template.json`, which older processors have, else None.
+    Its variables include the special tokens of
     `tokenizer_config.json`, else `special_tokens_map.json`.
 
     With several templates, in `additional_chat_templates/` or as a list, `tool_use` renders
@@ -261,6 +262,9 @@ def load_chat_template(*folders: Path) -> ChatTemplate | None:
         file = folder / "chat_template.jinja"
         file = file if file.is_file() else folder / "tokenizer_config.json"
         source = _read(file) if file.is_file() else None
+        of_processor = folder / "chat_template.json"
+        if source is None and of_processor.is_file():
+            file, source = of_processor, _read(of_processor)
         if source is not None and file.suffix == ".jinja" and (folder / _WITH_TOOLS).is_file():
             # Checkpoints include a copy of the template.
             source = _combine_by_tools(
@@ -321,8 +325,8 @@ def _read_text(file: Path) -> str:
 
 
 def _read(file: Path) -> str | None:
-    """Read a template from a Jinja file or `tokenizer_config.json`; None if the latter has no
-    template."""
+    """Read a template from a Jinja file or a JSON file with `chat_template`; None if the latter has
+    no template."""
     if file.suffix != ".json":
         return _read_text(file)
     declared = read_object(file).get("chat_template")

@@ -38,6 +38,7 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "added_tokens.json",
     "vocab.json",
