@@ -126,8 +126,13 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _answer_about_images(options: argparse.Namespace) -> None:
     """Answer each prompt about the images."""
-    for name in ("best_of", "reward_model", "no_cache"):
-        if getattr(options, name) not in (None, False, 1):
+    excluded = {
+        "best_of": options.best_of != 1,
+        "reward_model": options.reward_model is not None,
+        "no_cache": options.no_cache,
+    }
+    for name, is_given in excluded.items():
+        if is_given:
             raise UserError(f"--{name} cannot be combined with --image")
     prompts = [text for text in _prompts(options) if text]
     if not prompts:
@@ -276,8 +281,8 @@ def _chat(options: argparse.Namespace) -> None:
         try:
             if line == "/reset":
                 conversation.reset()
-            elif line.startswith("/image "):
-                conversation.add_image(Path(line.removeprefix("/image ").strip()))
+            elif line.split(maxsplit=1)[:1] == ["/image"]:
+                conversation.add_image(Path(line.removeprefix("/image").strip()))
             elif line:
                 conversation.answer(line)
         except UserError as error:

@@ -29,13 +29,19 @@ class ImagePrompts:
             )
         self._model: Any = opened.model
         self._tokenizer = opened.tokenizer
-        self._processor = ImageProcessor.from_folder(opened.folders[0], opened.tokenizer)
+        # A checkpoint of a run has no config.json, which may be needed to find the classes.
+        described = [folder for folder in opened.folders if (folder / "config.json").is_file()]
+        folder = [*described, *opened.folders][0]
+        self._processor = ImageProcessor.from_folder(folder, opened.tokenizer)
 
     def open(self, path: Path) -> "ImageFile":
         """Open an image. Raise `UserError` if it cannot be read."""
         from torchtitan.components.data.finetuning.conversation import BrokenSample
         from torchtitan.components.images.files import ImageOpener
 
+        if not path.name:
+            raise UserError("/image needs the path of an image: /image photo.jpg")
+        path = path.expanduser().resolve()
         try:
             return ImageOpener(path.parent).open(path.name)
         except BrokenSample as error:
