@@ -1,6 +1,7 @@
 """Training on images through the class of transformers, against the class called directly on what
 its own processor makes of the same conversations."""
 
+import io
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,9 @@ from tests.tiny_vision import (
     vision_folder,
     vision_model,
 )
-from tests.training import ABSENT, read_metrics, train
+from tests.training import ABSENT, killed_in, read_metrics, read_validation, train
+from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.trainer import Trainer
 
 FAST = ("qwen3_vl", "gemma3")
 NOT_EQUAL = {
@@ -229,3 +232,94 @@ def test_answers_equal_those_of_transformers(
     words = ["--checkpoint", str(folder), *paths, "--prompt", "What is it?", "--json"]
     assert generate([*words, "--max_new_tokens", "8", "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == expected
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_exactly(folders: Any, data: Any, tmp_path: Path) -> None:
+    rows, *_ = data
+    more = {
+        "training__steps": 4,
+        "training__local_batch_size": 2,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 1,
+        "validator__enable": True,
+        "validator__freq": 2,
+        "validator__steps": 1,
+        "validator__dataset": str(rows),
+    }
+    chosen = options(folders("smolvlm"), rows, **more)
+    train(tmp_path / "straight", **chosen)
+    with killed_in(Trainer, "train_step", 3):
+        train(tmp_path / "killed", **chosen)
+    train(tmp_path / "killed", **chosen)
+    expected = read_metrics(tmp_path / "straight", "loss", "grad_norm")
+    assert read_metrics(tmp_path / "killed", "loss", "grad_norm") == expected
+    assert read_validation(tmp_path / "killed") == read_validation(tmp_path / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [(ABSENT, {"text_model"}), (["language", "vision"], {"text_model", "vision_model"})],
+)
+def test_adapters_are_in_the_blocks_of_trained_parts(
+    parts: Any, expected: set[str], folders: Any, data: Any, tmp_path: Path
+) -> None:
+    rows, *_ = data
+    more = {"config": "lora_images", "training__steps": 2}
+    chosen = options(folders("smolvlm"), rows, **more) | {"model__train": parts}
+    trained = {
+        name
+        for part in train(tmp_path, **chosen).model_parts
+        for name, parameter in part.named_parameters()
+        if parameter.requires_grad
+    }
+    assert {name.split(".")[2] for name in trained} == expected
+    losses = [loss for _, loss in read_metrics(tmp_path, "loss")]
+    assert losses[1] < losses[0]
+
+
+def test_chat_keeps_images_until_reset(
+    folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    from torchtitan.cli.generate import chat
+
+    _, _, images = write_rows(tmp_path)
+    shown: list[int] = []
+    monkeypatch.setattr(TransformersModel, "reading", recording(TransformersModel.reading, shown))
+    lines = [
+        f"/image {tmp_path / 'none.png'}",
+        "/image",
+        f"/image {tmp_path / '0-0.png'}",
+        "What is it?",
+        "And this?",
+        "/reset",
+        "Hello",
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    words = ["--checkpoint", str(folders("qwen3_vl")), "--max_new_tokens", "2", "--device", "cpu"]
+    assert chat([*words, "--module", "torchtitan.models.transformers"]) == 0
+    printed = capsys.readouterr()
+    assert "none.png does not exist" in printed.err
+    assert "/image needs the path of an image" in printed.err
+    assert len(printed.out.splitlines()) >= 3
+    assert shown == [1, 1]
+
+
+def recording(reading: Any, shown: list[int]) -> Any:
+    def read(self: TransformersModel, images: Any) -> Any:
+        shown.append(len(images.tensors["image_grid_thw"]))
+        return reading(self, images)
+
+    return read
+
+
+@pytest.mark.parametrize("words", [["--no_cache"], ["--best_of", "2"], ["--reward_model", "x"]])
+def test_options_that_exclude_images(
+    words: list[str], folders: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan.cli.generate import generate
+
+    given = ["--checkpoint", "x", "--image", "a.png", "--prompt", "What?", *words]
+    assert generate(given) == 2
+    assert f"{words[0]} cannot be combined with --image" in capsys.readouterr().err

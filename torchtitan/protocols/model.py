@@ -79,8 +79,8 @@ class BaseModel(nn.Module, Configurable):
             """Raise `UserError` for an impossible combination of sizes."""
 
     unused_layers: Collection[str] = ()
-    """Names of modules that compute nothing in training, such as a vision tower's, and are not
-    converted."""
+    """Names of modules without trained parameters of their own, such as a frozen vision tower's,
+    which are not converted."""
 
     def __init__(self, config: "BaseModel.Config"):
         nn.Module.__init__(self)

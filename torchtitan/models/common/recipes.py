@@ -12,6 +12,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.images.loader import ImageDataLoader
 from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optim.optimizer import Optimizer
@@ -145,9 +146,6 @@ def with_images(config: Trainer.Config) -> Trainer.Config:
     Raises:
         UserError: if the model reads text only.
     """
-    # here, since Pillow belongs to an extra
-    from torchtitan.components.images.loader import ImageDataLoader
-
     spec = config.model_spec
     model = dataclasses.replace(
         spec.model,

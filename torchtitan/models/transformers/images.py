@@ -25,7 +25,7 @@ _PROJECTORS = re.compile(
     r")"
 )
 """Names of the parameters between a vision tower and the language model, in the classes of
-transformers. Modules inside the tower's layers may be called projection, too."""
+transformers. Some modules inside the tower's layers are also called projection."""
 
 
 def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:

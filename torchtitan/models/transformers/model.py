@@ -90,6 +90,15 @@ class TransformersModel(BaseModel):
                 )
             whole = self.transformers_config()
             text = whole.get_text_config(decoder=True)
+            if not self.reads_images and self.train != ["language"]:
+                raise UserError(
+                    f"--model.train {' '.join(self.train)}: this configuration trains on text, "
+                    "which reaches the language model only; use --config sft_images or lora_images"
+                )
+            if not self.train or len(set(self.train)) < len(self.train):
+                raise UserError(
+                    f"--model.train {' '.join(self.train)}: name at least one part, and each once"
+                )
             if self.reads_images and text is whole:
                 raise UserError(
                     f"config.json: model_type '{whole.model_type}' reads text only; use --config "
@@ -266,10 +275,10 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see
         `torchtitan.models.common.decoder.Decoder.forward`. With `images`, each row is one document.
-        The auxiliary loss of routers, if the
-        class returns one, is computed over the global batch in the steps of a `LoadBalancer`, which
-        do not show it; elsewhere, a loss includes the class's auxiliary loss, weighted with the
-        number of labels."""
+
+        The auxiliary loss of routers, if the class returns one, is computed over the global batch
+        in the steps of a `LoadBalancer`, which do not show it; elsewhere, a loss includes the
+        class's auxiliary loss, weighted with the number of labels."""
         captured = self.captured
         balance = self.balance
         if balance is not None and balance.totals is None:
