@@ -315,11 +315,13 @@ def _pixtral_class() -> Any:
     """Return Mistral 3's class, which transformers does not offer without torchvision: its module
     imports a function from the module of the torchvision back end; the module of Pillow's has it
     as well."""
-    package = "transformers.models.pixtral"
-    replaced = f"{package}.image_processing_pixtral"
-    sys.modules[replaced] = importlib.import_module(f"{package}.image_processing_pil_pixtral")
+    replaced = "transformers.models.pixtral.image_processing_pixtral"
+    sys.modules[replaced] = importlib.import_module(
+        "transformers.models.pixtral.image_processing_pil_pixtral"
+    )
     try:
-        return importlib.import_module(f"{package}.processing_pixtral").PixtralProcessor
+        module = importlib.import_module("transformers.models.pixtral.processing_pixtral")
+        return module.PixtralProcessor
     finally:
         del sys.modules[replaced]
 
