@@ -486,6 +486,8 @@ class TestAuto:
             "sft",
             "lora",
             "qlora",
+            "sft_images",
+            "lora_images",
         ]
 
     def test_help_shows_values_of_the_folder(self, folder, capsys):
