@@ -31,6 +31,7 @@ from tests.transformers_matrix.mechanisms import (  # noqa: E402
     write_model,
 )
 from tests.transformers_matrix.trial import run_trial  # noqa: E402
+from torchtitan.models.transformers import model as model_module  # noqa: E402
 from torchtitan.models.transformers import packing  # noqa: E402
 from torchtitan.models.transformers.model import OutputPlace, TransformersModel  # noqa: E402
 
@@ -96,10 +97,10 @@ def _shifted_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _frozen_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def freeze(model: TransformersModel) -> None:
-        model.model.get_input_embeddings().requires_grad_(False)
+    def freeze(model: Any, trained: list[str]) -> None:
+        model.get_input_embeddings().requires_grad_(False)
 
-    monkeypatch.setattr(TransformersModel, "_freeze_other_modalities", freeze)
+    monkeypatch.setattr(model_module, "train_parts", freeze)
 
 
 def _wrong_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
