@@ -1,6 +1,7 @@
 """Temporary folders for outputs in preparation: leftovers of a process are removed by the next
 call."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -39,8 +40,13 @@ class Holder:
         self.process.stdout.close()
 
     def end(self, number: int) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(60)
+        """Send a signal until the process has ended: Python handles one that arrives just before
+        `sleep` begins only after it."""
+        for _ in range(60):
+            self.process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(1)
+        raise AssertionError(f"the process does not end by signal {number}")
 
 
 @pytest.fixture
