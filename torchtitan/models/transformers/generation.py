@@ -11,10 +11,8 @@ from torch import Tensor
 
 from torchtitan.components.generation import KVCache
 from torchtitan.models.transformers.description import transformers_config
-from torchtitan.models.transformers.images import image_arguments
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.errors import UserError
 
 
@@ -23,10 +21,10 @@ class ClassCache(KVCache):
     tokens each time.
 
     Args:
-        images: the images of a single text.
+        images: arguments of the class for the images of a single text.
     """
 
-    def __init__(self, images: ImageInputs | None = None) -> None:
+    def __init__(self, images: Mapping[str, Tensor] | None = None) -> None:
         self._images = images
         self._modules = []
         self.states = {}
@@ -68,7 +66,7 @@ class ClassCache(KVCache):
         takes = inspect.signature(model.forward).parameters
         more: dict[str, Any] = {}
         if self._images is not None and self._tokens_BL is None:
-            more = image_arguments(model, self._images)
+            more = dict(self._images)
         if "position_ids" in takes:
             more["position_ids"] = self._positions(model, all_BS, mask_BS, more)
         inputs = model.prepare_inputs_for_generation(

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -66,19 +67,20 @@ def run_with_images(
     tokens_BL: Tensor,
     attention: AttentionMetadata | None,
     images: ImageInputs,
+    dtype: torch.dtype,
     **options: Any,
 ) -> Any:
     """Call a class on rows of one document each, with their images. It computes the positions
     itself, which may have several dimensions."""
     mask_BL = token_mask(tokens_BL, attention)
-    inputs = image_arguments(model, images)
+    inputs = image_arguments(model, images, dtype)
     return model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs, **options)
 
 
-def image_arguments(model: Any, images: ImageInputs) -> dict[str, Tensor]:
-    """Return the arguments of a class for images, in the type of the weights that read them."""
+def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the arguments of a class for images, in `dtype`: that of the weights that read
+    them."""
     accepted = inspect.signature(model.forward).parameters
-    dtype = next(parameter.dtype for parameter in _readers(model))
     arguments = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in images.tensors.items()
@@ -87,20 +89,30 @@ def image_arguments(model: Any, images: ImageInputs) -> dict[str, Tensor]:
     return arguments | dict.fromkeys(names, images.token_types_BL)
 
 
-def without_images(model: Any, hidden_BLD: Tensor, images: ImageInputs) -> Tensor:
+def without_images(
+    readers: Sequence[nn.Parameter], hidden_BLD: Tensor, images: ImageInputs
+) -> Tensor:
     """Return hidden states that depend, with gradients of 0, on all trained parameters that read
     images, if a batch has none: each rank must have the same gradients to reduce."""
     if images.tensors or not torch.is_grad_enabled():
         return hidden_BLD
-    for parameter in _readers(model):
+    for parameter in readers:
         if parameter.requires_grad:
             hidden_BLD = hidden_BLD + 0 * parameter.flatten()[0]
     return hidden_BLD
 
 
-def _readers(model: Any) -> list[nn.Parameter]:
+def places_of_readers(model: Any) -> list[tuple[nn.Module, str]]:
+    """Return the owner and name of each parameter that reads images. Sharding and mixed precision
+    replace the parameters, but not their owners."""
     parts = parts_of(model)
-    return [*parts["vision"], *parts["projector"]]
+    readers = {id(parameter) for parameter in (*parts["vision"], *parts["projector"])}
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in readers
+    ]
 
 
 def token_mask(tokens_BL: Tensor, attention: AttentionMetadata | None) -> Tensor:

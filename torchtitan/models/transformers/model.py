@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self, cast
 
 import torch
@@ -24,6 +25,8 @@ from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.images import (
     Part,
+    image_arguments,
+    places_of_readers,
     run_with_images,
     token_mask,
     train_parts,
@@ -151,7 +154,7 @@ class TransformersModel(BaseModel):
         self.balance = (
             make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
         )
-        self._prompt_images: ImageInputs | None = None
+        self._prompt_images: dict[str, Tensor] | None = None
         self._block_names = _find_blocks(self.model)
         self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -238,6 +241,14 @@ class TransformersModel(BaseModel):
             return None
         return ClassCache(self._prompt_images)
 
+    @cached_property
+    def _places_of_readers(self) -> list[tuple[nn.Module, str]]:
+        return places_of_readers(self.model)
+
+    def image_readers(self) -> list[nn.Parameter]:
+        """Return the present parameters of the vision tower and the projector."""
+        return [getattr(module, name) for module, name in self._places_of_readers]
+
     @contextlib.contextmanager
     def reading(self, images: ImageInputs) -> Iterator[None]:
         """Let the prompt that is generated from have `images`; inside, generate from one prompt at
@@ -249,7 +260,8 @@ class TransformersModel(BaseModel):
         if not has_cache(self.config.document, self.packing.implementation):
             name = type(self.model).__name__
             raise UserError(f"{name} cannot generate from images here: its cache is not used")
-        self._prompt_images = images
+        dtype = self.image_readers()[0].dtype
+        self._prompt_images = image_arguments(self.model, images, dtype)
         try:
             yield
         finally:
@@ -289,9 +301,12 @@ class TransformersModel(BaseModel):
                 :, -tokens_BL.shape[1] :
             ]
         elif images is not None:
-            outputs = run_with_images(self.model, tokens_BL, attention, images, return_dict=True)
+            readers = self.image_readers()
+            outputs = run_with_images(
+                self.model, tokens_BL, attention, images, readers[0].dtype, return_dict=True
+            )
             hidden_BLD = captured.hidden.pop() if captured else outputs.logits
-            hidden_BLD = without_images(self.model, hidden_BLD, images)
+            hidden_BLD = without_images(readers, hidden_BLD, images)
             if self.training and balance is not None:
                 mask_N = token_mask(tokens_BL, attention).bool().flatten()
                 hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
