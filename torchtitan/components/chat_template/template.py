@@ -251,8 +251,8 @@ def resolve_chat_template(
 def load_chat_template(*folders: Path) -> ChatTemplate | None:
     """Return the first template in a model's folders: `chat_template.jinja`, else `chat_template`
     of `tokenizer_config.json` or of `chat_template.json`, which older processors have, else None.
-    Its variables include the special tokens of
-    `tokenizer_config.json`, else `special_tokens_map.json`.
+    Its variables include the special tokens of `tokenizer_config.json`, else
+    `special_tokens_map.json`.
 
     With several templates, in `additional_chat_templates/` or as a list, `tool_use` renders
     conversations with tools, and `default` all others, as in transformers. Raise `UserError` if a
