@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torchtitan.components.data.finetuning.conversation import (
 )
 from torchtitan.components.data.finetuning.row_formats import find_format, function_format
 from torchtitan.components.data.finetuning.sample_cache import first_columns
+from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import CHAT_DATASETS, resolve_source
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.rows import folder_of, reads_images
@@ -254,6 +256,141 @@ ROWS = {
         [2, 1],
     ),
 }
+
+
+NAMED = answered({"type": "image", "image": "b.png"}, text("What?"))
+
+SAMPLES = {
+    "LLaVA with the name of the packed file": (
+        {
+            "png": png(5),
+            "json": {
+                "image": "train/00017.png",
+                "conversations": [
+                    {"from": "human", "value": "<image>\nWhat?"},
+                    {"from": "gpt", "value": "yes"},
+                ],
+            },
+        },
+        (answered(IMAGE, text("\nWhat?")), [5]),
+    ),
+    "no name": ({"jpg": png(5), "json": {"messages": answered(text("What?"))}}, (ONE, [5])),
+    "images after their text, in the order of their numbers": (
+        {
+            "json": {"prompt": "<image><image><image>", "response": "yes"},
+            "10.png": png(5),
+            "9.png": png(6),
+            "left.PNG": png(7),
+        },
+        (answered(IMAGE, IMAGE, IMAGE), [6, 5, 7]),
+    ),
+    "a column of names": (
+        {
+            "json": {
+                "prompt": "What?",
+                "response": "yes",
+                "images": ["0.b.png", {"path": "d/0.a.png"}, "0.b.png"],
+            },
+            "a.png": png(5),
+            "b.png": png(6),
+            "c.png": png(7),
+        },
+        (answered(IMAGE, IMAGE, IMAGE, text("What?")), [6, 5, 6]),
+    ),
+    "parts with names": (
+        {
+            "a.png": png(5),
+            "b.png": png(6),
+            "json": {
+                "messages": answered(
+                    {"type": "image", "image": "0.b.png"},
+                    {"type": "image_url", "image_url": {"url": "0.a.png"}},
+                    {"type": "image", "path": "0.b.png"},
+                )
+            },
+        },
+        (answered(IMAGE, IMAGE, IMAGE), [6, 5, 6]),
+    ),
+    "a part without a name beside one with a name": (
+        {
+            "a.png": png(5),
+            "b.png": png(6),
+            "json": {"messages": answered(IMAGE, {"type": "image", "image": "0.a.png"})},
+        },
+        (answered(IMAGE, IMAGE), [6, 5]),
+    ),
+    "a file beside the archive": ({"json": {"messages": NAMED}}, (ONE, [2])),
+    "content in the row": (
+        {"png": png(5), "json": {"prompt": "What?", "response": "yes", "image": DATA_URL}},
+        (ONE, [7]),
+    ),
+}
+
+
+def archive_of(members: dict, folder: Path) -> Path:
+    """Write a WebDataset of one sample `0`."""
+    path = folder / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for kind, value in members.items():
+            content = value if isinstance(value, bytes) else json.dumps(value).encode()
+            member = tarfile.TarInfo(f"0.{kind}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def row_of(path: Path) -> Row:
+    source = resolve_source(str(path), catalog=CHAT_DATASETS)
+    [row] = source.rows(lambda n_bytes: None)
+    return row
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_of_webdataset_has_its_images(name, folder):
+    members, expected = SAMPLES[name]
+    values = row_of(archive_of(members, folder)).values
+    assert values is not None
+    assert read(values, folder) == expected
+
+
+def test_images_of_webdataset_are_those_that_the_library_decodes(tmp_path):
+    webdataset = pytest.importorskip("webdataset", reason="needs webdataset")
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        pixels = Image.radial_gradient("L").resize((9, 7)).convert("RGB")
+        row = {"prompt": "What?", "response": "yes"}
+        writer.write({"__key__": "0", "0.png": pixels, "1.jpg": pixels, "json": row})
+    [sample] = webdataset.WebDataset(
+        str(tmp_path / "a.tar"), shardshuffle=False, empty_check=False
+    ).decode("pil")
+    conversation = converted(row_of(tmp_path / "a.tar").values or {}, tmp_path)
+    ours = [image.decode() for image in conversation.images]
+    assert ours == [sample["0.png"], sample["1.jpg"]]
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        (
+            {"a.png": png(1), "b.png": png(2), "json": {"prompt": "x", "images": ["0.c.png"]}},
+            "its .json names the image '0.c.png', but its images are 0.a.png, 0.b.png",
+        ),
+        (
+            {"png": png(1), "json": {"prompt": "x", "images": ["c.png", "d.png"]}},
+            "its .json names the image 'c.png', but its images are 0.png",
+        ),
+    ],
+)
+def test_a_name_that_no_member_has_is_reported(members, reason, tmp_path):
+    assert row_of(archive_of(members, tmp_path)).error == reason
+
+
+def test_columns_of_media_that_text_ignores_are_reported(tmp_path):
+    members = {"png": png(1), "mp4": b"x", "wav": b"y", "json": {"prompt": "x", "response": "y"}}
+    row = row_of(archive_of(members, tmp_path)).values
+    assert row is not None
+    plain = find_format(list(row), "auto", {}, "sft")
+    assert plain.unread_columns(row) == ["videos", "audios", "images"]
+    assert reads_images(plain, ImageOpener(tmp_path)).unread_columns(row) == ["videos", "audios"]
 
 
 def of_tools(messages: list[dict]) -> list[dict]:

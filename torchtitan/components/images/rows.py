@@ -85,16 +85,38 @@ class _Images:
     indices: dict[int, int] = field(default_factory=dict)
     """Index in the column, from 0, by the number of a part that states it."""
     of_column: list[Any] = field(default_factory=list)
+    named: list[str] = field(default_factory=list)
+    """Names of the column's images that are the own images of parts."""
 
     def marked_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """Add a part's image, and return the part with text in its place."""
         number = len(self.of_parts)
-        has_own = any(part.get(key) not in (None, "", b"") for key in REFERENCE_KEYS)
-        self.of_parts.append(part if has_own else None)
+        own = next(
+            (part[key] for key in REFERENCE_KEYS if part.get(key) not in (None, "", b"")), None
+        )
+        has_own = own is not None
+        self.of_parts.append(self._named_in_column(own) or part if has_own else None)
         index = part.get("index")
         if not has_own and isinstance(index, int):
             self.indices[number] = index
         return {"type": "text", "text": f"{_OPENING}{number}{_CLOSING}"}
+
+    def _named_in_column(self, reference: Any) -> Any:
+        """Return the column's image with content whose file name a reference states, as in an
+        archive of images beside their messages; None: there is none."""
+        name = reference.get("url") if isinstance(reference, Mapping) else reference
+        base = os.path.basename(name) if isinstance(name, str) else ""
+        found = [image for image in self.of_column if base and _name_of(image) == base]
+        if len(found) != 1:
+            return None
+        self.named.append(base)
+        return found[0]
+
+
+def _name_of(image: Any) -> str:
+    """Return the file name of an image with content, empty for others."""
+    has_both = isinstance(image, Mapping) and image.get("bytes") and image.get("path")
+    return os.path.basename(str(image["path"])) if has_both else ""
 
 
 def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> Sample | None:
@@ -142,11 +164,13 @@ def _marked_row(
             f"it has images in both columns {' and '.join(filled)}; keep one of them"
         )
     images.of_column = [one for column in filled for one in _listed(row[column])]
-    return {
+    marked = {
         column: _marked_turns(images, value, column in lists)
         for column, value in row.items()
         if column not in of_images
     }
+    images.of_column = [one for one in images.of_column if _name_of(one) not in images.named]
+    return marked
 
 
 def _listed(cell: Any) -> list[Any]:

@@ -603,7 +603,10 @@ class TestWebDataset:
     def test_rows(self, tmp_path, name):
         path = self.write(tmp_path / name)
         assert rows_at(path) == [
-            Row(f"{name}, sample 000", {"text": "Text Ü\n"}),
+            Row(
+                f"{name}, sample 000",
+                {"text": "Text Ü\n", "images": [{"bytes": b"\xff", "path": "000.jpg"}]},
+            ),
             Row(f"{name}, sample v1.0/001", {"text": "later", "n": [1, 2]}),
             Row(f"{name}, sample 002", {"n": 1}),
         ]
@@ -636,11 +639,14 @@ class TestWebDataset:
         samples = webdataset.WebDataset(
             str(tmp_path / "a.tar"), shardshuffle=False, empty_check=False
         )
-        expected = [
-            Row(f"a.tar, sample {s['__key__']}", {"text": s["txt"].decode()})
-            for s in samples
-            if "txt" in s
-        ]
+        expected = []
+        for s in samples:
+            if "txt" not in s:
+                continue
+            values = {"text": s["txt"].decode()}
+            if "png" in s:
+                values["images"] = [{"bytes": s["png"], "path": f"{s['__key__']}.png"}]
+            expected.append(Row(f"a.tar, sample {s['__key__']}", values))
         rows = [row for row in rows_at(tmp_path / "a.tar") if "neither .txt" not in row.error]
         assert rows == expected and expected
         named = [row.where for row in rows_at(tmp_path / "a.tar") if row.error]

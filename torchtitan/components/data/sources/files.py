@@ -4,16 +4,13 @@ invalid row is yielded with its error."""
 import codecs
 import csv
 import io
-import itertools
-import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from torchtitan.components.data.sources.rows import (
     MAX_BLANK_CHARACTERS,
@@ -28,12 +25,11 @@ from torchtitan.components.data.sources.rows import (
     json_elements,
     json_rows,
     numbered_lines,
-    object_row,
-    parse_json,
     text_of,
     with_bounded_blanks,
 )
 from torchtitan.components.data.sources.tables import arrow_rows
+from torchtitan.components.data.sources.webdataset import Member, sample_rows
 from torchtitan.tools.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -240,14 +236,12 @@ def _pieces(file: IO[Any], path: Path, remedy: str) -> Iterator[Any]:
 
 
 def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    """Read the samples of a WebDataset: consecutive members with the same name up to the first dot
-    after the folder. The member `.json` has columns, and `.txt` the column `text`; kinds may be in
-    upper case."""
+    """Read the samples of a WebDataset."""
     with _open_bytes(path, on_read) as file:
         offset = 0
         try:
-            with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
-                for row in _samples(archive, name):
+            with tarfile.open(fileobj=file, mode="r|", tarinfo=Member) as archive:
+                for row in sample_rows(archive, name, media=column is None):
                     yield row
                     offset = archive.offset
         except tarfile.TarError as error:
@@ -256,83 +250,6 @@ def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Ite
             ) from None
         while file.read(CHUNK_SIZE):  # empty blocks at the end
             pass
-
-
-class _Member(tarfile.TarInfo):
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
-        try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as error:
-            if buf == bytes(tarfile.BLOCKSIZE):  # the end of the archive
-                raise
-            # Otherwise, tarfile would end without an error.
-            raise tarfile.ReadError(str(error)) from None
-
-
-_META = re.compile(r"__[^/]*__($|/)")
-_MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
-"""Names of members that webdataset skips, and of those that it reads: a sample and a kind."""
-
-
-class _SampleFile(NamedTuple):
-    sample: str
-    kind: str
-    member: tarfile.TarInfo
-
-
-def _sample_files(archive: tarfile.TarFile) -> Iterator[_SampleFile]:
-    """Yield the members that webdataset reads; it ignores others, such as `._a.txt` and
-    `README`."""
-    for member in archive:
-        match = _MEMBER.match(member.name)
-        if member.isfile() and match and not _META.match(member.name):
-            yield _SampleFile(match[1], match[2].lower(), member)
-
-
-def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
-    for sample, files in itertools.groupby(_sample_files(archive), attrgetter("sample")):
-        row = _sample_row(archive, f"{name}, sample {sample}", files)
-        # Hidden files in folders, such as `folder/._a.txt`, are a sample `folder/` for webdataset.
-        if row is not None or not sample.endswith("/"):
-            yield row or Row(
-                f"{name}, sample {sample}", None, "it has neither .txt nor .json; remove the sample"
-            )
-
-
-def _sample_row(archive: tarfile.TarFile, where: str, files: Iterable[_SampleFile]) -> Row | None:
-    """Return the row of a sample; None for a sample without text."""
-    values: dict[str, Any] = {}
-    kinds: set[str] = set()
-    errors = []
-    for _, kind, member in files:
-        if member.size > MAX_ROW_CHARACTERS:
-            raise UserError(
-                f"{where}: {member.name} has more than {MAX_ROW_CHARACTERS:,} bytes; split or "
-                "remove it"
-            )
-        if kind in kinds:
-            errors.append(
-                f"there are several members .{kind}, the last one {member.name}; keep one of them"
-            )
-        kinds.add(kind)
-        if kind not in ("txt", "json"):
-            continue
-        content: Any = archive.extractfile(member)
-        try:
-            text = content.read().decode()
-            row = (
-                object_row(where, parse_json(text))
-                if kind == "json"
-                else Row(where, {"text": text})
-            )
-            values |= row.values or {}
-            errors += [row.error] if row.error else []
-        except ValueError as failure:  # also if it is not UTF-8
-            errors.append(f"{member.name} is broken, {failure}")
-    if errors:
-        return Row(where, None, errors[0])
-    return Row(where, values) if kinds & {"txt", "json"} else None
 
 
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
