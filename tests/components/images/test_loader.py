@@ -1,5 +1,6 @@
 """Batches of conversations with images."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 from tests.models.test_images import options, write_rows
 from tests.tiny_vision import vision_folder
 from tests.training import tiny_config
+from torchtitan.components.data.finetuning import sample_cache
 from torchtitan.components.images.loader import ImageDataLoader, processor_of
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
@@ -224,3 +226,17 @@ def test_data_with_images_is_not_prepared(
     assert data([*words, "--config", "sft_images", "--hf_assets_path", str(model)]) == 2
     assert "data with images cannot be prepared" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_with_large_images_are_tokenized_in_small_batches(
+    rows: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = base64.b64encode((rows.parent / "1-0.png").read_bytes()).decode()
+    for _ in range(3):
+        append(rows, [{"type": "image", "image": f"data:image/png;base64,{content}"}])
+    [(source, format)] = ImageDataLoader.Config(dataset=[str(rows)]).rows()
+    monkeypatch.setattr(sample_cache, "BATCH_BYTES", 1)
+    sizes = [
+        len(batch) for batch in sample_cache._batches(source.rows(lambda n_bytes: None), format)
+    ]
+    assert sizes[1:] == [1, 1] and sizes[0] > 1

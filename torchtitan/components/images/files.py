@@ -5,7 +5,7 @@ import binascii
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from torchtitan.components.data.finetuning.conversation import BrokenSample, shortened
 from torchtitan.components.data.sources.rows import first_line, kind_of
+from torchtitan.components.images.remote import MOST_BYTES, RemoteImages
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import (
     is_file_name,
@@ -27,9 +28,6 @@ from torchtitan.tools.redact import redact
 
 if TYPE_CHECKING:
     from PIL import Image
-
-MOST_BYTES = 2**28
-"""Largest encoded image."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
 """Formats of Pillow. Others are seldom images of training data, and some run programs: EPS runs
@@ -240,12 +238,19 @@ class ImageOpener:
     Args:
         folder: the data's folder, which contains all files that rows name; None: there is none.
         image_root: folder instead of `folder`; empty: none.
+        remote: fetches images behind URLs; None: such images are refused.
 
     Raises:
         UserError: `image_root` is not a folder.
     """
 
-    def __init__(self, folder: Path | None, image_root: str = ""):
+    def __init__(
+        self,
+        folder: Path | None,
+        image_root: str = "",
+        remote: RemoteImages | None = None,
+    ):
+        self._remote = remote
         if image_root:
             folder = Path(image_root).expanduser()
             if not folder.is_dir():
@@ -255,6 +260,16 @@ class ImageOpener:
                 )
         self.folder = folder.absolute() if folder else None
         """Folder of relative paths, which no path may leave."""
+
+    @property
+    def fetches(self) -> bool:
+        return self._remote is not None
+
+    def prefetch(self, references: Iterable[Any]) -> None:
+        """Fetch the remote images among references at the same time; `open` reports failures."""
+        if self._remote is not None:
+            texts = (_text_in(reference) for reference in references)
+            self._remote.prefetch({text for text in texts if text and _is_remote(text)})
 
     def open(self, reference: Any) -> ImageFile:
         """Return the image of a row's reference: a path, `file:` or data URL, content (bytes, or
@@ -270,14 +285,14 @@ class ImageOpener:
                 f"it must be a path, a URL, bytes or an object with one of these, not "
                 f"{kind_of(reference)}"
             )
-        found = [key for key in REFERENCE_KEYS if reference.get(key) not in (None, "", b"")]
-        if not found:
+        key = filled_key(reference)
+        if key is None:
             keys = ", ".join(map(str, reference))
             raise BrokenSample(
                 f"it has none of {', '.join(REFERENCE_KEYS)}, but {keys or 'no key'}"
             )
-        value = reference[found[0]]
-        if found[0] in ("bytes", "data") and isinstance(value, str):
+        value = reference[key]
+        if key in ("bytes", "data") and isinstance(value, str):
             return _image_file("", _from_base64(value))
         return self.open(value)
 
@@ -287,14 +302,27 @@ class ImageOpener:
         if text.startswith("file:"):
             return self._open_path(_path_in_url(text))
         if is_url(text):
-            shown = shortened(redact(without_query(text)))
-            raise BrokenSample(
-                f"{shown} is a remote URL, which is not fetched; download it first, and name the "
-                "file"
-            )
+            return self._open_url(text)
         if text.startswith(_BASE64_STARTS) and not self._is_inside(text):
             return _image_file("", _from_base64(text))
         return self._open_path(text)
+
+    def _open_url(self, url: str) -> ImageFile:
+        if self._remote is None:
+            raise BrokenSample(
+                f"{shown_url(url)} is a remote URL; set --dataloader.fetch_images to fetch such "
+                "images, or download them and name the files"
+            )
+        try:
+            path = self._remote.fetch(url)
+            content = read_regular(path, most=MOST_BYTES)
+            try:
+                return _image_file(str(path), content)
+            except BrokenSample:
+                path.unlink(missing_ok=True)  # so that it is fetched again after its repair
+                raise
+        except BrokenSample as error:
+            raise BrokenSample(f"{shown_url(url)}: {error}") from error
 
     def _is_inside(self, name: str) -> bool:
         return self.folder is not None and is_file_name(name) and os.path.isfile(self.folder / name)
@@ -333,10 +361,31 @@ REFERENCE_KEYS = ("bytes", "data", "path", "url", "image_url", "image", "source"
 """Keys of objects with an image, the first filled one is used: `datasets` prefers bytes."""
 
 
+def filled_key(reference: Mapping[str, Any]) -> str | None:
+    """Return the key of an object with its image; None: it has none."""
+    return next((key for key in REFERENCE_KEYS if reference.get(key) not in (None, "", b"")), None)
+
+
+def _text_in(reference: Any) -> str | None:
+    """Return the path or URL of a reference; None for content."""
+    while isinstance(reference, Mapping):
+        reference = reference.get(filled_key(reference) or "")
+    return reference if isinstance(reference, str) else None
+
+
+def _is_remote(text: str) -> bool:
+    return is_url(text) and not text.startswith("file:")
+
+
 def _image_file(path: str, content: bytes) -> ImageFile:
     """Return an image, whose content is kept if it has no path. Damage is found here, not when
     training uses the image."""
     return ImageFile(path, b"" if path else content, _digest(content), *size_of(content))
+
+
+def shown_url(url: str) -> str:
+    """Return a URL for messages, without what may be secret."""
+    return shortened(redact(without_query(url)))
 
 
 def _from_data_url(url: str) -> bytes:

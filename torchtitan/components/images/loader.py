@@ -19,10 +19,11 @@ from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import ImageEncoder
 from torchtitan.components.images.files import ImageFile, ImageOpener
 from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.remote import RemoteImages
 from torchtitan.components.images.rows import folder_of, reads_images
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.images import ImageInputs
-from torchtitan.tools.digests import digest_of
+from torchtitan.tools.digests import cache_root, digest_of
 from torchtitan.tools.errors import UserError
 
 
@@ -42,6 +43,9 @@ class ImageDataLoader(SFTDataLoader):
         image_root: str = ""
         """Folder with the images, to which paths in the data are relative; empty: the folder of the
         data file."""
+        fetch_images: bool = False
+        """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
+        such rows are broken."""
 
         def validate(self) -> None:
             SFTDataLoader.Config.validate(self)
@@ -57,8 +61,13 @@ class ImageDataLoader(SFTDataLoader):
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
+            remote = RemoteImages(cache_root(self.cache_dir) / "fetched")
+            fetched = remote if self.fetch_images else None
             return [
-                (source, reads_images(format, ImageOpener(folder_of(source), self.image_root)))
+                (
+                    source,
+                    reads_images(format, ImageOpener(folder_of(source), self.image_root, fetched)),
+                )
                 for source, format in SFTDataLoader.Config.rows(self)
             ]
 

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from torchtitan.components.data.finetuning.conversation import (
 )
 from torchtitan.components.data.finetuning.row_formats import RowFormat, convert_by_function
 from torchtitan.components.data.sources.source import Source
-from torchtitan.components.images.files import REFERENCE_KEYS, ImageOpener
+from torchtitan.components.images.files import ImageOpener, filled_key
 
 COLUMNS = tuple(spell(name) for name in IMAGE_COLUMNS for spell in (str, str.title, str.upper))
 """Columns with images, unless `--dataloader.columns` names another one."""
@@ -67,10 +67,11 @@ def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
     another number of images than of their places, and for images that are not in a conversation or
     that the assistant writes. Rows without images are converted as before."""
     named = tuple(column for column in IMAGE_COLUMNS if column in format.mapping)
-    key = [format.fingerprint, "images", str(opener.folder)]
+    key = [format.fingerprint, "images", str(opener.folder), opener.fetches]
     return replace(
         format,
         convert=partial(_convert, format, opener),
+        prefetch=partial(_prefetch, format, opener) if opener.fetches else None,
         optional=(*format.optional, *(named or COLUMNS)),
         fingerprint=json.dumps(key),
     )
@@ -91,11 +92,9 @@ class _Images:
     def marked_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """Add a part's image, and return the part with text in its place."""
         number = len(self.of_parts)
-        own = next(
-            (part[key] for key in REFERENCE_KEYS if part.get(key) not in (None, "", b"")), None
-        )
-        has_own = own is not None
-        self.of_parts.append(self._named_in_column(own) or part if has_own else None)
+        key = filled_key(part)
+        has_own = key is not None
+        self.of_parts.append(self._named_in_column(part[key]) or part if key else None)
         index = part.get("index")
         if not has_own and isinstance(index, int):
             self.indices[number] = index
@@ -117,6 +116,18 @@ def _name_of(image: Any) -> str:
     """Return the file name of an image with content, empty for others."""
     has_both = isinstance(image, Mapping) and image.get("bytes") and image.get("path")
     return os.path.basename(str(image["path"])) if has_both else ""
+
+
+def _prefetch(format: RowFormat, opener: ImageOpener, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Fetch the remote images of rows. Those that a function of the user makes are fetched when its
+    row is converted."""
+    images = _Images()
+    references = []
+    for row in rows:
+        with suppress(BrokenSample):  # which the conversion reports
+            _marked_row(images, format.mapping, row)
+        references += images.of_column
+    opener.prefetch([*images.of_parts, *references])
 
 
 def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> Sample | None:

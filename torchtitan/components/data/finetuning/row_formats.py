@@ -65,6 +65,8 @@ class RowFormat:
     """User function that converts the rows to those of known formats."""
     fingerprint: str = ""
     """Cache key of the conversion, set by `find_format`."""
+    prefetch: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
+    """Called with the rows of a batch before they are converted, to wait for the network once."""
 
     @property
     def columns(self) -> tuple[str, ...]:

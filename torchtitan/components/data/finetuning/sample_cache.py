@@ -59,6 +59,10 @@ SOURCES = (
 cache."""
 
 BATCH_ROWS = 1024
+BATCH_BYTES = 1 << 28
+"""Bytes of images in rows from which on fewer rows are tokenized together."""
+
+PREFETCHED_ROWS = 128
 
 
 @cache
@@ -316,19 +320,47 @@ def _encode(
 ) -> Iterator[
     tuple[Row, Sample | BrokenSample | Dropped, Sequence[EncodedRow] | BrokenSample | Dropped]
 ]:
-    rows, checked = iter(rows), False
-    while batch := list(itertools.islice(rows, BATCH_ROWS)):
-        converted = [_convert(row, format) for row in batch]
-        usable = [sample for sample in converted if not isinstance(sample, (BrokenSample, Dropped))]
+    checked = False
+    for batch in _batches(rows, format):
+        usable = [sample for _, sample in batch if not isinstance(sample, (BrokenSample, Dropped))]
         if not checked and not all(isinstance(sample, Text) for sample in usable):
             encoder.check()
             checked = True
         encoded = iter(encoder.encode_batch(usable))
-        for row, sample in zip(batch, converted, strict=True):
+        for row, sample in batch:
             if isinstance(sample, (BrokenSample, Dropped)):
                 yield row, sample, sample
             else:
                 yield row, sample, next(encoded)
+
+
+def _batches(
+    rows: Iterable[Row], format: RowFormat
+) -> Iterator[list[tuple[Row, Sample | BrokenSample | Dropped]]]:
+    """Yield rows with their samples, `BATCH_ROWS` at a time, fewer if they contain images of more
+    than `BATCH_BYTES`."""
+    batch: list[tuple[Row, Sample | BrokenSample | Dropped]] = []
+    n_bytes = 0
+    for row in _prefetched(rows, format):
+        sample = _convert(row, format)
+        batch.append((row, sample))
+        n_bytes += sum(len(image.content) for image in getattr(sample, "images", ()))
+        if len(batch) == BATCH_ROWS or n_bytes > BATCH_BYTES:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _prefetched(rows: Iterable[Row], format: RowFormat) -> Iterator[Row]:
+    """Yield rows after what they name was fetched."""
+    if format.prefetch is None:
+        yield from rows
+        return
+    rows = iter(rows)
+    while waiting := list(itertools.islice(rows, PREFETCHED_ROWS)):
+        format.prefetch([row.values for row in waiting if row.values is not None])
+        yield from waiting
 
 
 def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
