@@ -261,9 +261,9 @@ class TestMessages:
         ("changes", "expected"),
         [
             (
-                {"quantization_config": {"quant_method": "gptq"}, "is_causal": False},
-                "config.json: quantization_config has 'gptq', and only weights of fp8, fbgemm_fp8, "
-                "mxfp4, compressed-tensors (float-quantized) can be loaded; use the model before "
+                {"quantization_config": {"quant_method": "aqlm"}, "is_causal": False},
+                "config.json: quantization_config has 'aqlm', and only weights of fp8, fbgemm_fp8, "
+                "mxfp4, gptq, awq, bitsandbytes, compressed-tensors, modelopt can be loaded; use the model before "
                 "quantization",
             ),
             (

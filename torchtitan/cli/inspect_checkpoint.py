@@ -106,7 +106,8 @@ def _examine(
                 source = open_source(path)
                 states = {"model": source.specs}
                 if isinstance(source, DequantizedSource):
-                    facts["quantized"] = f"{source.method}, read as bfloat16"
+                    types = [str(dtype).removeprefix("torch.") for dtype in source.types]
+                    facts["quantized"] = f"{source.method}, read as {' and '.join(types)}"
         except UserError as error:
             faults.append(str(error))
     if found in ("hf", "meta"):

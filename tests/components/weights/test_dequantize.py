@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tests.components.weights.test_formats import CountingSource
 from torchtitan.cli.main import main
-from torchtitan.components.weights import dequantize, open_source
+from torchtitan.components.weights import open_source
+from torchtitan.components.weights.dequantize import DequantizedSource, check_quantization, methods
+from torchtitan.components.weights.dequantize.scaled import scaled_weights
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
@@ -39,7 +41,7 @@ def assert_reads(folder: Path, name: str, expected: Tensor) -> None:
     source = open_source(folder)
     assert list(source.specs) == [name]
     assert source.specs[name].shape == expected.shape
-    assert source.specs[name].dtype == expected.dtype == torch.bfloat16
+    assert source.specs[name].dtype == expected.dtype
     assert torch.equal(source.read(name), expected)
     ranges = [
         [(0, size), (size // 3, size - 1), (size // 2, size // 2 + 1)] for size in expected.shape
@@ -51,7 +53,7 @@ def assert_reads(folder: Path, name: str, expected: Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(dequantize, "_COMPUTED_ELEMENTS", 333)
+    monkeypatch.setattr(methods, "_COMPUTED_ELEMENTS", 333)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,8 @@ def test_row_scales_of_other_methods(tmp_path, method):
 def test_only_requested_rows_are_read():
     tensors = {"a": torch.ones(96, 48).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(3, 3)}
     source = CountingSource(tensors)
-    dequantize.DequantizedSource(source, "fp8", [32, 16]).read("a", (slice(30, 40), slice(0, 5)))
+    weights = scaled_weights(source.specs, [32, 16])
+    DequantizedSource(source, weights).read("a", (slice(30, 40), slice(0, 5)))
     assert source.elements["a"] == 10 * 48
 
 
@@ -350,8 +353,8 @@ def test_wrong_block_size_is_named(tmp_path, value):
 
 
 def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
-    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    message = "quantization_config has 'gptq', and only weights of fp8, "
+    change_config(folder, quantization_config={"quant_method": "aqlm", "bits": 4})
+    message = "quantization_config has 'aqlm', and only weights of fp8, "
     own = [
         "--module",
         "llama3",
@@ -374,14 +377,14 @@ def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("quantization", "method"),
     [
-        ({"quant_method": "awq"}, "'awq'"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+        ({"quant_method": "aqlm"}, "'aqlm'"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            r"'compressed-tensors \(pack-quantized\)'",
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            r"'compressed-tensors \(marlin-24\)'",
         ),
-        ({"bits": 4}, "'unknown'"),
-        ("awq", "'awq'"),
+        ({"quant_algo": "W4A16_AWQ"}, r"'modelopt \(W4A16_AWQ\)'"),
+        ({"bits": 4}, "has no quant_method, but bits; add the method"),
+        ("hqq", "'hqq'"),
     ],
     ids=str,
 )
@@ -391,4 +394,4 @@ def test_method_is_found(tmp_path, quantization, method, key):
     section = {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(section if key in section else {key: section}))
     with pytest.raises(UserError, match=method):
-        dequantize.check_quantization(tmp_path)
+        check_quantization(tmp_path)

@@ -12,7 +12,7 @@ from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, LocalFolder, folder_at
 from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, identify_content
 from torchtitan.components.weights import huggingface, torch_files
-from torchtitan.components.weights.dequantize import dequantized, read_method
+from torchtitan.components.weights.dequantize import DESCRIPTIONS, dequantized, read_method
 from torchtitan.protocols.tensor_source import TensorSource, summarize_names
 from torchtitan.tools.digests import cache_root, remembered, threads
 from torchtitan.tools.errors import UserError
@@ -84,8 +84,8 @@ def formats_in(folder: Path) -> dict[Format, str]:
 
 def open_source(path: str | Path) -> TensorSource:
     """Return the weights of the checkpoint in the folder `path`, with the names and shapes of its
-    files; weights in FP8 and MXFP4 as bfloat16. Raise `UserError` if the folder has no checkpoint,
-    or it cannot be read."""
+    files; quantized weights as floating-point numbers. Raise `UserError` if the folder has no
+    checkpoint, or it cannot be read."""
     source_format = format_of(path)
     if source_format == "dcp":
         # Deferred: DCP takes a second to import.
@@ -155,7 +155,7 @@ def _files_of(folder: Path, source_format: Format) -> list[Path]:
     else:
         single, index = _PICKLED if formats_in(folder)["hf"] in _PICKLED else _SAFETENSORS
         weights = list(huggingface.files_of(folder, single, index))
-        described = [folder / index, folder / "config.json"]
+        described = [folder / name for name in (index, "config.json", *DESCRIPTIONS)]
     return [*weights, *(file for file in described if file.is_file())]
 
 

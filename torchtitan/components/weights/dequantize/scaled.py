@@ -1,0 +1,132 @@
+"""Weights in FP8 and FP4, read as bfloat16: products of values and scales in float32, rounded.
+
+In FP8, there is a scale for a whole weight, for each row or column, or for each block of rows and
+columns. In FP4, a byte holds two values (E2M1, the lower half first), and 32 values of a row share
+a power of two, stored as its exponent plus 127 (Open Compute Project, "Microscaling Formats
+Specification", 2023). gpt-oss's files name these bytes `X_blocks` (experts, outputs, groups, 16)
+and the scales `X_scales`; its weight `X` is (experts, inputs, outputs).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchtitan.components.weights.dequantize.weight import QuantizedWeight, read_part
+from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
+from torchtitan.tools.errors import UserError
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_POWERS = (torch.float8_e8m0fnu, torch.uint8)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, *_POWERS)
+_PACKED = "_blocks"
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_PAIRS = torch.cartesian_prod(torch.cat([_FP4, -_FP4]), torch.cat([_FP4, -_FP4])).flip(1)
+"""The two FP4 values of each byte."""
+
+
+def scaled_weights(
+    specs: Mapping[str, TensorSpec], block: Sequence[int] = (1, 1)
+) -> dict[str, QuantizedWeight]:
+    """Return the weights in FP8 and FP4 by name. Raise `UserError`, naming the tensor, if a scale
+    is missing or wrong.
+
+    Args:
+        specs: stored tensors.
+        block: rows and columns of a weight in FP8 that share a scale; (1, 1): no such blocks.
+    """
+    found = [_find_weight(name, specs, block) for name in specs]
+    return {weight.values.removesuffix(_PACKED): weight for weight in found if weight}
+
+
+@dataclass
+class _ScaledWeight(QuantizedWeight):
+    values: str
+    scale: str
+    shape: torch.Size
+    steps: tuple[int, ...]
+    """Per dimension, how many consecutive values share a scale; () for a single scale."""
+
+    def __post_init__(self) -> None:
+        self.spec = TensorSpec(self.shape, torch.bfloat16)
+        self.stored = (self.values, self.scale)
+
+    def read(self, source: TensorSource, items: slice) -> Tensor:
+        values = read_part(source, self.values, items)
+        if values.dtype not in _FP8:
+            values = unpack_fp4(values).flatten(len(self.shape) - 1)
+        if not self.steps:
+            scale = _to_float(source.read(self.scale)).reshape(())
+            return values.float().mul_(scale).bfloat16()
+        step = self.steps[0]
+        scale = _to_float(
+            read_part(source, self.scale, slice(items.start // step, ceil(items.stop / step)))
+        )
+        for dim, step in enumerate(self.steps):
+            if scale.shape[dim] > 1:
+                start = items.start % step if dim == 0 else 0
+                scale = scale.repeat_interleave(step, dim).narrow(dim, start, values.shape[dim])
+        product = values.float().mul_(scale).bfloat16()
+        return product.mT if self.values.endswith(_PACKED) else product
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """Return the values (..., n, 2) of bytes (..., n), float32."""
+    # faster than indexing
+    return functional.embedding(packed.view(torch.uint8).int(), _PAIRS)
+
+
+def _to_float(scale: Tensor) -> Tensor:
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+
+
+def _find_weight(
+    name: str, specs: Mapping[str, TensorSpec], block: Sequence[int]
+) -> _ScaledWeight | None:
+    """Return the weight with the values `name`; None for other tensors."""
+    spec, (layer, _, kind) = specs[name], name.rpartition(".")
+    is_packed = name.endswith(_PACKED) and spec.dtype == torch.uint8 and len(spec.shape) == 4
+    names = (
+        [name.removesuffix(_PACKED) + "_scales"]
+        if is_packed
+        else [f"{name}_scale_inv", f"{name}_scale"]
+    )
+    names += [f"{layer}.scale", f"{layer}.qscale_weight"] if kind == "weight" else []
+    scale = next((each for each in names if each in specs), "")
+    # DeepSeek-V4's experts are FP4 in bytes of type int8.
+    is_fp4 = is_packed or bool(scale) and spec.dtype == torch.int8 and specs[scale].dtype in _POWERS
+    is_scale = name.endswith("weight_scale")  # NVFP4's are in FP8
+    if not is_fp4 and (spec.dtype not in _FP8 or len(spec.shape) < 2 or is_scale):
+        return None
+    if not scale:
+        raise UserError(f"{name} is quantized, but its scale {names[0]} is missing")
+    n_outer, stored = 2 if is_packed else len(spec.shape) - 1, specs[scale]
+    shape = (*spec.shape[:n_outer], spec.shape[n_outer:].numel() * (2 if is_fp4 else 1))
+    steps = _find_steps(stored.shape, shape, (1, 32) if is_fp4 else block)
+    if steps is None or stored.dtype not in _SCALES or is_packed and stored.shape != spec.shape[:3]:
+        dtype = str(stored.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{scale}, {dtype} {list(stored.shape)}, cannot scale the weight {name} {list(shape)}"
+        )
+    return _ScaledWeight(
+        name, scale, torch.Size((shape[0], *shape[:0:-1]) if is_packed else shape), steps
+    )
+
+
+def _find_steps(
+    scale: torch.Size, shape: Sequence[int], block: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return `_Weight.steps` for scales of blocks, or of whole rows, columns or tensors; None if
+    the shape is wrong."""
+    if len(scale) != len(shape):
+        return () if scale.numel() == 1 else None
+    blocks = (*[1] * (len(shape) - 2), *block)
+    possible = [
+        {ceil(size / n): n, size: 1, 1: max(1, size)} for size, n in zip(shape, blocks, strict=True)
+    ]
+    steps = tuple(found.get(n_scales, 0) for found, n_scales in zip(possible, scale, strict=True))
+    return steps if all(steps) else None
