@@ -21,6 +21,7 @@ from torchtitan.models.transformers.description import (
     checked_document,
     transformers_config,
 )
+from torchtitan.models.transformers.document_rows import document_rows
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.images import (
@@ -286,7 +287,7 @@ class TransformersModel(BaseModel):
         **head_inputs: Any,
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see
-        `torchtitan.models.common.decoder.Decoder.forward`. With `images`, each row is one document.
+        `torchtitan.models.common.decoder.Decoder.forward`.
 
         The auxiliary loss of routers, if the class returns one, is computed over the global batch
         in the steps of a `LoadBalancer`, which do not show it; elsewhere, a loss includes the
@@ -302,13 +303,14 @@ class TransformersModel(BaseModel):
             ]
         elif images is not None:
             readers = self.image_readers()
+            tokens_NM, of_rows, images, pack = document_rows(tokens_BL, attention, images)
             outputs = run_with_images(
-                self.model, tokens_BL, attention, images, readers[0].dtype, return_dict=True
+                self.model, tokens_NM, of_rows, images, readers[0].dtype, return_dict=True
             )
-            hidden_BLD = captured.hidden.pop() if captured else outputs.logits
+            hidden_BLD = pack(captured.hidden.pop() if captured else outputs.logits)
             hidden_BLD = without_images(readers, hidden_BLD, images)
             if self.training and balance is not None:
-                mask_N = token_mask(tokens_BL, attention).bool().flatten()
+                mask_N = token_mask(tokens_NM, of_rows).bool().flatten()
                 hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
         else:
             options = {
