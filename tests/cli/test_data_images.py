@@ -112,3 +112,20 @@ def test_the_images_of_a_model_are_shown(tmp_path, capsys, monkeypatch):
     assert re.search(r"<.vision_start.>\[image 640x427: 28 tokens\]<.vision_end.> or ", printed)
     assert "[image 8x8: 4 tokens]" in printed and "No <image>" in printed
     assert (tmp_path / "page.html").read_text().count("<img src=") == 2
+
+
+@pytest.mark.slow
+def test_the_images_of_pairs_are_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    folder = vision_folder("qwen3_vl", tmp_path / "model")
+    Image.new("RGB", (640, 427), "red").save(tmp_path / "a.png")
+    row = {"prompt": "Red?", "chosen": "Yes.", "rejected": "No."}
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, [row | {"image": "a.png"}, row])))
+    options = ["--module", "preference", "--config", "dpo_images", "--hf_assets_path", str(folder)]
+    assert main(["data", "inspect", *options, "--dataloader.dataset", str(data)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("[image 640x427: 28 tokens]") == 2
+    assert "rows.jsonl:1 rejected" in printed and "rows.jsonl:2 chosen" in printed
+    assert main(["data", "prepare", str(data), "--out", str(tmp_path / "out"), *options]) == 2
+    assert "data with images cannot be prepared" in capsys.readouterr().err

@@ -132,13 +132,14 @@ def _open(
     from torchtitan.components.data.prepare.prepared import find_prepared
     from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS, Source
     from torchtitan.components.images.loader import ImageDataLoader
+    from torchtitan.components.images.preference import ImagePreferenceDataLoader
 
     loader = config.dataloader
     if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
         raise UserError(
             f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared"
         )
-    if isinstance(loader, ImageDataLoader.Config):
+    if isinstance(loader, ImageDataLoader.Config | ImagePreferenceDataLoader.Config):
         raise UserError(
             "data with images cannot be prepared: the result would not contain the images; train "
             "on the data itself"

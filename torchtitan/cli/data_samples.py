@@ -126,14 +126,17 @@ def _with_images(
 ) -> Row:
     """Return a row with images in the place of their tokens. `numbers` are those of its
     documents."""
-    from torchtitan.components.images.loader import ImageDataLoader, processor_of
+    from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+    from torchtitan.components.images.loader import processor_of
 
-    assert isinstance(loader, ImageDataLoader)
+    assert isinstance(loader, PlannedDataLoader)
     processor = processor_of(tokenizer)
     known = [number for number in numbers.tolist() if number != NO_DOCUMENT]
+    samples = [loader.samples.sample(number) for number in known]
+    of_documents = [sample.images for sample in samples for _ in sample.parts]
     documents = []
-    for document, number in zip(row.documents, known, strict=True):
-        images = [ImageFile.from_json(one) for one in loader.samples.sample(number).images]
+    for document, stored in zip(row.documents, of_documents, strict=True):
+        images = [ImageFile.from_json(one) for one in stored]
         sizes = [(image.width, image.height) for image in images]
         expansions = processor.expansions(sizes) if sizes else []
         places = [

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.base import Batch
+from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.data.sequence_cache import SequenceCache
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.token_result import TokenResult
@@ -243,7 +243,9 @@ class ReferenceTrainer(FrozenModelTrainer):
     def log_probs(self, model: str, batch: Batch) -> Tensor:
         """Return the log-probability of each label (B, L)."""
         inputs, labels_BL = (batch["input"], batch.get("attention")), batch["labels"]
-        values_BL: Tensor = self.models[model](*inputs, head=token_log_probs, labels_BL=labels_BL)
+        values_BL: Tensor = self.models[model](
+            *inputs, head=token_log_probs, labels_BL=labels_BL, **images_in(batch)
+        )
         return values_BL
 
     def reference_log_probs(self, batch: Batch) -> Tensor:

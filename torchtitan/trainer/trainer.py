@@ -18,7 +18,7 @@ from torchtitan.components.checkpoint import CheckpointManager, list_checkpoints
 from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import StartDecision
-from torchtitan.components.data.base import BaseDataLoader, Batch
+from torchtitan.components.data.base import BaseDataLoader, Batch, images_in
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.losses.loss import IGNORE_INDEX, Measures
 from torchtitan.components.observe.metrics import MetricsProcessor
@@ -798,13 +798,12 @@ class Trainer(Configurable):
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
-        images = {"images": batch["images"]} if "images" in batch else {}
         loss: Tensor = model(
             batch["input"],
             batch.get("attention"),
             head=self.loss,
             labels_BL=batch["labels"],
-            **images,
+            **images_in(batch),
         )
         return loss
 

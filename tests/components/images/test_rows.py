@@ -13,6 +13,7 @@ from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     EmptySample,
+    Pair,
 )
 from torchtitan.components.data.finetuning.row_formats import find_format, function_format
 from torchtitan.components.data.finetuning.sample_cache import first_columns
@@ -508,14 +509,129 @@ def test_an_empty_row_is_reported_before_its_images_are_opened(folder):
 @pytest.mark.parametrize(
     ("kind", "row"),
     [
-        ("preference", {"prompt": "What?", "chosen": "a", "rejected": "b", "images": ["a.png"]}),
-        ("preference", {"prompt": [said(A)], "chosen": "a", "rejected": "b"}),
         ("prompt", {"prompt": [said(A, text("What?"))], "answer": "a"}),
     ],
 )
 def test_other_rows_with_images_are_refused(kind, row, folder):
     with pytest.raises(BrokenSample, match="use --config sft_images or lora_images"):
         converted(row, folder, kind=kind)
+
+
+def in_pair(words: str) -> list[dict]:
+    return [{"role": "assistant", "content": words}]
+
+
+QUESTION, BOTH = [said(IMAGE, text("What?"))], {"chosen": in_pair("yes"), "rejected": in_pair("no")}
+OF_B = [said(B, text("What?"))]
+PAIRS = {
+    "TRL": {"images": ["b.png"], "prompt": QUESTION, **BOTH},
+    "TRL, implicit prompt": {
+        "images": ["b.png"],
+        **{side: QUESTION + answer for side, answer in BOTH.items()},
+    },
+    "parts": {"prompt": OF_B, **BOTH},
+    "parts, implicit prompt": {side: OF_B + answer for side, answer in BOTH.items()},
+    "renamed": {f"{side}_messages": OF_B + answer for side, answer in BOTH.items()},
+    "RLHF-V": {"image": {"bytes": png(2)}, "question": "What?", "chosen": "yes", "rejected": "no"},
+    "LLaMA-Factory": {
+        "conversations": [{"from": "human", "value": "<image>What?"}],
+        "chosen": {"from": "gpt", "value": "yes"},
+        "rejected": {"from": "gpt", "value": "no"},
+        "images": ["b.png"],
+    },
+    "ms-swift": {
+        "messages": [{"role": "user", "content": "<image>What?"}, *in_pair("yes")],
+        "rejected_response": "no",
+        "images": ["b.png"],
+    },
+    "ms-swift, messages": {
+        "messages": [*OF_B, *in_pair("yes")],
+        "rejected_messages": [*OF_B, *in_pair("no")],
+    },
+    "ms-swift, images of both": {
+        "messages": [*QUESTION, *in_pair("yes")],
+        "rejected_response": in_pair("no"),
+        "images": ["b.png"],
+        "rejected_images": ["b.png"],
+    },
+    "Alpaca": {"instruction": "What?", "chosen": "yes", "rejected": "no", "images": ["b.png"]},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_has_the_images_of_its_prompt(name, folder):
+    before = repr(PAIRS[name])
+    pair = converted(PAIRS[name], folder, kind="preference")
+    assert isinstance(pair, Pair)
+    assert pair.prompt.messages == QUESTION
+    assert [image.width for image in pair.prompt.images] == [2]
+    assert (pair.chosen, pair.rejected) == (in_pair("yes"), in_pair("no"))
+    assert repr(PAIRS[name]) == before
+
+
+def test_images_of_several_turns_of_a_prompt_keep_their_order(folder):
+    prompt = [said(C), *in_pair("c"), said(text("and "), A)]
+    row = {side: prompt + answer for side, answer in BOTH.items()}
+    pair = converted(row, folder, kind="preference")
+    assert [image.width for image in pair.prompt.images] == [3, 1]
+    assert pair.prompt.messages == [said(IMAGE), *in_pair("c"), said(text("and "), IMAGE)]
+
+
+BROKEN_PAIRS = {
+    "another image of the other prompt": (
+        {"chosen": [said(A), *in_pair("yes")], "rejected": [said(B), *in_pair("no")]},
+        "chosen and rejected have different images",
+    ),
+    "an image after the answer": (
+        {"prompt": "What?", "chosen": [*in_pair("yes"), said(A)], "rejected": in_pair("no")},
+        "chosen and rejected have different images, or images besides",
+    ),
+    "an image after both answers": (
+        {"prompt": "Hi", **{side: [*one, said(A), *one] for side, one in BOTH.items()}},
+        "chosen has an image or the mark <image> in or after the answer",
+    ),
+    "a mark in an answer": (
+        {"prompt": "What?", "chosen": "a", "rejected": "an <image>", "image": "a.png"},
+        "rejected has an image or the mark <image>",
+    ),
+    "too few images": (
+        {"prompt": "<image> or <image>", "chosen": "a", "rejected": "b", "image": "a.png"},
+        "it has 2 places for images .* but 1 in a column",
+    ),
+    "no file": (
+        {"prompt": "What?", "chosen": "a", "rejected": "b", "image": "none.png"},
+        "image 1: .*none.png does not exist",
+    ),
+    "other images of the rejected answer": (
+        {
+            "messages": [*QUESTION, *in_pair("yes")],
+            "rejected_response": "no",
+            "images": ["a.png"],
+            "rejected_images": ["b.png"],
+        },
+        "rejected_images has other images",
+    ),
+    "no answer": (
+        {"messages": OF_B, "rejected_response": "no"},
+        "messages must end with the chosen answer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_PAIRS)
+def test_a_pair_whose_images_cannot_be_used_is_broken(name, folder):
+    row, reason = BROKEN_PAIRS[name]
+    with pytest.raises(BrokenSample, match=reason):
+        converted(row, folder, kind="preference")
+
+
+def test_a_function_may_return_pairs_with_images(folder):
+    format = reads_images(
+        function_format(lambda row: {"prompt": row["ask"], **BOTH}, "preference"),
+        ImageOpener(folder),
+    )
+    pair = format.convert({"ask": OF_B})
+    assert pair.prompt.messages == QUESTION and pair.prompt.images[0].width == 2
 
 
 def test_renamed_columns_are_read(folder):
@@ -540,8 +656,9 @@ def test_another_column_of_images_may_be_named(name, folder):
         UserError, match="the rows have no column 'pictures'; did you mean 'picture"
     ):
         find_format(list(row), "auto", {name: "pictures"}, "sft")
-    with pytest.raises(UserError, match="no format has a column 'image"):
-        find_format(["prompt", "chosen", "rejected", "x"], "auto", {name: "x"}, "preference")
+    row = {"prompt": "What?", "chosen": "yes", "rejected": "no", "picture": "b.png"}
+    pair = converted(row, folder, kind="preference", mapping={name: "picture"})
+    assert pair.prompt.messages == ONE[:1] and pair.prompt.images[0].width == 2
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ Batch = dict[str, Any]
 - `attention`, with document masking or padding: the `AttentionMetadata` of the batch. With document
   masking, positions restart with each document and in each window.
 - `images`, with a loader of images: the `ImageInputs` of the batch.
+- `image_keys` (B, T), with a frozen model's results in a cache: 0, or a number that stands for the
+  images of the token's document.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with
   `NO_DOCUMENT`; for windows of running text (B, 2), any numbers for the first and last document.
   `document_names` names them.
@@ -50,6 +52,11 @@ def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
     elif n_tokens_B is not None:
         batch["attention"] = AttentionMetadata.of_rows(n_rows, length, n_tokens_B)
     return batch
+
+
+def images_in(batch: Batch) -> dict[str, Any]:
+    """Return the argument of a model for the images of a batch, if its loader reads images."""
+    return {"images": batch["images"]} if "images" in batch else {}
 
 
 def check_ids(ids: Array, vocab_size: int | None, place: Callable[[int], str]) -> None:

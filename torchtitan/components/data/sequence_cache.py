@@ -46,9 +46,9 @@ class _Sequence(NamedTuple):
 
 
 class SequenceCache:
-    """A folder with a file for each sequence, named by a hash of its tokens, its labels and the
-    `setting`, JSON values that writing and reading must have in common. A sequence without labels,
-    such as padding, has one of its tokens.
+    """A folder with a file for each sequence, named by a hash of its tokens, labels and images, and
+    of the `setting`, JSON values that writing and reading must have in common. A sequence without
+    labels, such as padding, has one of its tokens.
 
     A file has checksums of its name, of the names, types and shapes of its tensors, and of blocks
     of their values; all are verified whenever the file is read. A damaged one is renamed to
@@ -160,13 +160,14 @@ class SequenceCache:
         return {name: x.unflatten(0, batch["input"].shape) for name, x in rows.items()}
 
     def _sequences(self, batch: Batch) -> list[_Sequence]:
-        tokens_N2 = torch.stack([batch["input"], batch["labels"]], dim=-1).flatten(0, 1)
+        columns = [batch[name] for name in ("input", "labels", "image_keys") if name in batch]
+        tokens_NC = torch.stack(columns, dim=-1).flatten(0, 1)
         attention = batch.get("attention") or AttentionMetadata.of_rows(*batch["input"].shape)
         sequences, start = [], 0
         for length in attention.lengths:
-            is_labeled = tokens_N2[start : start + length, 1] >= 0
+            is_labeled = tokens_NC[start : start + length, 1] >= 0
             place = slice(start, start + (length if is_labeled.any() else 1))
-            name = bytes_digest(self._setting + tokens_N2[place].numpy().tobytes())
+            name = bytes_digest(self._setting + tokens_NC[place].numpy().tobytes())
             file = self.folder / name[:2] / f"{name[2:]}.safetensors"
             sequences.append(_Sequence(file, place, length, is_labeled[: place.stop - start]))
             start += length

@@ -48,47 +48,14 @@ class ImageEncoder(ConversationEncoder):
         self, sample: Sample, rows: Sequence[EncodedRow]
     ) -> list[EncodedRow] | BrokenSample:
         images = sample.images if isinstance(sample, Conversation) else []
-        n_written = [int((row.ids == self._processor.token_id).sum()) for row in rows]
         try:
-            for row in rows:
-                _reject_image_tokens(self._processor, row.ids)
-            if max(n_written) > len(images):
-                raise BrokenSample(
-                    f"its text has {max(n_written)} placeholders for images, and the row has "
-                    f"{len(images)} images"
-                )
-            if max(n_written) < len(images):
-                raise BrokenSample(
-                    f"the chat template writes {max(n_written)} of its {len(images)} images"
-                )
-            return [
-                self._expand(row.parts[0], images[:n])
-                for row, n in zip(rows, n_written, strict=True)
-            ]
+            parts = self._tokens.expand_samples([row.parts[0] for row in rows], images)
         except BrokenSample as error:
             return error
-        except UserError as error:  # sizes that the processor refuses
-            return BrokenSample(str(error))
-
-    def _expand(self, part: EncodedSample, images: Sequence[ImageFile]) -> EncodedRow:
-        """Return a sample whose placeholders are replaced by the tokens of `images`."""
-        if not images:
-            return EncodedRow((part,))
-        places = np.flatnonzero(part.ids == self._processor.token_id)
-        if places[-1] == len(part.ids) - 1:
-            raise BrokenSample("it ends with an image, which nothing follows")
-        sizes = [(image.width, image.height) for image in images]
-        ids, sources = self._tokens.expand(part.ids, sizes)
-        wanted = part.trained.copy()
-        wanted[places] = False
-        trained = np.where(sources >= 0, wanted[sources], False)
-        if trained.sum() != wanted.sum():
-            raise BrokenSample(
-                "the text beside an image is trained, but its tokens depend on the image; train on "
-                "the assistant's turns only"
-            )
-        expanded = part._replace(ids=ids, trained=trained)
-        return EncodedRow((expanded,), images=[image.to_json() for image in images])
+        return [
+            EncodedRow((part,), images=[image.to_json() for image in images[:n]])
+            for part, n in parts
+        ]
 
 
 class ImageTokens:
@@ -99,6 +66,55 @@ class ImageTokens:
         self._processor = processor
         self._tokenizer = tokenizer
         self._bounds = list(tokenizer.special_ids - {processor.token_id})
+
+    def expand_samples(
+        self, parts: Sequence[EncodedSample], images: Sequence[ImageFile]
+    ) -> list[tuple[EncodedSample, int]]:
+        """Return the samples of a row, at least one of which has all of its `images`, with the
+        tokens of images, which are not trained, and the number of images of each.
+
+        Raises:
+            BrokenSample: if the chat template wrote other placeholders, the text around an image
+                cannot be tokenized again, or the processor refuses the size of an image.
+        """
+        counts = [int((part.ids == self._processor.token_id).sum()) for part in parts]
+        for part in parts:
+            _reject_image_tokens(self._processor, part.ids)
+        if max(counts) > len(images):
+            raise BrokenSample(
+                f"its text has {max(counts)} placeholders for images, and the row has "
+                f"{len(images)} images"
+            )
+        if max(counts) < len(images):
+            raise BrokenSample(
+                f"the chat template writes {max(counts)} of its {len(images)} images"
+            )
+        try:
+            return [
+                (self._expand_sample(part, images[:n]), n)
+                for part, n in zip(parts, counts, strict=True)
+            ]
+        except BrokenSample:
+            raise
+        except UserError as error:  # sizes that the processor refuses
+            raise BrokenSample(str(error)) from error
+
+    def _expand_sample(self, part: EncodedSample, images: Sequence[ImageFile]) -> EncodedSample:
+        if not images:
+            return part
+        places = np.flatnonzero(part.ids == self._processor.token_id)
+        if places[-1] == len(part.ids) - 1:
+            raise BrokenSample("it ends with an image, which nothing follows")
+        ids, sources = self.expand(part.ids, [(image.width, image.height) for image in images])
+        wanted = part.trained.copy()
+        wanted[places] = False
+        trained = np.where(sources >= 0, wanted[sources], False)
+        if trained.sum() != wanted.sum():
+            raise BrokenSample(
+                "the text beside an image is trained, but its tokens depend on the image; train on "
+                "the assistant's turns only"
+            )
+        return part._replace(ids=ids, trained=trained)
 
     def expand(
         self, ids: np.ndarray, sizes: Sequence[tuple[int, int]]

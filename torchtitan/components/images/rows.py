@@ -25,6 +25,7 @@ from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     Message,
+    Pair,
     Sample,
     from_json,
 )
@@ -46,6 +47,9 @@ _PLACES = re.compile(f"{_OPENING}([0-9]{{1,9}}){_CLOSING}|{MARK}")
 _CONTENTS = ("content", "value", "output", "result")
 """Keys of turns, and of results of tools in their parts, whose value may be a list of parts."""
 
+_OF_REJECTED = "rejected_images"
+"""Column of ms-swift with the images of the rejected answer."""
+
 _LISTS = ("messages", "conversations")
 """Columns that may contain the JSON text of a list of turns."""
 
@@ -60,12 +64,13 @@ def folder_of(source: Source) -> Path | None:
 
 
 def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
-    """Return a row format for conversations that also converts rows with images: the content of a
-    message with images is a list of parts `{"type": "image"}` and `{"type": "text", "text": …}`.
+    """Return a row format for conversations, or pairs of answers, that also converts rows with
+    images: the content of a message with images is a list of parts `{"type": "image"}` and
+    `{"type": "text", "text": …}`. The images of a pair are those of its prompt.
 
     Its `convert` raises `BrokenSample` for an image that cannot be opened, naming its number, for
     another number of images than of their places, and for images that are not in a conversation or
-    that the assistant writes. Rows without images are converted as before."""
+    a prompt, or that the assistant writes. Rows without images are converted as before."""
     named = tuple(column for column in IMAGE_COLUMNS if column in format.mapping)
     key = [format.fingerprint, "images", str(opener.folder), opener.fetches]
     return replace(
@@ -121,49 +126,67 @@ def _name_of(image: Any) -> str:
 def _prefetch(format: RowFormat, opener: ImageOpener, rows: Sequence[Mapping[str, Any]]) -> None:
     """Fetch the remote images of rows. Those that a function of the user makes are fetched when its
     row is converted."""
-    images = _Images()
-    references = []
+    references: list[Any] = []
     for row in rows:
+        images = _Images()
         with suppress(BrokenSample):  # which the conversion reports
-            _marked_row(images, format.mapping, row)
-        references += images.of_column
-    opener.prefetch([*images.of_parts, *references])
+            _marked_row(images, format.mapping, row, format.kind == "preference")
+        references += [*images.of_parts, *images.of_column]
+    opener.prefetch(references)
 
 
 def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> Sample | None:
     images = _Images()
+    has_pairs = format.kind == "preference"
     if format.function is None:
-        sample = format.convert(_marked_row(images, format.mapping, row))
+        sample = format.convert(_marked_row(images, format.mapping, row, has_pairs))
     else:
         function = format.function
 
         @functools.wraps(function)
         def marking(row: dict[str, Any]) -> Any:
             result = function(row)
-            return _marked_row(images, {}, result) if isinstance(result, Mapping) else result
+            if not isinstance(result, Mapping):
+                return result
+            return _marked_row(images, {}, result, has_pairs)
 
         sample = convert_by_function(marking, format.kind, row)
     if sample is None or not (images.of_parts or images.of_column):
         return sample
-    if not isinstance(sample, Conversation):
+    conversation = sample
+    if isinstance(sample, Pair):
+        _check_answers(sample)
+        conversation = sample.prompt
+    if not isinstance(conversation, Conversation):
         raise BrokenSample(
             "it has images, which are trained in conversations only; write messages, or a question "
             "and its answer, and use --config sft_images or lora_images"
         )
-    references = _place(sample.messages, images)
+    references = _place(conversation.messages, images)
     for number, reference in enumerate(references, 1):
         try:
-            sample.images.append(opener.open(reference))
+            conversation.images.append(opener.open(reference))
         except BrokenSample as error:
             raise BrokenSample(f"image {number}: {error}") from error
     return sample
 
 
+def _check_answers(pair: Pair) -> None:
+    """Raise `BrokenSample` if an answer has an image: both have those of the prompt."""
+    for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        if any(True for message in messages for _ in _places_in(message)):
+            raise BrokenSample(
+                f"{name} has an image or the mark {MARK} in or after the answer; only the common "
+                "prompt may have images"
+            )
+
+
 def _marked_row(
-    images: _Images, mapping: Mapping[str, str], row: Mapping[str, Any]
+    images: _Images, mapping: Mapping[str, str], row: Mapping[str, Any], has_pairs: bool
 ) -> dict[str, Any]:
     """Return a row with text in the place of each part with an image, which is added to `images`
-    like those of columns, which are left out."""
+    like those of columns, which are left out. If rows have pairs, both answers of one may repeat
+    the images of the prompt."""
     named = {mapping[column] for column in IMAGE_COLUMNS if column in mapping}
     used = set(mapping.values()) - named
     theirs = renamed_row({column: column for column in row}, mapping)
@@ -175,13 +198,42 @@ def _marked_row(
             f"it has images in both columns {' and '.join(filled)}; keep one of them"
         )
     images.of_column = [one for column in filled for one in _listed(row[column])]
+    answers = _answers(theirs) if has_pairs else []
+    others = row.get(_OF_REJECTED) if has_pairs else None
+    if is_filled(others) and _listed(others) != images.of_column:
+        raise BrokenSample(
+            f"{_OF_REJECTED} has other images than the chosen answer; only the common prompt may "
+            "have images"
+        )
+    of_answers = {column: _Images(of_column=images.of_column) for column in answers}
     marked = {
-        column: _marked_turns(images, value, column in lists)
+        column: _marked_turns(of_answers.get(column, images), value, column in lists)
         for column, value in row.items()
         if column not in of_images
     }
+    if answers:
+        _add_common(images, *of_answers.values())
     images.of_column = [one for one in images.of_column if _name_of(one) not in images.named]
     return marked
+
+
+def _answers(theirs: Mapping[str, str]) -> list[str]:
+    """Return the columns with the two answers of a pair, which may repeat the prompt."""
+    names = ("chosen" if "chosen" in theirs else "messages", "rejected")
+    return [theirs[name] for name in names if theirs.keys() >= set(names)]
+
+
+def _add_common(images: _Images, chosen: _Images, rejected: _Images) -> None:
+    """Add the images of a prompt that two answers repeat."""
+    if not (chosen.of_parts or rejected.of_parts):
+        return
+    if images.of_parts or chosen != rejected:
+        raise BrokenSample(
+            "chosen and rejected have different images, or images besides those of the prompt; "
+            "only the common prompt may have images"
+        )
+    images.of_parts, images.indices = chosen.of_parts, chosen.indices
+    images.named += chosen.named
 
 
 def _listed(cell: Any) -> list[Any]:

@@ -4,10 +4,11 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
+from torchtitan.components.images.preference import ImagePreferenceDataLoader
 from torchtitan.components.losses.preference_losses import KTOLoss, PreferenceLoss
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
-from torchtitan.models.auto.config_registry import sft
+from torchtitan.models.auto.config_registry import sft, sft_images
 from torchtitan.models.common.recipes import with_adapters
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 from torchtitan.trainer.reference import ReferenceConfig
@@ -30,6 +31,25 @@ def dpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> Preferenc
     """Direct preference optimization of low-rank adapters; the reference is the model without
     them."""
     config = with_adapters(dpo(hf_assets_path, family), LoRA.Config(), lr=5e-6)
+    return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
+
+
+def dpo_images(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
+    """As `dpo`, on pairs of answers to prompts with images. The class of transformers computes the
+    model, of any family."""
+    return PreferenceTrainer.Config.based_on(
+        sft_images(hf_assets_path),
+        dataloader=ImagePreferenceDataLoader.Config(dataset=[]),
+        loss=PreferenceLoss.Config(),
+        optimizer=Optimizer.Config(lr=5e-7, weight_decay=0.0),
+    )
+
+
+def dpo_lora_images(
+    hf_assets_path: str, family: ModuleType | None = None
+) -> PreferenceTrainer.Config:
+    """As `dpo_lora`, on pairs of answers to prompts with images."""
+    config = with_adapters(dpo_images(hf_assets_path), LoRA.Config(), lr=5e-6)
     return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
 
 

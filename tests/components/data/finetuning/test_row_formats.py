@@ -155,6 +155,24 @@ def test_unusable_rows(row, error, kind):
         converted(row)
 
 
+@pytest.mark.parametrize(
+    "rejected",
+    [
+        {"rejected_response": "no"},
+        {"rejected_response": [{"role": "assistant", "content": "no"}]},
+        {"rejected_messages": [QUESTION, {"role": "assistant", "content": "no"}]},
+    ],
+)
+def test_a_conversation_with_another_answer_is_a_pair(rejected):
+    """The rows of ms-swift."""
+    row = {"messages": [QUESTION, ANSWER], **rejected}
+    expected = Pair(Conversation([QUESTION]), [ANSWER], [{"role": "assistant", "content": "no"}])
+    assert converted(row, "preference") == expected
+    assert converted(row | {"messages": json.dumps(row["messages"])}, "preference") == expected
+    with raises("messages must end with the chosen answer", BrokenSample):
+        converted(row | {"messages": [QUESTION]}, "preference")
+
+
 def test_text():
     assert converted({"text": "Once.\n", "id": 3}) == Text("Once.\n")
 

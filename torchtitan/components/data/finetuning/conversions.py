@@ -151,6 +151,17 @@ def read_pair(prompt: PromptReader, row: Cells) -> Pair:
     return _pair(first, second, n_prompt, row.get("margin"))
 
 
+def read_other_answer(column: str, row: Cells) -> Pair:
+    """Read `messages`, which end with the chosen answer, and a rejected answer in its place, or
+    another whole conversation (ms-swift)."""
+    turns, rejected = listed_in("messages", row), _continuation(row, column)
+    if not turns or role_of(turns[-1]) != "assistant":
+        raise BrokenSample("messages must end with the chosen answer")
+    if role_of(rejected[0]) == "assistant":
+        rejected = [*turns[:-1], *rejected]
+    return read_pair(no_prompt, {**row, "chosen": turns, "rejected": rejected})
+
+
 def read_rated(question: str, answer: str, label: str, row: Cells) -> Pair:
     """Read an answer and its label: a pair without a rejected answer if the label is true, or
     without a chosen one."""

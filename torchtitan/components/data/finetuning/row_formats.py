@@ -26,6 +26,7 @@ from torchtitan.components.data.finetuning.conversions import (
     read_calls,
     read_glaive,
     read_instruction,
+    read_other_answer,
     read_pair,
     read_prompt,
     read_question,
@@ -140,6 +141,16 @@ FORMATS: Sequence[RowFormat] = (
     ),
     RowFormat(
         "chosen_rejected", "preference", _CHOICE, partial(read_pair, no_prompt), ("margin", *_TURNS)
+    ),
+    *(
+        RowFormat(
+            f"messages_{rejected}",
+            "preference",
+            ("messages", rejected),
+            partial(read_other_answer, rejected),
+            ("margin", *_TURNS),
+        )
+        for rejected in ("rejected_response", "rejected")
     ),
     *(
         RowFormat(
@@ -322,7 +333,7 @@ def _format_by_name(name: str, kind: Kind) -> RowFormat:
 
 def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kind) -> None:
     of_formats = {column for f in formats_of(kind) for column in f.columns}
-    known = sorted(of_formats | ({*IMAGE_COLUMNS} if kind == "sft" else set()))
+    known = sorted(of_formats | {*IMAGE_COLUMNS})
     for ours, theirs in mapping.items():
         if ours not in known:
             raise UserError(
@@ -342,7 +353,8 @@ def _convert(
     if images := [column for column in IMAGE_COLUMNS if mapping.get(column) in row]:
         raise UserError(
             f"--dataloader.columns names images ({images[0]}), and this configuration trains on "
-            "text; to train on images, use --config sft_images or lora_images"
+            "text; to train on images, use --config sft_images or lora_images, or dpo_images for "
+            "preferences"
         )
     renamed = renamed_row(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:

@@ -31,6 +31,8 @@ from torchtitan.components.data.finetuning.chat_encoding import (
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
+    Pair,
+    Prompt,
     Sample,
     Text,
 )
@@ -344,12 +346,19 @@ def _batches(
     for row in _prefetched(rows, format):
         sample = _convert(row, format)
         batch.append((row, sample))
-        n_bytes += sum(len(image.content) for image in getattr(sample, "images", ()))
+        n_bytes += _image_bytes(sample)
         if len(batch) == BATCH_ROWS or n_bytes > BATCH_BYTES:
             yield batch
             batch, n_bytes = [], 0
     if batch:
         yield batch
+
+
+def _image_bytes(sample: Sample | BrokenSample | Dropped) -> int:
+    """Return the bytes of the images that a row contains itself."""
+    conversation = sample.prompt if isinstance(sample, Pair | Prompt) else sample
+    images = conversation.images if isinstance(conversation, Conversation) else ()
+    return sum(len(image.content) for image in images)
 
 
 def _prefetched(rows: Iterable[Row], format: RowFormat) -> Iterator[Row]:

@@ -1,0 +1,141 @@
+"""Data loader for pairs of answers to prompts with images."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.data.base import Batch, to_batch
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Pair, Sample
+from torchtitan.components.data.finetuning.preference import (
+    SIDES,
+    PairEncoder,
+    PreferenceDataLoader,
+    pack_pairs,
+)
+from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.samples import SampleSets, Windows
+from torchtitan.components.data.sources.source import Source
+from torchtitan.components.images.encoder import ImageTokens
+from torchtitan.components.images.files import ImageFile, ImageOpener
+from torchtitan.components.images.loader import processor_of
+from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.rows import folder_of, reads_images
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.digests import digest_of
+
+
+class ImagePairEncoder(PairEncoder):
+    """Encodes pairs, and replaces the placeholder that the chat template writes for each image of
+    the prompt in both sequences."""
+
+    stored = ("images",)
+
+    def __init__(self, chat: ChatEncoder, processor: ImageProcessor, tokenizer: Tokenizer):
+        super().__init__(chat)
+        self._processor = processor
+        self._tokens = ImageTokens(processor, tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of([super().fingerprint, self._processor.fingerprint])
+
+    def encode(self, sample: Sample) -> EncodedRow:
+        assert isinstance(sample, Pair)
+        images = sample.prompt.images
+        expanded = self._tokens.expand_samples(super().encode(sample).parts, images)
+        if any(n < len(images) for _, n in expanded):
+            raise BrokenSample(
+                f"the chat template writes fewer than its {len(images)} images before one of the "
+                "answers"
+            )
+        parts = tuple(part for part, _ in expanded)
+        return EncodedRow(parts, images=[image.to_json() for image in images])
+
+
+class ImagePreferenceDataLoader(PreferenceDataLoader):
+    """Pairs of answers to prompts with images, as `PreferenceDataLoader` packs them; windows end
+    with the longest of their batch. Images are decoded when a batch is made.
+
+    A batch has `images`, the `ImageInputs` of its sequences, each of a pair with the images of the
+    prompt, and `image_keys` (B, W): 0, or a number that stands for the images of a position's
+    sequence and their processor.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PreferenceDataLoader.Config):
+        """Preference data with images."""
+
+        image_root: str = ""
+        """Folder with the images, to which paths in the data are relative; empty: the folder of the
+        data file."""
+
+        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImagePairEncoder:
+            chat = ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
+            return ImagePairEncoder(chat, processor_of(tokenizer), tokenizer)
+
+        def rows(self) -> list[tuple[Source, RowFormat]]:
+            """Return the source and row format of each dataset, with the columns of images."""
+            return [
+                (source, reads_images(format, ImageOpener(folder_of(source), self.image_root)))
+                for source, format in PreferenceDataLoader.Config.rows(self)
+            ]
+
+        def identity(self) -> dict[str, Any]:
+            """Return the identity of the data and of the folder of images."""
+            own = {"dataloader.image_root": self.image_root}
+            return PreferenceDataLoader.Config.identity(self) | own
+
+    config: Config
+
+    def _open_samples(self) -> SampleSets:
+        samples = super()._open_samples()
+        self._fingerprint = digest_of(
+            [self._fingerprint, processor_of(self._tokenizer).fingerprint]
+        )
+        return samples
+
+    def batch_maker(self) -> Callable[[Windows, int], Batch]:
+        return _ImagePairBatches(processor_of(self._tokenizer))
+
+
+class _ImagePairBatches:
+    """Makes batches of windows of pairs."""
+
+    def __init__(self, processor: ImageProcessor):
+        self._processor = processor
+
+    def __call__(self, windows: Windows, seq_len: int) -> Batch:
+        """Return a batch, with the windows' padding up to the longest."""
+        longest = max(1, *(sum(map(_n_positions, window)) for window in windows))
+        batch = to_batch([pack_pairs(window, longest) for window in windows])
+        pairs = [pair for window in windows for pair in window]
+        opened = [[ImageFile.from_json(image).decode() for image in pair.images] for pair in pairs]
+        sequences = [images for images in opened for _ in SIDES]
+        tensors = self._processor.inputs(sequences) if any(opened) else {}
+        types = torch.from_numpy(self._processor.token_types(batch["input"].numpy()))
+        batch["images"] = ImageInputs(tensors=tensors, token_types_BL=types)
+        batch["image_keys"] = torch.zeros_like(batch["input"])
+        for keys_W, window in zip(batch["image_keys"], windows, strict=True):
+            start = 0
+            for pair in window:
+                stop = start + _n_positions(pair)
+                keys_W[start:stop] = self._key(pair)
+                start = stop
+        return batch
+
+    def _key(self, pair: EncodedRow) -> int:
+        """Return a number of 63 bits that stands for the images of a pair; 0 without images."""
+        if not pair.images:
+            return 0
+        digests = [image["digest"] for image in pair.images]
+        return int(digest_of([self._processor.fingerprint, digests]), 16) & np.iinfo(np.int64).max
+
+
+def _n_positions(pair: EncodedRow) -> int:
+    return sum(len(part.ids) - 1 for part in pair.parts)
