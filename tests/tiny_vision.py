@@ -473,10 +473,11 @@ _TYPES: dict[str, VisionType] = {
 VISION_TYPES: tuple[str, ...] = tuple(_TYPES)
 
 
-def vision_folder(model_type: str, folder: Path) -> Path:
-    """Save a tiny random model with its processor in `folder`, and return it."""
+def vision_folder(model_type: str, folder: Path, **text: Any) -> Path:
+    """Save a tiny random model with its processor in `folder`, and return it. `text` are values of
+    its language model's configuration."""
     kind = _TYPES[model_type]
-    vision_model(model_type).save_pretrained(folder)
+    vision_model(model_type, **text).save_pretrained(folder)
     _tokenizer(kind).save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -497,8 +498,8 @@ def vision_folder(model_type: str, folder: Path) -> Path:
     return folder
 
 
-def vision_model(model_type: str) -> Any:
-    """Return a tiny random model of a type."""
+def vision_model(model_type: str, **text: Any) -> Any:
+    """Return a tiny random model of a type; `text` as for `vision_folder`."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     kind = _TYPES[model_type]
@@ -507,7 +508,7 @@ def vision_model(model_type: str) -> Any:
     ids = {text: tokenizer.token_to_id(text) for text in _special_tokens(kind)}
     config = AutoConfig.for_model(
         model_type,
-        text_config=_sub_config(model_type, "text_config", _TEXT | kind.text),
+        text_config=_sub_config(model_type, "text_config", _TEXT | kind.text | text),
         vision_config=_sub_config(model_type, "vision_config", kind.vision),
         **kind.config,
         **{name: ids[token] for name, token in kind.ids.items()},

@@ -488,6 +488,7 @@ class TestAuto:
             "qlora",
             "sft_images",
             "lora_images",
+            "qlora_images",
         ]
 
     def test_help_shows_values_of_the_folder(self, folder, capsys):

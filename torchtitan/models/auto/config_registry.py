@@ -83,3 +83,11 @@ def sft_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer
 def lora_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
     """Fine-tune low-rank adapters on conversations with images, as `lora` does on text."""
     return with_adapters(sft_images(hf_assets_path), LoRA.Config())
+
+
+def qlora_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
+    """Fine-tune as `lora_images`, with the adapted layers of the language model in 4 bits. The
+    projector and the vision tower keep their precision, and are frozen."""
+    config = with_adapters(sft_images(hf_assets_path), QLoRA.Config())
+    config.model_spec.model.train = ["language"]  # type: ignore[attr-defined]
+    return config
