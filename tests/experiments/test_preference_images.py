@@ -6,14 +6,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.models.test_images import norm, options, write_rows
+from tests.processes import run_processes
 from tests.tiny_vision import reference_inputs, vision_folder
 from tests.training import ABSENT, killed_in, read_metrics, read_validation, train
 from torchtitan.experiments.preference.trainer import PreferenceTrainer
+from torchtitan.tools.errors import UserError
 
 BETA = 0.3
 NUMBERS = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected")
@@ -206,6 +209,46 @@ def test_the_reference_of_adapters_sees_the_images(folders: Any, data: Any, tmp_
     (_, first, margin), (_, second, _) = read_metrics(tmp_path, "loss", "rewards/margins")
     assert (first, margin) == (pytest.approx(0.6931472, rel=1e-6), pytest.approx(0, abs=1e-6))
     assert second < first
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "message"),
+    [
+        ("reward", "bradley_terry", "reward models need a family of torchtitan, not a class"),
+        ("preference", "kto", "names images .*, and this configuration trains on text"),
+    ],
+)
+def test_methods_of_text_are_refused(
+    module: str, config: str, message: str, folders: Any, data: Any, tmp_path: Path
+) -> None:
+    chosen = chosen_options(folders("smolvlm")[0], data[0], module=module, config=config)
+    chosen |= {"model__train": ABSENT, "dataloader__packing": "ffd"}
+    chosen |= {"dataloader__columns": "images=images"}
+    if module == "reward":
+        chosen |= {"loss__beta": ABSENT}
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, **chosen)
+
+
+def dpo_on_ranks(folder: Path, model: Path, rows: Path, more: dict[str, Any]) -> None:
+    train(folder, **chosen_options(model, rows, **more))
+
+
+@pytest.mark.slow
+def test_ranks_may_have_different_numbers_of_images(
+    folders: Any, data: Any, tmp_path: Path
+) -> None:
+    """Each of two ranks gets a pair per pass; in one pass, a rank has no images."""
+    folder, other = folders("smolvlm")
+    more = {"reference__path": other, "training__steps": 2}
+    train(tmp_path / "one", **chosen_options(folder, data[0], **more))
+    more |= {"training__local_batch_size": 1, "training__global_batch_size": 4}
+    more |= {"parallelism__data_parallel_shard_degree": 2}
+    run_processes(dpo_on_ranks, 2, tmp_path / "two", folder, data[0], more)
+    expected = read_metrics(tmp_path / "one", *NUMBERS)
+    assert np.array(read_metrics(tmp_path / "two", *NUMBERS)) == pytest.approx(
+        np.array(expected), rel=1e-5
+    )
 
 
 @pytest.mark.slow

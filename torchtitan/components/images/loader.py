@@ -18,6 +18,7 @@ from torchtitan.components.data.plan import Packing
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import ImageEncoder
 from torchtitan.components.images.files import ImageFile, ImageOpener
+from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.remote import RemoteImages
 from torchtitan.components.images.rows import folder_of, reads_images
@@ -116,4 +117,5 @@ class _ImageBatches:
         ]
         tensors = self._processor.inputs(images) if any(images) else {}
         batch["images"] = ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types))
+        batch["image_keys"] = image_keys(self._processor, windows, batch["input"])
         return batch

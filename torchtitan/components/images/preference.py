@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate
@@ -22,6 +21,7 @@ from torchtitan.components.data.finetuning.samples import SampleSets, Windows
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import ImageTokens
 from torchtitan.components.images.files import ImageFile, ImageOpener
+from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.loader import processor_of
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.rows import folder_of, reads_images
@@ -63,8 +63,7 @@ class ImagePreferenceDataLoader(PreferenceDataLoader):
     with the longest of their batch. Images are decoded when a batch is made.
 
     A batch has `images`, the `ImageInputs` of its sequences, each of a pair with the images of the
-    prompt, and `image_keys` (B, W): 0, or a number that stands for the images of a position's
-    sequence and their processor.
+    prompt, and `image_keys` (B, W), see the function.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -120,21 +119,8 @@ class _ImagePairBatches:
         tensors = self._processor.inputs(sequences) if any(opened) else {}
         types = torch.from_numpy(self._processor.token_types(batch["input"].numpy()))
         batch["images"] = ImageInputs(tensors=tensors, token_types_BL=types)
-        batch["image_keys"] = torch.zeros_like(batch["input"])
-        for keys_W, window in zip(batch["image_keys"], windows, strict=True):
-            start = 0
-            for pair in window:
-                stop = start + _n_positions(pair)
-                keys_W[start:stop] = self._key(pair)
-                start = stop
+        batch["image_keys"] = image_keys(self._processor, windows, batch["input"])
         return batch
-
-    def _key(self, pair: EncodedRow) -> int:
-        """Return a number of 63 bits that stands for the images of a pair; 0 without images."""
-        if not pair.images:
-            return 0
-        digests = [image["digest"] for image in pair.images]
-        return int(digest_of([self._processor.fingerprint, digests]), 16) & np.iinfo(np.int64).max
 
 
 def _n_positions(pair: EncodedRow) -> int:

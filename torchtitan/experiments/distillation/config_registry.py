@@ -9,6 +9,7 @@ from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import FLAVORS, model_spec
 
+from .images import ImageDistillationTrainer
 from .trainer import DistillationTrainer, OnPolicyTrainer
 
 
@@ -40,6 +41,16 @@ def sft(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTr
     """Distill on conversations or instructions, as `auto`'s `sft`."""
     return DistillationTrainer.Config.based_on(
         auto.sft(hf_assets_path, family), loss=DistillationLoss.Config()
+    )
+
+
+def sft_images(
+    hf_assets_path: str, family: ModuleType | None = None
+) -> ImageDistillationTrainer.Config:
+    """Distill on conversations with images, as `auto`'s `sft_images`. The teacher has the same
+    processor of images."""
+    return ImageDistillationTrainer.Config.based_on(
+        auto.sft_images(hf_assets_path), loss=DistillationLoss.Config()
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.base import Batch
+from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.data.sequence_cache import SequenceCache
 from torchtitan.components.losses.distillation import (
     DistillationLoss,
@@ -93,7 +93,7 @@ class DistillationTrainer(FrozenModelTrainer):
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch, and the number of its valid tokens."""
-        inputs = (batch["input"], batch.get("attention"))
+        inputs, images = (batch["input"], batch.get("attention")), images_in(batch)
         labels_BL = batch["labels"]
         has_grad = torch.is_grad_enabled()
         sums: list[Tensor] = []
@@ -103,7 +103,7 @@ class DistillationTrainer(FrozenModelTrainer):
                 return self.loss(Outputs(*own, **changes), teacher, labels_BL)
 
             with torch.set_grad_enabled(has_grad):
-                sums.extend(self.models["model"](*inputs, head=learn))
+                sums.extend(self.models["model"](*inputs, head=learn, **images))
             return sums[0].detach()
 
         if self.cache:
@@ -112,7 +112,9 @@ class DistillationTrainer(FrozenModelTrainer):
         # teacher's
         else:
             self.models["teacher"](
-                *inputs, head=lambda *outputs, **changes: learn_from(Outputs(*outputs, **changes))
+                *inputs,
+                head=lambda *outputs, **changes: learn_from(Outputs(*outputs, **changes)),
+                **images,
             )
         n_tokens = (labels_BL != IGNORE_INDEX).sum()
         for name, total in zip(self.measures_named, sums[1:], strict=True):
@@ -138,7 +140,8 @@ class DistillationTrainer(FrozenModelTrainer):
         def head(*outputs: Any, **changes: Any) -> TopTokens:
             return self.loss.top_tokens(Outputs(*outputs, **changes), size, k)
 
-        return vars(self.models["teacher"](batch["input"], batch.get("attention"), head=head))
+        inputs, images = (batch["input"], batch.get("attention")), images_in(batch)
+        return vars(self.models["teacher"](*inputs, head=head, **images))
 
 
 class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
