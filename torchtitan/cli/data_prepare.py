@@ -133,13 +133,17 @@ def _open(
     from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS, Source
     from torchtitan.components.images.loader import ImageDataLoader
     from torchtitan.components.images.preference import ImagePreferenceDataLoader
+    from torchtitan.components.images.prompts import ImagePromptDataLoader
 
     loader = config.dataloader
     if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
         raise UserError(
             f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared"
         )
-    if isinstance(loader, ImageDataLoader.Config | ImagePreferenceDataLoader.Config):
+    with_images = (
+        ImageDataLoader.Config | ImagePreferenceDataLoader.Config | ImagePromptDataLoader.Config
+    )
+    if isinstance(loader, with_images):
         raise UserError(
             "data with images cannot be prepared: the result would not contain the images; train "
             "on the data itself"

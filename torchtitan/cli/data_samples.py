@@ -108,7 +108,7 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
         rows = (
             [_prompt(row, names, tokenizer)] if "prompts" in row else _rows(row, names, tokenizer)
         )
-        if "images" in batch:
+        if "images" in batch or row.get("prompt_images"):
             rows = [_with_images(shown, row["documents"], loader, tokenizer) for shown in rows]
         if not rows:
             raise UserError(

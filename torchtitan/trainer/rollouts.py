@@ -19,8 +19,10 @@ from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.prompts import prompts_in
+from torchtitan.components.data.finetuning.prompts import PromptInBatch, prompts_in
 from torchtitan.components.generation import Engine, Sampling, stop_ids
+from torchtitan.components.images.files import ImageFile
+from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, RolloutEngine, Trajectory, to_batches
@@ -71,6 +73,11 @@ def check_rollouts(config: Any) -> None:
     )
     # whose processes of a tensor-parallel group would get different tokens
     if rollout.engine == "vllm":
+        if isinstance(config.dataloader, ImagePromptDataLoader.Config):
+            raise UserError(
+                "--rollout.engine vllm sends token ids only, and these prompts have images; use "
+                "embedded"
+            )
         parallelism.require_one("tensor", user="--rollout.engine vllm")
         check_server(rollout.url)
 
@@ -133,6 +140,7 @@ class RolloutTrainer(Trainer):
         assert template
         folders = [tokenizer.folder] if tokenizer.folder else []
         self.stop_ids = stop_ids(tokenizer, *folders) | {*Stops(template, tokenizer).ids()}
+        self.reader = self.dataloader.image_reader()
         if rollout.engine == "vllm":
             weights = huggingface_weights(self)
             self.engine = VLLMEngine(
@@ -143,6 +151,7 @@ class RolloutTrainer(Trainer):
                 "stop_ids": self.stop_ids,
                 "max_rows": rollout.max_rows,
                 "group": self.ranks.group,
+                "reader": self.reader,
             }
             self.engine = Engine(self.model_parts[0], sampling=Sampling(temperature=1.0), **options)
         self.engine.context = min(self.engine.context, config.training.seq_len + 1)
@@ -161,19 +170,20 @@ class RolloutTrainer(Trainer):
         most = self.config.rollout.max_new_tokens
         size = size or self.config.rollout.group_size
         texts = []
-        prompts: list[tuple[list[int], dict[str, Any], int]] = []
+        prompts: list[PromptInBatch] = []
         leader = self.rank - self.parallel_dims.coordinate("tp")
 
         def read() -> tuple[int, list[int]]:
             prompts.extend(itertools.chain(*map(prompts_in, load())))
-            return leader, [document for _, _, document in prompts]
+            return leader, [prompt.document for prompt in prompts]
 
         # A prompt may occur several times in a global batch; ranks with the same leader have the
         # same prompts.
         of_leaders = dict(self.ranks.all_ranks_or_raise(read))
         earlier = (documents for other, documents in of_leaders.items() if other < leader)
         sampled = Counter(itertools.chain(*earlier))
-        for ids, row, document in prompts:
+        for ids, row, document, carried in prompts:
+            images = [ImageFile.from_json(image) for image in carried]
             where = (
                 f"validation prompt {document}"
                 if phase == "validation"
@@ -181,7 +191,9 @@ class RolloutTrainer(Trainer):
             )
             for number in range(sampled[document] * size, (sampled[document] + 1) * size):
                 key = f"{self.config.debug.seed}/{phase}/{document}/{number}"
-                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key)
+                own = RolloutEngine(
+                    self.engine, self.tokenizer, self.rewards, ids, most, key, images
+                )
                 texts.append(self.checked_rollout(row, own, where))
             sampled[document] += 1
         with self.mixed_precision():
@@ -213,14 +225,31 @@ class RolloutTrainer(Trainer):
                     f"{subject} failed: TypeError: it returned {trajectory!r:.60}, not a Trajectory"
                 )
             trajectory.check(self.engine.context)
+            if self.reader:
+                trajectory.images = engine.images_of(trajectory.tokens)
+                self.reader.check(trajectory.tokens[:-1], trajectory.images)
             return trajectory
 
     def packed(self, groups: Iterable[Group], advantages: Sequence[float] = ()) -> list[Batch]:
         """Return trajectories in packed windows on the device, equally many batches on each rank;
-        see `to_batches`."""
+        see `to_batches`. Raise `UserError` if an image changed."""
         trajectories, training = list(itertools.chain(*groups)), self.config.training
         samples = list(zip(trajectories, advantages or [0.0] * len(trajectories), strict=True))
-        batches = to_batches(samples, training.seq_len, training.local_batch_size, self.ranks)
+        batches: list[Batch] = []
+
+        def make() -> None:  # images may fail to be decoded
+            batches.extend(
+                to_batches(
+                    samples,
+                    training.seq_len,
+                    training.local_batch_size,
+                    self.ranks,
+                    packs=self.dataloader.packs_answers,
+                    make_batch=self.dataloader.answer_batch_maker(),
+                )
+            )
+
+        self.ranks.all_ranks_or_raise(make)
         return [self.post_dataloading_process(batch) for batch in batches]
 
     def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:

@@ -79,7 +79,7 @@ def test_prompts_of_one_length_need_no_mask(prompts, kernel, monkeypatch):
     monkeypatch.setattr(
         engine_module,
         "_logits_at",
-        lambda *args: kernels.append(args[-1].kernel) or logits_at(*args),
+        lambda *args: kernels.append(args[3].kernel) or logits_at(*args),
     )
     engine = Engine(mixed_model(), sampling=SAMPLING)
     engine.run([engine.generate(prompt, max_new_tokens=3, key="") for prompt in prompts])

@@ -506,17 +506,6 @@ def test_an_empty_row_is_reported_before_its_images_are_opened(folder):
         converted({"prompt": "<image>", "response": "", "image": "no.png"}, folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "row"),
-    [
-        ("prompt", {"prompt": [said(A, text("What?"))], "answer": "a"}),
-    ],
-)
-def test_other_rows_with_images_are_refused(kind, row, folder):
-    with pytest.raises(BrokenSample, match="use --config sft_images or lora_images"):
-        converted(row, folder, kind=kind)
-
-
 def in_pair(words: str) -> list[dict]:
     return [{"role": "assistant", "content": words}]
 
@@ -632,6 +621,34 @@ def test_a_function_may_return_pairs_with_images(folder):
     )
     pair = format.convert({"ask": OF_B})
     assert pair.prompt.messages == QUESTION and pair.prompt.images[0].width == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [said(B, text("What?"))]},
+        {"prompt": [said(B, text("What?"))]},
+        {"prompt": "<image>What?", "image": "b.png"},
+        {"question": "What?", "images": ["b.png"]},
+        {"problem": "What?", "image": {"bytes": png(2), "path": None}},
+        {"messages": [said(IMAGE, text("What?"))], "images": ["b.png"]},
+    ],
+)
+def test_prompts_with_images_are_read(row, folder):
+    """Rewards get the row without bytes, which would be stored once more."""
+    sample = converted({**row, "answer": "7"}, folder, kind="prompt")
+    assert sample.prompt.messages == [said(IMAGE, text("What?"))]
+    assert [image.width for image in sample.prompt.images] == [2]
+    assert sample.answer == "7"
+    without = {"bytes": None, "path": None}
+    images = {"image": without} if isinstance(row.get("image"), dict) else {}
+    assert sample.row == {**row, **images, "answer": "7"}
+
+
+def test_a_named_column_of_images_is_read_for_prompts(folder):
+    row = {"prompt": "What?", "answer": "7", "picture": "b.png"}
+    sample = converted(row, folder, kind="prompt", mapping={"image": "picture"})
+    assert [image.width for image in sample.prompt.images] == [2]
 
 
 def test_renamed_columns_are_read(folder):

@@ -20,10 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
+from torchtitan.components.images.files import ImageFile
+from torchtitan.components.images.reader import ImageReader
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words, require
@@ -73,6 +76,9 @@ class _Row:
     max_new_tokens: int
     generator: torch.Generator
     on_token: OnToken | None
+    images: Sequence[ImageFile] = ()
+    decoded: list[Any] = field(default_factory=list)
+    """Its images, while it is in the batch."""
     generation: Generation = field(default_factory=Generation)
     is_done: bool = False
     coroutine: int = field(init=False)
@@ -127,6 +133,8 @@ class Engine:
             previous tokens.
         group: processes that run forward passes together (FSDP, tensor parallelism) until all texts
             are finished. Their texts may differ, except under tensor parallelism.
+        reader: reads the images of prompts, for a class of transformers that is not sharded by
+            tensor parallelism. The tokens of images also end a text, since no model writes images.
     """
 
     def __init__(
@@ -138,6 +146,7 @@ class Engine:
         max_rows: int | None = None,
         use_cache: bool = True,
         group: dist.ProcessGroup | None = None,
+        reader: ImageReader | None = None,
     ):
         _reject_partial_model(model)
         sampling.validate()
@@ -151,12 +160,16 @@ class Engine:
             )
         self.context: int = self._model.config.max_seq_len
         self._sampling = sampling
-        self._stop_ids = stop_ids
+        self._stop_ids = stop_ids if reader is None else stop_ids | reader.image_ids
+        self._reader = reader
         self._group = group
         self._max_rows, self._use_cache = max_rows, use_cache
         self._is_advancing = False  # whether code of a coroutine is running
         self._running_now = threading.Lock()
         self._degree, self._device = _tensor_parallel_degree(model), _device_of(model)
+        if reader and not (use_cache and self._model.generation_cache(lambda: None)):
+            name = type(getattr(model, "model", model)).__name__
+            raise UserError(f"{name} cannot generate from images here: its cache is not used")
 
     async def generate(
         self,
@@ -165,17 +178,23 @@ class Engine:
         max_new_tokens: int,
         key: str,
         on_token: OnToken | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Generation:
         """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the
         stop token; await it in a coroutine that `run` runs. Random numbers depend on `key`. Raise
         `UserError` elsewhere, such as in an asyncio task, if the prompt is empty or has an unknown
-        token, or if prompt and continuation exceed the context."""
+        token, if prompt and continuation exceed the context, or if the prompt has other tokens of
+        images than its `images`."""
         if not self._is_advancing:
             raise UserError(_NOT_IN_RUN)
         _check(self._model, prompt, max_new_tokens)
+        if self._reader:
+            self._reader.check(prompt, images)
+        elif images:
+            raise UserError("an engine without reader of images generates from text only")
         if max_new_tokens == 0:
             return Generation()
-        return await _Row(tuple(prompt), max_new_tokens, generator_of(key), on_token)
+        return await _Row(tuple(prompt), max_new_tokens, generator_of(key), on_token, images)
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
@@ -273,6 +292,7 @@ class _Run:
         graph = self._graph  # it must not be destroyed before the step ends, which waits for it
         n_alive = sum(not row.is_done for row in self._rows)
         chosen = self._choose(n_alive)
+        self._decode_images(chosen)
         new = self._new_prompts(chosen)
         own = _Needs(
             has_rows=n_alive + len(chosen) > 0,
@@ -301,6 +321,18 @@ class _Run:
         n_free = len(self._waiting) if most is None else most - n_alive
         return [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
 
+    def _decode_images(self, chosen: Sequence[_Row]) -> None:
+        """Decode the images of rows, those of one prompt once. The files may have changed."""
+        decoded: dict[str, Any] = {}
+        try:
+            for row in chosen:
+                for image in row.images:
+                    if image.digest not in decoded:
+                        decoded[image.digest] = image.decode()
+                row.decoded = [decoded[image.digest] for image in row.images]
+        except UserError as error:
+            self._error = self._error or error
+
     def _new_prompts(self, chosen: Sequence[_Row]) -> list[tuple[int, ...]]:
         """Return the prompts that must be computed before the chosen rows join."""
         if not self._joins:
@@ -317,6 +349,7 @@ class _Run:
             self._pass_without_rows()
             return
         boundaries = self._model.cache_boundaries()
+        images: ImageInputs | None = None
         if cache is None or is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
             tokens_BL, positions_BL = _left_padded([row.tokens for row in rows], degree)
             if cache is None:
@@ -325,6 +358,9 @@ class _Run:
                 return
             cache.clear()
             n_kept = tokens_BL.shape[1]
+            if self._engine._reader:
+                decoded = [[] if row.is_done else row.decoded for row in rows]
+                images = self._engine._reader.inputs(decoded, tokens_BL).to(self._device)
         else:
             # Tensor parallelism needs equally many tokens per rank: all after the first are
             # padding, and not kept.
@@ -335,10 +371,15 @@ class _Run:
             if logits_BV is not None:
                 self._logits_BV = logits_BV
                 return
-        self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept)
+        self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept, images)
 
     def _cached_logits(
-        self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int
+        self,
+        cache: Any,
+        tokens_BL: Tensor,
+        positions_BL: Tensor,
+        n_kept: int,
+        images: ImageInputs | None = None,
     ) -> Tensor:
         attention = cache.attention(positions_BL.to(self._device))
         places_BL = torch.arange(positions_BL.shape[1]).expand_as(positions_BL)
@@ -349,7 +390,8 @@ class _Run:
         ):
             # no padding, and no keys but the new ones: no mask
             attention = replace(attention, kernel="causal")
-        logits_BV = _logits_at(self._model, n_kept - 1, tokens_BL.to(self._device), attention)
+        tokens_BL = tokens_BL.to(self._device)
+        logits_BV = _logits_at(self._model, n_kept - 1, tokens_BL, attention, images)
         if self._degree > 1 and cache.states:
             raise UserError(
                 f"a key/value cache under tensor parallelism (degree {self._degree}) supports no "
@@ -568,9 +610,14 @@ def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Ten
 
 
 def _logits_at(
-    model: nn.Module, index: int, tokens_BL: Tensor, attention: AttentionMetadata
+    model: nn.Module,
+    index: int,
+    tokens_BL: Tensor,
+    attention: AttentionMetadata,
+    images: ImageInputs | None = None,
 ) -> Tensor:
-    """Return the logits (B, V) of the token in column `index`."""
+    """Return the logits (B, V) of the token in column `index`, after `images` if there are
+    any."""
 
     def head(
         hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED
@@ -584,7 +631,8 @@ def _logits_at(
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()
 
-    logits: Tensor = model(tokens_BL, attention, head=head)
+    more = {} if images is None else {"images": images}
+    logits: Tensor = model(tokens_BL, attention, head=head, **more)
     return logits
 
 

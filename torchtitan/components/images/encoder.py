@@ -179,13 +179,13 @@ def _reject_image_tokens(processor: ImageProcessor, ids: np.ndarray) -> None:
         raise BrokenSample("its text has tokens that stand for parts of images; remove them")
 
 
-def encode_prompt(
+def expand_prompt(
     processor: ImageProcessor,
     tokenizer: Tokenizer,
     ids: Sequence[int],
     images: Sequence[ImageFile],
-) -> tuple[list[int], ImageInputs]:
-    """Return the ids of a rendered prompt with the tokens of its images, and the images.
+) -> np.ndarray:
+    """Return the ids of a rendered prompt with the tokens of its images, int64 (n,).
 
     Raises:
         UserError: if the chat template did not write a placeholder for each image.
@@ -199,6 +199,17 @@ def encode_prompt(
         )
     sizes = [(image.width, image.height) for image in images]
     expanded, _ = ImageTokens(processor, tokenizer).expand(rendered, sizes)
+    return expanded
+
+
+def encode_prompt(
+    processor: ImageProcessor,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    images: Sequence[ImageFile],
+) -> tuple[list[int], ImageInputs]:
+    """Return what `expand_prompt` returns, and the images. Raise its errors."""
+    expanded = expand_prompt(processor, tokenizer, ids, images)
     types = processor.token_types(expanded)
     tensors = processor.inputs([[image.decode() for image in images]])
     inputs = ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types)[None])

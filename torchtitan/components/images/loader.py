@@ -86,7 +86,7 @@ class ImageDataLoader(SFTDataLoader):
         return samples
 
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return _ImageBatches(processor_of(self._tokenizer))
+        return ImageBatches(processor_of(self._tokenizer))
 
 
 @lru_cache(maxsize=4)  # opened several times at the start of a run
@@ -97,7 +97,7 @@ def processor_of(tokenizer: Tokenizer) -> ImageProcessor:
     return ImageProcessor.from_folder(tokenizer.folder, tokenizer)
 
 
-class _ImageBatches:
+class ImageBatches:
     """Makes batches of windows of one sample each."""
 
     def __init__(self, processor: ImageProcessor):

@@ -119,6 +119,11 @@ class ImageProcessor:
         self._image_ids = [i for i in processor.image_token_ids if i is not None]
         self._cached = functools.lru_cache(maxsize=_CACHED_SAMPLES)(self._blank_replacements)
 
+    @property
+    def image_ids(self) -> frozenset[int]:
+        """Ids of the tokens of images, which answers cannot contain."""
+        return frozenset(self._image_ids)
+
     def replacements(self, sizes: Sequence[Size]) -> list[str]:
         """Return the texts that replace the placeholder token of each image of a sample, whose
         sizes are given in order. Raise `UserError` for sizes that the processor refuses."""

@@ -26,6 +26,7 @@ from torchtitan.components.data.finetuning.conversation import (
     Conversation,
     Message,
     Pair,
+    Prompt,
     Sample,
     from_json,
 )
@@ -93,6 +94,8 @@ class _Images:
     of_column: list[Any] = field(default_factory=list)
     named: list[str] = field(default_factory=list)
     """Names of the column's images that are the own images of parts."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The row itself."""
 
     def marked_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """Add a part's image, and return the part with text in its place."""
@@ -157,6 +160,9 @@ def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> 
     if isinstance(sample, Pair):
         _check_answers(sample)
         conversation = sample.prompt
+    if isinstance(sample, Prompt):
+        conversation = sample.prompt
+        sample.row = renamed_row(_without_bytes(images.row), format.mapping)
     if not isinstance(conversation, Conversation):
         raise BrokenSample(
             "it has images, which are trained in conversations only; write messages, or a question "
@@ -181,12 +187,22 @@ def _check_answers(pair: Pair) -> None:
             )
 
 
+def _without_bytes(value: Any) -> Any:
+    """Return a value with None in the place of all bytes in it, such as those of images."""
+    if isinstance(value, Mapping):
+        return {key: _without_bytes(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_bytes(one) for one in value]
+    return None if isinstance(value, bytes) else value
+
+
 def _marked_row(
     images: _Images, mapping: Mapping[str, str], row: Mapping[str, Any], has_pairs: bool
 ) -> dict[str, Any]:
     """Return a row with text in the place of each part with an image, which is added to `images`
     like those of columns, which are left out. If rows have pairs, both answers of one may repeat
     the images of the prompt."""
+    images.row = row
     named = {mapping[column] for column in IMAGE_COLUMNS if column in mapping}
     used = set(mapping.values()) - named
     theirs = renamed_row({column: column for column in row}, mapping)

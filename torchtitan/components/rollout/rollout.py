@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
+import torch
 
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.base import Batch
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.components.data.finetuning.samples import pack_samples
-from torchtitan.components.data.plan.packing import first_fit_decreasing
+from torchtitan.components.data.finetuning.samples import Windows, pack_windows
+from torchtitan.components.data.plan.packing import first_fit_decreasing, no_packing
 from torchtitan.components.generation import Engine, Generation
+from torchtitan.components.images.files import ImageFile
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.components.tokenizer import Tokenizer
@@ -35,6 +37,8 @@ class Trajectory:
     loss_mask: list[bool] = field(default_factory=list)
     """True for the tokens that the model sampled, which are trained."""
     reward: float = 0.0
+    images: Sequence[ImageFile] = ()
+    """Images of the prompt at its beginning, which the trainer adds."""
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append tokens that the model sampled, or others, such as the prompt and the output of
@@ -75,22 +79,31 @@ class RolloutEngine:
     """Default and maximum of each continuation."""
     key: str
     """Seed of the rollout's random numbers."""
+    images: Sequence[ImageFile] = ()
+    """Images of the prompt; `decode` of one returns its pixels."""
     n_calls: int = 0
 
     async def generate(
         self, tokens: Sequence[int], max_new_tokens: int | None = None
     ) -> Generation:
         """Return a sampled continuation, which ends with the end of the turn or within the
-        context."""
+        context. Tokens that begin with the prompt have its images."""
         most = min(
             max_new_tokens or self.max_new_tokens,
             self.max_new_tokens,
             self.engine.context - len(tokens),
         )
         self.n_calls += 1
+        images = self.images_of(tokens)
+        more: dict[str, Any] = {"images": images} if images else {}
         return await self.engine.generate(
-            tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}"
+            tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}", **more
         )
+
+    def images_of(self, tokens: Sequence[int]) -> Sequence[ImageFile]:
+        """Return the images of a text: those of the prompt if it begins with it."""
+        begins = list(tokens[: len(self.prompt)]) == self.prompt
+        return self.images if begins else ()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return text without special tokens."""
@@ -170,31 +183,66 @@ def log_completions(
 
 
 def to_batches(
-    samples: Sequence[tuple[Trajectory, float]], seq_len: int, batch_size: int, ranks: Ranks
+    samples: Sequence[tuple[Trajectory, float]],
+    seq_len: int,
+    batch_size: int,
+    ranks: Ranks,
+    *,
+    packs: bool = True,
+    make_batch: Callable[[Windows, int], Batch] = pack_windows,
 ) -> list[Batch]:
-    """Pack trajectories and their advantages into batches of windows of `seq_len` tokens, equally
-    many on each rank. Labels also have `logprobs` of the sampler, `old_logprobs` (0), `advantages`,
-    and trajectory numbers, `samples`."""
-    packed: list[Any] = first_fit_decreasing(
-        np.array([len(t.tokens) - 1 for t, _ in samples], np.int64), seq_len
-    )
+    """Make batches of trajectories and their advantages, equally many on each rank. Labels also
+    have `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and trajectory numbers,
+    `samples`.
+
+    Args:
+        seq_len: positions of a window at most.
+        packs: pack trajectories into windows; otherwise each has one of its own.
+        make_batch: makes a batch of the trajectories in its windows, whose positions follow one
+            another.
+    """
+    lengths = np.array([len(t.tokens) - 1 for t, _ in samples], np.int64)
+    packed: list[Any]
+    if packs:
+        packed = first_fit_decreasing(lengths, seq_len)
+    else:
+        order = np.argsort(-lengths, kind="stable")  # so that the rows of a batch are similar
+        packed = [order[window] for window in no_packing(lengths[order], seq_len)]
     n_windows = batch_size * max(ranks.gather(-(-len(packed) // batch_size)))
-    windows = []
-    for numbers in [*packed, *[[]] * (n_windows - len(packed))]:
-        trajectories = [samples[number][0] for number in numbers]
-        window = pack_samples(
-            [EncodedSample(np.array(t.tokens), np.array(t.loss_mask)) for t in trajectories],
-            seq_len,
-        )
-        sample_of = np.cumsum(window["positions"] == 0) - 1  # the last one is of padding
-        logprobs = [logprob for t in trajectories for logprob in t.logprobs[1:]]
-        window["logprobs"] = np.array(logprobs + [0.0] * (seq_len - len(logprobs)), np.float32)
-        window["old_logprobs"] = np.zeros(seq_len, np.float32)
-        window["advantages"] = np.array(
-            [*(samples[number][1] for number in numbers), 0.0], np.float32
-        )[sample_of]
-        window["samples"] = np.array([*numbers, 0], np.int64)[sample_of]
-        windows.append(window)
+    windows = [*packed, *[[]] * (n_windows - len(packed))]
     return [
-        to_batch(windows[start : start + batch_size]) for start in range(0, n_windows, batch_size)
+        _batch_of(samples, windows[start : start + batch_size], seq_len, make_batch)
+        for start in range(0, n_windows, batch_size)
     ]
+
+
+def _batch_of(
+    samples: Sequence[tuple[Trajectory, float]],
+    windows: Sequence[Sequence[int]],
+    seq_len: int,
+    make_batch: Callable[[Windows, int], Batch],
+) -> Batch:
+    """Return a batch of windows with these numbers of samples; see `to_batches`."""
+    batch = make_batch([[_row_of(samples[n][0]) for n in window] for window in windows], seq_len)
+    length = batch["input"].shape[1]
+    columns: dict[str, list[np.ndarray]] = {"logprobs": [], "advantages": [], "samples": []}
+    for window in windows:
+        chosen = [samples[number] for number in window]
+        n_labels = [len(trajectory.tokens) - 1 for trajectory, _ in chosen]
+        values: dict[str, Any] = {
+            "logprobs": [logprob for t, _ in chosen for logprob in t.logprobs[1:]],
+            "advantages": np.repeat([advantage for _, advantage in chosen], n_labels),
+            "samples": np.repeat(np.array(window, np.int64), n_labels),
+        }
+        for name, column in columns.items():
+            kind = np.int64 if name == "samples" else np.float32
+            row = np.zeros(length, kind)
+            row[: len(values[name])] = values[name]
+            column.append(row)
+    batch |= {name: torch.from_numpy(np.stack(rows)) for name, rows in columns.items()}
+    return {**batch, "old_logprobs": torch.zeros_like(batch["logprobs"])}
+
+
+def _row_of(trajectory: Trajectory) -> EncodedRow:
+    sample = EncodedSample(np.array(trajectory.tokens), np.array(trajectory.loss_mask))
+    return EncodedRow((sample,), images=[image.to_json() for image in trajectory.images])

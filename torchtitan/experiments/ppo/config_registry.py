@@ -15,6 +15,11 @@ def ppo(hf_assets_path: str, family: ModuleType | None = None) -> PPOTrainer.Con
     return _with_critic(rl.grpo(hf_assets_path, family), lr=1e-4)
 
 
+def ppo_images(hf_assets_path: str, family: ModuleType | None = None) -> PPOTrainer.Config:
+    """As `rl`'s `grpo_images`, with a critic."""
+    return _with_critic(rl.grpo_images(hf_assets_path), lr=1e-4)
+
+
 def ppo_debugmodel() -> PPOTrainer.Config:
     """As `rl_debugmodel`, with a critic."""
     return _with_critic(rl.rl_debugmodel(), lr=1e-2)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.data.base import Batch
+from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.losses.policy_loss import generalized_advantages
@@ -64,7 +64,7 @@ class PPOTrainer(RLTrainer):
             ](hidden_BLD)
 
         outputs: tuple[Tensor, Tensor] = self.models["model"](
-            batch["input"], batch["attention"], head=head
+            batch["input"], batch.get("attention"), head=head, **images_in(batch)
         )
         return outputs
 

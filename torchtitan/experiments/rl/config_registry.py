@@ -4,10 +4,12 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning import prompts
+from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.rollout.rollout import RolloutConfig
-from torchtitan.models.auto.config_registry import sft
+from torchtitan.models.auto.config_registry import sft, sft_images
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
+from torchtitan.trainer import Trainer
 
 from .trainer import RLTrainer
 
@@ -15,10 +17,19 @@ from .trainer import RLTrainer
 def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
     """Group relative policy optimization of the model in a Hugging Face folder, or another
     `--policy.method`: `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
-    config = sft(hf_assets_path, family)
+    loader = prompts.PromptDataLoader.Config(dataset=[], too_long="error")
+    return _grpo(sft(hf_assets_path, family), loader)
+
+
+def grpo_images(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
+    """As `grpo`, for prompts with images and a model that `auto`'s `sft_images` computes."""
+    loader = ImagePromptDataLoader.Config(dataset=[], too_long="error")
+    return _grpo(sft_images(hf_assets_path), loader)
+
+
+def _grpo(config: Trainer.Config, loader: prompts.PromptDataLoader.Config) -> RLTrainer.Config:
     training = dataclasses.replace(config.training, local_batch_size=8)
     optimizer = Optimizer.Config(lr=1e-6, weight_decay=0.0)
-    loader = prompts.PromptDataLoader.Config(dataset=[], too_long="error")
     return RLTrainer.Config.based_on(
         config, dataloader=loader, training=training, optimizer=optimizer
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
+from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.losses.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import RewardName, Rewards
@@ -64,6 +65,12 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             require(size >= 2 or has_critic, "--rollout.group_size", size, "2 or more")
             if not (self.rewards or self.rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
+            of_models = [name for name in self.rewards if name.startswith("reward_model=")]
+            if of_models and isinstance(self.dataloader, ImagePromptDataLoader.Config):
+                raise UserError(
+                    f"--rewards {of_models[0]}: a reward model reads text only, and these prompts "
+                    "have images; use a function of prompt, completion and row"
+                )
             Rewards(self.rewards, self.reward_weights, check_reward_model)
 
     config: Config

@@ -53,10 +53,18 @@ class ClassCache(KVCache):
                 "use_cache=False"
             )
 
-    def run(self, model: Any, tokens_BL: Tensor, attention: "NextTokens") -> Any:
+    def run(
+        self,
+        model: Any,
+        tokens_BL: Tensor,
+        attention: "NextTokens",
+        images: Mapping[str, Tensor] | None = None,
+    ) -> Any:
         """Call a class on the tokens that follow the remembered ones. Padding before a text is
-        masked."""
+        masked. The first tokens may have `images`: arguments of the class."""
         assert attention.positions_BL is not None
+        if images is not None:
+            self._images = images
         self._n_new = tokens_BL.shape[1]
         all_BS = (
             tokens_BL if self._tokens_BL is None else torch.cat((self._tokens_BL, tokens_BL), dim=1)

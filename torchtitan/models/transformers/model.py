@@ -297,7 +297,10 @@ class TransformersModel(BaseModel):
         if balance is not None and balance.totals is None:
             balance = None  # no `LoadBalancer` drives this step
         if isinstance(attention, NextTokens):
-            outputs = attention.cache.run(self.model, tokens_BL, attention)
+            inputs = None
+            if images is not None:
+                inputs = image_arguments(self.model, images, self.image_readers()[0].dtype)
+            outputs = attention.cache.run(self.model, tokens_BL, attention, inputs)
             hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[
                 :, -tokens_BL.shape[1] :
             ]

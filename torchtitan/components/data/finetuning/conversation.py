@@ -257,7 +257,8 @@ def _part(part: Any) -> str:
     if kind in IMAGE_PARTS:
         raise BrokenSample(
             f"its content has a part of type {kind!r}, and this configuration trains on text; to "
-            "train on images, use --config sft_images or lora_images, or dpo_images for preferences"
+            "train on images, use --config sft_images or lora_images, dpo_images for preferences, "
+            "or grpo_images for rewards"
         )
     if kind not in _TEXT_PARTS:
         raise BrokenSample(f"its content has a part of type {kind!r}; only text is supported")

@@ -2,8 +2,9 @@
 
 import itertools
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from torchtitan.components.data.finetuning.chat_encoding import (
 )
 from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-from torchtitan.components.data.finetuning.samples import Windows
+from torchtitan.components.data.finetuning.samples import Windows, pack_windows
 
 
 def first_message(row: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def first_message(row: dict[str, Any]) -> dict[str, Any]:
 class PromptRowEncoder(RowEncoder):
     """Encodes prompts; reference answer and row stay JSON text."""
 
-    stored = ("answer",)
+    stored: ClassVar[tuple[str, ...]] = ("answer",)
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Prompt)
@@ -41,8 +42,9 @@ class PromptDataLoader(PlannedDataLoader):
 
     A batch has lists with an element for each sample: `prompts`, the token ids including the
     generation prompt, as `torchtitan.components.generation.generate` takes them; `answers`, the
-    reference answer or None; and `rows`, all columns. A padding sample has an empty prompt, and
-    `NO_DOCUMENT` in `documents`. `seq_len` limits the prompt without its answer.
+    reference answer or None; `rows`, all columns; and `prompt_images`, the images of each prompt as
+    JSON-serializable objects. A padding sample has an empty prompt, and `NO_DOCUMENT` in
+    `documents`. `seq_len` limits the prompt without its answer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -56,6 +58,8 @@ class PromptDataLoader(PlannedDataLoader):
     config: Config
     kind = "prompt"
     encoder_class = PromptRowEncoder
+    packs_answers: ClassVar[bool] = True
+    """True if a window may hold several prompts with their answers."""
 
     @staticmethod
     def max_length(seq_len: int) -> int:
@@ -66,11 +70,35 @@ class PromptDataLoader(PlannedDataLoader):
         texts = [json.loads(window[0].answer or "") if window else (None, {}) for window in windows]
         answers, rows = map(list, zip(*texts, strict=True))
         prompts = [window[0].ids.tolist() if window else [] for window in windows]
-        return {"prompts": prompts, "answers": answers, "rows": rows}
+        images = [list(window[0].images) if window else [] for window in windows]
+        return {"prompts": prompts, "answers": answers, "rows": rows, "prompt_images": images}
+
+    def image_reader(self) -> Any:
+        """Return what reads the images of prompts for the model; None if they are text."""
+        return None
+
+    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
+        """Return the function that makes batches of windows of prompts with their answers."""
+        return pack_windows
 
 
-def prompts_in(batch: Batch) -> list[tuple[list[int], dict[str, Any], int]]:
-    """Return the token ids, the row and the number in the data of each prompt of a batch, without
-    padding."""
-    prompts = zip(batch["prompts"], batch["rows"], batch["documents"][:, 0].tolist(), strict=True)
-    return [prompt for prompt in prompts if prompt[2] != NO_DOCUMENT]
+class PromptInBatch(NamedTuple):
+    """A prompt of a batch."""
+
+    ids: list[int]
+    row: dict[str, Any]
+    document: int
+    """Number in the data."""
+    images: Sequence[Mapping[str, Any]]
+
+
+def prompts_in(batch: Batch) -> list[PromptInBatch]:
+    """Return the prompts of a batch, without padding."""
+    columns = (
+        batch["prompts"],
+        batch["rows"],
+        batch["documents"][:, 0].tolist(),
+        batch["prompt_images"],
+    )
+    prompts = itertools.starmap(PromptInBatch, zip(*columns, strict=True))
+    return [prompt for prompt in prompts if prompt.document != NO_DOCUMENT]

@@ -353,8 +353,8 @@ def _convert(
     if images := [column for column in IMAGE_COLUMNS if mapping.get(column) in row]:
         raise UserError(
             f"--dataloader.columns names images ({images[0]}), and this configuration trains on "
-            "text; to train on images, use --config sft_images or lora_images, or dpo_images for "
-            "preferences"
+            "text; to train on images, use --config sft_images or lora_images, dpo_images for "
+            "preferences, or grpo_images for rewards"
         )
     renamed = renamed_row(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:

@@ -1,0 +1,47 @@
+"""`ImageReader`: the images of the rows of a batch, as a model gets them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.images.files import ImageFile
+from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ImageReader:
+    """Makes `ImageInputs` of the images of rows with a model's processor."""
+
+    def __init__(self, processor: ImageProcessor):
+        self._processor = processor
+
+    @property
+    def image_ids(self) -> frozenset[int]:
+        """Ids of the tokens of images, which no answer may contain."""
+        return self._processor.image_ids
+
+    def inputs(self, images: Sequence[Sequence["Image"]], tokens_BL: Tensor) -> ImageInputs:
+        """Return the inputs of rows of tokens with these decoded images, on the host."""
+        types = self._processor.token_types(tokens_BL.numpy())
+        tensors = self._processor.inputs(images) if any(images) else {}
+        return ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types))
+
+    def check(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> None:
+        """Raise `UserError` if tokens do not contain those of `images`, and no others of images:
+        the model could not compute them."""
+        image_ids = self.image_ids
+        n_found = sum(token in image_ids for token in tokens)
+        sizes = [(image.width, image.height) for image in images]
+        expansions = self._processor.expansions(sizes) if sizes else []
+        n_expected = sum(token in image_ids for ids in expansions for token in ids)
+        if n_found != n_expected:
+            raise UserError(
+                f"it has {n_found} tokens of images, and its {len(images)} images have "
+                f"{n_expected}; only a row's prompt, at the beginning, has images"
+            )
