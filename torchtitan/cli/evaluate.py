@@ -6,13 +6,22 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.cli.model_options import add_model_options, open_model, run_command
+from torchtitan.cli.model_options import (
+    OpenedModel,
+    add_model_options,
+    open_model,
+    run_command,
+)
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redacted
+
+if TYPE_CHECKING:
+    from torchtitan.components.evaluation import Scorer
+    from torchtitan.components.evaluation.image_questions import ImageQuestionScorer
 
 
 def evaluate(args: Sequence[str]) -> int:
@@ -21,9 +30,8 @@ def evaluate(args: Sequence[str]) -> int:
     parser = Parser(
         prog="torchtitan eval",
         description="Evaluate a model. A task is a file FILE.jsonl with multiple-choice questions "
-        "(query, choices, "
-        "gold), a text FILE.txt or FILE.md (perplexity, bits per byte), or the name of an lm-eval "
-        "task "
+        "(query, choices, gold, and image or images), a text FILE.txt or FILE.md (perplexity, bits "
+        "per byte), or the name of an lm-eval task "
         "(pip install 'torchtitan[eval]'). Prints a table on standard error and JSON on standard "
         "output.",
     )
@@ -66,12 +74,18 @@ def _evaluate(options: argparse.Namespace) -> None:
     files = [task for task in options.tasks if Path(task).suffix in SUFFIXES]
     names = [task for task in options.tasks if task not in files]
     _check(options, files, names)
+    with_images = any(_has_images(Path(file), options.limit) for file in files)
+    if with_images:
+        options.module = options.module or "torchtitan.models.transformers"
     opened = open_model(options)
     scorer = Scorer(opened.model, batch_size=options.batch_size)
+    images = _image_scorer(opened, scorer) if with_images else None
     results: dict[str, dict[str, Any]] = {}
     for file in files:
         scorer.title = Path(file).name
-        results[file] = evaluate_file(Path(file), scorer, opened.tokenizer, options.limit)
+        results[file] = evaluate_file(
+            Path(file), scorer, opened.tokenizer, options.limit, images=images
+        )
     if names:
         from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
 
@@ -84,6 +98,22 @@ def _evaluate(options: argparse.Namespace) -> None:
             model, names, include_path=options.include_path, limit=options.limit
         )
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
+
+
+def _has_images(file: Path, limit: int | None) -> bool:
+    from torchtitan.components.evaluation.tasks import read_questions
+
+    return file.suffix == ".jsonl" and any(one.images for one in read_questions(file, limit))
+
+
+def _image_scorer(opened: OpenedModel, scorer: "Scorer") -> "ImageQuestionScorer":
+    from torchtitan.cli.image_prompts import ImagePrompts
+    from torchtitan.components.chat_template import resolve_chat_template
+    from torchtitan.components.evaluation.image_questions import ImageQuestionScorer
+
+    processor = ImagePrompts(opened).processor
+    template = resolve_chat_template("", opened.folders, opened.tokenizer)
+    return ImageQuestionScorer(scorer, opened.tokenizer, template, processor)
 
 
 def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:

@@ -32,7 +32,7 @@ class ImagePrompts:
         # A checkpoint of a run has no config.json, which may be needed to find the classes.
         described = [folder for folder in opened.folders if (folder / "config.json").is_file()]
         folder = [*described, *opened.folders][0]
-        self._processor = ImageProcessor.from_folder(folder, opened.tokenizer)
+        self.processor = ImageProcessor.from_folder(folder, opened.tokenizer)
 
     def open(self, path: Path) -> "ImageFile":
         """Open an image. Raise `UserError` if it cannot be read."""
@@ -54,7 +54,7 @@ class ImagePrompts:
         model reads them."""
         from torchtitan.components.images.encoder import encode_prompt
 
-        expanded, inputs = encode_prompt(self._processor, self._tokenizer, ids, images)
+        expanded, inputs = encode_prompt(self.processor, self._tokenizer, ids, images)
         device = next(self._model.parameters()).device
         return expanded, self._model.reading(inputs.to(device))
 

@@ -9,6 +9,7 @@ from torchtitan.components.evaluation.tasks import (
     evaluate_file,
     read_questions,
     read_text,
+    reject_images,
 )
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
@@ -53,7 +54,10 @@ class Evaluation(Callback):
                     )
                 if not path.is_file():
                     raise UserError(f"--callbacks.evaluation.files: there is no file '{path}'")
-                _ = read_questions(path, self.limit) if path.suffix == ".jsonl" else read_text(path)
+                if path.suffix == ".jsonl":
+                    reject_images(read_questions(path, self.limit))
+                else:
+                    read_text(path)
 
         def check_run(self, run: Sections) -> None:
             if self.files:

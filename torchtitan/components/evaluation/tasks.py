@@ -3,13 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from torchtitan.components.data.finetuning.columns import is_filled
 from torchtitan.components.data.sources.rows import parse_json
-from torchtitan.components.evaluation.scoring import Request, Scorer
+from torchtitan.components.evaluation.scoring import Request, Score, Scorer
 from torchtitan.components.generation import start_id
+from torchtitan.components.images.rows import COLUMNS as IMAGE_COLUMNS
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, os_errors_as
 
@@ -25,6 +27,16 @@ class Question:
     choices: list[str]
     gold: int
     """Index of the right choice."""
+    images: dict[str, Any] = field(default_factory=dict)
+    """Columns with images."""
+    where: str = field(default="", compare=False)
+    """File and line, for messages."""
+
+
+class ImageQuestionScores(Protocol):
+    """Scores the choices of questions about images; see `image_questions`."""
+
+    def score(self, questions: Sequence[Question], folder: Path) -> list[Score]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,12 @@ def multiple_choice(
     for question in questions:
         pairs = [(question.query, _continuation(question, choice)) for choice in question.choices]
         requests += encode_pairs(tokenizer, pairs)
-    scores = iter(scorer.score(requests))
+    return rated(questions, scorer.score(requests))
+
+
+def rated(questions: Sequence[Question], of_choices: Sequence[Score]) -> MultipleChoiceResult:
+    """Return the result of questions, given the scores of all of their choices in order."""
+    scores = iter(of_choices)
     hits = []
     norm_hits = []
     truncated = 0
@@ -143,7 +160,12 @@ def _parse(line: str, where: str) -> Question:
         raise UserError(
             f"{where}: gold is {gold}, but there are {len(choices)} choices, counted from 0"
         )
-    return Question(query, choices, gold)
+    images = {
+        column: value
+        for column, value in content.items()
+        if column in IMAGE_COLUMNS and is_filled(value)
+    }
+    return Question(query, choices, gold, images, where)
 
 
 def _continuation(question: Question, choice: str) -> str:
@@ -206,14 +228,38 @@ def windows(ids: list[int], size: int) -> Iterator[Request]:
 
 
 def evaluate_file(
-    path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None
+    path: Path,
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    limit: int | None = None,
+    *,
+    images: ImageQuestionScores | None = None,
 ) -> dict[str, Any]:
     """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` of
     at most `limit` questions, or of a `PerplexityResult`. Raise `UserError` if the file is
-    unreadable or empty."""
-    if path.suffix == ".jsonl":
-        return dataclasses.asdict(multiple_choice(scorer, tokenizer, read_questions(path, limit)))
-    return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path)))
+    unreadable or empty.
+
+    Args:
+        images: scores all questions of a file in which any has images.
+    """
+    if path.suffix != ".jsonl":
+        return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path)))
+    questions = read_questions(path, limit)
+    if images and any(question.images for question in questions):
+        result = rated(questions, images.score(questions, path.absolute().parent))
+    else:
+        reject_images(questions)
+        result = multiple_choice(scorer, tokenizer, questions)
+    return dataclasses.asdict(result)
+
+
+def reject_images(questions: Sequence[Question]) -> None:
+    """Raise `UserError` if a question has images."""
+    for question in questions:
+        if question.images:
+            raise UserError(
+                f"{question.where} has images, which only `torchtitan eval` shows to a model"
+            )
 
 
 def read_text(path: Path) -> str:
