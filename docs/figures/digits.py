@@ -2,10 +2,12 @@
 
     python docs/figures/digits.py prepare FOLDER    # needs scikit-learn, which brings the images
     python docs/figures/digits.py score FOLDER MODEL
+    python docs/figures/digits.py draw FOLDER MODEL REWARDED
 
 `prepare` writes 1,797 handwritten digits as images, rows for training and for the test, and a small
 SmolVLM with random weights. `score` asks a trained model about the digits of the test, by
-transformers alone, and draws some of them with its answers, and the loss of the run.
+transformers alone. `draw` draws some of them with its answers, the loss of its run, and the reward
+of the run of the model REWARDED.
 """
 
 import base64
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from post_training import COLORS, HEIGHT, MARGIN, WIDTH, points
+from post_training import COLORS, HEIGHT, WIDTH, panel, points
 
 QUESTION = "Which digit is this?"
 N_TEST = 360
@@ -43,6 +45,8 @@ def prepare(folder: Path) -> None:
     digits = load_digits()
     (folder / "images").mkdir(parents=True)
     rows = []
+    prompts = []
+    questions = []
     for number, (values, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         image = Image.fromarray((values / 16 * 255).round().astype("uint8"))
         name = f"images/{number}.png"
@@ -51,8 +55,13 @@ def prepare(folder: Path) -> None:
         messages = [{"role": "user", "content": question}]
         messages.append({"role": "assistant", "content": str(label)})
         rows.append(json.dumps({"messages": messages}) + "\n")
+        choices = {"choices": [str(digit) for digit in range(10)], "gold": int(label)}
+        questions.append(json.dumps({"query": QUESTION, "image": name, **choices}) + "\n")
+        prompts.append(json.dumps({"messages": messages[:1], "answer": str(label)}) + "\n")
     (folder / "test.jsonl").write_text("".join(rows[:N_TEST]))
+    (folder / "questions.jsonl").write_text("".join(questions[:N_TEST]))
     (folder / "train.jsonl").write_text("".join(rows[N_TEST:]))
+    (folder / "prompts.jsonl").write_text("".join(prompts[N_TEST:]))
     write_model(folder / "model")
 
 
@@ -106,8 +115,8 @@ def write_model(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def score(folder: Path, checkpoint: Path) -> None:
-    """Print how many digits of the test the model names, and draw some."""
+def score(folder: Path, checkpoint: Path) -> list[tuple[Path, str, str]]:
+    """Print how many digits of the test the model names; return each image, label and answer."""
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -132,17 +141,17 @@ def score(folder: Path, checkpoint: Path) -> None:
     examples = list(zip(paths, labels, answers, strict=True))
     n_right = sum(label == answer for _, label, answer in examples)
     print(f"{n_right} of {len(examples)} digits: {n_right / len(examples):.1%}")
-    run = checkpoint.parent.parent
-    (Path(__file__).parent / "digits.svg").write_text(draw(examples, points(run, "loss")))
+    return examples
 
 
-def draw(examples: list[tuple[Path, str, str]], losses: list[tuple[float, float]]) -> str:
-    """Return a figure of digits with the model's answers, wrong ones first, and of the loss."""
+def draw(examples: list[tuple[Path, str, str]], trained: Path, rewarded: Path) -> str:
+    """Return a figure of digits with the model's answers, wrong ones first, and of the curves of
+    two runs."""
     wrong = [example for example in examples if example[1] != example[2]][:4]
     right = [example for example in examples if example[1] == example[2]]
     shown = [*wrong, *right][:15]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">'
     ]
     for number, (path, label, answer) in enumerate(shown):
@@ -158,20 +167,11 @@ def draw(examples: list[tuple[Path, str, str]], losses: list[tuple[float, float]
         color = "#444" if label == answer else COLORS[1]
         note = answer if label == answer else f"{answer}, not {label}"
         parts.append(f'<text x="{x}" y="{y + 63}" fill="{color}">{escape(note)}</text>')
-    left, top = WIDTH + MARGIN, 24
-    width, height = WIDTH - MARGIN - 12, HEIGHT - 24 - MARGIN
-    last, most = losses[-1][0], max(loss for _, loss in losses)
-    line = " ".join(
-        f"{left + width * step / last:.1f},{top + height * (1 - loss / most):.1f}"
-        for step, loss in losses
-    )
+    loss = [("", points(trained, "loss"))]
+    reward = [("", points(rewarded, "reward"))]
     parts += [
-        f'<text x="{left}" y="14">training loss (nats per token)</text>',
-        f'<path d="M{left} {top}v{height}h{width}" fill="none" stroke="#888"/>',
-        f'<polyline points="{line}" fill="none" stroke="{COLORS[0]}"/>',
-        f'<text x="{left - 6}" y="{top + 10}" text-anchor="end">{most:.1f}</text>',
-        f'<text x="{left - 6}" y="{top + height}" text-anchor="end">0</text>',
-        f'<text x="{left + width}" y="{top + height + 16}" text-anchor="end">step {last:g}</text>',
+        *panel("training loss (nats per token)", loss, WIDTH),
+        *panel("reward of sampled answers", reward, 2 * WIDTH),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -180,5 +180,9 @@ def draw(examples: list[tuple[Path, str, str]], losses: list[tuple[float, float]
 if __name__ == "__main__":
     if sys.argv[1] == "prepare":
         prepare(Path(sys.argv[2]))
-    else:
+    elif sys.argv[1] == "score":
         score(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        trained, rewarded = (Path(path).parent.parent for path in sys.argv[3:])
+        figure = draw(score(Path(sys.argv[2]), Path(sys.argv[3])), trained, rewarded)
+        (Path(__file__).parent / "digits.svg").write_text(figure)
