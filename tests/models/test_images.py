@@ -2,6 +2,7 @@
 its own processor makes of the same conversations."""
 
 import io
+import itertools
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -69,12 +70,13 @@ def write_rows(folder: Path) -> tuple[Path, list[Any], list[list[Image.Image]]]:
 
 
 def options(model: Path, rows: Path, **more: Any) -> dict[str, Any]:
-    """Return the options of one step over all rows in float32."""
+    """Return the options of one step over all rows in float32, each in a row of its own."""
     return {
         "module": "auto",
         "config": "sft_images",
         "hf_assets_path": model,
         "dataloader__dataset": [str(rows)],
+        "dataloader__packing": "none",
         **dict.fromkeys(("model__dim", "model__ffn_dim", "model__n_layers"), ABSENT),
         "model__train": ["language", "projector", "vision"],
         "training__steps": 1,
@@ -137,22 +139,59 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_rows(tmp_path_factory.mktemp("rows"))
 
 
+def check_that_documents_see_themselves_only(model: TransformersModel, batch: Any) -> None:
+    """The logits of a packed document depend on the embeddings of all its own tokens, also those of
+    images, and on no others."""
+    embeddings: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, inputs: Any) -> Any:
+        embeddings.append(inputs["inputs_embeds"].detach().requires_grad_())
+        return args, {**inputs, "inputs_embeds": embeddings[-1]}
+
+    hook = model.model.get_decoder().register_forward_pre_hook(keep, with_kwargs=True)
+    boundaries = batch["attention"].cu_seqlens.tolist()
+    for first, last in itertools.pairwise(boundaries):
+        logits = model(batch["input"], batch["attention"], images=batch["images"])
+        logits[0, first:last].square().sum().backward()
+        depends = embeddings[-1].grad[0].abs().sum(-1) > 0
+        assert depends[first:last].all()
+        assert depends.sum() == last - first
+    hook.remove()
+
+
+PACKED = {
+    "dataloader__packing": "ffd",
+    "training__local_batch_size": 1,
+    "training__seq_len": 2048,
+}
+"""Options for all rows in one window."""
+
+IN_ROWS = ("qwen3_5", "hunyuan_vl")
+"""Types that get a row for each packed document: the states of linear attention continue in the
+next document; positions count the images of a batch."""
+
+
 @pytest.mark.parametrize("model_type", [*FAST, *SLOW])
 def test_loss_and_gradients_equal_those_of_the_class(
     model_type: str, folders: Any, data: Any, tmp_path: Path
 ) -> None:
-    """The tolerance is that of float32 with sums in another order; other pixels change the loss by
-    more."""
+    """With a row for each conversation, and with all of them in one window. The tolerance is that
+    of float32 with sums in another order; other pixels change the loss by more."""
     folder = folders(model_type)
     rows, conversations, images = data
     loss, gradients = reference(model_type, folder, conversations, images)
     inverted = [[ImageOps.invert(image) for image in sample] for sample in images]
     other, _ = reference(model_type, folder, conversations, inverted, with_gradients=False)
     assert abs(other / loss - 1) > 1e-4
-    train(tmp_path, **options(folder, rows))
-    [(_, ours, grad_norm)] = read_metrics(tmp_path, "loss", "grad_norm")
-    assert ours == pytest.approx(loss, rel=1e-5)
-    assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
+    for name, packing in (("rows", {}), ("packed", PACKED)):
+        trainer = train(tmp_path / name, **options(folder, rows) | packing)
+        [(_, ours, grad_norm)] = read_metrics(tmp_path / name, "loss", "grad_norm")
+        assert ours == pytest.approx(loss, rel=1e-5)
+        assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
+    [model] = trainer.model_parts
+    assert model.packing.mode == ("rows" if model_type in IN_ROWS else "kernel")
+    if model.packing.mode == "kernel":
+        check_that_documents_see_themselves_only(model, next(trainer.dataloader))
 
 
 def test_accumulated_loss_is_the_same(folders: Any, data: Any, tmp_path: Path) -> None:
@@ -236,8 +275,11 @@ def test_answers_equal_those_of_transformers(
 
 @pytest.mark.slow
 def test_a_killed_run_continues_exactly(folders: Any, data: Any, tmp_path: Path) -> None:
+    """With windows of one or two conversations."""
     rows, *_ = data
     more = {
+        "dataloader__packing": "ffd",
+        "training__seq_len": 200,
         "training__steps": 4,
         "training__local_batch_size": 2,
         "checkpoint__enable": True,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageInputs:
-    """Images of a batch of B rows of L tokens, each row one document."""
+    """Images of a batch of B rows of L tokens, in the order of their tokens."""
 
     tensors: Mapping[str, Tensor]
     """Arguments of the class for the images, such as `pixel_values`; empty without images."""

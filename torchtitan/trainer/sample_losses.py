@@ -103,10 +103,11 @@ class SampleLosses:
 def number_tokens(batch: Batch) -> Tensor:
     """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document
     of a row begins at the k-th position 0, and has the k-th number in `documents`."""
-    documents = batch["documents"]
-    if "images" in batch:  # each row is one document, and ends with padding without labels
+    documents, attention = batch["documents"], batch.get("attention")
+    if attention is None or attention.positions_BL is None:
+        # each row is one document, and ends with padding without labels
         return documents[:, :1].expand_as(batch["input"])
-    indices = (batch["attention"].positions_BL == 0).long().cumsum(dim=1) - 1
+    indices = (attention.positions_BL == 0).long().cumsum(dim=1) - 1
     padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)
     return padded.gather(1, indices)
 

@@ -65,8 +65,9 @@ def append(rows: Path, question: Any) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def test_windows_end_with_the_longest_sample(rows: Path, tokenizer: Tokenizer) -> None:
-    loader = build(rows, tokenizer)
+def test_rows_end_with_the_longest_sample(rows: Path, tokenizer: Tokenizer) -> None:
+    loader = build(rows, tokenizer, packing="none")
+    assert loader.packing_efficiency is None
     lengths = loader.samples.positions[0]
     for _ in range(3):
         batch = next(loader)
@@ -84,12 +85,49 @@ def test_image_tokens_are_inputs_and_no_labels(rows: Path, tokenizer: Tokenizer)
     assert (batch["labels"][:, :-1][is_image[:, 1:]] == -100).all()
 
 
-def test_the_position_is_exact(rows: Path, tokenizer: Tokenizer) -> None:
-    loader = build(rows, tokenizer)
+@pytest.mark.parametrize("packing", ["ffd", "multipack"])
+def test_packed_windows_have_the_images_of_their_samples(
+    rows: Path, tokenizer: Tokenizer, packing: str
+) -> None:
+    """Each document of a window has the tokens and pixels that its sample has in a row alone."""
+    alone, packed = (
+        build(rows, tokenizer, seq_len=200, packing=name) for name in ("none", packing)
+    )
+    assert packed.packing_efficiency > 0.7
+    n_documents = 0
+    for batch in (next(packed), next(packed)):
+        lengths = batch["attention"].lengths
+        tokens = batch["input"].flatten().split(lengths)
+        labels = batch["labels"].flatten().split(lengths)
+        types = batch["images"].token_types_BL.flatten().split(lengths)
+        places = iter(zip(tokens, labels, types, strict=True))
+        pixels = []
+        for numbers in batch["documents"].tolist():
+            members = [number for number in numbers if number >= 0]
+            n_documents += len(members)
+            for number in members:
+                single = alone.batch_of([alone.sample_name(number)])
+                ids, label, type_ids = next(places)
+                assert torch.equal(ids, single["input"][0])
+                assert torch.equal(label, single["labels"][0])
+                assert torch.equal(type_ids, single["images"].token_types_BL[0])
+                if single["images"].tensors:
+                    pixels.append(single["images"].tensors["pixel_values"][0])
+            if sum(alone.samples.positions[0][members]) < 200:
+                assert (next(places)[1] == -100).all()  # padding
+        found = batch["images"].tensors["pixel_values"]
+        found = [part[part.flatten(1).any(1)] for part in found]  # without images of padding
+        assert all(torch.equal(one, other) for one, other in zip(found, pixels, strict=True))
+    assert n_documents > 4
+
+
+@pytest.mark.parametrize("packing", ["ffd", "none"])
+def test_the_position_is_exact(rows: Path, tokenizer: Tokenizer, packing: str) -> None:
+    loader = build(rows, tokenizer, seq_len=200, packing=packing)
     next(loader)
     state = loader.state_dict()
     expected = [next(loader) for _ in range(3)]
-    resumed = build(rows, tokenizer)
+    resumed = build(rows, tokenizer, seq_len=200, packing=packing)
     resumed.load_state_dict(state)
     for batch in expected:
         assert_equal(next(resumed), batch)
@@ -186,11 +224,6 @@ def test_images_are_not_trained_with_all_turns(rows: Path, tokenizer: Tokenizer)
         batch = next(loader)
         is_image = batch["images"].token_types_BL.bool()
         assert (batch["labels"][:, :-1][is_image[:, 1:]] == -100).all()
-
-
-def test_packing_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--dataloader\.packing ffd.*not packed"):
-        ImageDataLoader.Config(dataset=["a.jsonl"], packing="ffd").validate()
 
 
 @pytest.mark.parametrize(

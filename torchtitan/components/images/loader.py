@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.row_formats import RowFormat
-from torchtitan.components.data.finetuning.samples import SampleSets, Windows, pack_samples
+from torchtitan.components.data.finetuning.samples import (
+    SampleSets,
+    Windows,
+    pack_samples,
+    pack_windows,
+)
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
-from torchtitan.components.data.plan import Packing
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import ImageEncoder
 from torchtitan.components.images.files import ImageFile, ImageOpener
@@ -29,32 +32,23 @@ from torchtitan.tools.errors import UserError
 
 
 class ImageDataLoader(SFTDataLoader):
-    """Conversations with images, one per window, with labels for trained tokens only.
+    """Conversations with images, packed without splitting, with labels for trained tokens only.
 
-    Images are decoded when a batch is made. A batch has `images`, the `ImageInputs` of its rows,
-    and its windows end with its longest sample.
+    Images are decoded when a batch is made. A batch has `images`, the `ImageInputs` of its samples,
+    in order. Without packing, each row is one document, and the rows end with the longest sample of
+    their batch.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SFTDataLoader.Config):
         """Fine-tuning data with images."""
 
-        packing: Packing = "none"
-        """Packing of samples into windows: only none."""
         image_root: str = ""
         """Folder with the images, to which paths in the data are relative; empty: the folder of the
         data file."""
         fetch_images: bool = False
         """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
         such rows are broken."""
-
-        def validate(self) -> None:
-            SFTDataLoader.Config.validate(self)
-            if self.packing != "none":
-                raise UserError(
-                    f"--dataloader.packing {self.packing}: samples with images are not packed; set "
-                    "none"
-                )
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImageEncoder:
             chat = ChatEncoder(tokenizer, template, self.train_on, self.accepted_losses())
@@ -85,8 +79,13 @@ class ImageDataLoader(SFTDataLoader):
         )
         return samples
 
+    @property
+    def packing_efficiency(self) -> float | None:
+        """As in `SFTDataLoader`; None without packing, since rows end with their longest sample."""
+        return None if self.config.packing == "none" else super().packing_efficiency
+
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return ImageBatches(processor_of(self._tokenizer))
+        return ImageBatches(processor_of(self._tokenizer), is_packed=self.config.packing != "none")
 
 
 @lru_cache(maxsize=4)  # opened several times at the start of a run
@@ -98,24 +97,38 @@ def processor_of(tokenizer: Tokenizer) -> ImageProcessor:
 
 
 class ImageBatches:
-    """Makes batches of windows of one sample each."""
+    """Makes batches of windows with images.
 
-    def __init__(self, processor: ImageProcessor):
+    Args:
+        is_packed: False if each window has at most one sample; the rows then end with the longest
+            one.
+    """
+
+    def __init__(self, processor: ImageProcessor, *, is_packed: bool = False):
         self._processor = processor
+        self._is_packed = is_packed
 
     def __call__(self, windows: Windows, seq_len: int) -> Batch:
-        """Return a batch, with the rows' padding up to its longest sample."""
-        longest = max((len(sample.ids) - 1 for window in windows for sample in window), default=1)
-        rows = [pack_samples([one.parts[0] for one in window], longest) for window in windows]
-        for row in rows:
-            del row["positions"]  # each row is one document
-        batch = to_batch(rows)
-        types = np.stack([self._processor.token_types(row["input"]) for row in rows])
+        if self._is_packed:
+            batch = pack_windows(windows, seq_len)
+        else:
+            batch = _rows(windows)
+        types_BL = self._processor.token_types(batch["input"].numpy())
         images = [
-            [ImageFile.from_json(image).decode() for sample in window for image in sample.images]
+            [ImageFile.from_json(image).decode() for image in sample.images]
             for window in windows
+            for sample in window
         ]
         tensors = self._processor.inputs(images) if any(images) else {}
-        batch["images"] = ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types))
+        batch["images"] = ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types_BL))
         batch["image_keys"] = image_keys(self._processor, windows, batch["input"])
         return batch
+
+
+def _rows(windows: Windows) -> Batch:
+    """Return rows of one document each, with padding up to the longest one."""
+    longest = max((len(sample.ids) - 1 for window in windows for sample in window), default=1)
+    rows = [pack_samples([one.parts[0] for one in window], longest) for window in windows]
+    for row in rows:
+        del row["positions"]
+    return to_batch(rows)

@@ -172,9 +172,9 @@ def missing_kernels(config: Any) -> list[str]:
     return sorted(package for package in packages if importlib.util.find_spec(package) is None)
 
 
-def build_class(config: Any, implementation: str | None = None) -> Any:
+def build_class(config: Any, implementation: str | dict[str, str] | None = None) -> Any:
     """Build the class for a transformers configuration in float32, with the attention
-    `implementation`, if any."""
+    `implementation`, if any: for all parts, or by the name of a part's configuration."""
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
     try:  # with a copy, since it writes into its configuration

@@ -62,21 +62,6 @@ def train_parts(model: Any, trained: list[Part]) -> None:
             parameter.requires_grad_(name in trained)
 
 
-def run_with_images(
-    model: Any,
-    tokens_BL: Tensor,
-    attention: AttentionMetadata | None,
-    images: ImageInputs,
-    dtype: torch.dtype,
-    **options: Any,
-) -> Any:
-    """Call a class on rows of one document each, with their images. It computes the positions
-    itself, which may have several dimensions."""
-    mask_BL = token_mask(tokens_BL, attention)
-    inputs = image_arguments(model, images, dtype)
-    return model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs, **options)
-
-
 def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the arguments of a class for images, in `dtype`: that of the weights that read
     them."""

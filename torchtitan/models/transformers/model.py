@@ -21,15 +21,19 @@ from torchtitan.models.transformers.description import (
     checked_document,
     transformers_config,
 )
-from torchtitan.models.transformers.document_rows import document_rows
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
+from torchtitan.models.transformers.image_packing import (
+    choose_image_packing,
+    gather_with_images,
+    implementation_with_images,
+    mask_with_images,
+    run_with_images,
+)
 from torchtitan.models.transformers.images import (
     Part,
     image_arguments,
     places_of_readers,
-    run_with_images,
-    token_mask,
     train_parts,
     without_images,
 )
@@ -144,9 +148,13 @@ class TransformersModel(BaseModel):
         super().__init__(config)
         described = config.transformers_config()
         transform = logit_transform(config.document)
-        self.packing = choose_packing(described)
-        # Its own attention sees the tokens of an image as the class wants.
-        implementation = None if config.reads_images else self.packing.implementation
+        implementation: Any
+        if config.reads_images:
+            self.packing = choose_image_packing(described)
+            implementation = implementation_with_images(described, self.packing)
+        else:
+            self.packing = choose_packing(described)
+            implementation = self.packing.implementation
         self.model = build_class(described, implementation)
         _share_modules(self.model)
         add_initializers(self.model)
@@ -287,7 +295,8 @@ class TransformersModel(BaseModel):
         **head_inputs: Any,
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see
-        `torchtitan.models.common.decoder.Decoder.forward`.
+        `torchtitan.models.common.decoder.Decoder.forward`. `images` are those of the documents, in
+        their order.
 
         The auxiliary loss of routers, if the class returns one, is computed over the global batch
         in the steps of a `LoadBalancer`, which do not show it; elsewhere, a loss includes the
@@ -296,6 +305,10 @@ class TransformersModel(BaseModel):
         balance = self.balance
         if balance is not None and balance.totals is None:
             balance = None  # no `LoadBalancer` drives this step
+        options = {
+            "static": self.is_compiled,
+            "masks_padding": self.training and self.has_auxiliary_loss,
+        }
         if isinstance(attention, NextTokens):
             inputs = None
             if images is not None:
@@ -306,20 +319,24 @@ class TransformersModel(BaseModel):
             ]
         elif images is not None:
             readers = self.image_readers()
-            tokens_NM, of_rows, images, pack = document_rows(tokens_BL, attention, images)
             outputs = run_with_images(
-                self.model, tokens_NM, of_rows, images, readers[0].dtype, return_dict=True
+                self.packing,
+                self.model,
+                tokens_BL,
+                attention,
+                images,
+                readers[0].dtype,
+                **options,
+                return_dict=True,
             )
-            hidden_BLD = pack(captured.hidden.pop() if captured else outputs.logits)
+            hidden_BLD = gather_with_images(
+                self.packing, captured.hidden.pop() if captured else outputs.logits, attention
+            )
             hidden_BLD = without_images(readers, hidden_BLD, images)
             if self.training and balance is not None:
-                mask_N = token_mask(tokens_NM, of_rows).bool().flatten()
+                mask_N = mask_with_images(self.packing, tokens_BL, attention)
                 hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
         else:
-            options = {
-                "static": self.is_compiled,
-                "masks_padding": self.training and self.has_auxiliary_loss,
-            }
             outputs = self.packing.run(
                 self.model, tokens_BL, attention, **options, return_dict=True
             )

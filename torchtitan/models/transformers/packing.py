@@ -37,10 +37,30 @@ Mode = Literal["kernel", "masks", "rows"]
 _JOINED_MASKS: Any = masking_utils.and_masks()
 _WINDOW_MASK: Any = masking_utils.sliding_window_overlay(1)
 
-_current: ContextVar[tuple[AttentionMetadata | None, bool]] = ContextVar(
-    "current", default=(None, False)
-)
-"""Documents of the current forward pass, and whether their kernels must have constant shapes."""
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What the masks of a forward pass depend on."""
+
+    attention: AttentionMetadata
+    """Documents of the tokens."""
+    static: bool = False
+    """True if kernels must have constant shapes, for compiled blocks."""
+    configs: tuple[type, ...] | None = None
+    """Types of the configurations whose masks are those of the tokens, since a vision tower has
+    masks of its own; None: all."""
+    at_places: bool = False
+    """True if masks depend on places in the row, as those of images do, and not on positions in
+    documents only."""
+
+    def call(self, model: Any, **inputs: Any) -> Any:
+        """Call a class in this pass."""
+        context = copy_context()
+        context.run(_current.set, self)
+        return context.run(model, **inputs)
+
+
+_current: ContextVar[ForwardPass | None] = ContextVar("current", default=None)
 
 
 class Documents:
@@ -76,13 +96,13 @@ def _window(mask_function: Any) -> tuple[bool, int | None]:
 def _make_mask(**options: Any) -> Tensor | Documents | None:
     """Make the mask of a model whose attention is ours, with the arguments of transformers'
     `sdpa_mask`."""
-    attention, (is_plain, window) = _active(options), _window(options["mask_function"])
-    if attention is None or not is_plain:
+    current, (is_plain, window) = _active(options), _window(options["mask_function"])
+    if current is None or not is_plain:
         return _within_documents(masking_utils.sdpa_mask)(**options)
     fields = vars(options["config"])  # getattr raises for what differs between layers
     return Documents(
-        attention.with_window(window),
-        static=_current.get()[1],
+        current.attention.with_window(window),
+        static=current.static,
         device=torch.device(options["device"]),
         dtype=options["dtype"],
         head_dim=fields.get("qk_head_dim") or fields.get("head_dim") or 64,
@@ -90,14 +110,17 @@ def _make_mask(**options: Any) -> Tensor | Documents | None:
     )
 
 
-def _active(options: dict[str, Any]) -> AttentionMetadata | None:
-    """Return the documents of the current forward pass if a mask is one of their tokens."""
-    attention, _ = _current.get()
-    if attention is None or options["q_length"] != options["kv_length"]:
+def _active(options: dict[str, Any]) -> ForwardPass | None:
+    """Return the current forward pass if a mask is one of the tokens of its documents."""
+    current = _current.get()
+    if current is None or options["q_length"] != options["kv_length"]:
         return None
+    if current.configs is not None and type(options["config"]) not in current.configs:
+        return None
+    attention = current.attention
     whole = attention.n_rows, attention.max_seqlen
     shape = whole if attention.positions_BL is None else attention.positions_BL.shape
-    return attention if shape == (options["batch_size"], options["q_length"]) else None
+    return current if shape == (options["batch_size"], options["q_length"]) else None
 
 
 def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,17 +128,21 @@ def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
     apart."""
 
     def make_within(**options: Any) -> Any:
-        if (attention := _active(options)) is not None:
+        if (current := _active(options)) is not None:
             options["attention_mask"] = None  # all ones, or zeros only after all that a token sees
-            if attention.positions_BL is not None:
-                options["mask_function"] = _remap(options["mask_function"], attention.positions_BL)
+            if (positions_BL := current.attention.positions_BL) is not None:
+                options["mask_function"] = _remap(
+                    options["mask_function"], positions_BL, at_places=current.at_places
+                )
                 options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return make(**options)
 
     return make_within
 
 
-def _remap(mask_function: Callable[..., Any], positions_BL: Tensor) -> Callable[..., Any]:
+def _remap(
+    mask_function: Callable[..., Any], positions_BL: Tensor, *, at_places: bool
+) -> Callable[..., Any]:
     documents_BL = (positions_BL == 0).cumsum(-1)
 
     def is_same(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -124,7 +151,7 @@ def _remap(mask_function: Callable[..., Any], positions_BL: Tensor) -> Callable[
     def at_positions(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mask_function(b, h, positions_BL[b, q], positions_BL[b, k])
 
-    return masking_utils.and_masks(is_same, at_positions)
+    return masking_utils.and_masks(is_same, mask_function if at_places else at_positions)
 
 
 _WITHOUT_EFFECT = {
@@ -236,11 +263,7 @@ class Packing:
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
         mask_BL = torch.ones_like(tokens_BL)
         if masks_padding:
-            documents = attention.with_documents(tokens_BL.device).documents
-            assert documents
-            has_token_BL = documents.has_token_BL
-            # a mean over no token would be NaN
-            mask_BL = (has_token_BL | ~has_token_BL.any()).long()
+            mask_BL = padding_mask(tokens_BL, attention)
         inputs: dict[str, Any] = {"attention_mask": mask_BL} if masks_padding else {}
         positions_BL = attention.positions_BL
         if self.mode != "rows":
@@ -258,9 +281,9 @@ class Packing:
                 mask_NM * mask_BL.flatten()[index_NM],
             )
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
-        context = copy_context()
-        context.run(_current.set, (attention, static))
-        return context.run(model, **text_inputs(model, tokens_BL, **inputs), **options)
+        return ForwardPass(attention, static).call(
+            model, **text_inputs(model, tokens_BL, **inputs), **options
+        )
 
     def token_mask(self, tokens_BL: Tensor, attention: AttentionMetadata | None) -> Tensor:
         """Return whether each place that a class gets is a token of a document, flat, in the order
@@ -283,6 +306,15 @@ class Packing:
         return hidden_NMD.flatten(0, 1)[index_T].unflatten(0, attention.positions_BL.shape)
 
 
+def padding_mask(tokens_BL: Tensor, attention: AttentionMetadata) -> Tensor:
+    """Return a mask that is 0 in padding, int64; 1 if there is nothing else, since a mean over no
+    token would be NaN."""
+    documents = attention.with_documents(tokens_BL.device).documents
+    assert documents
+    has_token_BL = documents.has_token_BL
+    return (has_token_BL | ~has_token_BL.any()).long()
+
+
 def _rows(attention: AttentionMetadata) -> tuple[Tensor, Tensor]:
     """Return the places of the tokens in a row per document, padded with the next tokens, and a
     mask that is 0 in the padding, (N, M). N M is the batch size times (longest / average document);
@@ -303,20 +335,7 @@ def choose_packing(config: PretrainedConfig) -> Packing:
     is not the fastest. Raise `UserError` if the class needs more than text, or tokens see later
     ones, as in an encoder."""
     packing = _try(config)
-    if packing.mode != "kernel":
-        rows = "each packed document gets a row, padded to the length of the longest"
-        way = (
-            rows
-            if packing.mode == "rows"
-            else "packed documents are kept apart by masks of all pairs of tokens"
-        )
-        doubt = (
-            ""
-            if packing.is_exact
-            else ", but a trial did not show that they cannot change each other"
-        )
-        log = logger.info if packing.is_exact else logger.warning
-        log("%s: %s%s (%s)", config.model_type, way, doubt, packing.reason)
+    log_packing(config, packing, "packed document")
     if missing := ", ".join(missing_kernels(config)):
         logger.info(
             "%s: without %s, its class computes with PyTorch's operations",
@@ -326,13 +345,38 @@ def choose_packing(config: PretrainedConfig) -> Packing:
     return packing
 
 
-def _try(config: PretrainedConfig) -> Packing:
+def log_packing(config: PretrainedConfig, packing: Packing, what: str) -> None:
+    """Log how a class keeps documents apart if it is not the fastest way. `what` names one of
+    them."""
+    if packing.mode != "kernel":
+        rows = f"each {what} gets a row, padded to the length of the longest"
+        way = (
+            rows
+            if packing.mode == "rows"
+            else f"{what}s are kept apart by masks of all pairs of tokens"
+        )
+        doubt = (
+            ""
+            if packing.is_exact
+            else ", but a trial did not show that they cannot change each other"
+        )
+        log = logger.info if packing.is_exact else logger.warning
+        log("%s: %s%s (%s)", config.model_type, way, doubt, packing.reason)
+
+
+def trial_config(config: PretrainedConfig) -> tuple[PretrainedConfig, list[Mode]]:
+    """Return a configuration for trials, and the modes to try."""
     config, modes = copy.deepcopy(config), list(get_args(Mode))
     text = config.get_text_config(decoder=True)
     if getattr(text, "attn_logit_softcapping", None):
         text.attn_logit_softcapping = 0.1  # so small that it changes the scores of the clone
         if getattr(text, "attention_dropout", 0):  # our attention has not both
             modes.remove("kernel")
+    return config, modes
+
+
+def _try(config: PretrainedConfig) -> Packing:
+    config, modes = trial_config(config)
     model = None
     try:
         model = random_clone(config)

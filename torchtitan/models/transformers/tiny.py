@@ -106,7 +106,9 @@ def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[st
     }
 
 
-def random_clone(config: PretrainedConfig, implementation: str | None = None) -> Any:
+def random_clone(
+    config: PretrainedConfig, implementation: str | dict[str, str] | None = None
+) -> Any:
     """Build a tiny clone, in a `trial`, with reproducible weights, so large that each part changes
     the logits."""
     torch.manual_seed(0)

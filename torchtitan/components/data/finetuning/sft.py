@@ -217,15 +217,19 @@ class SFTDataLoader(PlannedDataLoader):
         return sum(1 for _ in epoch)
 
     @property
-    def packing_efficiency(self) -> float:
+    def packing_efficiency(self) -> float | None:
         n_positions = sum(int(lengths.sum()) for lengths in self.samples.positions)
         return n_positions / (self.windows_per_epoch * self._layout.seq_len)
 
     def log_data(self) -> None:
         super().log_data()
+        efficiency, trained = self.packing_efficiency, self.samples.trained_fraction
+        if efficiency is None:
+            logger.info(f"no packing: {trained:.1%} of the samples' positions are trained")
+            return
         logger.info(
-            f"packing: {self.packing_efficiency:.1%} of the windows' {self._layout.seq_len:,} "
-            f"positions are filled, {self.samples.trained_fraction:.1%} of these are trained"
+            f"packing: {efficiency:.1%} of the windows' {self._layout.seq_len:,} positions are "
+            f"filled, {trained:.1%} of these are trained"
         )
 
 
