@@ -24,6 +24,7 @@ from tests.tiny_vision import (
 )
 from tests.training import ABSENT, killed_in, read_metrics, read_validation, train
 from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 FAST = ("qwen3_vl", "gemma3")
@@ -219,20 +220,49 @@ def test_parts_of_a_model(model_type: str) -> None:
         assert parts[id(parameter)] == ("language" if id(parameter) in text else expected), name
 
 
+def test_a_tower_that_runs_once_per_image_is_refused() -> None:
+    """Ranks with other numbers of images would wait for each other's weights forever."""
+    from torchtitan.models.transformers.images import running_vision_once, vision_layers
+
+    model = vision_model("qwen3_vl")
+    layer = model.get_submodule(vision_layers(model)[0])
+    cu_seqlens, rotary = torch.tensor([0, 4]), (torch.zeros(4, 8), torch.zeros(4, 8))
+    arguments = {"cu_seqlens": cu_seqlens, "position_embeddings": rotary}
+    with running_vision_once(model, layer):
+        model.get_input_embeddings()(torch.zeros(1, 2, dtype=torch.long))
+        layer(torch.zeros(4, 32), **arguments)
+        with pytest.raises(UserError, match="Qwen3VL.*runs its vision tower several times"):
+            layer(torch.zeros(4, 32), **arguments)
+    layer(torch.zeros(4, 32), **arguments)
+
+
 def train_rank(folder: Path, model: Path, rows: Path, more: dict[str, Any]) -> None:
     train(folder, **options(model, rows, **more))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("model_type", "replicas", "parts"),
+    [
+        ("smolvlm", 1, ["language", "projector", "vision"]),
+        ("smolvlm", 2, ["language", "projector", "vision"]),
+        ("qwen3_vl", 1, ["language", "projector"]),
+        ("llava", 1, ["language", "projector", "vision"]),  # its last layer gets no gradients
+    ],
+)
 def test_ranks_may_have_different_numbers_of_images(
-    replicas: int, folders: Any, data: Any, tmp_path: Path
+    model_type: str, replicas: int, parts: list[str], folders: Any, data: Any, tmp_path: Path
 ) -> None:
-    """Each of two ranks gets a row per pass; in one pass, a rank has no images."""
+    """Each of two ranks gets a row per pass; in one pass, a rank has no images, and runs the vision
+    tower, whose layers are units, with a blank one."""
     rows, *_ = data
-    folder = folders("smolvlm")
-    train(tmp_path / "one", **options(folder, rows, training__steps=3))
+    folder = folders(model_type)
+    one = train(tmp_path / "one", **options(folder, rows, training__steps=3, model__train=parts))
+    [model] = one.model_parts
+    assert len(model.vision_layers()) == 2
+    assert set(model.vision_layers()) <= set(model.units())
     more = {
+        "model__train": parts,
         "training__steps": 3,
         "training__local_batch_size": 1,
         "training__global_batch_size": 4,

@@ -1,7 +1,7 @@
 """`ImageInputs`: the images of a batch, as a model gets them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -15,16 +15,25 @@ class ImageInputs:
     tensors: Mapping[str, Tensor]
     """Arguments of the class for the images, such as `pixel_values`; empty without images."""
 
+    blank: Mapping[str, Tensor] = field(default_factory=dict)
+    """Such arguments for a blank image, for ranks without images, which run the vision tower with
+    the others. Empty: on one rank."""
+
     token_types_BL: Tensor
     """1 for the tokens of images, 0 for text, int64."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Return the images on a device."""
+
+        def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: tensor.to(device, non_blocking=non_blocking)
+                for name, tensor in tensors.items()
+            }
+
         return replace(
             self,
-            tensors={
-                name: tensor.to(device, non_blocking=non_blocking)
-                for name, tensor in self.tensors.items()
-            },
+            tensors=move(self.tensors),
+            blank=move(self.blank),
             token_types_BL=self.token_types_BL.to(device, non_blocking=non_blocking),
         )

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
@@ -23,10 +21,10 @@ from torchtitan.components.images.encoder import ImageEncoder
 from torchtitan.components.images.files import ImageFile, ImageOpener
 from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.remote import RemoteImages
 from torchtitan.components.images.rows import folder_of, reads_images
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.digests import cache_root, digest_of
 from torchtitan.tools.errors import UserError
 
@@ -113,14 +111,12 @@ class ImageBatches:
             batch = pack_windows(windows, seq_len)
         else:
             batch = _rows(windows)
-        types_BL = self._processor.token_types(batch["input"].numpy())
         images = [
             [ImageFile.from_json(image).decode() for image in sample.images]
             for window in windows
             for sample in window
         ]
-        tensors = self._processor.inputs(images) if any(images) else {}
-        batch["images"] = ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types_BL))
+        batch["images"] = ImageReader(self._processor).inputs(images, batch["input"])
         batch["image_keys"] = image_keys(self._processor, windows, batch["input"])
         return batch
 

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow
@@ -24,9 +22,9 @@ from torchtitan.components.images.files import ImageFile, ImageOpener
 from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.loader import processor_of
 from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows import folder_of, reads_images
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.digests import digest_of
 
 
@@ -116,9 +114,7 @@ class _ImagePairBatches:
         pairs = [pair for window in windows for pair in window]
         opened = [[ImageFile.from_json(image).decode() for image in pair.images] for pair in pairs]
         sequences = [images for images in opened for _ in SIDES]
-        tensors = self._processor.inputs(sequences) if any(opened) else {}
-        types = torch.from_numpy(self._processor.token_types(batch["input"].numpy()))
-        batch["images"] = ImageInputs(tensors=tensors, token_types_BL=types)
+        batch["images"] = ImageReader(self._processor).inputs(sequences, batch["input"])
         batch["image_keys"] = image_keys(self._processor, windows, batch["input"])
         return batch
 

@@ -141,6 +141,12 @@ class ImageProcessor:
         outputs = self._call([sample for sample in images if sample])
         return {name: self._tensor(name, outputs[name]) for name in self._names(outputs)}
 
+    def blank_inputs(self) -> dict[str, Tensor]:
+        """Return the arguments of the class for a white image; some classes ignore pixels of 0."""
+        from PIL import Image
+
+        return self.inputs([[Image.new("RGB", _TRIAL_SIZES[0], "white")]])
+
     def token_types(self, ids: np.ndarray) -> np.ndarray:
         """Return the types of tokens: 1 for those of images, and 0 for others."""
         return np.isin(ids, self._image_ids).astype(np.int64)

@@ -29,8 +29,12 @@ class ImageReader:
     def inputs(self, images: Sequence[Sequence["Image"]], tokens_BL: Tensor) -> ImageInputs:
         """Return the inputs of rows of tokens with these decoded images, on the host."""
         types = self._processor.token_types(tokens_BL.numpy())
-        tensors = self._processor.inputs(images) if any(images) else {}
-        return ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types))
+        has_images = any(images)
+        return ImageInputs(
+            tensors=self._processor.inputs(images) if has_images else {},
+            blank={} if has_images else self._processor.blank_inputs(),
+            token_types_BL=torch.from_numpy(types),
+        )
 
     def check(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> None:
         """Raise `UserError` if tokens do not contain those of `images`, and no others of images:

@@ -1,8 +1,10 @@
 """The parts of a class that read images, and its call for a batch with images."""
 
+import contextlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +14,7 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import tree_iter
 
 Part = Literal["language", "projector", "vision"]
 
@@ -27,6 +30,10 @@ _PROJECTORS = re.compile(
 )
 """Names of the parameters between a vision tower and the language model, in the classes of
 transformers. Some modules inside the tower's layers are also called projection."""
+
+
+_OTHER_SENSES = re.compile(r"audio|speech|sound")
+"""Names of the towers that images do not reach."""
 
 
 def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
@@ -74,17 +81,86 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
     return arguments | dict.fromkeys(names, images.token_types_BL)
 
 
-def without_images(
-    readers: Sequence[nn.Parameter], hidden_BLD: Tensor, images: ImageInputs
-) -> Tensor:
+def without_images(readers: Sequence[nn.Parameter], hidden_BLD: Tensor) -> Tensor:
     """Return hidden states that depend, with gradients of 0, on all trained parameters that read
-    images, if a batch has none: each rank must have the same gradients to reduce."""
-    if images.tensors or not torch.is_grad_enabled():
-        return hidden_BLD
+    images."""
     for parameter in readers:
         if parameter.requires_grad:
             hidden_BLD = hidden_BLD + 0 * parameter.flatten()[0]
     return hidden_BLD
+
+
+def feature_owner(model: Any) -> Any:
+    """Return the module whose `get_image_features` a class calls; None if it has none."""
+    owners = (getattr(model, "model", None), model)
+    return next((owner for owner in owners if hasattr(owner, "get_image_features")), None)
+
+
+@contextlib.contextmanager
+def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterator[None]:
+    """Let a class read the blank image of a batch without images, and add its features times 0 to
+    the embeddings: each rank must gather the same weights and reduce the same gradients."""
+    owner = feature_owner(model)
+    method = owner.get_image_features
+    accepted = inspect.signature(method).parameters
+    blank = replace(images, tensors=images.blank, blank={})
+    arguments = image_arguments(model, blank, dtype)
+    arguments = {name: value for name, value in arguments.items() if name in accepted}
+
+    def add_zero(module: nn.Module, args: Any, inputs: dict[str, Any]) -> Any:
+        output = method(**arguments, return_dict=True)
+        used = [output.pooler_output, getattr(output, "deepstack_features", None)]
+        zero = sum(0 * tensor.sum() for tensor in tree_iter(used) if tensor is not None)
+        embeddings = inputs["inputs_embeds"]
+        return args, {**inputs, "inputs_embeds": embeddings + zero.to(embeddings.dtype)}
+
+    hook = model.get_decoder().register_forward_pre_hook(add_zero, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def running_vision_once(model: Any, layer: nn.Module) -> Iterator[None]:
+    """Raise `UserError` if a class runs `layer`, the first of its vision tower, before its
+    embedding or more than once in a forward pass: ranks with other images would wait for other
+    weights."""
+    calls: list[str] = []
+
+    def before_embedding(*_: Any) -> None:
+        calls.append("embedding")
+
+    def before_layer(*_: Any) -> None:
+        if calls != ["embedding"]:
+            raise UserError(
+                f"{type(model).__name__} runs its vision tower several times, or before its "
+                "embedding, so that ranks with different images cannot share its layers; train it "
+                "on one device"
+            )
+        calls.append("layer")
+
+    embedding = model.get_input_embeddings()
+    with contextlib.ExitStack() as hooks:
+        for module, hook in ((embedding, before_embedding), (layer, before_layer)):
+            hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
+        yield
+
+
+def vision_layers(model: Any) -> list[str]:
+    """Return the names of the layers of a class's vision tower: the modules in its largest list, in
+    forward order; empty without a list, or without a method for the features of images."""
+    vision = {id(parameter) for parameter in parts_of(model).get("vision", [])}
+    lists: dict[str, list[nn.Parameter]] = {}
+    for name, module in model.named_modules():
+        parameters = list(module.parameters())
+        is_vision = bool(parameters) and all(id(one) in vision for one in parameters)
+        if isinstance(module, nn.ModuleList) and is_vision and not _OTHER_SENSES.search(name):
+            lists[name] = parameters
+    if not lists or feature_owner(model) is None:
+        return []
+    largest = max(lists, key=lambda name: sum(one.numel() for one in lists[name]))
+    return [f"{largest}.{index}" for index in range(len(model.get_submodule(largest)))]
 
 
 def places_of_readers(model: Any) -> list[tuple[nn.Module, str]]:

@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
 
@@ -34,7 +35,10 @@ from torchtitan.models.transformers.images import (
     Part,
     image_arguments,
     places_of_readers,
+    reading_blank,
+    running_vision_once,
     train_parts,
+    vision_layers,
     without_images,
 )
 from torchtitan.models.transformers.initialize import add_initializers, class_values
@@ -164,7 +168,17 @@ class TransformersModel(BaseModel):
             make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
         )
         self._prompt_images: dict[str, Tensor] | None = None
+        self._vision_names = [f"model.{name}" for name in vision_layers(self.model)]
         self._block_names = _find_blocks(self.model)
+        if config.reads_images:
+            blocks = dict.fromkeys([*self._vision_names, *self._block_names])
+            self._block_names = list(blocks)
+            if not self._vision_names:
+                logger.info(
+                    "%s has no list of layers in its vision tower, whose weights are gathered at "
+                    "once and whose activations are all kept",
+                    type(self.model).__name__,
+                )
         self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
@@ -237,10 +251,15 @@ class TransformersModel(BaseModel):
         shared = {parameter for parameter, n_uses in uses.items() if n_uses > 1}
         units = [block for block in blocks if shared.isdisjoint(block.parameters())]
         if self.config.reads_images:
-            # Ranks without images do not run the others, whose weights belong to the model's unit.
+            # Other modules may run on some ranks only; their weights belong to the model's unit.
             decoder = set(self.model.get_decoder().modules())
             units = [block for block in units if block in decoder]
+            units = [*self.vision_layers(), *units]
         return [*embedding, *units, *head]
+
+    def vision_layers(self) -> list[nn.Module]:
+        """Return the layers of the vision tower, in forward order."""
+        return [self.get_submodule(name) for name in self._vision_names]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         return class_values(self.config, names, seed)
@@ -258,6 +277,34 @@ class TransformersModel(BaseModel):
         """Return the present parameters of the vision tower and the projector."""
         return [getattr(module, name) for module, name in self._places_of_readers]
 
+    def _reader_dtype(self) -> torch.dtype:
+        """Return the type of the present weights outside of the layers of the vision tower."""
+        layers = {module for layer in self.vision_layers() for module in layer.modules()}
+        places = self._places_of_readers
+        outside = [place for place in places if place[0] not in layers] or places
+        module, name = outside[0]
+        dtype: torch.dtype = getattr(module, name).dtype
+        return dtype
+
+    @contextlib.contextmanager
+    def _reading_images(self, images: ImageInputs) -> Iterator[None]:
+        """Let all ranks run the vision tower in a forward pass if they share its layers or its
+        gradients."""
+        layers = self.vision_layers()
+        is_shared = any(isinstance(layer, FSDPModule) for layer in layers)
+        with contextlib.ExitStack() as contexts:
+            if is_shared:
+                contexts.enter_context(running_vision_once(self.model, layers[0]))
+            if not images.tensors and (is_shared or torch.is_grad_enabled()):
+                if images.blank:
+                    contexts.enter_context(reading_blank(self.model, images, self._reader_dtype()))
+                elif is_shared:
+                    raise UserError(
+                        "ranks that share a vision tower need batches with images or with a blank "
+                        "image, `ImageInputs.blank`, which this data loader does not make"
+                    )
+            yield
+
     @contextlib.contextmanager
     def reading(self, images: ImageInputs) -> Iterator[None]:
         """Let the prompt that is generated from have `images`; inside, generate from one prompt at
@@ -269,7 +316,7 @@ class TransformersModel(BaseModel):
         if not has_cache(self.config.document, self.packing.implementation):
             name = type(self.model).__name__
             raise UserError(f"{name} cannot generate from images here: its cache is not used")
-        dtype = self.image_readers()[0].dtype
+        dtype = self._reader_dtype()
         self._prompt_images = image_arguments(self.model, images, dtype)
         try:
             yield
@@ -318,21 +365,22 @@ class TransformersModel(BaseModel):
                 :, -tokens_BL.shape[1] :
             ]
         elif images is not None:
-            readers = self.image_readers()
-            outputs = run_with_images(
-                self.packing,
-                self.model,
-                tokens_BL,
-                attention,
-                images,
-                readers[0].dtype,
-                **options,
-                return_dict=True,
-            )
+            with self._reading_images(images):
+                outputs = run_with_images(
+                    self.packing,
+                    self.model,
+                    tokens_BL,
+                    attention,
+                    images,
+                    self._reader_dtype(),
+                    **options,
+                    return_dict=True,
+                )
             hidden_BLD = gather_with_images(
                 self.packing, captured.hidden.pop() if captured else outputs.logits, attention
             )
-            hidden_BLD = without_images(readers, hidden_BLD, images)
+            if not (images.tensors or images.blank) and torch.is_grad_enabled():
+                hidden_BLD = without_images(self.image_readers(), hidden_BLD)
             if self.training and balance is not None:
                 mask_N = mask_with_images(self.packing, tokens_BL, attention)
                 hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
