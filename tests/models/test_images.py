@@ -70,6 +70,10 @@ def write_rows(folder: Path) -> tuple[Path, list[Any], list[list[Image.Image]]]:
     return path, conversations, images
 
 
+def rows_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
 def options(model: Path, rows: Path, **more: Any) -> dict[str, Any]:
     """Return the options of one step over all rows in float32, each in a row of its own."""
     return {
@@ -201,8 +205,17 @@ def test_accumulated_loss_is_the_same(folders: Any, data: Any, tmp_path: Path) -
     rows, conversations, images = data
     loss, gradients = reference("qwen3_vl", folder, conversations, images)
     accumulated = {"training__local_batch_size": 1, "training__global_batch_size": 4}
-    train(tmp_path, **options(folder, rows) | accumulated)
+    trainer = train(tmp_path, **options(folder, rows) | accumulated)
     [(_, ours, grad_norm)] = read_metrics(tmp_path, "loss", "grad_norm")
+    [(_, per_second, fraction, seconds)] = read_metrics(
+        tmp_path, "images_per_second", "image_token_fraction", "step_time"
+    )
+    inputs = reference_inputs("qwen3_vl", folder, conversations, images)
+    assert per_second * seconds == pytest.approx(5)
+    n_tokens = int(inputs["attention_mask"].sum()) - len(rows_of(rows))
+    assert trainer.computed_tokens == n_tokens  # each row ends with its conversation
+    n_image_tokens = int(inputs["mm_token_type_ids"].sum())
+    assert fraction == pytest.approx(n_image_tokens / n_tokens)
     assert ours == pytest.approx(loss, rel=1e-5)
     assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
 
@@ -234,6 +247,33 @@ def test_a_tower_that_runs_once_per_image_is_refused() -> None:
         with pytest.raises(UserError, match="Qwen3VL.*runs its vision tower several times"):
             layer(torch.zeros(4, 32), **arguments)
     layer(torch.zeros(4, 32), **arguments)
+
+
+def test_operations_of_images(folders: Any, data: Any) -> None:
+    """Against PyTorch's count of a forward pass of the tower and the projector, without
+    attention."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from torchtitan.models.transformers.images import train_parts
+    from torchtitan.protocols.images import ImageInputs
+
+    _, conversations, images = data
+    inputs = reference_inputs("qwen3_vl", folders("qwen3_vl"), conversations, images)
+    plain = vision_model("qwen3_vl")
+    tensors = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+    with FlopCounterMode(display=False) as counter:
+        plain.get_image_features(**tensors)
+    counts = counter.get_flop_counts()["Global"]
+    forward = sum(n for operation, n in counts.items() if "attention" not in str(operation))
+    given = ImageInputs(tensors=tensors, token_types_BL=inputs["mm_token_type_ids"])
+    document = plain.config.to_dict() | {"architectures": [type(plain).__name__]}
+    model = TransformersModel.Config.of(document).build()
+    train_parts(model.model, ["language"])
+    assert model.image_flops(given) == forward
+    del model._flops_of_images
+    train_parts(model.model, ["vision", "projector"])
+    assert model.image_flops(given) == 3 * forward
+    assert model.image_flops(ImageInputs(tensors={}, token_types_BL=given.token_types_BL)) == 0
 
 
 def train_rank(folder: Path, model: Path, rows: Path, more: dict[str, Any]) -> None:

@@ -19,8 +19,16 @@ class ImageInputs:
     """Such arguments for a blank image, for ranks without images, which run the vision tower with
     the others. Empty: on one rank."""
 
+    n_images: int = 0
+    """Number of images, for metrics."""
+
     token_types_BL: Tensor
     """1 for the tokens of images, 0 for text, int64."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of images."""
+        return int((self.token_types_BL == 1).sum())
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Return the images on a device."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.protocols.initializer import DerivedRows
 from torchtitan.tools.errors import UserError
 
@@ -124,6 +125,11 @@ class BaseModel(nn.Module, Configurable):
         """Return forward and backward operations per token in samples of `seq_len`; see
         `count_elements`."""
         raise NotImplementedError
+
+    def image_flops(self, images: ImageInputs) -> float:
+        """Return forward and backward operations for the images of a batch, besides those for their
+        tokens in the language model."""
+        return 0.0
 
 
 class SmallModel(BaseModel):

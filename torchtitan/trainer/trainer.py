@@ -39,6 +39,7 @@ from torchtitan.distributed.phases import EXPORT, SAVE, VALIDATION, PhaseClock, 
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import (
     destroy_process_group,
+    gather_objects,
     init_process_group,
     set_timeouts,
     sum_over_ranks,
@@ -660,17 +661,30 @@ class Trainer(Configurable):
         with self.metrics.timing_data():
             micro_batches = self.step_failure.or_batches_before(read, n_batches)
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
-        self.computed_tokens = self.count_of_short_windows(micro_batches)
+        self.computed_tokens = 0
+        if any("images" in batch for batch in micro_batches):
+            self.count_images(micro_batches)
         self.notify("on_batches", micro_batches)
         if self.failure and world_size() == 1:
             raise self.failure
         return micro_batches
 
-    def count_of_short_windows(self, micro_batches: list[Batch]) -> int:
-        """Return the tokens of a step, over all ranks, if windows end with their longest sample; 0
-        if they have their full length. Other ranks count as this one."""
-        numbers = [batch["input"].numel() for batch in micro_batches if "images" in batch]
-        return sum(numbers) * self.parallel_dims.dp_degree
+    def count_images(self, micro_batches: list[Batch]) -> None:
+        """Count the images of a step over all ranks, and its tokens, since rows with images may end
+        with their longest sample."""
+        inputs = [batch["images"] for batch in micro_batches]
+        models: list[Any] = [part for model in self.models.values() for part in model.parts]
+        local = (
+            sum(batch["input"].numel() for batch in micro_batches),
+            sum(one.n_images for one in inputs),
+            sum(one.n_tokens for one in inputs),
+            sum(part.image_flops(one) for part in models for one in inputs),
+        )
+        ranks = gather_objects(local if self.parallel_dims.is_batch_leader else (0, 0, 0, 0))
+        n_tokens, n_images, n_image_tokens, n_flops = map(sum, zip(*ranks, strict=True))
+        self.computed_tokens = n_tokens
+        self.metrics.count_images(n_images, n_image_tokens)
+        self.metrics.count_flops(n_flops)
 
     def skip_data(self, batches: Iterator[Batch]) -> None:
         """Read and discard the next global batches if `training.skip_data` names them."""

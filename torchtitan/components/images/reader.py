@@ -32,6 +32,7 @@ class ImageReader:
         has_images = any(images)
         return ImageInputs(
             tensors=self._processor.inputs(images) if has_images else {},
+            n_images=sum(map(len, images)),
             blank={} if has_images else self._processor.blank_inputs(),
             token_types_BL=torch.from_numpy(types),
         )

@@ -51,6 +51,9 @@ class _Interval:
     excluded: float = 0.0
     data: float = 0.0
     n_tokens: int = 0
+    n_flops: float = 0.0  # besides those of tokens
+    n_images: int = 0
+    n_image_tokens: int = 0
 
 
 class MetricsProcessor(Configurable):
@@ -217,6 +220,15 @@ class MetricsProcessor(Configurable):
         """Add to the tokens of this step, over all ranks and including padding."""
         self._interval.n_tokens += n_tokens
 
+    def count_flops(self, n_flops: float) -> None:
+        """Add to the operations of this step, over all ranks, besides those of its tokens."""
+        self._interval.n_flops += n_flops
+
+    def count_images(self, n_images: int, n_tokens: int) -> None:
+        """Add to the images of this step, over all ranks, and to their tokens."""
+        self._interval.n_images += n_images
+        self._interval.n_image_tokens += n_tokens
+
     def should_log(self, step: int) -> bool:
         """Return whether `log_step` reports this step, independently of interruptions."""
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
@@ -350,7 +362,12 @@ class MetricsProcessor(Configurable):
             raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
         seconds = end - interval.start - interval.excluded
         tokens_per_second = interval.n_tokens / seconds
-        flops_per_device = self.flops_per_token * tokens_per_second / self.world_size
+        flops = self.flops_per_token * interval.n_tokens + interval.n_flops
+        flops_per_device = flops / seconds / self.world_size
+        images = {
+            "images_per_second": interval.n_images / seconds,
+            "image_token_fraction": interval.n_image_tokens / max(interval.n_tokens, 1),
+        }
         return {
             "tokens_per_second": tokens_per_second,
             "tflops": flops_per_device / 1e12,
@@ -358,6 +375,7 @@ class MetricsProcessor(Configurable):
             "memory_gib": memory_gib(self.device),
             "data_loading_fraction": interval.data / seconds,
             "step_time": seconds / (step - interval.step),
+            **(images if interval.n_images else {}),
         }
 
     def _step_label(self, step: int) -> str:

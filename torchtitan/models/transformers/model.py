@@ -33,6 +33,8 @@ from torchtitan.models.transformers.image_packing import (
 )
 from torchtitan.models.transformers.images import (
     Part,
+    count_patches,
+    flops_of_images,
     image_arguments,
     places_of_readers,
     reading_blank,
@@ -331,6 +333,15 @@ class TransformersModel(BaseModel):
         return with_backward(
             forward, self, [*self.model.get_decoder().modules(), *self.head.modules()]
         )
+
+    @cached_property
+    def _flops_of_images(self) -> tuple[float, float]:
+        return flops_of_images(self.model)
+
+    def image_flops(self, images: ImageInputs) -> float:
+        per_patch, per_token = self._flops_of_images
+        n_tokens = images.n_tokens if images.tensors else 0
+        return per_patch * count_patches(self.model, images) + per_token * n_tokens
 
     def forward(
         self,
