@@ -194,7 +194,10 @@ class ReferenceTrainer(FrozenModelTrainer):
             )
             has_weights = self.reference.path or self.reference.offload
             if self.reference.kind == "adapters_off" and (has_weights or not has_adapters):
-                remedy = "use --config dpo_lora, without --reference.path and --reference.offload"
+                remedy = (
+                    "use --config dpo_lora or dpo_lora_images, without --reference.path and "
+                    "--reference.offload"
+                )
                 raise UserError(
                     f"--reference.kind adapters_off is the base model of adapters: {remedy}"
                 )
