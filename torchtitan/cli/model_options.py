@@ -30,15 +30,16 @@ class OpenedModel(NamedTuple):
     """Maximum tokens in the attention context."""
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `open_model` reads."""
+def add_model_options(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Add the options that `open_model` reads. `more`: other values of `--checkpoint`."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="PATH",
-        help="checkpoint of a run (folder step-N), or a model in Hugging Face or Meta format",
+        help="checkpoint of a run (folder step-N), or a model in Hugging Face or Meta format"
+        + more,
     )
     add_base_option(group, "--checkpoint")
     add_module_option(group)
@@ -113,6 +114,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="sample from the most probable tokens with a total probability of P",
     )
+    group.add_argument(
+        "--min_p",
+        type=float,
+        metavar="P",
+        help="sample from the tokens with at least P times the largest probability",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     group.add_argument(
         "--stop",
@@ -128,7 +135,11 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
     from torchtitan.components.generation import Sampling
 
     sampling = Sampling(
-        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
     )
     sampling.validate()
     return sampling

@@ -203,6 +203,91 @@ def test_failed_cleanup_leaves_the_engine_usable():
     assert engine.run(texts_of(engine, [0]))
 
 
+MIXED_SAMPLING = [
+    SAMPLING,
+    Sampling(),
+    Sampling(temperature=0.7, top_k=5),
+    Sampling(temperature=1.5, min_p=0.2),
+]
+
+
+def test_texts_of_a_batch_have_their_own_settings():
+    model = mixed_model()
+
+    def texts(engine: Engine, numbers):
+        return [
+            engine.generate(
+                PROMPTS[n],
+                max_new_tokens=8 + n % 5,
+                key=str(n),
+                sampling=MIXED_SAMPLING[n % 4],
+                n_top=n % 3,
+            )
+            for n in numbers
+        ]
+
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=7)
+    together = engine.run(texts(engine, ALL))
+    check_equal(together, [engine.run(texts(engine, [n]))[0] for n in ALL])
+    for n, text in enumerate(together):
+        rows = torch.tensor([[*PROMPTS[n], *text.ids]])
+        logprobs = model(rows)[0, len(PROMPTS[n]) - 1 : -1].log_softmax(-1)
+        for place, top in enumerate(text.top_logprobs):
+            expected = logprobs[place].topk(n % 3)
+            assert [token for token, _ in top] == expected.indices.tolist()
+            # float32 sums in another order
+            found = torch.tensor([logprob for _, logprob in top])
+            torch.testing.assert_close(found, expected.values.float(), rtol=1e-5, atol=1e-5)
+        assert len(text.top_logprobs) == (len(text.ids) if n % 3 else 0)
+
+
+@pytest.mark.parametrize("make_model", [mixed_model, hybrid_model])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_texts_arrive_between_tokens(make_model, use_cache, monkeypatch):
+    """The cache grows by two slots at a time."""
+    monkeypatch.setattr(engine_module, "_GROWTH", 2)
+    model = make_model()
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=4, use_cache=use_cache)
+    waiting = list(enumerate(texts_of(engine)))
+    found: dict[int, Generation] = {}
+    n_calls = 0
+
+    async def keep(number, text) -> None:
+        found[number] = await text
+
+    def arrivals(n_free):
+        nonlocal n_calls
+        n_calls += 1
+        if not waiting and len(found) == len(PROMPTS):
+            return None
+        n_new = min(n_free, len(waiting), 1 + n_calls % 2)
+        return [keep(*waiting.pop(0)) for _ in range(n_new)]
+
+    engine.serve(arrivals)
+    check_equal([found[n] for n in ALL], alone(model))
+
+
+def test_serving_ends_with_an_error():
+    engine = Engine(mixed_model(), sampling=SAMPLING)
+    closed = []
+
+    async def wait() -> None:
+        try:
+            await engine.generate([1], max_new_tokens=90, key="")
+        finally:
+            closed.append(True)
+
+    async def fail() -> None:
+        await engine.generate([1], max_new_tokens=2, key="")
+        raise ValueError("no more")
+
+    texts = [[wait(), fail()]]
+    with pytest.raises(ValueError, match="no more"):
+        engine.serve(lambda n_free: texts.pop() if texts else [])
+    assert closed == [True]
+    assert engine.run(texts_of(engine, [0]))  # the engine is still usable
+
+
 def test_a_boundary_of_the_distribution_decides():
     """The token is the one at the drawn number in the cumulative distribution."""
     logits_BV = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))

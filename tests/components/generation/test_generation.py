@@ -513,18 +513,30 @@ def test_sampled_frequencies_follow_the_softmax():
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(None, None), (5, None), (None, 0.7), (8, 0.6), (1, None), (500, 1.0)]
+    ("top_k", "top_p", "min_p"),
+    [
+        (None, None, None),
+        (5, None, None),
+        (None, 0.7, None),
+        (8, 0.6, None),
+        (1, None, None),
+        (500, 1.0, 0.0),
+        (None, None, 0.2),
+        (8, 0.9, 0.1),
+        (None, None, 1.0),
+    ],
 )
-def test_restrictions_equal_transformers(temperature, top_k, top_p):
+def test_restrictions_equal_transformers(temperature, top_k, top_p, min_p):
     transformers = pytest.importorskip("transformers")
     logits = torch.randn(16, 50, generator=torch.Generator().manual_seed(0))
     steps = [transformers.TemperatureLogitsWarper(temperature)]
     steps += [transformers.TopKLogitsWarper(top_k)] if top_k else []
     steps += [transformers.TopPLogitsWarper(top_p)] if top_p and top_p < 1 else []
+    steps += [transformers.MinPLogitsWarper(min_p)] if min_p else []
     expected = logits
     for step in steps:
         expected = step(None, expected)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     # Logits are defined up to a constant.
     found = restricted_logits(logits, sampling)
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1))
@@ -555,7 +567,14 @@ def test_samples_of_a_row_do_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}]
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": math.nan},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+    ],
 )
 def test_invalid_sampling_options_are_rejected(options):
     with pytest.raises(UserError, match=next(iter(options))):

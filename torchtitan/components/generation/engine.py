@@ -35,6 +35,10 @@ from torchtitan.tools.torch_private import forward_pre_hooks
 OnToken = Callable[[int], bool]
 """Called with each new token except stop tokens; return True to end the text."""
 
+Arrivals = Callable[[int], Sequence[Coroutine[Any, Any, Any]] | None]
+"""Called between two tokens with the number of free rows; returns coroutines that start now. None:
+end, for example because no text is left, so that the cache's memory is free until more arrive."""
+
 ResultT = TypeVar("ResultT")
 
 NOT_FINITE_HINT = (
@@ -53,6 +57,8 @@ _NOT_A_TEXT = (
 )
 
 _PADDING = 0  # arbitrary: nothing attends to it
+# slots that the cache of `Engine.serve` reserves at a time, since most texts end before their limit
+_GROWTH = 256
 
 
 @dataclass(slots=True)
@@ -66,6 +72,9 @@ class Generation:
     top_p."""
     finish_reason: Literal["stop", "length"] = "length"
     """`stop`: ended by a stop token or `on_token`. `length`: reached max_new_tokens."""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each new token, the most probable ones with their log-probabilities, in descending
+    order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,10 +85,12 @@ class _Row:
     max_new_tokens: int
     generator: torch.Generator
     on_token: OnToken | None
+    sampling: Sampling
+    n_top: int
+    generation: Generation
     images: Sequence[ImageFile] = ()
     decoded: list[Any] = field(default_factory=list)
     """Its images, while it is in the batch."""
-    generation: Generation = field(default_factory=Generation)
     is_done: bool = False
     coroutine: int = field(init=False)
     """Number of the coroutine that awaits the text."""
@@ -179,12 +190,21 @@ class Engine:
         key: str,
         on_token: OnToken | None = None,
         images: Sequence[ImageFile] = (),
+        sampling: Sampling | None = None,
+        n_top: int = 0,
+        into: Generation | None = None,
     ) -> Generation:
         """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the
-        stop token; await it in a coroutine that `run` runs. Random numbers depend on `key`. Raise
-        `UserError` elsewhere, such as in an asyncio task, if the prompt is empty or has an unknown
-        token, if prompt and continuation exceed the context, or if the prompt has other tokens of
-        images than its `images`."""
+        stop token; await it in a coroutine that `run` or `serve` runs. Random numbers depend on
+        `key`. Raise `UserError` elsewhere, such as in an asyncio task, if the prompt is empty or
+        has an unknown token, if prompt and continuation exceed the context, or if the prompt has
+        other tokens of images than its `images`.
+
+        Args:
+            sampling: settings of this text, without its seed; None: the engine's.
+            n_top: number of most probable tokens to return for each token.
+            into: an empty generation to fill, which `on_token` may read.
+        """
         if not self._is_advancing:
             raise UserError(_NOT_IN_RUN)
         _check(self._model, prompt, max_new_tokens)
@@ -192,9 +212,47 @@ class Engine:
             self._reader.check(prompt, images)
         elif images:
             raise UserError("an engine without reader of images generates from text only")
+        if sampling is not None:
+            sampling.validate()
+        require(0 <= n_top <= self._model.config.vocab_size, "n_top", n_top, "0 to the vocabulary")
+        generation = into or Generation()
         if max_new_tokens == 0:
-            return Generation()
-        return await _Row(tuple(prompt), max_new_tokens, generator_of(key), on_token, images)
+            return generation
+        return await _Row(
+            tuple(prompt),
+            max_new_tokens,
+            generator_of(key),
+            on_token,
+            sampling or self._sampling,
+            n_top,
+            generation,
+            images,
+        )
+
+    @torch.no_grad()
+    def serve(self, arrivals: Arrivals) -> None:
+        """Run the coroutines that `arrivals` returns between two tokens, as `run` does, until it
+        returns None; their results are dropped. Rows join and leave the batch at every token, and
+        the cache grows with them. Raise the error of a coroutine, and `UserError` as `run` does, or
+        if several processes share the model: the others do not know what arrives."""
+        if self._group is not None:
+            raise UserError("Engine.serve needs a model in one process; set group to None")
+        self._acquire()
+        try:
+            run = _Run(self)
+            try:
+                run.serve(arrivals)
+            finally:
+                _close(run.coroutines)
+        finally:
+            self._running_now.release()
+
+    def _acquire(self) -> None:
+        if not self._running_now.acquire(blocking=False):
+            raise UserError(
+                "Engine.run is already running, and cannot be called in its coroutines or other "
+                "threads"
+            )
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
@@ -204,18 +262,12 @@ class Engine:
         finite, a coroutine awaits anything else, or the engine is already running."""
         if not all(map(inspect.iscoroutine, texts)):
             raise UserError("Engine.run takes a list of coroutines, such as [engine.generate(…)]")
-        if not self._running_now.acquire(blocking=False):
-            raise UserError(
-                "Engine.run is already running, and cannot be called in its coroutines or other "
-                "threads"
-            )
+        self._acquire()
         try:
-            return _Run(self, texts).finish()
+            return _Run(self).finish(texts)
         finally:
             try:
-                with ExitStack() as stack:  # closes all, even if the cleanup of one fails
-                    for text in reversed(texts):
-                        stack.callback(text.close)
+                _close(texts)
             finally:
                 self._running_now.release()
 
@@ -232,14 +284,16 @@ class Engine:
 class _Run:
     """One call of `Engine.run`: its coroutines, the texts that wait for room, and the batch."""
 
-    def __init__(self, engine: Engine, texts: Sequence[Coroutine[Any, Any, Any]]):
+    def __init__(self, engine: Engine):
         model = engine._model
         self._engine = engine
         self._model = model
         self._group = engine._group
         self._degree = engine._degree
         self._device = engine._device
-        self._texts = texts
+        self._texts: dict[int, Coroutine[Any, Any, Any]] = {}
+        self._n_started = 0
+        self._growth: int | None = None
         self._results: dict[int, Any] = {}
         self._error: Exception | None = None
         self._waiting: deque[_Row] = deque()
@@ -254,20 +308,63 @@ class _Run:
         # Otherwise a new row needs a pass over all tokens of all rows.
         self._joins = type(self._cache) is KVCache
 
-    def finish(self) -> list[Any]:
+    @property
+    def coroutines(self) -> list[Coroutine[Any, Any, Any]]:
+        """Coroutines that have not ended."""
+        return list(self._texts.values())
+
+    def finish(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Return the results of all coroutines."""
+        with self._computing():
+            self._start(texts)
+            while self._step():
+                pass
+        return [self._results[number] for number in range(len(texts))]
+
+    def serve(self, arrivals: Arrivals) -> None:
+        """Run the coroutines that arrive until there are no more."""
+        self._growth = _GROWTH
+        with self._computing():
+            while True:
+                n_alive = sum(not row.is_done for row in self._rows)
+                n_free = self._room(n_alive) - len(self._waiting)
+                texts = arrivals(max(n_free, 0))
+                if texts is None:
+                    return
+                self._start(texts)
+                self._results.clear()
+                self._step()
+                if self._error is not None:
+                    raise self._common_error()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
         try:
             with evaluating(self._model), onednn_products(), self._cache or nullcontext():
-                for number in range(len(self._texts)):
-                    self._advance(number, None)
-                while self._step():
-                    pass
+                yield
         finally:
             # The memory is free for training, even if an error keeps this object.
-            self._graph = None
-            self._held = None
-            self._logits_BV = None
-        return [self._results[number] for number in range(len(self._texts))]
+            self._forget()
+
+    def _forget(self) -> None:
+        """Free the memory of a batch without rows."""
+        self._graph = None
+        self._held = None
+        self._logits_BV = None
+        if self._cache is not None:
+            self._cache.clear()
+
+    def _start(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> None:
+        first = self._n_started
+        self._n_started += len(texts)
+        self._texts |= enumerate(texts, first)
+        for number in range(first, self._n_started):
+            self._advance(number, None)
+
+    def _room(self, n_alive: int) -> int:
+        """Return the number of rows that the batch has room for."""
+        most = self._engine._max_rows
+        return len(self._waiting) if most is None else most - n_alive
 
     def _advance(self, number: int, generation: Generation | None) -> None:
         """Continue a coroutine until it awaits its next text."""
@@ -280,8 +377,10 @@ class _Run:
                     raise UserError(_NOT_A_TEXT)  # the coroutine has caught the first one
             except StopIteration as end:
                 self._results[number] = end.value
+                del self._texts[number]
             except Exception as error:
                 self._error = self._error or error
+                del self._texts[number]
             else:
                 row.coroutine = number
                 self._waiting.append(row)
@@ -317,8 +416,7 @@ class _Run:
 
     def _choose(self, n_alive: int) -> list[_Row]:
         """Take the waiting texts for which there is room."""
-        most = self._engine._max_rows
-        n_free = len(self._waiting) if most is None else most - n_alive
+        n_free = self._room(n_alive)
         return [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
 
     def _decode_images(self, chosen: Sequence[_Row]) -> None:
@@ -367,6 +465,10 @@ class _Run:
             tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
             positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
             n_kept = 1
+            if self._growth and self._joins and cache.n_slots + degree > cache.max_slots:
+                cache.max_slots += self._growth
+                # A graph's memory is that of the old slots.
+                self._graph = self._graph_of(cache) if self._graph_of else None
             logits_BV = self._graph.logits(tokens_BL, positions_BL) if self._graph else None
             if logits_BV is not None:
                 self._logits_BV = logits_BV
@@ -443,6 +545,7 @@ class _Run:
         n_slots = max(row.n_tokens for row in rows)
         # Padding before the first token and, under tensor parallelism, after the last.
         longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
+        longest = longest if self._growth is None else min(longest, self._growth)
         self._cache.max_slots = n_slots + longest + 2 * self._degree
         self._cache.assemble(sources, n_slots)
         if self._graph_of:
@@ -456,7 +559,7 @@ class _Run:
         assert self._logits_BV is not None
         logits_BV = self._logits_BV.float()
         sums_B = logits_BV.logsumexp(dim=-1)
-        tokens_B = draw(logits_BV, self._engine._sampling, [row.generator for row in self._rows])
+        tokens_B = self._draw(logits_BV)
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - sums_B
         # Read once, since reading waits for the device. A float32 holds any token id exactly.
         drawn = torch.stack(
@@ -471,11 +574,14 @@ class _Run:
                 f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}"
             )
             return
-        for row, (drawn_id, logprob, _) in zip(self._rows, drawn, strict=True):
+        tops = self._most_probable(logits_BV, sums_B)
+        for row, (drawn_id, logprob, _), top in zip(self._rows, drawn, tops, strict=True):
             if row.is_done:
                 continue
             token = int(drawn_id)
             generation = row.generation
+            if row.n_top:
+                generation.top_logprobs.append(top[: row.n_top])
             generation.ids.append(token)
             generation.logprobs.append(logprob)
             stopped = token in self._engine._stop_ids
@@ -486,6 +592,36 @@ class _Run:
             if stopped or len(generation.ids) == row.max_new_tokens:
                 row.is_done = True
                 self._advance(row.coroutine, generation)
+
+    def _draw(self, logits_BV: Tensor) -> Tensor:
+        """Draw a token for each row, for all rows with equal settings at once; any token for
+        finished rows."""
+        rows = self._rows
+        places_of: dict[tuple[Any, ...], list[int]] = {}
+        for place, row in enumerate(rows):
+            if not row.is_done:
+                places_of.setdefault(row.sampling.settings, []).append(place)
+        groups = list(places_of.values())
+        if len(groups) == 1:
+            sampling = rows[groups[0][0]].sampling
+            return draw(logits_BV, sampling, [row.generator for row in rows])
+        tokens_B = torch.zeros(len(rows), dtype=torch.int64, device=logits_BV.device)
+        for places in groups:
+            generators = [rows[place].generator for place in places]
+            tokens_B[places] = draw(logits_BV[places], rows[places[0]].sampling, generators)
+        return tokens_B
+
+    def _most_probable(
+        self, logits_BV: Tensor, sums_B: Tensor
+    ) -> Sequence[list[tuple[int, float]]]:
+        """Return the most probable tokens of each row, as many as any row needs."""
+        n_top = max(0 if row.is_done else row.n_top for row in self._rows)
+        if not n_top:
+            return [[] for _ in self._rows]
+        largest = logits_BV.topk(n_top)
+        logprobs_BN = largest.values - sums_B[:, None]
+        both = torch.stack((largest.indices.to(logprobs_BN), logprobs_BN), dim=-1).tolist()
+        return [[(int(token), logprob) for token, logprob in row] for row in both]
 
     def _common_error(self) -> Exception:
         """Return the first error of all processes, or this process's own if it is not a
@@ -530,6 +666,13 @@ def generate(
         take = None if on_token is None else partial(on_token, row)
         texts.append(engine.generate(prompt, max_new_tokens=max_new_tokens, key=key, on_token=take))
     return engine.run(texts)
+
+
+def _close(texts: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    """Close all coroutines, even if the cleanup of one fails."""
+    with ExitStack() as stack:
+        for text in reversed(texts):
+            stack.callback(text.close)
 
 
 def _check(model: nn.Module, prompt: Sequence[int], max_new_tokens: int) -> None:

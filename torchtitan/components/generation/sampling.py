@@ -18,7 +18,7 @@ _COLDEST = 1e-30  # below this, the temperature or its inverse is out of range i
 
 @dataclass(kw_only=True, slots=True)
 class Sampling:
-    """Sampling settings, applied in the order temperature, top_k, top_p."""
+    """Sampling settings, applied in the order temperature, top_k, top_p, min_p."""
 
     temperature: float = 0.0
     """Divisor of the logits: less random below 1, more random above. 0: always the most probable
@@ -31,6 +31,9 @@ class Sampling:
     """Sample from the smallest set of most probable tokens with this total probability; None:
     all."""
 
+    min_p: float | None = None
+    """Sample only from tokens with at least this share of the largest probability; None: all."""
+
     seed: int = 0
     """Random seed; the same seed, prompts and options generate the same text."""
 
@@ -41,6 +44,12 @@ class Sampling:
         require(
             self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1"
         )
+        require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1")
+
+    @property
+    def settings(self) -> tuple[float | None, ...]:
+        """All but the seed."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 def generator_of(key: str) -> torch.Generator:
@@ -82,9 +91,9 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Return float32 logits (B, V) after temperature (above 0), top_k and top_p, up to a constant
-    per row; excluded tokens get -inf. With top_p (Holtzman et al., arXiv:1904.09751), the token
-    that crosses the threshold is kept."""
+    """Return float32 logits (B, V) after temperature (above 0), top_k, top_p and min_p, up to a
+    constant per row; excluded tokens get -inf. With top_p (Holtzman et al., arXiv:1904.09751), the
+    token that crosses the threshold is kept. min_p: Nguyen et al., arXiv:2407.01082."""
     logits_BV = logits_BV.float()
     # The largest logit is 0, so that others may become -inf, but never inf.
     logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).div_(
@@ -101,4 +110,6 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
             1, order_BV, more_probable_BV >= sampling.top_p
         )
         logits_BV = logits_BV.masked_fill(dropped_BV, -math.inf)
+    if sampling.min_p:
+        logits_BV = logits_BV.masked_fill(logits_BV < math.log(sampling.min_p), -math.inf)
     return logits_BV
