@@ -15,13 +15,14 @@ active_environment_suffices() {
     case "$1" in
         dev)
             packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python)
-            packages+=(transformers pillow)
+            packages+=(transformers pillow starlette uvicorn)
             ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
         math) packages+=(math-verify) ;;
         quantization) packages+=(torchao) ;;
         sentencepiece) packages+=(sentencepiece) ;;
+        serve) packages+=(starlette uvicorn) ;;
         transformers) packages+=(transformers) ;;
         vision) packages+=(transformers pillow) ;;
         vllm) packages+=(vllm) ;;
@@ -29,7 +30,7 @@ active_environment_suffices() {
         "") ;;
         *)
             echo "EXTRA is '$1', but must be one of dev, docs, eval, math, quantization," \
-                "sentencepiece, transformers, vision, vllm, wandb" >&2
+                "sentencepiece, serve, transformers, vision, vllm, wandb" >&2
             exit 2
             ;;
     esac

@@ -47,6 +47,7 @@ COMPONENTS = [
     "generation",
     "rollout",
     "evaluation",
+    "serving",
 ]
 """Packages inside `components`, lowest first."""
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "run": ("run:run", "run the stages of a recipe, such as recipes/tiny_assistant.yaml"),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),
+    "serve": ("serve:serve", "answer OpenAI's API with the model of a checkpoint"),
     "eval": (
         "evaluate:evaluate",
         "evaluate the model of a checkpoint on questions, texts or lm-eval tasks",

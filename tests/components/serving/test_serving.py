@@ -1,0 +1,523 @@
+"""The server's answers, compared with the engine and plain forward passes."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.components.serving.servers import CONTEXT, listening, make_app
+from torchtitan.components.generation import Sampling, TextStream, generate
+from torchtitan.components.serving.app import Limits
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PROMPT = "Once upon a time"
+MESSAGES = [{"role": "user", "content": "Tell me about Lily."}]
+ANY_HOST = "http://localhost"
+
+
+@pytest.fixture(scope="module")
+def client(stories):
+    app, _ = make_app(stories)
+    with TestClient(app, base_url=ANY_HOST) as client:
+        yield client
+
+
+def ask(client, path=COMPLETIONS, **fields):
+    body = {"model": "stories"} | fields
+    if path == COMPLETIONS:
+        body = {"prompt": PROMPT} | body
+    else:
+        body = {"messages": MESSAGES} | body
+    return client.post(path, json=body)
+
+
+def choices(client, path=COMPLETIONS, **fields):
+    answer = ask(client, path, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def events(client, path=COMPLETIONS, **fields):
+    """Return the parts of a stream."""
+    answer = ask(client, path, stream=True, **fields)
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    *parts, last, rest = answer.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def texts_of(model, tokenizer, prompts, n_tokens, sampling=None, stop=()):
+    """Return the continuations that the engine generates in one call."""
+    ids = [tokenizer.encode(prompt, add_eos=False) for prompt in prompts]
+    streams = [TextStream(tokenizer, one, stop) for one in ids]
+
+    def on_token(row, token):
+        streams[row].push(token)
+        return streams[row].stopped
+
+    generate(
+        model,
+        ids,
+        max_new_tokens=n_tokens,
+        sampling=sampling,
+        stop_ids={tokenizer.eos_id},
+        on_token=on_token,
+    )
+    for stream in streams:
+        stream.finish()
+    return [stream.text for stream in streams]
+
+
+# Texts.
+
+
+def test_greedy_texts_equal_the_engine(client, stories_model, stories_tokenizer):
+    prompts = [PROMPT, "", "Tom and his dog"]
+    expected = texts_of(stories_model, stories_tokenizer, prompts, 60)
+    found = choices(client, prompt=prompts, max_tokens=60, temperature=0)
+    assert [choice["text"] for choice in found] == expected
+    assert [choice["index"] for choice in found] == [0, 1, 2]
+    ids = stories_tokenizer.encode(PROMPT, add_eos=False)
+    [choice] = choices(client, prompt=ids, max_tokens=60, temperature=0)
+    assert choice["text"] == expected[0] and choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.7},
+        {"temperature": 1.0, "min_p": 0.1},
+        {},
+    ],
+)
+def test_samples_of_a_seed_equal_the_engine(client, stories_model, stories_tokenizer, fields):
+    sampling = Sampling(**{"temperature": 1.0, **fields, "seed": 7})
+    expected = texts_of(stories_model, stories_tokenizer, [PROMPT] * 3, 30, sampling)
+    found = choices(client, n=3, seed=7, max_tokens=30, **fields)
+    assert [choice["text"] for choice in found] == expected
+    assert len(set(expected)) == 3
+
+
+def test_without_a_seed_texts_differ(client):
+    found = {choices(client, max_tokens=30)[0]["text"] for _ in range(3)}
+    assert len(found) == 3
+
+
+def test_stop_strings_end_texts_across_tokens(client, stories_model, stories_tokenizer):
+    stop = ["Lily. Sh", "dog"]
+    for path in ("whole", "stream"):
+        if path == "whole":
+            [choice] = choices(client, stop=stop, max_tokens=60, temperature=0)
+            text, reason = choice["text"], choice["finish_reason"]
+        else:
+            parts = events(client, stop=stop, max_tokens=60, temperature=0)
+            text = "".join(part["choices"][0]["text"] for part in parts)
+            reason = parts[-1]["choices"][0]["finish_reason"]
+        expected = texts_of(stories_model, stories_tokenizer, [PROMPT], 60, stop=stop)
+        assert [text] == expected and expected[0].endswith("named ") and reason == "stop"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_equals_the_whole_answer(client, path):
+    options = {} if path == CHAT else {"echo": True}
+    logprobs = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
+    fields = {"n": 3, "seed": 5, "max_tokens": 40, "stop": "and", **logprobs, **options}
+    whole = ask(client, path, **fields).json()
+    parts = events(client, path, stream_options={"include_usage": True}, **fields)
+    assert parts.pop()["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [p["choices"][0] for p in parts if p["choices"][0]["index"] == choice["index"]]
+        known = [part["logprobs"] for part in own if part["logprobs"]]
+        if path == CHAT:
+            text = "".join(part["delta"].get("content", "") for part in own)
+            assert text == choice["message"]["content"]
+            entries = [entry for one in known for entry in one["content"]]
+            assert entries == choice["logprobs"]["content"]
+        else:
+            assert "".join(part["text"] for part in own) == choice["text"]
+            for name, expected in choice["logprobs"].items():
+                assert [entry for one in known for entry in one[name]] == expected
+        reasons = [part["finish_reason"] for part in own]
+        assert reasons == [None] * (len(own) - 1) + [choice["finish_reason"]]
+    assert all(part["usage"] is None for part in parts)
+
+
+def test_a_chat_uses_the_template(client, stories_model, stories_tokenizer):
+    text = "<|im_start|>user\nTell me about Lily.<|im_end|>\n<|im_start|>assistant\n"
+    [expected] = texts_of(stories_model, stories_tokenizer, [text], 20)
+    [choice] = choices(client, CHAT, max_tokens=20, temperature=0)
+    assert choice["message"] == {"role": "assistant", "content": expected, "refusal": None}
+    parts = [{"type": "text", "text": part} for part in ("Tell me", " about Lily.")]
+    [same] = choices(
+        client,
+        CHAT,
+        messages=[{"role": "user", "content": parts}],
+        max_completion_tokens=20,
+        temperature=0,
+    )
+    assert same["message"]["content"] == expected
+
+
+def test_a_chat_without_a_limit_uses_the_context(client):
+    answer = ask(client, CHAT, seed=1, stop="zzzz").json()
+    usage = answer["usage"]
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+    if answer["choices"][0]["finish_reason"] == "length":
+        assert usage["total_tokens"] == CONTEXT
+
+
+# Log-probabilities.
+
+
+def logprobs_of(model, ids):
+    """Return the log-probabilities after each token, (L, V), by a plain forward pass."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]))[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logprobs_equal_a_forward_pass(client, stories_model, stories_tokenizer, temperature):
+    """At any temperature, they are those of temperature 1."""
+    fields = {"max_tokens": 12, "seed": 3, "temperature": temperature}
+    [choice] = choices(client, logprobs=3, **fields)
+    found = choice["logprobs"]
+    prompt = stories_tokenizer.encode(PROMPT, add_eos=False)
+    whole = stories_tokenizer.encode(PROMPT + choice["text"], add_eos=False)
+    ids = next(
+        [*prompt, *tail]
+        for tail in [whole[len(prompt) :]]
+        if whole[: len(prompt)] == prompt and len(tail) == 12
+    )
+    expected = logprobs_of(stories_model, ids)[len(prompt) - 1 : -1]
+    own = expected[range(12), ids[len(prompt) :]]
+    # float32 sums in another order
+    assert found["token_logprobs"] == pytest.approx(own.tolist(), abs=1e-4)
+    for place, top in enumerate(found["top_logprobs"]):
+        values = sorted(top.values(), reverse=True)
+        assert values[:3] == pytest.approx(expected[place].topk(3).values.tolist(), abs=1e-4)
+    assert "".join(found["tokens"]) == choice["text"]
+    for text, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(text)
+    [chat] = choices(client, CHAT, logprobs=True, top_logprobs=2, **fields)
+    for entry in chat["logprobs"]["content"]:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert len(entry["top_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("n_new", [0, 1, 5])
+def test_echo_scores_the_prompt(client, stories_model, stories_tokenizer, n_new):
+    """With one new token, there are prompt + 1 entries, as lm-eval expects; the first is null."""
+    texts = [PROMPT, "Lily and Tom"]
+    found = choices(client, prompt=texts, echo=True, logprobs=1, max_tokens=n_new, temperature=0)
+    continued = texts_of(stories_model, stories_tokenizer, texts, n_new) if n_new else ["", ""]
+    for text, more, choice in zip(texts, continued, found, strict=True):
+        ids = stories_tokenizer.encode(text, add_eos=False)
+        logprobs = choice["logprobs"]
+        expected = logprobs_of(stories_model, ids)
+        first, *others = logprobs["token_logprobs"]
+        assert choice["text"] == text + more
+        assert first is None and logprobs["top_logprobs"][0] is None
+        assert len(others) == len(ids) - 1 + n_new
+        own = expected[range(len(ids) - 1), ids[1:]].tolist()
+        assert others[: len(ids) - 1] == pytest.approx(own, abs=1e-4)
+        for place, top in enumerate(logprobs["top_logprobs"][1 : len(ids)]):
+            assert max(top.values()) == pytest.approx(float(expected[place].max()), abs=1e-4)
+            is_greedy = int(expected[place].argmax()) == ids[place + 1]
+            assert (max(top.values()) == others[place]) == is_greedy
+
+
+def test_tokens_may_be_written_as_ids(client, stories_tokenizer):
+    [choice] = choices(client, echo=True, logprobs=0, max_tokens=0, return_tokens_as_token_ids=True)
+    ids = stories_tokenizer.encode(PROMPT, add_eos=False)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (COMPLETIONS, {"model": None}, "model", "has no model"),
+        (COMPLETIONS, {"model": 5}, "model", "must be a string"),
+        (COMPLETIONS, {"prompt": None}, "prompt", "has no prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "not empty"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt", "must be a string"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "must be a string"),
+        (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "must be a string"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt", "must be a string"),
+        (COMPLETIONS, {"prompt": [512]}, "prompt", "the vocabulary ends at 511"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt", "the vocabulary ends at 511"),
+        (COMPLETIONS, {"prompt": [1] * 600}, "prompt", "600 tokens and max_tokens is 16"),
+        (COMPLETIONS, {"max_tokens": 600}, "max_tokens", "context has 512 tokens"),
+        (COMPLETIONS, {"max_tokens": -1}, "max_tokens", "-1, but must be an integer from 0"),
+        (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens", "must be an integer"),
+        (COMPLETIONS, {"n": 0}, "n", "an integer from 1 to 128"),
+        (COMPLETIONS, {"n": True}, "n", "n is true"),
+        (COMPLETIONS, {"temperature": "hot"}, "temperature", "must be a number from 0 to 100"),
+        (COMPLETIONS, {"temperature": -0.1}, "temperature", "must be a number from 0"),
+        (COMPLETIONS, {"temperature": 1e400}, "temperature", "must be a number"),
+        (COMPLETIONS, {"top_p": 0}, "top_p", "above 0"),
+        (COMPLETIONS, {"top_k": 1.0}, "top_k", "must be an integer"),
+        (COMPLETIONS, {"min_p": 2}, "min_p", "from 0 to 1"),
+        (COMPLETIONS, {"seed": "1"}, "seed", "must be an integer"),
+        (COMPLETIONS, {"stop": [""]}, "stop", "1 to 256 characters"),
+        (COMPLETIONS, {"stop": 5}, "stop", "must be a string"),
+        (COMPLETIONS, {"stop": ["a"] * 17}, "stop", "up to 16"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs", "must be an integer from 0 to 20"),
+        (COMPLETIONS, {"stream": 1}, "stream", "must be true or false"),
+        (COMPLETIONS, {"stream_options": {}}, "stream_options", "needs stream true"),
+        (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "x", "unknown field"),
+        (COMPLETIONS, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (COMPLETIONS, {"logit_bias": {"1": 5}}, "logit_bias", "not supported"),
+        (COMPLETIONS, {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        (COMPLETIONS, {"best_of": True}, "best_of", "not supported"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix", "not supported"),
+        (CHAT, {"messages": []}, "messages", "not empty"),
+        (CHAT, {"messages": ["hi"]}, "messages[0]", "must be an object"),
+        (CHAT, {"messages": [{"role": "king", "content": ""}]}, "messages[0].role", "one of"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages", "has no content"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0]",
+            "this server reads text",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content",
+            "parts",
+        ),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs true"),
+        (CHAT, {"logprobs": 1}, "logprobs", "must be true or false"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "from 1"),
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "one of them"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (CHAT, {"tools": {}}, "tools", "an array"),
+        (CHAT, {"tools": [{"type": "web"}]}, "tools[0]", "must be"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        (CHAT, {"tool_choice": "maybe"}, "tool_choice", "must be"),
+        (CHAT, {"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "not read"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ],
+)
+def test_a_mistake_names_the_field(client, path, fields, param, words):
+    body = {"model": "stories"} | ({"prompt": "a"} if path == COMPLETIONS else {})
+    body = {"messages": MESSAGES} | body if path == CHAT else body
+    content = json.dumps(body | fields).replace("Infinity", "1e400")
+    answer = client.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'{"model": NaN}',
+        b"\xff\xfe",
+        b'{"model": "a", "model": "b"}',
+        b'{"model": "stories", "prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"n": ' + b"1" * 5000 + b"}",
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(client, content):
+    headers = {"content-type": "application/json"}
+    for path in (COMPLETIONS, CHAT):
+        answer = client.post(path, content=content, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_harmless_and_neutral_fields_are_accepted(client):
+    expected = choices(client, temperature=0)
+    fields = {
+        "user": "me",
+        "metadata": {"a": 1},
+        "store": True,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "best_of": 1,
+        "seed": None,
+        "top_k": -1,
+        "suffix": None,
+    }
+    assert choices(client, temperature=0, **fields) == expected
+
+
+def test_other_mistakes_have_their_status(client):
+    assert ask(client, model="other").status_code == 404
+    assert client.get("/v1/other").json()["error"]["type"] == "not_found_error"
+    assert client.get(COMPLETIONS).status_code == 405
+    answer = client.post(COMPLETIONS, content=b"{}", headers={"content-type": "text/plain"})
+    assert answer.status_code == 415
+    assert client.get("/v1/models/stories").json()["max_model_len"] == CONTEXT
+    assert client.get("/v1/models/x/y").status_code == 404
+
+
+def test_keys_hosts_and_sizes_are_checked(stories):
+    limits = Limits(api_key="secret", hosts=("localhost",), body_bytes=1000)
+    app, _ = make_app(stories, limits=limits)
+    with TestClient(app, base_url=ANY_HOST) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        client.headers["authorization"] = "Bearer wrong"
+        assert ask(client).json()["error"]["code"] == "invalid_api_key"
+        client.headers["authorization"] = "Bearer secret"
+        assert ask(client).status_code == 200
+        assert ask(client, prompt="a" * 1000).status_code == 413
+        assert client.get("/v1/models", headers={"host": "localhost:80"}).status_code == 200
+        assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
+
+
+# Many clients.
+
+
+def test_a_full_queue_refuses(stories):
+    app, scheduler = make_app(stories, max_rows=1, max_queue=2)
+    with TestClient(app, base_url=ANY_HOST) as client:
+        too_many = ask(client, n=3)
+        assert too_many.status_code == 400 and "max_queue" in too_many.text
+        assert len(choices(client, n=2, max_tokens=2)) == 2
+        # jobs that are never computed: the thread of the engine waits for the lock
+        with scheduler._changed:
+            scheduler._waiting += [None, None]
+        full = ask(client)
+        scheduler._waiting.clear()
+    assert full.status_code == 429 and full.headers["retry-after"] == "1"
+    assert full.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_many_clients_get_their_own_texts(stories, stories_model, stories_tokenizer):
+    """64 at once, whole answers and streams, over sockets; a few leave early, and one reads
+    nothing."""
+    starts = ["Once", "Lily", "Tom", "The dog", "One day", "A cat", "Mom", "She"]
+    prompts = [f"{starts[n % 8]}{' and' * (n // 8)}" for n in range(64)]
+    expected = texts_of(stories_model, stories_tokenizer, prompts, 24)
+    app, scheduler = make_app(stories, max_rows=16)
+    found: dict[int, str] = {}
+
+    def ask_one(number: int) -> None:
+        body = {"model": "stories", "prompt": prompts[number], "temperature": 0, "max_tokens": 24}
+        if number % 2:
+            found[number] = http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+            return
+        with http.stream("POST", COMPLETIONS, json=body | {"stream": True}) as answer:
+            parts = [line for line in answer.iter_lines() if line.startswith("data: {")]
+        found[number] = "".join(
+            json.loads(part.removeprefix("data: "))["choices"][0]["text"] for part in parts
+        )
+
+    def leave(number: int) -> None:
+        long = {"prompt": "Once", "max_tokens": 500, "stream": number % 2 == 0, "n": 3, "seed": 1}
+        with pytest.raises(httpx.TimeoutException), httpx.Client(base_url=url) as other:
+            if number % 2:
+                other.post(COMPLETIONS, json={"model": "stories"} | long, timeout=0.05)
+            with other.stream("POST", COMPLETIONS, json={"model": "stories"} | long) as answer:
+                next(answer.iter_lines())
+                raise httpx.ReadTimeout("enough")
+
+    with listening(app) as port:
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, timeout=120) as http:
+            threads = [threading.Thread(target=ask_one, args=(n,)) for n in range(64)]
+            threads += [threading.Thread(target=leave, args=(n,)) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            deadline = time.monotonic() + 60
+            while (scheduler.n_running or scheduler.n_waiting) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            shown = http.get("/metrics").text
+    assert [found[n] for n in range(64)] == expected
+    assert scheduler.n_running == scheduler.n_waiting == 0
+    assert scheduler.totals.cancelled > 0 and scheduler.totals.failed == 0
+    assert f"torchtitan_serve_cancelled_total {scheduler.totals.cancelled}" in shown
+
+
+def test_a_client_that_sends_slowly_is_closed(stories, monkeypatch):
+    import socket
+
+    from torchtitan.components.serving.connections import TimedConnection
+
+    monkeypatch.setattr(TimedConnection, "header_seconds", 0.2)
+    app, _ = make_app(stories, limits=Limits(body_seconds=0.2))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with listening(app) as port:
+        for sent, answer in (
+            (b"", b""),
+            (b"GET /health HT", b""),
+            (head, b""),
+            (head + b"Content-Length: 100\r\n\r\n{", b"HTTP/1.1 408"),
+        ):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                client.sendall(sent)
+                assert client.recv(1000).startswith(answer)
+                if not answer:
+                    assert client.recv(1000) == b""
+
+
+def test_an_error_of_the_model_fails_only_its_requests(stories, log):
+    app, scheduler = make_app(stories)
+    weight = next(scheduler._model.parameters())
+    with TestClient(app, base_url=ANY_HOST, raise_server_exceptions=False) as client:
+        with torch.no_grad():
+            kept = weight.clone()
+            weight.fill_(float("nan"))
+        answer = ask(client, max_tokens=3)
+        assert answer.status_code == 500 and "not finite" in answer.json()["error"]["message"]
+        [error] = [
+            json.loads(line.removeprefix("data: "))
+            for line in ask(client, stream=True).text.splitlines()
+            if line
+        ]
+        assert error["error"]["type"] == "server_error"
+        assert ask(client, echo=True, logprobs=1).status_code == 500
+        with torch.no_grad():
+            weight.copy_(kept)
+        assert choices(client, max_tokens=3)
+    assert scheduler.totals.failed == 3
+
+
+# Clients.
+
+
+def test_the_official_client_works(stories):
+    app, _ = make_app(stories)
+    with listening(app) as port:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any")
+        assert [model.id for model in client.models.list()] == ["stories"]
+        fields = {"model": "stories", "messages": MESSAGES, "seed": 3, "max_tokens": 12}
+        whole = client.chat.completions.create(**fields, logprobs=True, top_logprobs=1)
+        stream = client.chat.completions.create(**fields, stream=True)
+        text = "".join(part.choices[0].delta.content or "" for part in stream)
+        assert text == whole.choices[0].message.content
+        assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens == 12
+        done = client.completions.create(model="stories", prompt=PROMPT, echo=True, n=2)
+        assert all(choice.text.startswith(PROMPT) for choice in done.choices)
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(**fields, presence_penalty=1.0)
+        assert error.value.param == "presence_penalty"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt=PROMPT)

@@ -1,0 +1,234 @@
+"""`torchtitan serve`: answer OpenAI's API with a checkpoint's model."""
+
+import argparse
+import contextlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.cli.model_options import add_model_options, open_model, run_command
+from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.logging import logger
+from torchtitan.tools.parser import Parser
+
+if TYPE_CHECKING:
+    from torchtitan.components.serving.app import Limits, ServedModel
+
+KEY_VARIABLE = "TORCHTITAN_API_KEY"
+"""Environment variable with the API key, which a command line would show to other users."""
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_MOST_CONNECTIONS = 1000
+_CLOSING_SECONDS = 5
+
+
+def serve(args: Sequence[str]) -> int:
+    """Serve until Ctrl-C, and return the exit code."""
+    parser = Parser(
+        prog="torchtitan serve",
+        description="Serve a model over HTTP with OpenAI's API: /v1/models, /v1/completions, "
+        "/v1/chat/completions, /health, /metrics. Requests join and leave the batch between "
+        "tokens. Needs pip install 'torchtitan[serve]'. Any client of the API works: "
+        "OpenAI(base_url='http://127.0.0.1:8000/v1', api_key='…'). Ctrl-C ends.",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine only); others need an API "
+        "key or --insecure",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        help="port to listen on; 0: any free one (default: 8000)",
+    )
+    parser.add_argument(
+        "--api_key",
+        default="",
+        metavar="KEY",
+        help="key that requests must carry as Authorization: Bearer KEY (default: the environment "
+        f"variable {KEY_VARIABLE}, which other users of this machine cannot see)",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen on other addresses than this machine's without a key",
+    )
+    parser.add_argument(
+        "--model_name",
+        default="",
+        metavar="NAME",
+        help="name of the model in requests (default: the name of the checkpoint's folder)",
+    )
+    parser.add_argument(
+        "--max_rows",
+        type=int,
+        default=64,
+        metavar="N",
+        help="texts that are computed at a time (default: 64)",
+    )
+    parser.add_argument(
+        "--max_queue",
+        type=int,
+        default=256,
+        metavar="N",
+        help="texts that may wait; more requests get the status 429 (default: 256)",
+    )
+    parser.add_argument(
+        "--chat_template",
+        default="",
+        metavar="NAME|FILE",
+        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the "
+        "checkpoint's)",
+    )
+    add_model_options(parser, more=", or a run's folder, for its newest checkpoint")
+    options = parser.parse_args(args)
+    return run_command("serve", lambda: _serve(options))
+
+
+def _serve(options: argparse.Namespace) -> None:
+    _check(options)
+    served = _open(options)
+    from torchtitan.components.serving.app import Limits
+
+    key = options.api_key or os.environ.get(KEY_VARIABLE, "")
+    is_local = _is_loopback(options.host)
+    limits = Limits(api_key=key, hosts=_LOCAL_NAMES if is_local and not key else ())
+    _listen(served, limits, options.host, options.port)
+
+
+def _check(options: argparse.Namespace) -> None:
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} must be installed to serve (pip install 'torchtitan[serve]')"
+        )
+    require(0 <= options.port <= 65535, "--port", options.port, "0 to 65535")
+    require(options.max_rows >= 1, "--max_rows", options.max_rows, "at least 1")
+    require(options.max_queue >= 1, "--max_queue", options.max_queue, "at least 1")
+    key = options.api_key or os.environ.get(KEY_VARIABLE, "")
+    if not key.isascii() or any(character.isspace() for character in key):
+        raise UserError("--api_key has characters that no HTTP header can carry; use ASCII letters")
+    if not (_is_loopback(options.host) or key or options.insecure):
+        raise UserError(
+            f"--host {options.host} is reachable from other machines; set --api_key or "
+            f"{KEY_VARIABLE}, or --insecure to serve anyone who reaches it"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _open(options: argparse.Namespace) -> "ServedModel":
+    from torchtitan.components.chat_template import load_chat_template, resolve_chat_template
+    from torchtitan.components.serving.app import ServedModel
+    from torchtitan.components.serving.prompts import Preparer
+    from torchtitan.components.serving.scheduler import Scheduler
+
+    given: Path = options.checkpoint
+    options.checkpoint = _newest(given)
+    opened = open_model(options)
+    tokenizer = opened.tokenizer
+    template = load_chat_template(*opened.folders)
+    if options.chat_template:
+        template = resolve_chat_template(
+            options.chat_template, opened.folders, tokenizer, option="--chat_template"
+        )
+    config: Any = opened.model.config
+    preparer = Preparer(
+        tokenizer,
+        opened.folders,
+        context=opened.context,
+        vocab_size=config.vocab_size,
+        template=template,
+    )
+    scheduler = Scheduler(
+        opened.model, tokenizer, max_rows=options.max_rows, max_queue=options.max_queue
+    )
+    name = options.model_name or given.resolve().name
+    return ServedModel(name=name, preparer=preparer, scheduler=scheduler)
+
+
+def _newest(path: Path) -> Path:
+    """Return the newest complete checkpoint of a run, or the path itself."""
+    from torchtitan.components.checkpoint.catalog import list_checkpoints
+
+    for folder in (path, path / "checkpoint"):
+        complete = [info for info in list_checkpoints(folder) if info.is_complete]
+        if usable := [info for info in complete if not info.damage]:
+            newest = Path(str(usable[-1].path))
+            logger.info("serving the newest checkpoint, %s", newest)
+            return newest
+    return path
+
+
+def _listen(served: "ServedModel", limits: "Limits", host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    import uvicorn
+
+    from torchtitan.components.serving.app import create_app
+    from torchtitan.components.serving.connections import TimedConnection
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Stop on a signal. Uvicorn's own method sends it again afterwards, which would end
+            this process as if it had failed."""
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            previous = {number: signal.signal(number, self.handle_exit) for number in numbers}
+            try:
+                yield
+            finally:
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+
+    warnings = logging.getLogger("uvicorn.error")
+    warnings.handlers[:] = logger.handlers
+    warnings.setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        create_app(served, limits),
+        http=TimedConnection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=_CLOSING_SECONDS,
+    )
+    with _bound(host, port) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listener.getsockname()[1]}/v1"
+        logger.info("serving %s at %s (Ctrl-C ends)", served.name, address)
+        try:
+            Server(config).run([listener])
+        finally:
+            served.scheduler.close()
+    logger.info("the server has ended")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address. Raise `UserError` if it cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"--host {host} --port {port} cannot be used: {reason}; choose another port (0: any "
+            "free one) or an address of this machine"
+        ) from error

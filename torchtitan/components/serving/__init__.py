@@ -1,0 +1,1 @@
+"""A server of OpenAI's API over the generation engine."""

@@ -1,0 +1,316 @@
+"""The server as an ASGI application, which programs can mount in their own."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from torchtitan.components.serving.errors import RequestError
+from torchtitan.components.serving.fields import parse_body, shown
+from torchtitan.components.serving.metrics import Metrics
+from torchtitan.components.serving.prompts import Preparer
+from torchtitan.components.serving.requests import chat_request, completion_request
+from torchtitan.components.serving.responses import ChatAnswer, CompletionAnswer, TokenTexts
+from torchtitan.components.serving.scheduler import Scheduler, Ticket
+from torchtitan.tools.errors import suggest
+
+_CLIENT_LEFT = 499
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a client may ask for."""
+
+    api_key: str = ""
+    """Key that requests must carry as `Authorization: Bearer KEY`; empty: none."""
+
+    hosts: Sequence[str] = ()
+    """Names in the `Host` header that are answered; empty: all. A web page that resolves its own
+    name to this machine is refused by it."""
+
+    body_bytes: int = 16 * 2**20
+    """Largest body."""
+
+    body_seconds: float = 30.0
+    """Time in which a body must arrive."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ServedModel:
+    """A model that a server offers."""
+
+    name: str
+    preparer: Preparer
+    scheduler: Scheduler
+
+
+Endpoint = Callable[[HTTPRequest], Any]
+
+
+def create_app(served: ServedModel, limits: Limits | None = None) -> Starlette:
+    """Return the application for one model. Its lifespan starts and closes the scheduler."""
+    server = _Server(served, limits or Limits())
+    return Starlette(
+        routes=[
+            Route("/health", server.health),
+            Route("/metrics", server.guarded(server.show_metrics)),
+            Route("/v1/models", server.guarded(server.models)),
+            Route("/v1/models/{name:path}", server.guarded(server.one_model)),
+            Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
+            Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _http_error, Exception: _failure},
+        lifespan=server.lifespan,
+    )
+
+
+def _answer_error(error: RequestError) -> Response:
+    return JSONResponse(error.to_dict(), status_code=error.status, headers=error.headers)
+
+
+def _http_error(request: HTTPRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {
+        404: f"there is no {request.url.path}; see GET /v1/models, POST /v1/chat/completions and "
+        "POST /v1/completions",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    message = words.get(error.status_code, str(error.detail))
+    headers = dict(error.headers or {})
+    return _answer_error(RequestError(message, status=error.status_code, headers=headers))
+
+
+def _failure(request: HTTPRequest, error: Exception) -> Response:
+    return _answer_error(RequestError("the server failed; its log says why", status=500))
+
+
+class _Server:
+    def __init__(self, served: ServedModel, limits: Limits):
+        self._served = served
+        self._limits = limits
+        self._metrics = Metrics(served.scheduler)
+        self._token_texts = TokenTexts(served.preparer.tokenizer)
+        self._created = int(time.time())
+        # One thread: a slow template or a long text delays other new requests, but no stream.
+        self._preparing = ThreadPoolExecutor(1, "prepare")
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._served.scheduler.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._served.scheduler.close)
+            self._preparing.shutdown()
+
+    def guarded(self, endpoint: Endpoint) -> Endpoint:
+        """Return an endpoint that checks the host and the key, counts, and answers errors."""
+
+        async def answer(request: HTTPRequest) -> Response:
+            try:
+                self._check(request)
+                response: Response = await endpoint(request)
+            except RequestError as error:
+                response = _answer_error(error)
+            except ClientDisconnect:
+                response = Response(status_code=_CLIENT_LEFT)
+            self._metrics.count(request.url.path, response.status_code)
+            return response
+
+        return answer
+
+    def _check(self, request: HTTPRequest) -> None:
+        host = request.headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if self._limits.hosts and name not in self._limits.hosts:
+            raise RequestError(
+                f"the host {shown(name)} is not served; use {', '.join(self._limits.hosts)}",
+                status=421,
+            )
+        if not self._limits.api_key:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._limits.api_key.encode()):
+            raise RequestError(
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def health(self, request: HTTPRequest) -> Response:
+        """Say whether requests are computed."""
+        is_alive = self._served.scheduler.is_alive
+        return JSONResponse(
+            {"status": "ok" if is_alive else "closing"}, status_code=200 if is_alive else 503
+        )
+
+    async def show_metrics(self, request: HTTPRequest) -> Response:
+        """Show counters in Prometheus' text format."""
+        return PlainTextResponse(
+            self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    async def models(self, request: HTTPRequest) -> Response:
+        """List the models."""
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def one_model(self, request: HTTPRequest) -> Response:
+        """Describe a model."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "torchtitan",
+            "max_model_len": self._served.preparer.context,
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name != self._served.name:
+            raise RequestError(
+                f"there is no model {shown(name)}, but {shown(self._served.name)}"
+                + suggest(name, [self._served.name]),
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def completions(self, request: HTTPRequest) -> Response:
+        """Continue texts."""
+        return await self._generate(request, self._prepare_completion)
+
+    async def chat(self, request: HTTPRequest) -> Response:
+        """Answer a conversation."""
+        return await self._generate(request, self._prepare_chat)
+
+    def _prepare_completion(self, content: bytes) -> CompletionAnswer:
+        request = completion_request(parse_body(content))
+        self._check_model(request.model)
+        return CompletionAnswer(
+            request, self._served.preparer.completion(request), self._token_texts
+        )
+
+    def _prepare_chat(self, content: bytes) -> ChatAnswer:
+        request = chat_request(parse_body(content))
+        self._check_model(request.model)
+        return ChatAnswer(request, self._served.preparer.chat(request), self._token_texts)
+
+    async def _generate(
+        self, request: HTTPRequest, prepare: Callable[[bytes], CompletionAnswer | ChatAnswer]
+    ) -> Response:
+        started = time.monotonic()
+        content = await self._body(request)
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self._preparing, partial(prepare, content))
+        ticket = self._served.scheduler.submit(answer.jobs)
+        if answer.streams:
+            return _TicketStream(ticket, self._stream(ticket, answer, started))
+        with ticket:
+            whole = asyncio.create_task(self._collect(ticket, answer, started))
+            left = asyncio.create_task(_disconnected(request))
+            try:
+                await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
+                if not whole.done():
+                    raise ClientDisconnect
+                return JSONResponse(whole.result())
+            finally:
+                whole.cancel()
+                left.cancel()
+
+    async def _body(self, request: HTTPRequest) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # A web page may send other types to any server without asking it first.
+            raise RequestError(
+                f"the header Content-Type is {shown(kind)}, but must be application/json",
+                status=415,
+            )
+        limit = self._limits.body_bytes
+        content = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > limit:
+                        raise RequestError(
+                            f"the body has more than {limit:,} bytes; send a shorter one",
+                            status=413,
+                        )
+        except TimeoutError:
+            raise RequestError(
+                f"the body did not arrive in {self._limits.body_seconds:g} seconds",
+                status=408,
+                headers={"Connection": "close"},
+            ) from None
+        return bytes(content)
+
+    async def _collect(
+        self, ticket: Ticket, answer: CompletionAnswer | ChatAnswer, started: float
+    ) -> dict[str, Any]:
+        async for update in ticket.updates():
+            answer.add(update)
+        self._metrics.finish(time.monotonic() - started)
+        return answer.to_dict()
+
+    async def _stream(
+        self, ticket: Ticket, answer: CompletionAnswer | ChatAnswer, started: float
+    ) -> AsyncIterator[str]:
+        is_first = True
+        for chunk in answer.first_chunks():
+            yield _event(chunk)
+        try:
+            async for update in ticket.updates():
+                if is_first:
+                    self._metrics.first_text(time.monotonic() - started)
+                    is_first = False
+                for chunk in answer.chunks(update):
+                    yield _event(chunk)
+        except RequestError as error:
+            yield _event(error.to_dict())
+            return
+        for chunk in answer.last_chunks():
+            yield _event(chunk)
+        self._metrics.finish(time.monotonic() - started)
+        yield "data: [DONE]\n\n"
+
+
+class _TicketStream(StreamingResponse):
+    """A stream of events, at whose end, or when the client leaves, its jobs end."""
+
+    def __init__(self, ticket: Ticket, content: AsyncIterator[str]):
+        super().__init__(content, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._ticket = ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._ticket:
+            await super().__call__(scope, receive, send)
+
+
+def _event(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return f"data: {text}\n\n"
+
+
+async def _disconnected(request: HTTPRequest) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

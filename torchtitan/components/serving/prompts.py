@@ -1,0 +1,239 @@
+"""From a checked request to jobs: prompts as token ids, stops, random numbers."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.chat_template.stops import Stops
+from torchtitan.components.data.finetuning.losses import is_written
+from torchtitan.components.generation import start_id, stop_ids
+from torchtitan.components.serving.errors import RequestError
+from torchtitan.components.serving.fields import shown
+from torchtitan.components.serving.jobs import Job
+from torchtitan.components.serving.replies import ReplyFormat, ReplyReader
+from torchtitan.components.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Prompt,
+    Request,
+)
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError, suggest
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Jobs of a request, in the order of its choices."""
+
+    jobs: list[Job]
+    n_prompt_tokens: int
+    echoes: list[str]
+    """Texts that the choices of a completion begin with."""
+    readers: list[ReplyReader]
+    """Readers of the choices of a chat."""
+
+
+class Preparer:
+    """Makes jobs of requests for one model.
+
+    Args:
+        folders: searched in order for generation_config.json.
+        context: maximum tokens of a text with its prompt.
+        vocab_size: number of token ids that the model knows.
+        template: chat template; None: the model has none, and chats are refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        folders: Sequence[Path],
+        *,
+        context: int,
+        vocab_size: int,
+        template: ChatTemplate | None,
+    ):
+        self.tokenizer = tokenizer
+        self.context = context
+        self._vocab_size = vocab_size
+        self._template = template
+        self._stop_ids = stop_ids(tokenizer, *folders)
+        self._stop_texts: list[str] = []
+        self._replies: ReplyFormat | None = None
+        if template is not None:
+            stops = Stops(template, tokenizer)
+            self._stop_ids |= {*stops.ids()}
+            self._stop_texts = stops.texts()
+            self._replies = ReplyFormat(template, tokenizer)
+
+    def completion(self, request: CompletionRequest) -> Prepared:
+        """Return the jobs of `/v1/completions`. Raise `RequestError` for a prompt that does not
+        fit."""
+        prompts = [self._ids(prompt) for prompt in request.prompts]
+        jobs: list[Job] = []
+        echoes = []
+        for prompt, ids in zip(request.prompts, prompts, strict=True):
+            most = self._most_tokens(request, ids)
+            text = prompt if isinstance(prompt, str) else self._decode(ids)
+            for _ in range(request.n):
+                jobs.append(self._job(request, len(jobs), ids, most, [], {}))
+                jobs[-1].scores_prompt = request.echo and request.logprobs
+                echoes.append(text if request.echo else "")
+        return Prepared(jobs, sum(map(len, prompts)), echoes, [])
+
+    def chat(self, request: ChatRequest) -> Prepared:
+        """Return the jobs of `/v1/chat/completions`. Raise `RequestError` if the template rejects
+        the conversation, or it does not fit."""
+        replies = self._replies
+        if replies is None:
+            raise RequestError(
+                "the model has no chat template, so it may not be trained on conversations; use "
+                "/v1/completions, or start the server with --chat_template",
+                code="no_chat_template",
+            )
+        text = self._render(request)
+        prefix = self._forced(request, replies)
+        ids = self.tokenizer.encode(text + prefix, add_bos=False, add_eos=False, allow_special=True)
+        tools = request.conversation.tools or []
+        marks = replies.calls if tools and request.tool_choice != "none" else None
+        kept = replies.kept(with_calls=marks is not None)
+        opened = replies.opened_by(text)
+        most = self._most_tokens(request, ids)
+        names = [tool["function"]["name"] for tool in tools]
+        jobs = []
+        readers = []
+        for index in range(request.n):
+            jobs.append(self._job(request, index, ids, most, self._stop_texts, kept))
+            tags = [opened] if opened and not prefix else replies.tags
+            reader = ReplyReader(tags, bool(opened and not prefix), marks, names)
+            reader.push(prefix)
+            readers.append(reader)
+        return Prepared(jobs, len(ids), [], readers)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_eos=False) or [start_id(self.tokenizer)]
+        for token in prompt:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"prompt has the token {token}, but the vocabulary ends at "
+                    f"{self._vocab_size - 1}",
+                    param="prompt",
+                    code="invalid_value",
+                )
+        return prompt
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _most_tokens(self, request: Request, ids: Sequence[int]) -> int:
+        """Return the limit of new tokens."""
+        room = self.context - len(ids)
+        wanted = max(room, 1) if request.max_tokens is None else request.max_tokens
+        if wanted > room:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and max_tokens is {wanted}, together "
+                f"{len(ids) + wanted}, but the model's context has {self.context} tokens; shorten "
+                "the prompt, or reduce max_tokens",
+                param="max_tokens" if len(ids) < self.context else "prompt",
+                code="context_length_exceeded",
+            )
+        return wanted
+
+    def _job(
+        self,
+        request: Request,
+        index: int,
+        ids: list[int],
+        most: int,
+        stop_texts: Sequence[str],
+        kept: dict[int, str],
+    ) -> Job:
+        seed = secrets.token_hex(8) if request.seed is None else request.seed
+        return Job(
+            index=index,
+            prompt=ids,
+            max_new_tokens=most,
+            sampling=request.sampling,
+            key=f"{seed}/{index}",
+            stop=[*request.stop, *stop_texts],
+            stop_ids=self._stop_ids,
+            kept=kept,
+            n_top=request.n_top,
+            streams=request.stream,
+        )
+
+    def _render(self, request: ChatRequest) -> str:
+        template = self._template
+        assert template is not None
+        conversation = request.conversation
+        for name in request.options:
+            if name not in template.option_names:
+                known = ", ".join(template.option_names) or "none"
+                raise RequestError(
+                    f"{template.name} does not read the option {shown(name)}, but {known}"
+                    + suggest(name, template.option_names),
+                    param="chat_template_kwargs",
+                    code="unsupported_field",
+                )
+        # With tool_choice none, the model does not see the tools.
+        tools = conversation.tools if request.tool_choice != "none" else None
+        if tools and not template.reads("tools"):
+            raise RequestError(
+                f"{template.name} has no place for tools; leave tools out, or start the server "
+                "with another --chat_template",
+                param="tools",
+                code="unsupported_field",
+            )
+        try:
+            text = template.render(
+                conversation.messages, tools=tools, add_generation_prompt=True, **request.options
+            )
+        except UserError as error:
+            raise RequestError(str(error), param="messages", code="invalid_value") from None
+        self._check_written(text, conversation.messages, tools)
+        return text
+
+    def _check_written(
+        self, text: str, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None
+    ) -> None:
+        """Raise `RequestError` if the template omits a message that it should show."""
+        assert self._template is not None
+        for number, message in enumerate(messages):
+            content = message.get("content")
+            if message["role"] == "assistant" or not isinstance(content, str):
+                continue  # templates drop earlier reasoning and calls on purpose
+            if not is_written(content, text):
+                raise RequestError(
+                    f"{self._template.name} omits messages[{number}], of the role "
+                    f"{message['role']}; put its content into another message",
+                    param="messages",
+                    code="unsupported_field",
+                )
+        for tool in tools or []:
+            name = tool["function"]["name"]
+            if name not in text:
+                raise RequestError(
+                    f"{self._template.name} omits the tool {shown(name)} in this conversation",
+                    param="tools",
+                    code="unsupported_field",
+                )
+
+    def _forced(self, request: ChatRequest, replies: ReplyFormat) -> str:
+        """Return the beginning of a reply that calls a function; empty if it need not."""
+        if request.tool_choice != "required":
+            return ""
+        marks = replies.calls
+        if marks is None or marks.before_name is None:
+            assert self._template is not None
+            raise RequestError(
+                f"tool_choice cannot force a call, since {self._template.name} writes none that "
+                'can be begun for the model; set "auto"',
+                param="tool_choice",
+                code="unsupported_field",
+            )
+        if not request.function:
+            return marks.before_name
+        return marks.before_name + request.function + marks.after_name
