@@ -1,6 +1,7 @@
 """`torchtitan serve`: answer OpenAI's API with a checkpoint's model."""
 
 import argparse
+import asyncio
 import contextlib
 import importlib.util
 import ipaddress
@@ -195,6 +196,16 @@ def _listen(served: "ServedModel", limits: "Limits", host: str, port: int) -> No
                 for number, handler in previous.items():
                     signal.signal(number, handler)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """Give requests some time, then end them with an error."""
+            ending = asyncio.create_task(self._end_requests())
+            await super().shutdown(sockets)
+            ending.cancel()
+
+        async def _end_requests(self) -> None:
+            await asyncio.sleep(_CLOSING_SECONDS)
+            await asyncio.to_thread(served.scheduler.close)
+
     warnings = logging.getLogger("uvicorn.error")
     warnings.handlers[:] = logger.handlers
     warnings.setLevel(logging.WARNING)
@@ -208,7 +219,7 @@ def _listen(served: "ServedModel", limits: "Limits", host: str, port: int) -> No
         proxy_headers=False,
         lifespan="on",
         limit_concurrency=_MOST_CONNECTIONS,
-        timeout_graceful_shutdown=_CLOSING_SECONDS,
+        timeout_graceful_shutdown=2 * _CLOSING_SECONDS,
     )
     with _bound(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.components.serving.servers import CONTEXT, listening, make_app
+from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.generation import Sampling, TextStream, generate
 from torchtitan.components.serving.app import Limits
 
@@ -242,6 +243,112 @@ def test_tokens_may_be_written_as_ids(client, stories_tokenizer):
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
 
 
+# Calls and reasoning; `test_replies` has the notations.
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class Scripted:
+    """Writes a text instead of the model."""
+
+    def __init__(self, monkeypatch, tokenizer, text):
+        newline = tokenizer.encode("\n", add_bos=False)
+        # after a newline, since a text's first token has a space
+        ids = tokenizer.encode("\n" + text, add_bos=False)[len(newline) :] + [tokenizer.eos_id]
+
+        def draw(logits_BV, sampling, generators):
+            n_rows = len(generators)
+            return torch.tensor([ids[min(self.n_drawn(), len(ids) - 1)]] * n_rows)
+
+        self.n = -1
+        monkeypatch.setattr("torchtitan.components.generation.engine.draw", draw)
+
+    def n_drawn(self) -> int:
+        self.n += 1
+        return self.n
+
+
+@pytest.fixture(scope="module")
+def hermes(stories, assets):
+    source = (assets / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    # shorter, for the small model's context
+    for words in (
+        "You may call one or more functions to assist with the user query.",
+        "You are provided with function signatures within",
+        "For each function call, return a json object with function name and arguments within",
+    ):
+        assert words in source
+        source = source.replace(words, "")
+    template = ChatTemplate(source, name="qwen3")
+    app, _ = make_app(stories, template=template)
+    with TestClient(app, base_url=ANY_HOST) as client:
+        yield client
+
+
+REPLY = '<think>\nadd it\n</think>\n\nOk.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_calls_and_reasoning_are_fields_of_a_message(hermes, stories_tokenizer, monkeypatch):
+    fields = {"tools": [TOOL], "temperature": 1}
+    Scripted(monkeypatch, stories_tokenizer, REPLY)
+    [choice] = choices(hermes, CHAT, **fields)
+    message = choice["message"]
+    [call] = message["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (message["reasoning_content"], message["content"]) == ("add it", "Ok.")
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    Scripted(monkeypatch, stories_tokenizer, REPLY)
+    parts = [part["choices"][0] for part in events(hermes, CHAT, **fields)]
+    deltas = [part["delta"] for part in parts]
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    content = "".join(delta.get("content", "") for delta in deltas)
+    [[streamed]] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert (reasoning, content) == ("add it", "Ok.")
+    assert streamed["index"] == 0 and streamed["function"] == call["function"]
+    assert parts[-1]["finish_reason"] == "tool_calls"
+    # The answer and a result can be sent back.
+    Scripted(monkeypatch, stories_tokenizer, "2")
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "two"}
+    [choice] = choices(hermes, CHAT, messages=[*MESSAGES, message, result], **fields)
+    assert choice["message"]["content"] == "2" and choice["finish_reason"] == "stop"
+
+
+def test_a_choice_of_tools_is_kept(hermes, stories_tokenizer, monkeypatch):
+    fields = {"tools": [TOOL], "temperature": 1}
+    Scripted(monkeypatch, stories_tokenizer, REPLY)
+    [choice] = choices(hermes, CHAT, tool_choice="none", **fields)
+    assert choice["message"]["content"].startswith("Ok.\n<tool_call>")
+    assert choice["finish_reason"] == "stop"
+    named = {"type": "function", "function": {"name": "add"}}
+    for forced, rest in ((named, "{}}"), ("required", 'add", "arguments": {}}')):
+        Scripted(monkeypatch, stories_tokenizer, rest + "\n</tool_call>")
+        [choice] = choices(hermes, CHAT, tool_choice=forced, **fields)
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": "{}"}
+    named["function"]["name"] = "other"
+    assert ask(hermes, CHAT, tool_choice=named, **fields).status_code == 400
+
+
+def test_what_a_template_omits_is_refused(stories):
+    source = (
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    app, _ = make_app(stories, template=ChatTemplate(source, name="the template"))
+    with TestClient(app, base_url=ANY_HOST) as client:
+        assert ask(client, CHAT, max_tokens=2).status_code == 200
+        for param, fields in (
+            ("tools", {"tools": [TOOL]}),
+            ("messages", {"messages": [{"role": "system", "content": "Be brief."}, *MESSAGES]}),
+        ):
+            answer = ask(client, CHAT, **fields)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
 # Mistakes.
 
 
@@ -393,19 +500,39 @@ def test_keys_hosts_and_sizes_are_checked(stories):
 # Many clients.
 
 
-def test_a_full_queue_refuses(stories):
+def test_a_full_queue_refuses(stories, monkeypatch):
+    """Meanwhile, the model takes its time for a token."""
     app, scheduler = make_app(stories, max_rows=1, max_queue=2)
+    goes_on = threading.Event()
+
+    def draw(logits_BV, sampling, generators):
+        goes_on.wait(60)
+        return logits_BV.argmax(-1)
+
     with TestClient(app, base_url=ANY_HOST) as client:
         too_many = ask(client, n=3)
         assert too_many.status_code == 400 and "max_queue" in too_many.text
         assert len(choices(client, n=2, max_tokens=2)) == 2
-        # jobs that are never computed: the thread of the engine waits for the lock
-        with scheduler._changed:
-            scheduler._waiting += [None, None]
+        monkeypatch.setattr("torchtitan.components.generation.engine.draw", draw)
+        found: list[int] = []
+        threads = []
+
+        def ask_one() -> None:
+            found.append(ask(client, max_tokens=2).status_code)
+
+        for n in (0, 1, 2):
+            # the first one gets the row, the others wait
+            threads.append(threading.Thread(target=ask_one))
+            threads[-1].start()
+            while scheduler.n_running + scheduler.n_waiting <= n or not scheduler.n_running:
+                time.sleep(0.01)
         full = ask(client)
-        scheduler._waiting.clear()
+        goes_on.set()
+        for thread in threads:
+            thread.join()
     assert full.status_code == 429 and full.headers["retry-after"] == "1"
     assert full.json()["error"]["type"] == "rate_limit_error"
+    assert found == [200] * 3
 
 
 def test_many_clients_get_their_own_texts(stories, stories_model, stories_tokenizer):

@@ -133,11 +133,12 @@ class Preparer:
         room = self.context - len(ids)
         wanted = max(room, 1) if request.max_tokens is None else request.max_tokens
         if wanted > room:
+            param = "max_tokens" if len(ids) < self.context else "prompt"
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and max_tokens is {wanted}, together "
                 f"{len(ids) + wanted}, but the model's context has {self.context} tokens; shorten "
                 "the prompt, or reduce max_tokens",
-                param="max_tokens" if len(ids) < self.context else "prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         return wanted

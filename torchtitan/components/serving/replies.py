@@ -15,9 +15,8 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
 _NAME = "probe_function"  # of `trial_conversations`
-_KEY = "probe_key"
 _MARK_BEFORE = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\s*\[?\s*\Z")
-_MARK_AFTER = re.compile(r"\s*\]?\s*(</[^<>\s]+>|<\|[^<>\s]*end[^<>\s]*\|>|\[/[A-Z_]+\])")
+_MARK_AFTER = re.compile(r"\s*\]?\s*(</[^<>\s]+>|<\|(?i:[^<>\s]*end[^<>\s]*)\|>|\[/[A-Z_]+\])")
 _BETWEEN_CALLS = " \t\r\n,;[]"
 
 
@@ -57,12 +56,12 @@ class CallMarks:
         calls = []
         place = 0
         while place < len(text):
-            if text[place] in _BETWEEN_CALLS:
-                place += 1
-                continue
             mark = next((one for one in self._marks if text.startswith(one, place)), None)
             if mark:
                 place += len(mark)
+                continue
+            if text[place] in _BETWEEN_CALLS:
+                place += 1
                 continue
             try:
                 value, place = _DECODER.raw_decode(text, place)
@@ -90,7 +89,8 @@ class CallMarks:
         if not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
-        return Call(f"call_{uuid.uuid4().hex[:24]}", value[self.name_key], text)
+        # Mistral's templates reject ids of any other length.
+        return Call(uuid.uuid4().hex[:9], value[self.name_key], text)
 
 
 def _no_number(name: str) -> None:
@@ -146,21 +146,21 @@ class ReplyFormat:
             )
         except UserError:
             return None
-        name_at = finished.rfind(_NAME)
-        found = next(_objects_around(finished, name_at), None)
+        found = next(_objects_around(finished, finished.rfind(trial.marker)), None)
         if found is None:
             return None
         start, end, value = found
+        name_at = finished.find(_NAME, start)
         name_key = next(key for key, one in value.items() if one == _NAME)
-        arguments_key = next((key for key, one in value.items() if _KEY in str(one)), None)
-        if arguments_key is None:
-            return None
+        arguments_key = next(key for key, one in value.items() if trial.marker in str(one))
         continues = finished.startswith(prompt)
         is_bare = continues and not finished[len(prompt) : start].strip(" \t\r\n[")
         opening = _MARK_BEFORE.search(finished[:start])
         if opening is None and not is_bare:
             return None
         closing = _MARK_AFTER.match(finished, end)
+        if closing and closing[1] == self._template.variables.get("eos_token"):
+            closing = None  # the stop
         after_name = finished[name_at + len(_NAME) : finished.rfind("{", 0, end)]
         return CallMarks(
             opening="" if is_bare or opening is None else opening[1],
@@ -173,8 +173,8 @@ class ReplyFormat:
 
 
 def _objects_around(text: str, place: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield the JSON objects around a place that have the name of the trial's function as a value,
-    from the inside, with their start and end."""
+    """Yield the JSON objects around a place, such as an argument, that have the name of the trial's
+    function as a value, from the inside, with their start and end."""
     start = text.rfind("{", 0, max(place, 0))
     while start >= 0:
         try:
