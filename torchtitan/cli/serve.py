@@ -153,7 +153,7 @@ def _open(options: argparse.Namespace) -> "ServedModel":
         tokenizer,
         opened.folders,
         context=opened.context,
-        vocab_size=config.vocab_size,
+        vocab_size=min(config.vocab_size, tokenizer.vocab_size),
         template=template,
     )
     scheduler = Scheduler(

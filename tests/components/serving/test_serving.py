@@ -455,6 +455,62 @@ def test_a_body_that_is_no_json_object_is_refused(client, content):
         assert answer.json()["error"]["code"] == "invalid_json"
 
 
+VALUES = [
+    *(None, True, False, 0, -1, 1, 5, 10**30, 0.5, -0.0, "", "a", "é\x00\n", "x" * 5000),
+    *([], [[]], {}, [None], ["a"], [1, 2], [{}], {"a": 1}, {"type": "function"}),
+    *([{"role": "user", "content": "a"}], [{"role": "user", "content": [{"type": "text"}]}]),
+    *([{"type": "function", "function": {"name": "f"}}], [[1, 2], [3]], {"include_usage": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_any_values_of_fields_are_answered(client, path):
+    """Each field with each value of a wrong or right type: an answer, or a mistake by name."""
+    honored = (
+        "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n "
+        "seed stop logprobs top_logprobs echo stream stream_options tools tool_choice "
+        "chat_template_kwargs reasoning_effort return_tokens_as_token_ids logit_bias "
+        "response_format metadata unknown"
+    ).split()
+    statuses = set()
+    for name in honored:
+        for value in VALUES:
+            answer = ask(client, path, **{"max_tokens": 1, name: value})
+            statuses.add(answer.status_code)
+            if answer.status_code != 200:
+                error = answer.json()["error"]
+                assert answer.status_code in (400, 404), (name, value, error)
+                assert error["message"] and error["param"], (name, value, error)
+    assert statuses == {200, 400, 404}
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_deep_objects_are_answered(client, depth):
+    """The parser takes some that other functions do not."""
+    schema = '{"a":' * depth + "1" + "}" * depth
+    tools = f'[{{"type":"function","function":{{"name":"f","parameters":{schema}}}}}]'
+    messages = json.dumps(MESSAGES)
+    content = f'{{"model":"stories","max_tokens":1,"messages":{messages},"tools":{tools}}}'
+    answer = client.post(CHAT, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_text_that_cannot_be_decoded_fails_alone(client, monkeypatch, log):
+    from torchtitan.components.serving.jobs import TextWriter
+
+    push = TextWriter.push
+
+    def failing(self, token):
+        assert "fails" not in self._stop
+        return push(self, token)
+
+    monkeypatch.setattr(TextWriter, "push", failing)
+    assert ask(client, stop="fails").status_code == 500
+    assert "a text failed" in log.text
+    assert choices(client, max_tokens=2)
+
+
 def test_harmless_and_neutral_fields_are_accepted(client):
     expected = choices(client, temperature=0)
     fields = {
@@ -535,6 +591,7 @@ def test_a_full_queue_refuses(stories, monkeypatch):
     assert found == [200] * 3
 
 
+@pytest.mark.slow
 def test_many_clients_get_their_own_texts(stories, stories_model, stories_tokenizer):
     """64 at once, whole answers and streams, over sockets; a few leave early, and one reads
     nothing."""

@@ -26,7 +26,7 @@ from torchtitan.components.serving.prompts import Preparer
 from torchtitan.components.serving.requests import chat_request, completion_request
 from torchtitan.components.serving.responses import ChatAnswer, CompletionAnswer, TokenTexts
 from torchtitan.components.serving.scheduler import Scheduler, Ticket
-from torchtitan.tools.errors import suggest
+from torchtitan.tools.errors import UserError, suggest
 
 _CLIENT_LEFT = 499
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -220,7 +220,12 @@ class _Server:
         started = time.monotonic()
         content = await self._body(request)
         loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._preparing, partial(prepare, content))
+        try:
+            answer = await loop.run_in_executor(self._preparing, partial(prepare, content))
+        except UserError as error:
+            raise RequestError(str(error)) from None
+        except RecursionError:
+            raise RequestError("the body is nested too deeply", code="invalid_json") from None
         ticket = self._served.scheduler.submit(answer.jobs)
         if answer.streams:
             return _TicketStream(ticket, self._stream(ticket, answer, started))

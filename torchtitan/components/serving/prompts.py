@@ -42,7 +42,7 @@ class Preparer:
     Args:
         folders: searched in order for generation_config.json.
         context: maximum tokens of a text with its prompt.
-        vocab_size: number of token ids that the model knows.
+        vocab_size: number of token ids that model and tokenizer know.
         template: chat template; None: the model has none, and chats are refused.
     """
 

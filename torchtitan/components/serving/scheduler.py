@@ -25,6 +25,7 @@ _PROMPT_TOKENS = 8192
 longer prompt is computed alone."""
 
 _RETRY_SECONDS = 1
+_FAILED = "the server failed; its log says why"
 
 
 @dataclass(slots=True)
@@ -190,7 +191,7 @@ class Scheduler:
                 self._changed.wait()
 
     def _fail(self, error: Exception) -> None:
-        message = "the server failed; its log says why"
+        message = _FAILED
         if isinstance(error, UserError):
             message = str(error)
             logger.error("generation failed: %s", error)
@@ -264,7 +265,13 @@ class Scheduler:
 
     def _take(self, job: Job, token: int) -> bool:
         self.totals.generated_tokens += 1
-        return job.take(token)
+        try:
+            return job.take(token)
+        except Exception as error:  # of a tokenizer, for example; other jobs go on
+            logger.error("a text failed: %s\n%s", in_words(error), traceback.format_exc())
+            self.totals.failed += 1
+            job.fail(RequestError(_FAILED, status=500))
+            return True
 
     def _leave(self, job: Job) -> None:
         if job in self._running and not job.is_done:
