@@ -19,6 +19,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from torchtitan.components.serving.app import Limits, ServedModel
 
 KEY_VARIABLE = "TORCHTITAN_API_KEY"
@@ -89,6 +91,14 @@ def serve(args: Sequence[str]) -> int:
         help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the "
         "checkpoint's)",
     )
+    parser.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="more models, by name: adapter checkpoints of the same base model, or others. They "
+        "share the memory of equal weights, but have batches of their own",
+    )
     add_model_options(parser, more=", or a run's folder, for its newest checkpoint")
     options = parser.parse_args(args)
     return run_command("serve", lambda: _serve(options))
@@ -96,7 +106,7 @@ def serve(args: Sequence[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> None:
     _check(options)
-    served = _open(options)
+    served = _open_all(options)
     from torchtitan.components.serving.app import Limits
 
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
@@ -133,14 +143,40 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _open(options: argparse.Namespace) -> "ServedModel":
+def _open_all(options: argparse.Namespace) -> "list[ServedModel]":
+    """Open the checkpoint and the adapters."""
+    from torchtitan.components.serving.weights import share_weights
+
+    paths = _adapters(options.adapters)
+    first, model = _open(options, options.model_name or options.checkpoint.resolve().name)
+    served = [first]
+    for name, path in paths.items():
+        own = argparse.Namespace(**vars(options))
+        own.checkpoint = path
+        other, other_model = _open(own, name)
+        shared = share_weights(model, other_model)
+        logger.info("%s shares %.0f%% of its weights with %s", name, 100 * shared, first.name)
+        served.append(other)
+    return served
+
+
+def _adapters(words: Sequence[str]) -> dict[str, Path]:
+    paths: dict[str, Path] = {}
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not (name and equals and path) or name in paths:
+            raise UserError(f"--adapters {word} must be NAME=PATH, with a new NAME")
+        paths[name] = Path(path)
+    return paths
+
+
+def _open(options: argparse.Namespace, name: str) -> "tuple[ServedModel, nn.Module]":
     from torchtitan.components.chat_template import load_chat_template, resolve_chat_template
     from torchtitan.components.serving.app import ServedModel
     from torchtitan.components.serving.prompts import Preparer
     from torchtitan.components.serving.scheduler import Scheduler
 
-    given: Path = options.checkpoint
-    options.checkpoint = _newest(given)
+    options.checkpoint = _newest(options.checkpoint)
     opened = open_model(options)
     tokenizer = opened.tokenizer
     template = load_chat_template(*opened.folders)
@@ -159,8 +195,9 @@ def _open(options: argparse.Namespace) -> "ServedModel":
     scheduler = Scheduler(
         opened.model, tokenizer, max_rows=options.max_rows, max_queue=options.max_queue
     )
-    name = options.model_name or given.resolve().name
-    return ServedModel(name=name, preparer=preparer, scheduler=scheduler)
+    description = {"checkpoint": options.checkpoint.name}
+    served = ServedModel(name=name, preparer=preparer, scheduler=scheduler, description=description)
+    return served, opened.model
 
 
 def _newest(path: Path) -> Path:
@@ -176,7 +213,7 @@ def _newest(path: Path) -> Path:
     return path
 
 
-def _listen(served: "ServedModel", limits: "Limits", host: str, port: int) -> None:
+def _listen(served: "Sequence[ServedModel]", limits: "Limits", host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM."""
     import uvicorn
 
@@ -204,7 +241,8 @@ def _listen(served: "ServedModel", limits: "Limits", host: str, port: int) -> No
 
         async def _end_requests(self) -> None:
             await asyncio.sleep(_CLOSING_SECONDS)
-            await asyncio.to_thread(served.scheduler.close)
+            for model in served:
+                await asyncio.to_thread(model.scheduler.close)
 
     warnings = logging.getLogger("uvicorn.error")
     warnings.handlers[:] = logger.handlers
@@ -224,11 +262,13 @@ def _listen(served: "ServedModel", limits: "Limits", host: str, port: int) -> No
     with _bound(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/v1"
-        logger.info("serving %s at %s (Ctrl-C ends)", served.name, address)
+        names = ", ".join(model.name for model in served)
+        logger.info("serving %s at %s (Ctrl-C ends)", names, address)
         try:
             Server(config).run([listener])
         finally:
-            served.scheduler.close()
+            for model in served:
+                model.scheduler.close()
     logger.info("the server has ended")
 
 

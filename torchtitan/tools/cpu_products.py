@@ -2,6 +2,7 @@
 choice."""
 
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ warnings.filterwarnings(
 )
 # one for all blocks that the process is in; with it, its operations end
 _libraries: list[torch.library.Library] = []
+_entering = threading.Lock()  # threads may compute different models
 # of a sum in place, multiplied at a time, since oneDNN needs memory for them; no slower than all
 # rows
 _ROWS = 128
@@ -28,14 +30,16 @@ def onednn_products() -> Iterator[None]:
     also of gradients, the loss and local shards. Only AMD's processors with AVX-512 do so, by their
     name alone, since MKL does not use it there; others are not measured. Other products, and
     compiled ones, stay PyTorch's."""
-    _libraries.append(_libraries[0] if _libraries else torch.library.Library("aten", "IMPL"))
-    if is_faster() and len(_libraries) == 1:
-        for name, product in (("mm", _mm), ("addmm", _addmm), ("addmm_", _addmm_)):
-            _libraries[0].impl(name, product, "CPU")
+    with _entering:
+        _libraries.append(_libraries[0] if _libraries else torch.library.Library("aten", "IMPL"))
+        if is_faster() and len(_libraries) == 1:
+            for name, product in (("mm", _mm), ("addmm", _addmm), ("addmm_", _addmm_)):
+                _libraries[0].impl(name, product, "CPU")
     try:
         yield
     finally:
-        _libraries.pop()
+        with _entering:
+            _libraries.pop()
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,19 +52,30 @@ class Limits:
 
 @dataclass(kw_only=True, slots=True)
 class ServedModel:
-    """A model that a server offers."""
+    """A model that a server offers. Several have a scheduler each, so that their texts are computed
+    in batches of their own."""
 
     name: str
     preparer: Preparer
     scheduler: Scheduler
+    description: dict[str, str] = field(default_factory=dict)
+    """More fields of its entry in `/v1/models`, such as its checkpoint."""
 
 
 Endpoint = Callable[[HTTPRequest], Any]
 
 
-def create_app(served: ServedModel, limits: Limits | None = None) -> Starlette:
-    """Return the application for one model. Its lifespan starts and closes the scheduler."""
-    server = _Server(served, limits or Limits())
+def create_app(
+    served: ServedModel | Sequence[ServedModel], limits: Limits | None = None
+) -> Starlette:
+    """Return the application for models with different names. Its lifespan starts and closes the
+    schedulers. Raise `UserError` if a name is there twice."""
+    models = [served] if isinstance(served, ServedModel) else list(served)
+    names = [model.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two models have the name {name}; give each its own")
+    server = _Server({model.name: model for model in models}, limits or Limits())
     return Starlette(
         routes=[
             Route("/health", server.health),
@@ -100,22 +111,27 @@ def _failure(request: HTTPRequest, error: Exception) -> Response:
 
 
 class _Server:
-    def __init__(self, served: ServedModel, limits: Limits):
+    def __init__(self, served: dict[str, ServedModel], limits: Limits):
         self._served = served
+        self._schedulers = [model.scheduler for model in served.values()]
         self._limits = limits
-        self._metrics = Metrics(served.scheduler)
-        self._token_texts = TokenTexts(served.preparer.tokenizer)
+        self._metrics = Metrics(self._schedulers)
+        self._token_texts = {
+            name: TokenTexts(model.preparer.tokenizer) for name, model in served.items()
+        }
         self._created = int(time.time())
         # One thread: a slow template or a long text delays other new requests, but no stream.
         self._preparing = ThreadPoolExecutor(1, "prepare")
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._served.scheduler.start()
+        for scheduler in self._schedulers:
+            scheduler.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(self._served.scheduler.close)
+            for scheduler in self._schedulers:
+                await asyncio.to_thread(scheduler.close)
             self._preparing.shutdown()
 
     def guarded(self, endpoint: Endpoint) -> Endpoint:
@@ -155,7 +171,7 @@ class _Server:
 
     async def health(self, request: HTTPRequest) -> Response:
         """Say whether requests are computed."""
-        is_alive = self._served.scheduler.is_alive
+        is_alive = all(scheduler.is_alive for scheduler in self._schedulers)
         return JSONResponse(
             {"status": "ok" if is_alive else "closing"}, status_code=200 if is_alive else 503
         )
@@ -168,31 +184,33 @@ class _Server:
 
     async def models(self, request: HTTPRequest) -> Response:
         """List the models."""
-        return JSONResponse({"object": "list", "data": [self._description()]})
+        models = [self._description(model) for model in self._served.values()]
+        return JSONResponse({"object": "list", "data": models})
 
     async def one_model(self, request: HTTPRequest) -> Response:
         """Describe a model."""
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._description())
+        return JSONResponse(self._description(self._model(request.path_params["name"])))
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self, model: ServedModel) -> dict[str, Any]:
         return {
-            "id": self._served.name,
+            "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "torchtitan",
-            "max_model_len": self._served.preparer.context,
+            "max_model_len": model.preparer.context,
+            **model.description,
         }
 
-    def _check_model(self, name: str) -> None:
-        if name != self._served.name:
+    def _model(self, name: str) -> ServedModel:
+        if name not in self._served:
+            names = ", ".join(map(shown, self._served))
             raise RequestError(
-                f"there is no model {shown(name)}, but {shown(self._served.name)}"
-                + suggest(name, [self._served.name]),
+                f"there is no model {shown(name)}, but {names}" + suggest(name, self._served),
                 status=404,
                 param="model",
                 code="model_not_found",
             )
+        return self._served[name]
 
     async def completions(self, request: HTTPRequest) -> Response:
         """Continue texts."""
@@ -204,15 +222,13 @@ class _Server:
 
     def _prepare_completion(self, content: bytes) -> CompletionAnswer:
         request = completion_request(parse_body(content))
-        self._check_model(request.model)
-        return CompletionAnswer(
-            request, self._served.preparer.completion(request), self._token_texts
-        )
+        prepared = self._model(request.model).preparer.completion(request)
+        return CompletionAnswer(request, prepared, self._token_texts[request.model])
 
     def _prepare_chat(self, content: bytes) -> ChatAnswer:
         request = chat_request(parse_body(content))
-        self._check_model(request.model)
-        return ChatAnswer(request, self._served.preparer.chat(request), self._token_texts)
+        prepared = self._model(request.model).preparer.chat(request)
+        return ChatAnswer(request, prepared, self._token_texts[request.model])
 
     async def _generate(
         self, request: HTTPRequest, prepare: Callable[[bytes], CompletionAnswer | ChatAnswer]
@@ -226,7 +242,7 @@ class _Server:
             raise RequestError(str(error)) from None
         except RecursionError:
             raise RequestError("the body is nested too deeply", code="invalid_json") from None
-        ticket = self._served.scheduler.submit(answer.jobs)
+        ticket = self._served[answer.model].scheduler.submit(answer.jobs)
         if answer.streams:
             return _TicketStream(ticket, self._stream(ticket, answer, started))
         with ticket:

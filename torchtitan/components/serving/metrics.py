@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 
 from torchtitan.components.serving.scheduler import Scheduler
 
@@ -32,10 +33,10 @@ class Histogram:
 
 
 class Metrics:
-    """Counters of requests; those of tokens are the scheduler's."""
+    """Counters of requests; those of tokens are the schedulers'."""
 
-    def __init__(self, scheduler: Scheduler):
-        self._scheduler = scheduler
+    def __init__(self, schedulers: Sequence[Scheduler]):
+        self._schedulers = schedulers
         self._requests: Counter[tuple[str, int]] = Counter()
         self._first = Histogram()
         self._whole = Histogram()
@@ -55,7 +56,14 @@ class Metrics:
 
     def text(self) -> str:
         """Return all metrics."""
-        totals = self._scheduler.totals
+        schedulers = self._schedulers
+        totals = [scheduler.totals for scheduler in schedulers]
+        n_prompt = sum(one.prompt_tokens for one in totals)
+        n_generated = sum(one.generated_tokens for one in totals)
+        n_cancelled = sum(one.cancelled for one in totals)
+        n_failed = sum(one.failed for one in totals)
+        n_running = sum(scheduler.n_running for scheduler in schedulers)
+        n_waiting = sum(scheduler.n_waiting for scheduler in schedulers)
         requests = [
             f'{_PREFIX}_requests_total{{path="{path}",status="{status}"}} {number}'
             for (path, status), number in sorted(self._requests.items())
@@ -65,12 +73,12 @@ class Metrics:
             *requests,
         ]
         numbers = [
-            ("prompt_tokens_total", "counter", "Tokens of prompts.", totals.prompt_tokens),
-            ("generated_tokens_total", "counter", "Generated tokens.", totals.generated_tokens),
-            ("cancelled_total", "counter", "Texts whose client left.", totals.cancelled),
-            ("failed_total", "counter", "Texts ended by an error.", totals.failed),
-            ("running", "gauge", "Texts in the batch.", self._scheduler.n_running),
-            ("waiting", "gauge", "Texts that wait for a row.", self._scheduler.n_waiting),
+            ("prompt_tokens_total", "counter", "Tokens of prompts.", n_prompt),
+            ("generated_tokens_total", "counter", "Generated tokens.", n_generated),
+            ("cancelled_total", "counter", "Texts whose client left.", n_cancelled),
+            ("failed_total", "counter", "Texts ended by an error.", n_failed),
+            ("running", "gauge", "Texts in the batch.", n_running),
+            ("waiting", "gauge", "Texts that wait for a row.", n_waiting),
         ]
         for name, kind, words, number in numbers:
             lines += [*_head(name, kind, words), f"{_PREFIX}_{name} {number}"]

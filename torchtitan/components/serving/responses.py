@@ -74,6 +74,11 @@ class _Answer:
         return self._prepared.jobs
 
     @property
+    def model(self) -> str:
+        """Name of the model."""
+        return str(self._request.model)
+
+    @property
     def streams(self) -> bool:
         return bool(self._request.stream)
 

@@ -1,0 +1,101 @@
+"""The command `serve`; `tests/components/serving` tests its answers."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.commands import RunningCommand
+
+pytest.importorskip("starlette", reason="pip install 'torchtitan[serve]'")
+
+from torchtitan.cli.serve import KEY_VARIABLE, serve  # noqa: E402
+from torchtitan.components.generation import generate  # noqa: E402
+from torchtitan.components.serving.weights import share_weights  # noqa: E402
+from torchtitan.models.pretrained import load_model  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines; set --api_key"),
+        (["--host", "192.168.1.5"], "is reachable from other machines"),
+        (["--host", "::"], "is reachable from other machines"),
+        (["--port", "70000"], "--port is 70000, but must be 0 to 65535"),
+        (["--max_rows", "0"], "--max_rows is 0"),
+        (["--max_queue", "0"], "--max_queue is 0"),
+        (["--api_key", "a b"], "no HTTP header can carry"),
+        (["--api_key", "ä"], "no HTTP header can carry"),
+        (["--adapters", "other"], "--adapters other must be NAME=PATH"),
+        (["--adapters", "a=x", "a=y"], "with a new NAME"),
+        (["--host", "203.0.113.7", "--insecure"], "cannot be used"),
+        (["--chat_template", "none"], "--chat_template none is neither"),
+    ],
+)
+def test_mistakes_are_named(stories, capsys, monkeypatch, options, words):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert serve(["--checkpoint", str(stories), "--device", "cpu", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def changed_copy(stories, folder):
+    """Copy the model, with other weights of one layer."""
+    shutil.copytree(stories, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("layers.4.mlp.down_proj.weight"))
+    torch.manual_seed(0)
+    weights[name] = torch.randn_like(weights[name])
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_equal_weights_share_memory(stories, tmp_path):
+    one = load_model(stories, device="cpu").model
+    other = load_model(changed_copy(stories, tmp_path / "other"), device="cpu").model
+    before = generate(other, [[1, 5]], max_new_tokens=20)
+    share = share_weights(one, other)
+    own = {parameter.data_ptr() for parameter in one.parameters()}
+    different = [name for name, x in other.named_parameters() if x.data_ptr() not in own]
+    assert different == ["layers.4.feed_forward.w2.weight"]
+    assert 0.9 < share < 1
+    assert generate(other, [[1, 5]], max_new_tokens=20) == before
+
+
+@pytest.mark.slow
+def test_models_are_served_until_ctrl_c(stories, tmp_path):
+    other = changed_copy(stories, tmp_path / "other")
+    words = ["-m", "torchtitan", "serve", "--checkpoint", stories, "--port", "0"]
+    words += ["--adapters", f"other={other}", "--model_name", "base", "--device", "cpu"]
+    with RunningCommand([sys.executable, *words], stderr=subprocess.PIPE, text=True) as command:
+        lines = iter(command.stderr.readline, "")
+        line = next(line for line in lines if "serving " in line)
+        assert "serving base, other at http://127.0.0.1:" in line
+        url = line.partition(" at ")[2].partition(" ")[0]
+
+        def text_of(model):
+            body = {"model": model, "prompt": [1, 5], "max_tokens": 20, "temperature": 0}
+            request = urllib.request.Request(
+                f"{url}/completions",
+                json.dumps(body | {"logprobs": 0, "return_tokens_as_token_ids": True}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request) as answer:
+                [choice] = json.load(answer)["choices"]
+            return [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+
+        found = [text_of(name) for name in ("base", "other")]
+        command.send_signal(signal.SIGINT)
+        rest = command.stderr.read()
+        assert command.wait(60) == 0
+    assert "the server has ended" in rest and "Traceback" not in rest
+    for folder, ids in zip((stories, other), found, strict=True):
+        [expected] = generate(load_model(folder, device="cpu").model, [[1, 5]], max_new_tokens=20)
+        assert ids == expected.ids
+    assert found[0] != found[1]
