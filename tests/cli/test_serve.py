@@ -1,10 +1,13 @@
 """The command `serve`; `tests/components/serving` tests its answers."""
 
+import argparse
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import time
+import types
 import urllib.request
 
 import pytest
@@ -12,10 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands import RunningCommand
+from tests.training import train
 
 pytest.importorskip("starlette", reason="pip install 'torchtitan[serve]'")
 
-from torchtitan.cli.serve import KEY_VARIABLE, serve  # noqa: E402
+from torchtitan.cli.model_options import add_model_options  # noqa: E402
+from torchtitan.cli.serve import KEY_VARIABLE, _following, serve  # noqa: E402
 from torchtitan.components.generation import generate  # noqa: E402
 from torchtitan.components.serving.weights import share_weights  # noqa: E402
 from torchtitan.models.pretrained import load_model  # noqa: E402
@@ -99,3 +104,43 @@ def test_models_are_served_until_ctrl_c(stories, tmp_path):
         [expected] = generate(load_model(folder, device="cpu").model, [[1, 5]], max_new_tokens=20)
         assert ids == expected.ids
     assert found[0] != found[1]
+
+
+@pytest.mark.slow
+def test_a_run_is_followed(tmp_path, monkeypatch, log):
+    train(
+        tmp_path,
+        training__steps=3,
+        checkpoint__enable=True,
+        checkpoint__interval=1,
+        checkpoint__keep_latest_k=0,
+    )
+    folder = tmp_path / "checkpoint"
+    for step in (2, 3):
+        (folder / f"step-{step}").rename(tmp_path / f"step-{step}")
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    options = parser.parse_args(["--checkpoint", str(folder / "step-1"), "--device", "cpu"])
+    loaded = []
+    scheduler = types.SimpleNamespace(replace=loaded.append)
+    served = types.SimpleNamespace(
+        name="run", scheduler=scheduler, description={"checkpoint": "step-1"}
+    )
+    monkeypatch.setattr("torchtitan.cli.serve.FOLLOWING_SECONDS", 0.01)
+    with _following(tmp_path, options, served):
+        for step in (2, 3):
+            (tmp_path / f"step-{step}").rename(folder / f"step-{step}")
+        deadline = time.monotonic() + 60
+        while served.description != {"checkpoint": "step-3"} and time.monotonic() < deadline:
+            time.sleep(0.01)
+    model = loaded[-1]
+    expected = load_model(folder / "step-3", device="cpu").model.state_dict()
+    assert served.description == {"checkpoint": "step-3"}
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected[name])
+
+
+def test_only_a_run_can_be_followed(stories, capsys):
+    for more, words in (([], "not the folder of a run"), (["--adapters", "a=b"], "combined")):
+        assert serve(["--checkpoint", str(stories), "--follow", *more]) == 2
+        assert words in capsys.readouterr().err

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ KEY_VARIABLE = "TORCHTITAN_API_KEY"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _MOST_CONNECTIONS = 1000
 _CLOSING_SECONDS = 5
+
+FOLLOWING_SECONDS = 5.0
+"""Time between two looks for a newer checkpoint."""
 
 
 def serve(args: Sequence[str]) -> int:
@@ -99,6 +103,12 @@ def serve(args: Sequence[str]) -> int:
         help="more models, by name: adapter checkpoints of the same base model, or others. They "
         "share the memory of equal weights, but have batches of their own",
     )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="of a run in progress (--checkpoint is its folder): use each newer checkpoint as soon "
+        "as the running texts have ended",
+    )
     add_model_options(parser, more=", or a run's folder, for its newest checkpoint")
     options = parser.parse_args(args)
     return run_command("serve", lambda: _serve(options))
@@ -106,13 +116,15 @@ def serve(args: Sequence[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> None:
     _check(options)
+    run = options.checkpoint
     served = _open_all(options)
     from torchtitan.components.serving.app import Limits
 
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     is_local = _is_loopback(options.host)
     limits = Limits(api_key=key, hosts=_LOCAL_NAMES if is_local and not key else ())
-    _listen(served, limits, options.host, options.port)
+    with _following(run, options, served[0]) if options.follow else contextlib.nullcontext():
+        _listen(served, limits, options.host, options.port)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -127,6 +139,13 @@ def _check(options: argparse.Namespace) -> None:
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     if not key.isascii() or any(character.isspace() for character in key):
         raise UserError("--api_key has characters that no HTTP header can carry; use ASCII letters")
+    if options.follow and options.adapters:
+        raise UserError("--follow loads one model, and cannot be combined with --adapters")
+    if options.follow and _newest(options.checkpoint) == options.checkpoint:
+        raise UserError(
+            f"--follow: {options.checkpoint} is not the folder of a run with a checkpoint; name "
+            "the run's folder as --checkpoint"
+        )
     if not (_is_loopback(options.host) or key or options.insecure):
         raise UserError(
             f"--host {options.host} is reachable from other machines; set --api_key or "
@@ -158,6 +177,39 @@ def _open_all(options: argparse.Namespace) -> "list[ServedModel]":
         logger.info("%s shares %.0f%% of its weights with %s", name, 100 * shared, first.name)
         served.append(other)
     return served
+
+
+@contextlib.contextmanager
+def _following(run: Path, options: argparse.Namespace, served: "ServedModel") -> Iterator[None]:
+    """Load newer checkpoints of a run in a thread within the block."""
+    ends = threading.Event()
+    follower = threading.Thread(target=_follow, args=(run, options, served, ends), daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        follower.join()
+
+
+def _follow(
+    run: Path, options: argparse.Namespace, served: "ServedModel", ends: threading.Event
+) -> None:
+    known = options.checkpoint
+    while not ends.wait(FOLLOWING_SECONDS):
+        newest = _newest(run)
+        if newest == known:
+            continue
+        known = newest
+        options.checkpoint = newest
+        try:
+            model = open_model(options).model
+        except (UserError, OSError) as error:  # such as a checkpoint that the run removes
+            logger.warning("%s is not loaded: %s", newest, error)
+            continue
+        served.scheduler.replace(model)
+        served.description["checkpoint"] = newest.name
+        logger.info("%s: %s from the next text on", served.name, newest)
 
 
 def _adapters(words: Sequence[str]) -> dict[str, Path]:
@@ -207,9 +259,7 @@ def _newest(path: Path) -> Path:
     for folder in (path, path / "checkpoint"):
         complete = [info for info in list_checkpoints(folder) if info.is_complete]
         if usable := [info for info in complete if not info.damage]:
-            newest = Path(str(usable[-1].path))
-            logger.info("serving the newest checkpoint, %s", newest)
-            return newest
+            return Path(str(usable[-1].path))
     return path
 
 

@@ -1,5 +1,6 @@
 """The server's answers, compared with the engine and plain forward passes."""
 
+import copy
 import json
 import threading
 import time
@@ -705,3 +706,43 @@ def test_the_official_client_works(stories):
         assert error.value.param == "presence_penalty"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt=PROMPT)
+
+
+def test_running_texts_end_with_the_model_they_began_with(
+    stories, stories_model, stories_tokenizer, monkeypatch
+):
+    other = copy.deepcopy(stories_model)
+    with torch.no_grad():
+        for parameter in other.layers["4"].parameters():
+            parameter.mul_(-1)
+    [old] = texts_of(stories_model, stories_tokenizer, [PROMPT], 60)
+    [new] = texts_of(other, stories_tokenizer, [PROMPT], 60)
+    assert old != new
+    app, scheduler = make_app(stories)
+    goes_on = threading.Event()
+    has_begun = threading.Event()
+
+    def draw(logits_BV, sampling, generators):
+        has_begun.set()
+        goes_on.wait(60)
+        return logits_BV.argmax(-1)
+
+    monkeypatch.setattr("torchtitan.components.generation.engine.draw", draw)
+    with TestClient(app, base_url=ANY_HOST) as client:
+        found: dict[str, str] = {}
+
+        def ask_one(name: str) -> None:
+            found[name] = choices(client, max_tokens=60)[0]["text"]
+
+        threads = [threading.Thread(target=ask_one, args=("before",))]
+        threads[0].start()
+        assert has_begun.wait(60)
+        scheduler.replace(other)
+        threads.append(threading.Thread(target=ask_one, args=("after",)))
+        threads[1].start()
+        while not scheduler.n_waiting:
+            time.sleep(0.01)
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+    assert found == {"before": old, "after": new}

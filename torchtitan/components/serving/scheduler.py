@@ -84,9 +84,9 @@ class Scheduler:
         self.max_queue = max_queue
         self.totals = Totals()
         self._tokenizer = tokenizer
-        self._engine = Engine(model, sampling=Sampling(), max_rows=max_rows)
-        self._model = model
-        self._device = next(model.parameters()).device
+        self._max_rows = max_rows
+        self._next_model: Any = None
+        self._use(model)
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
         self._changed = threading.Condition()
@@ -94,10 +94,17 @@ class Scheduler:
         self._outbox: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Update], Update]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    @property
-    def context(self) -> int:
-        """Maximum tokens of a text with its prompt."""
-        return self._engine.context
+    def _use(self, model: Any) -> None:
+        self._engine = Engine(model, sampling=Sampling(), max_rows=self._max_rows)
+        self._model = model
+        self._device = next(model.parameters()).device
+
+    def replace(self, model: Any) -> None:
+        """Use another model, with the same tokenizer and context, as soon as the running texts have
+        ended; waiting ones are computed by it."""
+        with self._changed:
+            self._next_model = model
+            self._changed.notify()
 
     @property
     def n_running(self) -> int:
@@ -179,16 +186,22 @@ class Scheduler:
         again."""
         while not self._is_closing:
             try:
-                self._wait()
-                self._engine.serve(self._arrivals)
+                if self._wait():
+                    self._engine.serve(self._arrivals)
             except Exception as error:
                 self._fail(error)
         self._end_all(RequestError("the server is closing", status=503))
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
+        """Wait for a job or another model, which is used from now on; return whether there are
+        jobs."""
         with self._changed:
-            while not (self._waiting or self._is_closing):
+            while not (self._waiting or self._is_closing or self._next_model is not None):
                 self._changed.wait()
+            model, self._next_model = self._next_model, None
+        if model is not None:
+            self._use(model)
+        return bool(self._waiting)
 
     def _fail(self, error: Exception) -> None:
         message = _FAILED
@@ -216,8 +229,11 @@ class Scheduler:
         self._flush()
         with self._changed:
             has_waiting = self._drop_cancelled()
-            if self._is_closing or not (self._running or has_waiting):
+            is_changing = self._next_model is not None
+            if self._is_closing or not (self._running or has_waiting and not is_changing):
                 return None
+            if is_changing:
+                return []
             jobs = self._choose(n_free)
             self._running.update(jobs)
         self.totals.prompt_tokens += sum(len(job.prompt) for job in jobs)
