@@ -124,6 +124,8 @@ class _Needs(NamedTuple):
     has_rows: bool
     decoding: bool
     prefilling: bool
+    reading: bool
+    """Reading images, for which processes share the weights of a vision tower."""
     has_failed: bool
 
 
@@ -397,6 +399,7 @@ class _Run:
             has_rows=n_alive + len(chosen) > 0,
             decoding=n_alive > 0 or not self._joins,
             prefilling=bool(new),
+            reading=self._reads_images(chosen),
             has_failed=self._error is not None,
         )
         needs = _Needs(*_any_process(own, self._group))
@@ -407,7 +410,7 @@ class _Run:
         if chosen and not self._joins:
             self._rows = [row for row in self._rows if not row.is_done] + chosen
         if needs.decoding:
-            self._decode(is_new_batch=bool(chosen) and not self._joins)
+            self._decode(is_new_batch=bool(chosen) and not self._joins, reads=needs.reading)
         if self._joins:
             self._join(chosen, new, prefills=needs.prefilling)
         self._sample()
@@ -431,6 +434,13 @@ class _Run:
         except UserError as error:
             self._error = self._error or error
 
+    def _reads_images(self, chosen: Sequence[_Row]) -> bool:
+        """Return whether the next forward pass computes prompts that may have images."""
+        if self._engine._reader is None:
+            return False
+        boundaries = self._model.cache_boundaries()
+        return bool(chosen) or any(row.n_tokens - 1 in boundaries for row in self._rows)
+
     def _new_prompts(self, chosen: Sequence[_Row]) -> list[tuple[int, ...]]:
         """Return the prompts that must be computed before the chosen rows join."""
         if not self._joins:
@@ -438,16 +448,18 @@ class _Run:
         known = self._held.row_of if self._held else {}
         return list(dict.fromkeys(row.prompt for row in chosen if row.prompt not in known))
 
-    def _decode(self, *, is_new_batch: bool) -> None:
-        """Compute the logits of the next token of all rows."""
+    def _decode(self, *, is_new_batch: bool, reads: bool) -> None:
+        """Compute the logits of the next token of all rows; `reads`: while any process reads
+        images."""
         rows = self._rows
         cache = self._cache
         degree = self._degree
+        reader = self._engine._reader if reads else None
         if all(row.is_done for row in rows):
-            self._pass_without_rows()
+            self._pass_without_rows(reader)
             return
         boundaries = self._model.cache_boundaries()
-        images: ImageInputs | None = None
+        decoded: list[list[Any]] = [[] for _ in rows]
         if cache is None or is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
             tokens_BL, positions_BL = _left_padded([row.tokens for row in rows], degree)
             if cache is None:
@@ -456,9 +468,7 @@ class _Run:
                 return
             cache.clear()
             n_kept = tokens_BL.shape[1]
-            if self._engine._reader:
-                decoded = [[] if row.is_done else row.decoded for row in rows]
-                images = self._engine._reader.inputs(decoded, tokens_BL).to(self._device)
+            decoded = [[] if row.is_done else row.decoded for row in rows]
         else:
             # Tensor parallelism needs equally many tokens per rank: all after the first are
             # padding, and not kept.
@@ -473,6 +483,7 @@ class _Run:
             if logits_BV is not None:
                 self._logits_BV = logits_BV
                 return
+        images = reader.inputs(decoded, tokens_BL).to(self._device) if reader else None
         self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept, images)
 
     def _cached_logits(
@@ -503,10 +514,12 @@ class _Run:
         cache.advance(n_kept)
         return logits_BV
 
-    def _pass_without_rows(self) -> None:
-        """Take part in a forward pass of the other processes."""
-        tokens_BL = torch.full((1, self._degree), _PADDING, device=self._device)
-        _logits_at(self._model, 0, tokens_BL, AttentionMetadata.of_rows(*tokens_BL.shape))
+    def _pass_without_rows(self, reader: ImageReader | None = None) -> None:
+        """Take part in a forward pass of the other processes, which may read images."""
+        tokens_BL = torch.full((1, self._degree), _PADDING)
+        images = reader.inputs([[]], tokens_BL).to(self._device) if reader else None
+        attention = AttentionMetadata.of_rows(*tokens_BL.shape)
+        _logits_at(self._model, 0, tokens_BL.to(self._device), attention, images)
 
     def _join(self, chosen: list[_Row], new: list[tuple[int, ...]], *, prefills: bool) -> None:
         """Compute new prompts, and let the chosen rows join the batch after their prompts. Finished

@@ -369,9 +369,12 @@ class TransformersModel(BaseModel):
         }
         if isinstance(attention, NextTokens):
             inputs = None
+            reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if images is not None:
-                inputs = image_arguments(self.model, images, self.image_readers()[0].dtype)
-            outputs = attention.cache.run(self.model, tokens_BL, attention, inputs)
+                reading = self._reading_images(images)
+                inputs = image_arguments(self.model, images, self._reader_dtype())
+            with reading:
+                outputs = attention.cache.run(self.model, tokens_BL, attention, inputs)
             hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[
                 :, -tokens_BL.shape[1] :
             ]
