@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.processes import run_processes
-from tests.tiny_vision import reference_inputs, text_of, vision_folder
+from tests.tiny_vision import VISION_TYPES, reference_inputs, text_of, vision_folder
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.generation import engine
 from torchtitan.components.losses.policy_loss import group_advantages
@@ -21,6 +21,22 @@ from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.trainer import PPOTrainer
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.tools.errors import UserError
+
+FAST, SLOW = "qwen3_vl", ("gemma3", "smolvlm", "internvl")
+NOT_EQUAL = pytest.mark.xfail(
+    raises=AssertionError,
+    reason="what the class computes depends on the padding, by 5e-3",
+    strict=True,
+)
+TYPES = [
+    FAST,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    *(
+        pytest.param(name, marks=[pytest.mark.long, *[NOT_EQUAL] * (name == "hunyuan_vl")])
+        for name in VISION_TYPES
+        if name not in (FAST, *SLOW)
+    ),
+]
 
 SIZES = [[(40, 56)], [(64, 48), (30, 70)], [], [(20, 90), (90, 20)]]
 """Sizes of the images of each prompt."""
@@ -198,13 +214,7 @@ def prompt_inputs(model_type: str, folder: Path, conversations: Any, images: Any
     return inputs
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "qwen3_vl",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "smolvlm", "internvl")),
-    ],
-)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_a_step_equals_the_class(model_type: str, folders: Any, data: Any, tmp_path: Path) -> None:
     """Log-probabilities when sampled and when trained, loss and gradients, with a reference. The
     tolerances are those of float32 with sums in another order."""
