@@ -16,8 +16,10 @@ from tests.tables import Row as TableRow  # noqa: E402
 from tests.tables import markers, stored_rows, write_docs  # noqa: E402
 from tests.transformers_matrix import trial  # noqa: E402
 from tests.transformers_matrix.__main__ import (  # noqa: E402
+    COLUMNS,
     TYPES,
     choose_types,
+    images_of,
     mechanism_cells,
     merge,
     run,
@@ -69,7 +71,12 @@ def test_all_types_are_equal_or_as_the_page_says() -> None:
 
 
 def test_the_page_has_every_type() -> None:
-    assert list(stored_rows(TABLE, "matrix"))[1:] == TYPES
+    stored = stored_rows(TABLE, "matrix")
+    assert list(stored)[1:] == TYPES
+    column = COLUMNS.index("images")
+    assert {name: stored[name][column] for name in TYPES} == {
+        name: images_of(name) for name in TYPES
+    }
     assert list(stored_rows(TABLE, "mechanisms"))[1:] == list(MECHANISMS)
     assert len(MECHANISMS) <= 25
 
@@ -177,7 +184,8 @@ def test_a_table_is_written_in_parts(tmp_path: Path) -> None:
             page,
             "matrix",
             merge(
-                page, [TableRow((name, "Class", "rows", "no", "own", verdict)) for name in names]
+                page,
+                [TableRow((name, "Class", "rows", "no", "own", "", verdict)) for name in names],
             ),
         )
     text = page.read_text()

@@ -472,6 +472,10 @@ _TYPES: dict[str, VisionType] = {
 
 VISION_TYPES: tuple[str, ...] = tuple(_TYPES)
 
+IN_ROWS = ("qwen3_5", "hunyuan_vl")
+"""Types that get a row for each packed document: the states of linear attention continue in the
+next document; positions count the images of a batch."""
+
 
 def vision_folder(model_type: str, folder: Path, **text: Any) -> Path:
     """Save a tiny random model with its processor in `folder`, and return it. `text` are values of

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 
 from tests.processes import run_processes
 from tests.tiny_vision import (
+    IN_ROWS,
     VISION_TYPES,
     in_projector,
     reference_inputs,
@@ -170,10 +171,6 @@ PACKED = {
     "training__seq_len": 2048,
 }
 """Options for all rows in one window."""
-
-IN_ROWS = ("qwen3_5", "hunyuan_vl")
-"""Types that get a row for each packed document: the states of linear attention continue in the
-next document; positions count the images of a batch."""
 
 
 @pytest.mark.parametrize("model_type", [*FAST, *SLOW])

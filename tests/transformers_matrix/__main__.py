@@ -18,10 +18,11 @@ from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT
 from tests.models_page import TABLE, page
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, print_table, stored_rows, write_docs
+from tests.tiny_vision import IN_ROWS, VISION_TYPES
 from tests.transformers_matrix.mechanisms import MECHANISMS, MechanismRow, run_mechanisms
 from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
 
-COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "verdict")
+COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "images", "verdict")
 MECHANISM_COLUMNS = (
     "model_type",
     "mechanism",
@@ -185,7 +186,15 @@ def mechanism_cells(row: MechanismRow) -> tuple[str, ...]:
 
 def cells(row: Row) -> tuple[str, ...]:
     """Return the text of a row for each of `COLUMNS`."""
-    return row.model_type, row.class_name, row.packing, row.tensor_parallel, row.head, verdict(row)
+    numbers = row.model_type, row.class_name, row.packing, row.tensor_parallel, row.head
+    return *numbers, images_of(row.model_type), verdict(row)
+
+
+def images_of(model_type: str) -> str:
+    """Return how a type trains on images, by `tests/models/test_images.py`."""
+    if model_type in VISION_TYPES:
+        return "rows" if model_type in IN_ROWS else "packed"
+    return "untested" if model_type in IMAGE_TEXT else ""
 
 
 def merge(page: Path, rows: Sequence[TableRow]) -> str:
