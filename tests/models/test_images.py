@@ -367,6 +367,17 @@ def test_a_killed_run_continues_exactly(folders: Any, data: Any, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_text_trains_with_recomputed_blocks(folders: Any, tmp_path: Path) -> None:
+    """The class's forward pass has no argument use_cache, and hands it to its decoder."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "What?", "completion": "Nothing."}) + "\n")
+    chosen = options(folders("qwen3_vl"), rows, config="sft", model__train=ABSENT)
+    train(tmp_path, **chosen, activation_checkpoint__mode="full")
+    [(_, loss)] = read_metrics(tmp_path, "loss")
+    assert loss > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [(ABSENT, {"text_model"}), (["language", "vision"], {"text_model", "vision_model"})],

@@ -101,9 +101,11 @@ def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[st
     types of tokens."""
     optional |= {"use_cache": False, "mm_token_type_ids": torch.zeros_like(tokens_BL)}  # no images
     takes = inspect.signature(model.forward).parameters
-    return {"input_ids": tokens_BL} | {
-        name: value for name, value in optional.items() if name in takes
-    }
+    inputs = {name: value for name, value in optional.items() if name in takes}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        # The decoder takes it, and would otherwise fill a cache, also when a block is recomputed.
+        inputs["use_cache"] = False
+    return {"input_ids": tokens_BL, **inputs}
 
 
 def random_clone(
