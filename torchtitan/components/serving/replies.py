@@ -134,8 +134,16 @@ class ReplyFormat:
         marks = [part.strip() for tags in self.tags for part in (tags.open, tags.close)]
         if with_calls and self.calls:
             marks += [self.calls.opening, self.calls.closing]
-        special = ((one, self._tokenizer.decode([one])) for one in self._tokenizer.special_ids)
-        return {one: text for one, text in special if text and any(text in mark for mark in marks)}
+        return {
+            token: text
+            for token, text in self._special_texts.items()
+            if text and any(text in mark for mark in marks)
+        }
+
+    @cached_property
+    def _special_texts(self) -> dict[int, str]:
+        tokenizer = self._tokenizer
+        return {token: tokenizer.decode([token]) for token in tokenizer.special_ids}
 
     def _try(self, trial: Trial) -> CallMarks | None:
         before = trial.messages[:-1]

@@ -26,6 +26,7 @@ class TokenTexts:
         self._anchor = tokenizer.encode("a", add_bos=False, add_eos=False)[-1:]
         self._start = tokenizer.decode(self._anchor)
         self._known: dict[int, str] = {}
+        self._special = tokenizer.special_ids
 
     def of(self, token: int) -> str:
         """Return the text of a token."""
@@ -38,7 +39,7 @@ class TokenTexts:
         return self._known[token]
 
     def is_special(self, token: int) -> bool:
-        return token in self._tokenizer.special_ids
+        return token in self._special
 
 
 @dataclass(slots=True)
