@@ -386,7 +386,7 @@ def test_what_a_template_omits_is_refused(stories):
         (COMPLETIONS, {"stream": 1}, "stream", "must be true or false"),
         (COMPLETIONS, {"stream_options": {}}, "stream_options", "needs stream true"),
         (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "x", "unknown field"),
-        (COMPLETIONS, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (COMPLETIONS, {"max_tokenz": 1}, "max_tokenz", "did you mean 'max_tokens'"),
         (COMPLETIONS, {"logit_bias": {"1": 5}}, "logit_bias", "not supported"),
         (COMPLETIONS, {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         (COMPLETIONS, {"best_of": True}, "best_of", "not supported"),
