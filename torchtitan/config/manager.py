@@ -34,6 +34,7 @@ from torchtitan.config.configurable import (
     whole_number,
 )
 from torchtitan.config.option_table import KnownConfiguration, known_configuration
+from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
@@ -217,8 +218,15 @@ class ConfigManager:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)
         options = [f"--{name}" for name in (*known, *self._others)]
-        if in_sections := [name for name in options if name.endswith(f".{key}")][:3]:
-            return UserError(f"unknown option {option}; did you mean {' or '.join(in_sections)}?")
+        if key in OTHER_NAMES:
+            return UserError(f"unknown option {option}; use {OTHER_NAMES[key]}")
+        last = key.rpartition(".")[2]
+        for ending in dict.fromkeys((key, last)):
+            if in_sections := [name for name in options if name.endswith(f".{ending}")][:3]:
+                found = " or ".join(in_sections)
+                return UserError(f"unknown option {option}; did you mean {found}?")
+        if last in OTHER_NAMES:
+            return UserError(f"unknown option {option}; use {OTHER_NAMES[last]}")
         hint = suggest(option, options, cutoff=0.7) or f"; see {self.prog} --help"
         return UserError(f"unknown option {option}{hint}")
 
@@ -360,6 +368,8 @@ def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> No
         if key in sections:
             raise UserError(f"'{key}' in {path} is a section; set keys in it")
         if key not in known:
+            if key in OTHER_NAMES:
+                raise UserError(f"unknown key '{key}' in {path}; use {OTHER_NAMES[key]}")
             raise UserError(f"unknown key '{key}' in {path}{suggest(key, known)}")
 
 

@@ -1,0 +1,73 @@
+"""Options of other libraries, answered with ours."""
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.other_names import OTHER_NAMES
+from torchtitan.tools.errors import UserError
+
+DEBUG = ["--module", "llama3", "--config", "debugmodel"]
+
+
+def known_options() -> set[str]:
+    """Return all options of all configurations."""
+    table = resources.files("torchtitan.assets") / "options.json"
+    sections = json.loads(table.read_text())["sections"]
+    return {name for section in sections for name in section["options"]}
+
+
+def test_each_answer_names_options_that_exist():
+    selectors = {"module", "config", "config_file", "hf_assets_path"}
+    known = known_options() | selectors
+    for name, answer in OTHER_NAMES.items():
+        named = re.findall(r"--([\w.]+\w)", answer)
+        groups = [option for option in named if option not in known]
+        # A section may be named as a whole.
+        missing = [one for one in groups if not any(each.startswith(f"{one}.") for each in known)]
+        assert not missing, name
+        assert name not in known
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--learning_rate", "1e-4"], "unknown option --learning_rate; use --optimizer.lr"),
+        (["--learning-rate=1e-4"], "unknown option --learning-rate; use --optimizer.lr"),
+        (["--max_seq_length", "64"], "unknown option --max_seq_length; use --training.seq_len"),
+        (["--num_train_epochs", "3"], "use --training.epochs"),
+        (["--per_device_train_batch_size", "8"], "use --training.local_batch_size"),
+        (["--gradient_accumulation_steps", "4"], "use --training.global_batch_size: "),
+        (["--output_dir", "x"], "use --dump_folder"),
+        (["--bf16"], "use --training.mixed_precision_param bfloat16"),
+        (["--warmup_ratio", "0.1"], "use --lr_scheduler.warmup_steps"),
+        (["--save_steps", "10"], "use --checkpoint.interval"),
+        (["--lora_r", "8"], "use --model_converters.lora.rank"),
+        (["--lora_target_modules", "q_proj"], "use --model_converters.lora.include"),
+        (["--load_in_4bit"], "use --config qlora"),
+        (["--report_to", "wandb"], "use --metrics.enable_wandb"),
+        (["--resume_from_checkpoint"], "use nothing: a run with --checkpoint.enable"),
+        (["--training.compile"], "use --compile.enable"),
+        (["--checkpoint.enable_checkpoint"], "use --checkpoint.enable"),
+        (["--train.micro_batch_size", "4"], "use --training.local_batch_size"),
+        (["--args.save_total_limit", "2"], "use --checkpoint.keep_latest_k"),
+        (["--training.tensor_parallel_degree", "2"], "mean --parallelism.tensor_parallel_degree?"),
+        (["--experimental.context_parallel_degree", "2"], "--parallelism.context_parallel_degree?"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_option_of_another_library_is_answered(words: list[str], answer: str):
+    with pytest.raises(UserError) as error:
+        ConfigManager().parse_args([*DEBUG, *words])
+    assert answer in str(error.value)
+
+
+def test_a_key_of_another_library_is_answered(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text("learning_rate: 1.0e-4")
+    with pytest.raises(UserError, match="unknown key 'learning_rate' in .*; use --optimizer.lr$"):
+        ConfigManager().parse_args([*DEBUG, "--config_file", str(file)])
