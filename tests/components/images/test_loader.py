@@ -1,6 +1,7 @@
 """Batches of conversations with images."""
 
 import base64
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.models.test_images import options, write_rows
-from tests.tiny_vision import vision_folder
+from tests.tiny_vision import reference_processor, vision_folder
 from tests.training import tiny_config
 from torchtitan.components.data.finetuning import sample_cache
 from torchtitan.components.images.loader import ImageDataLoader, processor_of
@@ -273,3 +274,35 @@ def test_rows_with_large_images_are_tokenized_in_small_batches(
         len(batch) for batch in sample_cache._batches(source.rows(lambda n_bytes: None), format)
     ]
     assert sizes[1:] == [1, 1] and sizes[0] > 1
+
+
+def test_texts_with_images_have_the_tokens_of_the_processor(
+    rows: Path, model: Path, tokenizer: Tokenizer
+) -> None:
+    """As documents of pre-training: all tokens but those of images are trained."""
+    texts = ["A cat and <image>, or <image> a dog.", "<image>\nTwo cats", "dogs <image>"]
+    images = [["1-0.png", "1-1.png"], ["0-0.png"], ["3-0.png"]]
+    path = rows.parent / "texts.jsonl"
+    lines = [{"text": text, "images": names} for text, names in zip(texts, images, strict=True)]
+    special = {"text": f"cats {tokenizer.decode([tokenizer.eos_id])} <image>", "image": "0-0.png"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, special]))
+    loader = build(path, tokenizer, broken="drop")
+    report = loader.samples.sets[0].report
+    assert report.kept == 3
+    assert "its text has special tokens" in "\n".join(report.lines())
+
+    processor = reference_processor("smolvlm", model)
+    for number, (text, names) in enumerate(zip(texts, images, strict=True)):
+        opened = [Image.open(rows.parent / name).convert("RGB") for name in names]
+        written = text.replace("<image>", processor.image_token)
+        expected = processor(text=[written], images=[opened], return_tensors="np")
+        [ids] = expected["input_ids"].tolist()
+        sample = loader.samples.sets[0].sample(number).parts[0]
+        found = sample.ids.tolist()
+        found = found[found[0] == tokenizer.bos_id :]
+        ids = ids[ids[0] == tokenizer.bos_id :]
+        assert found == [*ids, tokenizer.eos_id]
+        trained = sample.ids[sample.trained].tolist()
+        words = tokenizer.tokenize(text.split("<image>"), allow_special=False)
+        assert trained == [*itertools.chain(*words), tokenizer.eos_id]
+    assert next(loader)["images"].n_images > 0

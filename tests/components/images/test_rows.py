@@ -419,7 +419,35 @@ def test_without_images_a_mark_stays_text(images, folder):
     assert plain.images == [] and plain.messages[0]["content"] == "<image> in HTML"
 
 
+PLACE = "\U000f49e1\U000f49e2"
+TEXTS = {
+    "a caption": ({"text": "A heron.", "image": "b.png"}, (f"{PLACE}A heron.", [2])),
+    "marks": (
+        {"text": "First <image>, then <image>.", "images": ["b.png", "a.png"]},
+        (f"First {PLACE}, then {PLACE}.", [2, 1]),
+    ),
+    "a mark without images": ({"text": "In HTML: <image>"}, ("In HTML: <image>", [])),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_has_the_places_of_its_images(name, folder):
+    row, expected = TEXTS[name]
+    sample = converted(row, folder)
+    assert (sample.text, [image.width for image in sample.images]) == expected
+
+
+def test_captions_of_webdataset_have_their_images(folder):
+    path = archive_of({"jpg": png(5), "txt": b"A heron."}, folder)
+    sample = converted(row_of(path).values, folder)
+    assert sample.text == f"{PLACE}A heron." and sample.images[0].width == 5
+
+
 REFUSED = {
+    "a text with too many marks": (
+        {"text": "<image> <image>", "image": "a.png"},
+        "^it has 2 places for images .*, but 1 in a column",
+    ),
     "an image that is absent": (
         {"prompt": "What?", "response": "x", "images": ["a.png", "no.png"]},
         "^image 2: .*/no.png does not exist$",
@@ -482,7 +510,6 @@ REFUSED = {
         {"prompt": "What?", "response": "x", "image": "a.png", "images": ["a.png"]},
         "images in both columns image and images; keep one",
     ),
-    "text alone": ({"text": "a caption", "image": "a.png"}, "trained in conversations only"),
     "no user": (
         {"messages": [{"role": "assistant", "content": "x"}], "image": "a.png"},
         "it has images, but no message of the user",

@@ -12,8 +12,15 @@ from torchtitan.components.data.finetuning.chat_encoding import (
     EncodedRow,
     EncodedSample,
 )
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Sample
+from torchtitan.components.data.finetuning.conversation import (
+    IMAGE_PLACE,
+    BrokenSample,
+    Conversation,
+    Sample,
+    Text,
+)
 from torchtitan.components.data.finetuning.sft import ConversationEncoder
+from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.tokenizer import Tokenizer
@@ -23,14 +30,15 @@ from torchtitan.tools.errors import UserError
 
 
 class ImageEncoder(ConversationEncoder):
-    """Encodes conversations and texts in batches, and replaces the placeholder that the chat
-    template writes for each image. The tokens of images are not trained."""
+    """Encodes conversations and texts in batches, and replaces the placeholder of each image, which
+    the chat template or the text has. The tokens of images are not trained."""
 
     stored = ("images",)
 
     def __init__(self, chat: ChatEncoder, processor: ImageProcessor, tokenizer: Tokenizer):
         super().__init__(chat)
         self._processor = processor
+        self._tokenizer = tokenizer
         self._tokens = ImageTokens(processor, tokenizer)
 
     @property
@@ -38,16 +46,37 @@ class ImageEncoder(ConversationEncoder):
         return digest_of([super().fingerprint, self._processor.fingerprint])
 
     def encode_batch(self, samples: Sequence[Sample]) -> list[list[EncodedRow] | BrokenSample]:
-        encoded = super().encode_batch(samples)
-        return [
-            rows if isinstance(rows, BrokenSample) else self._try_expand(sample, rows)
-            for sample, rows in zip(samples, encoded, strict=True)
-        ]
+        others = [sample for sample in samples if not _has_places(sample)]
+        encoded = iter(super().encode_batch(others))
+        results: list[list[EncodedRow] | BrokenSample] = []
+        for sample in samples:
+            if isinstance(sample, Text) and _has_places(sample):
+                rows = self._try_encode_text(sample)
+            else:
+                rows = next(encoded)
+            if not isinstance(rows, BrokenSample):
+                rows = self._try_expand(sample, rows)
+            results.append(rows)
+        return results
+
+    def _try_encode_text(self, sample: Text) -> list[EncodedRow] | BrokenSample:
+        """Return a text with a placeholder for each image, as a document of pre-training."""
+        text = sample.text.replace(IMAGE_PLACE, self._processor.token)
+        [found] = self._tokenizer.tokenize([text], allow_special=True)
+        if not (self._tokenizer.special_ids - {self._processor.token_id}).isdisjoint(found):
+            return BrokenSample(
+                "its text has special tokens, which a text with images cannot have; remove them"
+            )
+        before, after = document_wrapping(self._tokenizer)
+        ids = np.array([*before, *found, *after], dtype=np.int64)
+        trained = np.ones(len(ids), dtype=bool)
+        trained[: len(before)] = False
+        return [EncodedRow((EncodedSample(ids, trained),))]
 
     def _try_expand(
         self, sample: Sample, rows: Sequence[EncodedRow]
     ) -> list[EncodedRow] | BrokenSample:
-        images = sample.images if isinstance(sample, Conversation) else []
+        images = sample.images if isinstance(sample, Conversation | Text) else []
         try:
             parts = self._tokens.expand_samples([row.parts[0] for row in rows], images)
         except BrokenSample as error:
@@ -56,6 +85,10 @@ class ImageEncoder(ConversationEncoder):
             EncodedRow((part,), images=[image.to_json() for image in images[:n]])
             for part, n in parts
         ]
+
+
+def _has_places(sample: Sample) -> bool:
+    return isinstance(sample, Text) and bool(sample.images)
 
 
 class ImageTokens:
@@ -111,8 +144,8 @@ class ImageTokens:
         trained = np.where(sources >= 0, wanted[sources], False)
         if trained.sum() != wanted.sum():
             raise BrokenSample(
-                "the text beside an image is trained, but its tokens depend on the image; train on "
-                "the assistant's turns only"
+                "the text beside an image is trained, but its tokens depend on the image; with "
+                "this model, train on turns of the assistant only"
             )
         return part._replace(ids=ids, trained=trained)
 

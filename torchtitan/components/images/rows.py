@@ -22,17 +22,19 @@ from typing import Any
 from torchtitan.components.data.finetuning.columns import IMAGE_COLUMNS, is_filled, renamed_row
 from torchtitan.components.data.finetuning.conversation import (
     IMAGE_PARTS,
+    IMAGE_PLACE,
     BrokenSample,
     Conversation,
     Message,
     Pair,
     Prompt,
     Sample,
+    Text,
     from_json,
 )
 from torchtitan.components.data.finetuning.row_formats import RowFormat, convert_by_function
 from torchtitan.components.data.sources.source import Source
-from torchtitan.components.images.files import ImageOpener, filled_key
+from torchtitan.components.images.files import ImageFile, ImageOpener, filled_key
 
 COLUMNS = tuple(spell(name) for name in IMAGE_COLUMNS for spell in (str, str.title, str.upper))
 """Columns with images, unless `--dataloader.columns` names another one."""
@@ -65,13 +67,13 @@ def folder_of(source: Source) -> Path | None:
 
 
 def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
-    """Return a row format for conversations, or pairs of answers, that also converts rows with
-    images: the content of a message with images is a list of parts `{"type": "image"}` and
-    `{"type": "text", "text": …}`. The images of a pair are those of its prompt.
+    """Return a row format that also converts rows with images: the content of a message with images
+    is a list of parts `{"type": "image"}` and `{"type": "text", "text": …}`; a text has
+    `IMAGE_PLACE` for each. The images of a pair are those of its prompt.
 
     Its `convert` raises `BrokenSample` for an image that cannot be opened, naming its number, for
-    another number of images than of their places, and for images that are not in a conversation or
-    a prompt, or that the assistant writes. Rows without images are converted as before."""
+    another number of images than of their places, and for images that the assistant writes. Rows
+    without images are converted as before."""
     named = tuple(column for column in IMAGE_COLUMNS if column in format.mapping)
     key = [format.fingerprint, "images", str(opener.folder), opener.fetches]
     return replace(
@@ -156,6 +158,10 @@ def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> 
         sample = convert_by_function(marking, format.kind, row)
     if sample is None or not (images.of_parts or images.of_column):
         return sample
+    if isinstance(sample, Text):
+        references = _place_in_text(sample, images)
+        sample.images += _opened(references, opener)
+        return sample
     conversation = sample
     if isinstance(sample, Pair):
         _check_answers(sample)
@@ -165,16 +171,22 @@ def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> 
         sample.row = renamed_row(_without_bytes(images.row), format.mapping)
     if not isinstance(conversation, Conversation):
         raise BrokenSample(
-            "it has images, which are trained in conversations only; write messages, or a question "
-            "and its answer, and use --config sft_images or lora_images"
+            "it has images, which are trained in conversations, texts, pairs and prompts only; "
+            "write messages, or a question and its answer"
         )
     references = _place(conversation.messages, images)
+    conversation.images += _opened(references, opener)
+    return sample
+
+
+def _opened(references: Sequence[Any], opener: ImageOpener) -> list[ImageFile]:
+    opened = []
     for number, reference in enumerate(references, 1):
         try:
-            conversation.images.append(opener.open(reference))
+            opened.append(opener.open(reference))
         except BrokenSample as error:
             raise BrokenSample(f"image {number}: {error}") from error
-    return sample
+    return opened
 
 
 def _check_answers(pair: Pair) -> None:
@@ -334,6 +346,14 @@ def _place(messages: list[Message], images: _Images) -> list[Any]:
                 )
             message["content"] = _parts(message["content"])
     return _references(places, images)
+
+
+def _place_in_text(sample: Text, images: _Images) -> list[Any]:
+    """Replace the marks in a text by `IMAGE_PLACE`, and return the images in their order."""
+    message: Message = {"role": "user", "content": sample.text}
+    references = _place([message], images)
+    sample.text = "".join(part.get("text", IMAGE_PLACE) for part in message["content"])
+    return references
 
 
 def _places_in(message: Message) -> Iterator[re.Match[str]]:

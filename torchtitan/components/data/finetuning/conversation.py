@@ -41,6 +41,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of content parts with an image, which `components.images.rows` replaces."""
 
+IMAGE_PLACE = "\U000f49e1\U000f49e2"
+"""Place of an image in a plain text: two characters for private use."""
+
 
 class BrokenSample(UserError):
     """Unusable row, handled by the loader's `broken` policy."""
@@ -98,6 +101,8 @@ class Text:
     """Plain text, trained completely."""
 
     text: str
+    images: list[Any] = field(default_factory=list)
+    """Images in the order of their places, each `IMAGE_PLACE` in the text."""
 
 
 @dataclass(slots=True)
