@@ -83,6 +83,18 @@ def test_gptq(bits: int, form: str, group_size: int, in_order: bool, tmp_path: P
         assert_reads(folder, "a.weight", expected)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_zeros_as_biases_of_all_layers_of_gptq_are_left_out(value: float, tmp_path: Path) -> None:
+    """As GPTQ-for-LLaMa stores them; the model has no biases."""
+    tensors = {}
+    for layer in ("a", "b"):
+        parts = {name.replace("a.", f"{layer}."): part for name, part in gptq_tensors().items()}
+        tensors |= {**parts, f"{layer}.bias": torch.zeros(64).half()}
+    tensors["b.bias"][3] = value
+    names = {"a.weight", "b.weight"} | ({"a.bias", "b.bias"} if value else set())
+    assert open_source(save(tmp_path, tensors, GPTQ)).specs.keys() == names
+
+
 @pytest.mark.parametrize("group_size", [32, -1])
 def test_awq(group_size: int, tmp_path: Path) -> None:
     integers, zeros, scales = integers_of(4, 1 if group_size == -1 else INPUTS // group_size)

@@ -144,16 +144,18 @@ def _of_outputs(source: TensorSource, name: str, outputs: slice, dim: int) -> Te
     return values[:, None] if values.dim() == 1 else values.movedim(dim, 0)
 
 
-def gptq_weights(
-    specs: Mapping[str, TensorSpec], section: Mapping[str, Any]
-) -> dict[str, QuantizedWeight]:
+def gptq_weights(source: TensorSource, section: Mapping[str, Any]) -> dict[str, QuantizedWeight]:
     """Return GPTQ's weights by name. Raise `UserError` for another variant, naming the entry, and
     for missing tensors or wrong shapes.
 
+    Early programs store a bias of zeros for each layer, which the model does not have. Such biases
+    are left out if all layers have them.
+
     Args:
-        specs: stored tensors.
+        source: stored tensors.
         section: `quantization_config` of config.json.
     """
+    specs = source.specs
     bits = _whole(section, "bits", (2, 3, 4, 8))
     group_size = _whole(section, "group_size")
     form = str(section.get("checkpoint_format") or "gptq")
@@ -162,7 +164,11 @@ def gptq_weights(
     if section.get("dynamic"):
         raise UserError("config.json: GPTQ with other bits in some layers (dynamic) cannot be read")
     weights: dict[str, QuantizedWeight] = {}
-    for layer in _layers(specs, ".qweight"):
+    layers = _layers(specs, ".qweight")
+    has_zero_biases = all(
+        f"{layer}.bias" in specs and not source.read(f"{layer}.bias").any() for layer in layers
+    )
+    for layer in layers:
         words, outputs = _matrix(specs, f"{layer}.qweight")
         index = f"{layer}.g_idx"
         inputs = specs[index].shape[0] if index in specs else words * _WORD_BITS // bits
@@ -180,13 +186,15 @@ def gptq_weights(
             groups=index if index in specs else "",
             zero_offset=1 if form == "gptq" else 0,
         )
+        if has_zero_biases:
+            weights[f"{layer}.weight"].stored += (f"{layer}.bias",)
     return weights
 
 
 def awq_weights(
     specs: Mapping[str, TensorSpec], section: Mapping[str, Any]
 ) -> dict[str, QuantizedWeight]:
-    """Return AWQ's weights by name; arguments and errors as in `gptq_weights`."""
+    """Return AWQ's weights by name, see `gptq_weights`."""
     bits = _whole(section, "bits" if "bits" in section else "w_bit", (4,))
     group_size = _whole(section, "group_size" if "group_size" in section else "q_group_size")
     version = str(section.get("version") or "gemm").lower()

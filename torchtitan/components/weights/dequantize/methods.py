@@ -202,7 +202,7 @@ def _without_blocks(source: TensorSource, section: Section) -> Mapping[str, Quan
 
 
 def _gptq(source: TensorSource, section: Section) -> Mapping[str, QuantizedWeight]:
-    return gptq_weights(source.specs, section)
+    return gptq_weights(source, section)
 
 
 def _awq(source: TensorSource, section: Section) -> Mapping[str, QuantizedWeight]:
