@@ -272,7 +272,10 @@ def test_a_path_inside_the_folder_is_opened(reference, data):
         ("x" * 300, "is not a path of a file"),
         ("file://images/top.png", "names the host 'images'; write file:///absolute/path"),
         ("file://[x/a.png", "is not a URL "),
-        ("https://example.com/a.png", "remote URL; set --dataloader.fetch_images to fetch such"),
+        (
+            "https://example.com/a.png",
+            "remote URL, which only training with --dataloader.fetch_images",
+        ),
         ({"url": "http://example.com/a.png?key=x"}, "'http://example.com/a.png' is a remote URL"),
         ("s3://bucket/a.png", "remote URL"),
         ("https://me:word@example.com/a.png", "^'https://...@example.com/a.png' is a remote URL"),

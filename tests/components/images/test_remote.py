@@ -1,6 +1,8 @@
 """Images behind URLs, from a server on this machine."""
 
+import contextlib
 import json
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -142,12 +144,39 @@ def test_other_urls_are_refused(url: str, server: Server, tmp_path: Path) -> Non
         RemoteImages(tmp_path).fetch(url)
 
 
-@pytest.mark.parametrize("address", ["169.254.10.20", "fe80::1%eth0"])
-def test_link_local_hosts_are_refused(address: str) -> None:
-    connected: Any = SimpleNamespace(getpeername=lambda: (address, 80))
-    with pytest.raises(BrokenSample, match="is link-local"):
-        remote._refuse_link_local(connected)
-    remote._refuse_link_local(SimpleNamespace(getpeername=lambda: ("10.0.0.1", 80)))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "address", ["169.254.10.20", "fe80::1%eth0", "::ffff:169.254.10.20", "fd00:ec2::254"]
+)
+def test_hosts_with_credentials_are_refused(address: str) -> None:
+    def accept(address: str) -> None:
+        with remote._Deadline():
+            remote._accept(SimpleNamespace(getpeername=lambda: (address, 80)))  # type: ignore[arg-type]
+
+    with pytest.raises(BrokenSample, match="may have credentials"):
+        accept(address)
+    accept("10.0.0.1")
+    accept("::ffff:10.0.0.1")
+
+
+def test_slow_headers_end_at_the_deadline(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line of the headers comes in time, and all of them do not."""
+    monkeypatch.setattr(remote, "_MOST_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connected, _ = listening.accept()
+            with connected, contextlib.suppress(OSError):
+                connected.sendall(b"HTTP/1.1 200 OK\r\n")
+                while not server.released.wait(0.02):
+                    connected.sendall(b"X-Slow: 1\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/a.png"
+        with pytest.raises(BrokenSample, match="it took more than 0.3 s"):
+            RemoteImages(tmp_path).fetch(url)
 
 
 def test_images_are_fetched_at_the_same_time(server: Server, tmp_path: Path) -> None:
@@ -157,9 +186,12 @@ def test_images_are_fetched_at_the_same_time(server: Server, tmp_path: Path) -> 
     images.prefetch(urls)
     contents = [images.fetch(url).read_bytes() for url in urls[:3]]
     assert contents == [png(1), png(2), png(3)]
-    with pytest.raises(BrokenSample, match="HTTP status 404"):
-        images.fetch(urls[3])
+    for _ in range(2):
+        with pytest.raises(BrokenSample, match="HTTP status 404"):
+            images.fetch(urls[3])
     assert server.requests.total() == 4
+    images.prefetch(urls[3:])
+    assert server.requests.total() == 5
 
 
 def test_rows_with_urls_are_those_with_files(
@@ -187,7 +219,10 @@ def test_rows_with_urls_are_those_with_files(
 
     [(_, format)] = ImageDataLoader.Config(dataset=[str(path)]).rows()
     assert format.prefetch is None
-    with pytest.raises(BrokenSample, match="/a.png' is a remote URL; set --dataloader.fetch_imag"):
+    with pytest.raises(
+        BrokenSample,
+        match="/a.png' is a remote URL, which only training with --dataloader.fetch_imag",
+    ):
         format.convert(rows[1])
 
 

@@ -310,8 +310,8 @@ class ImageOpener:
     def _open_url(self, url: str) -> ImageFile:
         if self._remote is None:
             raise BrokenSample(
-                f"{shown_url(url)} is a remote URL; set --dataloader.fetch_images to fetch such "
-                "images, or download them and name the files"
+                f"{shown_url(url)} is a remote URL, which only training with "
+                "--dataloader.fetch_images fetches; or download it, and name the file"
             )
         try:
             path = self._remote.fetch(url)

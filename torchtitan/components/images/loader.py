@@ -18,14 +18,13 @@ from torchtitan.components.data.finetuning.samples import (
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import ImageEncoder
-from torchtitan.components.images.files import ImageFile, ImageOpener
+from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
-from torchtitan.components.images.remote import RemoteImages
-from torchtitan.components.images.rows import folder_of, reads_images
+from torchtitan.components.images.rows import rows_with_images
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.digests import cache_root, digest_of
+from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 
 
@@ -54,15 +53,12 @@ class ImageDataLoader(SFTDataLoader):
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
-            remote = RemoteImages(cache_root(self.cache_dir) / "fetched")
-            fetched = remote if self.fetch_images else None
-            return [
-                (
-                    source,
-                    reads_images(format, ImageOpener(folder_of(source), self.image_root, fetched)),
-                )
-                for source, format in SFTDataLoader.Config.rows(self)
-            ]
+            return rows_with_images(
+                SFTDataLoader.Config.rows(self),
+                self.image_root,
+                fetch_images=self.fetch_images,
+                cache_dir=self.cache_dir,
+            )
 
         def identity(self) -> dict[str, Any]:
             """Return the identity of the data, of the trained turns and of the folder of images."""

@@ -18,12 +18,12 @@ from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import SampleSets, Windows
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import ImageTokens
-from torchtitan.components.images.files import ImageFile, ImageOpener
+from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.loader import processor_of
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
-from torchtitan.components.images.rows import folder_of, reads_images
+from torchtitan.components.images.rows import rows_with_images
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.digests import digest_of
 
@@ -71,6 +71,9 @@ class ImagePreferenceDataLoader(PreferenceDataLoader):
         image_root: str = ""
         """Folder with the images, to which paths in the data are relative; empty: the folder of the
         data file."""
+        fetch_images: bool = False
+        """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
+        such rows are broken."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImagePairEncoder:
             chat = ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
@@ -78,10 +81,12 @@ class ImagePreferenceDataLoader(PreferenceDataLoader):
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
-            return [
-                (source, reads_images(format, ImageOpener(folder_of(source), self.image_root)))
-                for source, format in PreferenceDataLoader.Config.rows(self)
-            ]
+            return rows_with_images(
+                PreferenceDataLoader.Config.rows(self),
+                self.image_root,
+                fetch_images=self.fetch_images,
+                cache_dir=self.cache_dir,
+            )
 
         def identity(self) -> dict[str, Any]:
             """Return the identity of the data and of the folder of images."""

@@ -1,9 +1,11 @@
 """Images behind URLs, fetched once per host."""
 
+import contextlib
 import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -46,7 +48,8 @@ class RemoteImages:
         self._failures: dict[str, BrokenSample] = {}
 
     def prefetch(self, urls: Collection[str]) -> None:
-        """Fetch images at the same time. `fetch` raises the failures."""
+        """Fetch images at the same time. Until the next call, `fetch` raises their failures."""
+        self._failures = {}
         with ThreadPoolExecutor(THREADS) as pool:
             for url, result in zip(urls, pool.map(self._try, urls), strict=True):
                 if isinstance(result, BrokenSample):
@@ -66,7 +69,7 @@ class RemoteImages:
                 or needs more than `_MOST_SECONDS`; or the content is larger than `MOST_BYTES`.
             OSError: the file cannot be written.
         """
-        if failure := self._failures.pop(url, None):
+        if failure := self._failures.get(url):
             raise failure
         if not url.lower().startswith(("http://", "https://")):
             raise BrokenSample("only images behind http and https are fetched")
@@ -89,43 +92,81 @@ class RemoteImages:
         raise BrokenSample(f"it cannot be fetched: {reason}, {ATTEMPTS} times")
 
     def _download(self, url: str) -> bytes:
-        until = time.monotonic() + _MOST_SECONDS
-        try:
-            request = urllib.request.Request(url, headers={"User-Agent": "torchtitan"})
-            with self._opener.open(request, timeout=_SILENT_SECONDS) as response:
-                return _read(response, until)
-        except (_Passing, BrokenSample):
-            raise
-        except urllib.error.HTTPError as error:
-            reason = f"HTTP status {error.code} ({error.reason})"
-            if error.code in _PASSING:
-                raise _Passing(reason) from error
-            raise BrokenSample(f"it cannot be fetched: {reason}") from error
-        except (OSError, http.client.HTTPException) as error:
-            cause = getattr(error, "reason", None) or error
-            raise _Passing(str(getattr(cause, "strerror", None) or cause)) from error
-        except ValueError as error:  # no valid URL
-            raise BrokenSample(f"it is not a valid URL: {error}") from error
+        with _Deadline() as deadline:
+            try:
+                request = urllib.request.Request(url, headers={"User-Agent": "torchtitan"})
+                with self._opener.open(request, timeout=_SILENT_SECONDS) as response:
+                    return _read(response, deadline)
+            except (_Passing, BrokenSample):
+                raise
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP status {error.code} ({error.reason})"
+                if error.code in _PASSING:
+                    raise _Passing(reason) from error
+                raise BrokenSample(f"it cannot be fetched: {reason}") from error
+            except (OSError, http.client.HTTPException) as error:
+                deadline.check()
+                cause = getattr(error, "reason", None) or error
+                raise _Passing(str(getattr(cause, "strerror", None) or cause)) from error
+            except ValueError as error:  # no valid URL
+                raise BrokenSample(f"it is not a valid URL: {error}") from error
+
+
+class _Deadline:
+    """Ends the connections that this thread opens in the block, also those after redirections, when
+    `_MOST_SECONDS` have passed: timeouts of sockets begin again at each byte."""
+
+    def __enter__(self) -> "_Deadline":
+        self._until = time.monotonic() + _MOST_SECONDS
+        self._timers: list[threading.Timer] = []
+        _of_thread.deadline = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del _of_thread.deadline
+        for timer in self._timers:
+            timer.cancel()
+
+    def watch(self, connected: socket.socket) -> None:
+        """Shut a connection down at the deadline."""
+        timer = threading.Timer(self._until - time.monotonic(), _shut_down, [connected])
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def check(self) -> None:
+        """Raise `_Passing` after the deadline."""
+        if time.monotonic() > self._until:
+            raise _Passing(f"it took more than {_MOST_SECONDS:g} s")
+
+
+_of_thread = threading.local()
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        # Not the method of TLS, which changes what the reading thread uses.
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 class _Passing(Exception):
     """Failure that another attempt may not meet."""
 
 
-def _read(response: Any, until: float) -> bytes:
+def _read(response: Any, deadline: _Deadline) -> bytes:
     """Return the body of an answer. `read` returns less than announced without an error if the
     connection ends early."""
     announced = response.headers.get("Content-Length")
-    content = b""
+    content = bytearray()
     while chunk := response.read1(_CHUNK):
         content += chunk
         if len(content) > MOST_BYTES:
             raise BrokenSample(f"it has more than {MOST_BYTES:,} bytes; reduce it")
-        if time.monotonic() > until:
-            raise _Passing(f"it took more than {_MOST_SECONDS:g} s")
+        deadline.check()
+    deadline.check()
     if announced is not None and announced.isdecimal() and len(content) < int(announced):
         raise _Passing(f"the connection ended after {len(content):,} of {int(announced):,} bytes")
-    return content
+    return bytes(content)
 
 
 def _http_opener() -> urllib.request.OpenerDirector:
@@ -148,13 +189,13 @@ def _http_opener() -> urllib.request.OpenerDirector:
 class _HTTPConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         super().connect()
-        _refuse_link_local(self.sock)
+        _accept(self.sock)
 
 
 class _HTTPSConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         super().connect()
-        _refuse_link_local(self.sock)
+        _accept(self.sock)
 
 
 class _HTTPHandler(urllib.request.HTTPHandler):
@@ -167,9 +208,15 @@ class _HTTPSHandler(urllib.request.HTTPSHandler):
         return self.do_open(_HTTPSConnection, req, context=ssl.create_default_context())
 
 
-def _refuse_link_local(connected: socket.socket) -> None:
-    """Raise `BrokenSample` for a connection to a link-local address, where clouds answer with the
-    credentials of the machine."""
-    address = connected.getpeername()[0].partition("%")[0]
-    if ipaddress.ip_address(address).is_link_local:
-        raise BrokenSample(f"its host {address} is link-local; nothing is fetched from such hosts")
+_METADATA = ipaddress.ip_address("fd00:ec2::254")
+"""Address of a cloud's metadata that is not link-local."""
+
+
+def _accept(connected: socket.socket) -> None:
+    """Watch a new connection. Raise `BrokenSample` for one to an address where clouds answer with
+    the credentials of the machine. A proxy must refuse such addresses itself."""
+    _of_thread.deadline.watch(connected)
+    address = ipaddress.ip_address(connected.getpeername()[0].partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_link_local or address == _METADATA:
+        raise BrokenSample(f"its host {address} may have credentials; nothing is fetched from it")

@@ -35,6 +35,8 @@ from torchtitan.components.data.finetuning.conversation import (
 from torchtitan.components.data.finetuning.row_formats import RowFormat, convert_by_function
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.files import ImageFile, ImageOpener, filled_key
+from torchtitan.components.images.remote import RemoteImages
+from torchtitan.tools.digests import cache_root
 
 COLUMNS = tuple(spell(name) for name in IMAGE_COLUMNS for spell in (str, str.title, str.upper))
 """Columns with images, unless `--dataloader.columns` names another one."""
@@ -83,6 +85,28 @@ def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
         optional=(*format.optional, *(named or COLUMNS)),
         fingerprint=json.dumps(key),
     )
+
+
+def rows_with_images(
+    rows: Sequence[tuple[Source, RowFormat]],
+    image_root: str,
+    *,
+    fetch_images: bool,
+    cache_dir: str,
+) -> list[tuple[Source, RowFormat]]:
+    """Return sources with row formats that also convert rows with images.
+
+    Args:
+        rows: sources and their row formats.
+        image_root: see `ImageOpener`.
+        fetch_images: whether to fetch images behind URLs.
+        cache_dir: see `cache_root`; fetched images are in its folder `fetched`.
+    """
+    remote = RemoteImages(cache_root(cache_dir) / "fetched") if fetch_images else None
+    return [
+        (source, reads_images(format, ImageOpener(folder_of(source), image_root, remote)))
+        for source, format in rows
+    ]
 
 
 @dataclass
