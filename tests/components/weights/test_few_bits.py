@@ -363,6 +363,16 @@ REFUSED = {
         "version 'gemv' of AWQ cannot be read",
     ),
     "width": (packed_tensors(8), schemes(**SCHEME), r"a.weight_packed \[64, 8\] fits 0 of the sch"),
+    "no bits": (
+        packed_tensors(9),
+        schemes(group_size=32),
+        "num_bits of the quantization is None, but must be one of 2, 3,",
+    ),
+    "rotated": (
+        packed_tensors(9),
+        {**schemes(**SCHEME), "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+        "has a transform_config, so the stored weights are rotated",
+    ),
     "no scale": (
         {"a.weight_packed": torch.zeros(64, 9, dtype=torch.int32)},
         schemes(**SCHEME),
@@ -402,6 +412,12 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     tensors, section, reason = REFUSED[name]
     with pytest.raises(UserError, match=reason):
         open_source(save(tmp_path, tensors, section))
+
+
+def test_a_description_without_quantized_weights_changes_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path, {"a.weight": torch.ones(4, 4)}, None)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 128}))
+    assert not isinstance(open_source(folder), methods.DequantizedSource)
 
 
 def test_the_width_tells_the_bits_of_a_layer(tmp_path: Path) -> None:

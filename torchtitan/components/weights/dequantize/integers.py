@@ -24,6 +24,9 @@ from torchtitan.tools.errors import UserError
 
 _WORD_BITS = 32
 
+_SIZES = (2, 3, 4, 5, 6, 7, 8)
+"""Bits of integers of compressed-tensors."""
+
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position in a word of AWQ of each of eight consecutive values."""
 
@@ -263,7 +266,7 @@ def compressed_integer(
             (bits, dense)
             for scheme in schemes
             if _n_groups(scheme, inputs) == n_groups
-            for bits in [int(scheme["num_bits"])]
+            for bits in [_whole(scheme, "num_bits", _SIZES)]
             for dense, n_words in _widths(bits, inputs).items()
             if n_words == specs[packed].shape[1]
         }

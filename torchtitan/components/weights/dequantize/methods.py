@@ -72,6 +72,11 @@ Finder = Callable[[TensorSource, Section], Mapping[str, QuantizedWeight]]
 def check_quantization(folder: Path) -> None:
     """Raise `UserError` if the files in `folder` name an unsupported method of quantization."""
     method, section = read_method(folder)
+    if section.get("transform_config"):
+        raise UserError(
+            "config.json: quantization_config has a transform_config, so the stored weights are "
+            "rotated, and cannot be loaded; use the model before quantization"
+        )
     if not method or method in _METHODS:
         return
     if method == "unknown":
@@ -96,8 +101,9 @@ def dequantized(source: TensorSource, folder: Path) -> TensorSource:
     method, section = read_method(folder)
     if method not in _METHODS:
         return source
+    check_quantization(folder)
     weights = _METHODS[method](source, {"dtype": _dtype(folder), **section})
-    return DequantizedSource(source, weights, method)
+    return DequantizedSource(source, weights, method) if weights else source
 
 
 def read_method(folder: Path) -> tuple[str, Section]:
