@@ -15,11 +15,13 @@ from tests.processes import run_processes
 from tests.tiny_vision import VISION_TYPES, reference_inputs, text_of, vision_folder
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.generation import engine
+from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.losses.policy_loss import group_advantages
 from torchtitan.components.rollout.rollout import Trajectory
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.trainer import PPOTrainer
 from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.tools.errors import UserError
 
 FAST, SLOW = "qwen3_vl", ("gemma3", "smolvlm", "internvl")
@@ -302,6 +304,24 @@ def test_a_sampled_image_token_ends_the_answer(
     train(folder, source, tmp_path)
     [row] = read_metrics(tmp_path, "length", "truncated", "loss", "grad_norm")
     assert row[1:] == (1, 1, 0, 0)
+
+
+def test_a_refusal_of_the_processor_ends_the_run_before_a_forward_pass(
+    folders: Any, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks would wait in the pass for the weights of the vision tower."""
+
+    def refusing(self: Any, images: Any, tokens_BL: Any) -> Any:
+        raise ValueError("images of different shapes")
+
+    def forward(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a forward pass has begun")
+
+    monkeypatch.setattr(ImageReader, "inputs", refusing)
+    monkeypatch.setattr(TransformersModel, "forward", forward)
+    source, *_ = data
+    with pytest.raises(ValueError, match="images of different shapes"):
+        train(folders("smolvlm"), source, tmp_path / "run")
 
 
 def test_a_changed_image_ends_the_run(folders: Any, data: Any, tmp_path: Path) -> None:

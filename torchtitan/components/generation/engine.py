@@ -395,11 +395,12 @@ class _Run:
         chosen = self._choose(n_alive)
         self._decode_images(chosen)
         new = self._new_prompts(chosen)
+        images = self._read_images(chosen)
         own = _Needs(
             has_rows=n_alive + len(chosen) > 0,
             decoding=n_alive > 0 or not self._joins,
             prefilling=bool(new),
-            reading=self._reads_images(chosen),
+            reading=images is not None,
             has_failed=self._error is not None,
         )
         needs = _Needs(*_any_process(own, self._group))
@@ -410,7 +411,8 @@ class _Run:
         if chosen and not self._joins:
             self._rows = [row for row in self._rows if not row.is_done] + chosen
         if needs.decoding:
-            self._decode(is_new_batch=bool(chosen) and not self._joins, reads=needs.reading)
+            reader = self._engine._reader if needs.reading else None
+            self._decode(bool(chosen) and not self._joins, images, reader)
         if self._joins:
             self._join(chosen, new, prefills=needs.prefilling)
         self._sample()
@@ -431,15 +433,26 @@ class _Run:
                     if image.digest not in decoded:
                         decoded[image.digest] = image.decode()
                 row.decoded = [decoded[image.digest] for image in row.images]
-        except UserError as error:
+        except Exception as error:  # of this process alone
             self._error = self._error or error
 
-    def _reads_images(self, chosen: Sequence[_Row]) -> bool:
-        """Return whether the next forward pass computes prompts that may have images."""
-        if self._engine._reader is None:
-            return False
+    def _read_images(self, chosen: Sequence[_Row]) -> ImageInputs | None:
+        """Return the images of the next forward pass if it computes prompts that may have some.
+        What the processor refuses must be known before all processes begin the pass."""
+        reader = self._engine._reader
         boundaries = self._model.cache_boundaries()
-        return bool(chosen) or any(row.n_tokens - 1 in boundaries for row in self._rows)
+        starts = bool(chosen) or any(row.n_tokens - 1 in boundaries for row in self._rows)
+        if reader is None or not starts or self._error is not None:
+            return None
+        rows = self._rows
+        if chosen:
+            rows = [row for row in rows if not row.is_done] + list(chosen)
+        tokens_BL, _ = _left_padded([row.tokens for row in rows], self._degree)
+        try:
+            return reader.inputs([[] if row.is_done else row.decoded for row in rows], tokens_BL)
+        except Exception as error:  # of this process alone
+            self._error = error
+            return None
 
     def _new_prompts(self, chosen: Sequence[_Row]) -> list[tuple[int, ...]]:
         """Return the prompts that must be computed before the chosen rows join."""
@@ -448,18 +461,23 @@ class _Run:
         known = self._held.row_of if self._held else {}
         return list(dict.fromkeys(row.prompt for row in chosen if row.prompt not in known))
 
-    def _decode(self, *, is_new_batch: bool, reads: bool) -> None:
-        """Compute the logits of the next token of all rows; `reads`: while any process reads
-        images."""
+    def _decode(
+        self, is_new_batch: bool, images: ImageInputs | None, reader: ImageReader | None
+    ) -> None:
+        """Compute the logits of the next token of all rows.
+
+        Args:
+            is_new_batch: whether all prompts are computed.
+            images: those of the prompts, see `_read_images`.
+            reader: given if any process reads images in this pass.
+        """
         rows = self._rows
         cache = self._cache
         degree = self._degree
-        reader = self._engine._reader if reads else None
         if all(row.is_done for row in rows):
             self._pass_without_rows(reader)
             return
         boundaries = self._model.cache_boundaries()
-        decoded: list[list[Any]] = [[] for _ in rows]
         if cache is None or is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
             tokens_BL, positions_BL = _left_padded([row.tokens for row in rows], degree)
             if cache is None:
@@ -468,7 +486,6 @@ class _Run:
                 return
             cache.clear()
             n_kept = tokens_BL.shape[1]
-            decoded = [[] if row.is_done else row.decoded for row in rows]
         else:
             # Tensor parallelism needs equally many tokens per rank: all after the first are
             # padding, and not kept.
@@ -483,7 +500,10 @@ class _Run:
             if logits_BV is not None:
                 self._logits_BV = logits_BV
                 return
-        images = reader.inputs(decoded, tokens_BL).to(self._device) if reader else None
+        if images is None and reader is not None:
+            images = reader.inputs([[] for _ in rows], tokens_BL)  # a blank image
+        if images is not None:
+            images = images.to(self._device)
         self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept, images)
 
     def _cached_logits(
