@@ -70,13 +70,15 @@ def _evaluate(options: argparse.Namespace) -> None:
     from torchtitan.components.evaluation import Scorer
     from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file
     from torchtitan.components.generation import stop_ids
+    from torchtitan.tools.logging import logger
 
     files = [task for task in options.tasks if Path(task).suffix in SUFFIXES]
     names = [task for task in options.tasks if task not in files]
     _check(options, files, names)
     with_images = any(_has_images(Path(file), options.limit) for file in files)
-    if with_images:
-        options.module = options.module or "torchtitan.models.transformers"
+    if with_images and not options.module:
+        options.module = "torchtitan.models.transformers"
+        logger.info("questions with images: the class of transformers computes all tasks")
     opened = open_model(options)
     scorer = Scorer(opened.model, batch_size=options.batch_size)
     images = _image_scorer(opened, scorer) if with_images else None
