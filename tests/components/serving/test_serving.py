@@ -12,6 +12,7 @@ from tests.components.serving.servers import CONTEXT, listening, make_app
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.generation import Sampling, TextStream, generate
 from torchtitan.components.serving.app import Limits
+from torchtitan.components.serving.prompts import Preparer
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -22,6 +23,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Tell me about Lily."}]
+LONG_MESSAGES = [{"role": "user", "content": "Lily " * 600}]
 ANY_HOST = "http://localhost"
 
 
@@ -366,8 +368,14 @@ def test_what_a_template_omits_is_refused(stories):
         (COMPLETIONS, {"prompt": [True]}, "prompt", "must be a string"),
         (COMPLETIONS, {"prompt": [512]}, "prompt", "the vocabulary ends at 511"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt", "the vocabulary ends at 511"),
-        (COMPLETIONS, {"prompt": [1] * 600}, "prompt", "600 tokens and max_tokens is 16"),
+        (COMPLETIONS, {"prompt": [1] * 600}, "prompt", "600 tokens, which leaves no room"),
         (COMPLETIONS, {"max_tokens": 600}, "max_tokens", "context has 512 tokens"),
+        (COMPLETIONS, {"prompt": [1] * 512}, "prompt", "512 tokens, which leaves no room"),
+        (COMPLETIONS, {"prompt": [1] * 510}, "max_tokens", "set max_tokens to at most 2"),
+        (CHAT, {"messages": LONG_MESSAGES}, "messages", "leaves no room for a new one"),
+        (CHAT, {"messages": LONG_MESSAGES, "max_tokens": 5}, "messages", "shorten the prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt", "257 texts (prompts: 257, n: 1)"),
+        (COMPLETIONS, {"prompt": ["a"] * 129, "n": 2}, "n", "more than the 256 that may wait"),
         (COMPLETIONS, {"max_tokens": -1}, "max_tokens", "-1, but must be an integer from 0"),
         (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens", "must be an integer"),
         (COMPLETIONS, {"n": 0}, "n", "an integer from 1 to 128"),
@@ -558,8 +566,16 @@ def test_keys_hosts_and_sizes_are_checked(stories):
 
 
 def test_a_full_queue_refuses(stories, monkeypatch):
-    """Meanwhile, the model takes its time for a token."""
+    """Meanwhile, the model takes its time for a token. What is refused is not tokenized."""
     app, scheduler = make_app(stories, max_rows=1, max_queue=2)
+    prepared = []
+    completion = Preparer.completion
+
+    def counted(self, request):
+        prepared.append(request.n)
+        return completion(self, request)
+
+    monkeypatch.setattr(Preparer, "completion", counted)
     goes_on = threading.Event()
 
     def draw(logits_BV, sampling, generators):
@@ -569,6 +585,8 @@ def test_a_full_queue_refuses(stories, monkeypatch):
     with TestClient(app, base_url=ANY_HOST) as client:
         too_many = ask(client, n=3)
         assert too_many.status_code == 400 and "max_queue" in too_many.text
+        assert ask(client, prompt=[[1], [2]], n=2).status_code == 400
+        assert not prepared
         assert len(choices(client, n=2, max_tokens=2)) == 2
         monkeypatch.setattr("torchtitan.components.generation.engine.draw", draw)
         found: list[int] = []
@@ -583,10 +601,12 @@ def test_a_full_queue_refuses(stories, monkeypatch):
             threads[-1].start()
             while scheduler.n_running + scheduler.n_waiting <= n or not scheduler.n_running:
                 time.sleep(0.01)
+        prepared.clear()
         full = ask(client)
         goes_on.set()
         for thread in threads:
             thread.join()
+    assert not prepared
     assert full.status_code == 429 and full.headers["retry-after"] == "1"
     assert full.json()["error"]["type"] == "rate_limit_error"
     assert found == [200] * 3

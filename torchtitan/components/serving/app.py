@@ -222,12 +222,16 @@ class _Server:
 
     def _prepare_completion(self, content: bytes) -> CompletionAnswer:
         request = completion_request(parse_body(content))
-        prepared = self._model(request.model).preparer.completion(request)
+        model = self._model(request.model)
+        model.scheduler.check_room(len(request.prompts), request.n)
+        prepared = model.preparer.completion(request)
         return CompletionAnswer(request, prepared, self._token_texts[request.model])
 
     def _prepare_chat(self, content: bytes) -> ChatAnswer:
         request = chat_request(parse_body(content))
-        prepared = self._model(request.model).preparer.chat(request)
+        model = self._model(request.model)
+        model.scheduler.check_room(1, request.n)
+        prepared = model.preparer.chat(request)
         return ChatAnswer(request, prepared, self._token_texts[request.model])
 
     async def _generate(

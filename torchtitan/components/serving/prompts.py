@@ -132,16 +132,22 @@ class Preparer:
         """Return the limit of new tokens."""
         room = self.context - len(ids)
         wanted = max(room, 1) if request.max_tokens is None else request.max_tokens
-        if wanted > room:
-            param = "max_tokens" if len(ids) < self.context else "prompt"
+        if wanted <= room:
+            return wanted
+        if room <= 0:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and max_tokens is {wanted}, together "
-                f"{len(ids) + wanted}, but the model's context has {self.context} tokens; shorten "
-                "the prompt, or reduce max_tokens",
-                param=param,
+                f"the prompt has {len(ids)} tokens, which leaves no room for a new one in the "
+                f"model's context of {self.context} tokens; shorten the prompt",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
-        return wanted
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and max_tokens is {wanted}, together "
+            f"{len(ids) + wanted}, but the model's context has {self.context} tokens; shorten "
+            f"the prompt, or set max_tokens to at most {room}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
 
     def _job(
         self,

@@ -138,20 +138,26 @@ class Scheduler:
         with self._changed:
             if not self.is_alive:
                 raise RequestError("the server is closing", status=503)
-            n_waiting = len(self._waiting)
-            if n_waiting + len(jobs) > self.max_queue:
-                self._refuse(len(jobs), n_waiting)
+            self.check_room(len(jobs), 1)
             self._waiting += jobs
             self._changed.notify()
         return ticket
 
-    def _refuse(self, n_jobs: int, n_waiting: int) -> None:
+    def check_room(self, n_prompts: int, n: int) -> None:
+        """Raise `RequestError` if `n` texts of each prompt may not wait now. Call it before the work
+        of preparing them."""
+        n_jobs = n_prompts * n
         if n_jobs > self.max_queue:
             raise RequestError(
-                f"the request asks for {n_jobs} texts, more than the {self.max_queue} that may "
-                "wait here (--max_queue); send fewer prompts, or a smaller n",
-                param="n",
+                f"the request asks for {n_jobs:,} texts (prompts: {n_prompts:,}, n: {n}), more "
+                f"than the {self.max_queue:,} that may wait here (--max_queue); send fewer "
+                "prompts, or a smaller n",
+                param="prompt" if n == 1 else "n",
+                code="invalid_value",
             )
+        n_waiting = self.n_waiting
+        if n_waiting + n_jobs <= self.max_queue:
+            return
         raise RequestError(
             f"{n_waiting} texts wait already, and at most {self.max_queue} may (--max_queue); try "
             "again later",
