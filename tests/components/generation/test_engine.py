@@ -243,11 +243,14 @@ def test_texts_of_a_batch_have_their_own_settings():
 
 @pytest.mark.parametrize("make_model", [mixed_model, hybrid_model])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_texts_arrive_between_tokens(make_model, use_cache, monkeypatch):
-    """The cache grows by two slots at a time."""
+@pytest.mark.parametrize("max_rows", [4, None])
+def test_texts_arrive_between_tokens(make_model, max_rows, use_cache, monkeypatch):
+    """The cache grows by two slots at a time. Without a limit of rows, all are free."""
     monkeypatch.setattr(engine_module, "_GROWTH", 2)
     model = make_model()
-    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=4, use_cache=use_cache)
+    engine = Engine(
+        model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=max_rows, use_cache=use_cache
+    )
     waiting = list(enumerate(texts_of(engine)))
     found: dict[int, Generation] = {}
     n_calls = 0
@@ -258,6 +261,7 @@ def test_texts_arrive_between_tokens(make_model, use_cache, monkeypatch):
     def arrivals(n_free):
         nonlocal n_calls
         n_calls += 1
+        assert n_calls < 1000
         if not waiting and len(found) == len(PROMPTS):
             return None
         n_new = min(n_free, len(waiting), 1 + n_calls % 2)

@@ -2,6 +2,7 @@
 one batch; and `generate`, for prompts that are known in advance."""
 
 import inspect
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
@@ -36,8 +37,9 @@ OnToken = Callable[[int], bool]
 """Called with each new token except stop tokens; return True to end the text."""
 
 Arrivals = Callable[[int], Sequence[Coroutine[Any, Any, Any]] | None]
-"""Called between two tokens with the number of free rows; returns coroutines that start now. None:
-end, for example because no text is left, so that the cache's memory is free until more arrive."""
+"""Called between two tokens with the number of free rows, without `max_rows` a very large one;
+returns coroutines that start now. None: end, for example because no text is left, so that the
+cache's memory is free until more arrive."""
 
 ResultT = TypeVar("ResultT")
 
@@ -366,7 +368,7 @@ class _Run:
     def _room(self, n_alive: int) -> int:
         """Return the number of rows that the batch has room for."""
         most = self._engine._max_rows
-        return len(self._waiting) if most is None else most - n_alive
+        return sys.maxsize if most is None else most - n_alive
 
     def _advance(self, number: int, generation: Generation | None) -> None:
         """Continue a coroutine until it awaits its next text."""
