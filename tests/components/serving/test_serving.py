@@ -12,6 +12,7 @@ from tests.components.serving.servers import CONTEXT, listening, make_app
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.generation import Sampling, TextStream, generate
 from torchtitan.components.serving.app import Limits
+from torchtitan.components.serving.jobs import TextWriter
 from torchtitan.components.serving.prompts import Preparer
 
 openai = pytest.importorskip("openai")
@@ -129,6 +130,32 @@ def test_stop_strings_end_texts_across_tokens(client, stories_model, stories_tok
             reason = parts[-1]["choices"][0]["finish_reason"]
         expected = texts_of(stories_model, stories_tokenizer, [PROMPT], 60, stop=stop)
         assert [text] == expected and expected[0].endswith("named ") and reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ([], "Ok. [CALL]add[CALL]"),
+        (["[CALL]"], "Ok. "),
+        (["[CA"], "Ok. "),
+        (["LL]add"], "Ok. [CA"),
+        (["k. [CALL]ad"], "O"),
+        (["add[CALL]", "x"], "Ok. [CALL]"),
+        (["add[CALL]x"], "Ok. [CALL]add[CALL]"),
+    ],
+)
+def test_stop_strings_contain_special_tokens_that_are_written(stories_tokenizer, stop, expected):
+    mark = 2
+    before, after = (
+        stories_tokenizer.encode(f"a{text}", add_bos=False, add_eos=False)
+        for text in ("Ok. ", "add")
+    )
+    tokens = [*before[1:], mark, *after[1:], mark]
+    writer = TextWriter(stories_tokenizer, before[:1], stop, {mark: "[CALL]"})
+    text = "".join(writer.push(token) for token in tokens)
+    is_found = expected != "Ok. [CALL]add[CALL]"
+    assert writer.stopped == is_found
+    assert text + writer.finish() == expected
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -506,12 +533,10 @@ def test_deep_objects_are_answered(client, depth):
 
 
 def test_a_text_that_cannot_be_decoded_fails_alone(client, monkeypatch, log):
-    from torchtitan.components.serving.jobs import TextWriter
-
     push = TextWriter.push
 
     def failing(self, token):
-        assert "fails" not in self._stop
+        assert "fails" not in self._stops._strings
         return push(self, token)
 
     monkeypatch.setattr(TextWriter, "push", failing)

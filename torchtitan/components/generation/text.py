@@ -43,6 +43,40 @@ def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
     return eos_ids
 
 
+class StopFinder:
+    """Ends a text, which comes in pieces, at the first stop string, and delays the beginning of
+    one.
+
+    Args:
+        stop: strings that end the text; empty ones are ignored.
+    """
+
+    def __init__(self, stop: Iterable[str]):
+        self._strings = [string for string in stop if string]
+        self._pending = ""
+        self.stopped = False
+        """True if a stop string was found."""
+
+    def push(self, piece: str, *, is_final: bool = False) -> str:
+        """Append a piece, and return the text that belongs to no stop string; `is_final`: including
+        the beginnings of stop strings, since no more follows."""
+        if self.stopped:
+            return ""
+        text = self._pending + piece
+        found = [index for index in map(text.find, self._strings) if index >= 0]
+        n_released = len(text)
+        if found:
+            self.stopped = True
+            n_released = min(found)
+        elif not is_final:
+            beginnings = (string[:n] for string in self._strings for n in range(1, len(string)))
+            n_released -= max(
+                (len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0
+            )
+        self._pending = text[n_released:]
+        return text[:n_released]
+
+
 class TextStream:
     """Incremental decoder: the concatenated pieces equal the text of all tokens decoded at once.
 
@@ -64,12 +98,14 @@ class TextStream:
         self._window = list(prompt)
         self._n_context = len(self._window)
         self._n_decoded = len(self._decode())
-        self._pending = ""
-        self._stops = [string for string in stop if string]
+        self._stops = StopFinder(stop)
         self.text = ""
         """Concatenation of all pieces so far."""
-        self.stopped = False
+
+    @property
+    def stopped(self) -> bool:
         """True if a stop string was found, which ends the text."""
+        return self._stops.stopped
 
     def push(self, token: int) -> str:
         """Append a token, and return the text that can no longer change, often an empty string."""
@@ -77,38 +113,23 @@ class TextStream:
         text = self._decode()
         final_text = text.rstrip(_UNDECODED)
         piece = final_text[self._n_decoded :]
-        self._pending += piece
         self._n_decoded += len(piece)
         if piece and final_text == text:
             self._window = self._window[self._n_context :]
             self._n_context = len(self._window)
             self._n_decoded = len(self._decode())
-        return self._release(is_final=False)
+        return self._release(piece)
 
     def finish(self) -> str:
         """Return the delayed text after the last token."""
         rest = self._decode()[self._n_decoded :]
-        self._pending += rest
         self._n_decoded += len(rest)
-        return self._release(is_final=True)
+        return self._release(rest, is_final=True)
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=True)
 
-    def _release(self, *, is_final: bool) -> str:
-        if self.stopped:
-            return ""
-        piece = self._pending
-        found = [index for index in (piece.find(string) for string in self._stops) if index >= 0]
-        if found:
-            self.stopped = True
-            piece = piece[: min(found)]
-        elif not is_final:
-            beginnings = (string[:n] for string in self._stops for n in range(1, len(string)))
-            n_delayed = max(
-                (len(beginning) for beginning in beginnings if piece.endswith(beginning)), default=0
-            )
-            piece = piece[: len(piece) - n_delayed]
-        self._pending = self._pending[len(piece) :]
-        self.text += piece
-        return piece
+    def _release(self, piece: str, *, is_final: bool = False) -> str:
+        released = self._stops.push(piece, is_final=is_final)
+        self.text += released
+        return released

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torchtitan.components.generation import Generation, Sampling, TextStream
+from torchtitan.components.generation import Generation, Sampling, StopFinder, TextStream
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.tokenizer import Tokenizer
 
@@ -60,28 +60,27 @@ class TextWriter:
         kept: Mapping[int, str],
     ):
         self._tokenizer = tokenizer
-        self._stop = stop
         self._kept = kept
-        self._stream = TextStream(tokenizer, prompt[-_CONTEXT:], stop)
+        self._stream = TextStream(tokenizer, prompt[-_CONTEXT:])
+        self._stops = StopFinder(stop)
 
     @property
     def stopped(self) -> bool:
-        """True if a stop string was found."""
-        return self._stream.stopped
+        """True if a stop string was found, which may contain special tokens that are written."""
+        return self._stops.stopped
 
     def push(self, token: int) -> str:
         """Append a token, and return the text that can no longer change."""
-        if token not in self._kept:
-            return self._stream.push(token)
-        text = self._stream.finish()
-        if self.stopped:
-            return text
-        self._stream = TextStream(self._tokenizer, [token], self._stop)
-        return text + self._kept[token]
+        if token in self._kept:
+            text = self._stream.finish() + self._kept[token]
+            self._stream = TextStream(self._tokenizer, [token])
+        else:
+            text = self._stream.push(token)
+        return self._stops.push(text)
 
     def finish(self) -> str:
         """Return the delayed text after the last token."""
-        return self._stream.finish()
+        return self._stops.push(self._stream.finish(), is_final=True)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
