@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import urllib.request
@@ -20,10 +21,11 @@ from tests.training import train
 pytest.importorskip("starlette", reason="pip install 'torchtitan[serve]'")
 
 from torchtitan.cli.model_options import add_model_options  # noqa: E402
-from torchtitan.cli.serve import KEY_VARIABLE, _following, serve  # noqa: E402
+from torchtitan.cli.serve import KEY_VARIABLE, _following, _limits, serve  # noqa: E402
 from torchtitan.components.generation import generate  # noqa: E402
 from torchtitan.components.serving.weights import share_weights  # noqa: E402
 from torchtitan.models.pretrained import load_model  # noqa: E402
+from torchtitan.tools.errors import RunFailure  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,12 @@ def test_a_run_is_followed(tmp_path, monkeypatch, log):
     add_model_options(parser)
     options = parser.parse_args(["--checkpoint", str(folder / "step-1"), "--device", "cpu"])
     loaded = []
-    scheduler = types.SimpleNamespace(replace=loaded.append)
+
+    def replace(model, on_use):
+        loaded.append((model, dict(served.description)))
+        on_use()
+
+    scheduler = types.SimpleNamespace(replace=replace)
     served = types.SimpleNamespace(
         name="run", scheduler=scheduler, description={"checkpoint": "step-1"}
     )
@@ -133,11 +140,53 @@ def test_a_run_is_followed(tmp_path, monkeypatch, log):
         deadline = time.monotonic() + 60
         while served.description != {"checkpoint": "step-3"} and time.monotonic() < deadline:
             time.sleep(0.01)
-    model = loaded[-1]
+    model, shown_before = loaded[-1]
+    assert shown_before != served.description
     expected = load_model(folder / "step-3", device="cpu").model.state_dict()
     assert served.description == {"checkpoint": "step-3"}
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, expected[name])
+
+
+def test_following_goes_on_after_any_error(tmp_path, monkeypatch, log):
+    """A load in progress is not waited for."""
+    ends = threading.Event()
+    steps = ["step-1", OSError("it is gone"), OSError("it is gone"), "step-2", "step-3", "step-4"]
+    errors = {"step-2": RunFailure("its weights differ"), "step-3": torch.OutOfMemoryError("full")}
+
+    def newest(run):
+        step = steps.pop(0) if len(steps) > 1 else steps[0]
+        if isinstance(step, Exception):
+            raise step
+        return run / step
+
+    def load(options):
+        if options.checkpoint.name in errors:
+            raise errors[options.checkpoint.name]
+        is_loading.set()
+        ends.wait(60)
+
+    is_loading = threading.Event()
+    monkeypatch.setattr("torchtitan.cli.serve.FOLLOWING_SECONDS", 0.001)
+    monkeypatch.setattr("torchtitan.cli.serve._CLOSING_SECONDS", 0.001)
+    monkeypatch.setattr("torchtitan.cli.serve._newest", newest)
+    monkeypatch.setattr("torchtitan.cli.serve.open_model", load)
+    served = types.SimpleNamespace(name="run", scheduler=None, description={})
+    options = argparse.Namespace(checkpoint=tmp_path / "step-1")
+    with _following(tmp_path, options, served):
+        assert is_loading.wait(60)
+    ends.set()
+    assert log.text.count("is not loaded: OSError: it is gone") == 1
+    for words in ("RunFailure: its weights differ", "OutOfMemoryError: full"):
+        assert f"is not loaded: {words}" in log.text
+
+
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.2", "127.0.0.2"), ("0::1", "[0::1]")])
+def test_the_given_host_is_answered(monkeypatch, host, name):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    limits = _limits(argparse.Namespace(host=host, api_key=""))
+    assert {name, "localhost"} < {*limits.hosts}
+    assert not _limits(argparse.Namespace(host=host, api_key="secret")).hosts
 
 
 def test_only_a_run_can_be_followed(stories, capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.cli.model_options import add_model_options, open_model, run_command
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 
@@ -118,11 +118,7 @@ def _serve(options: argparse.Namespace) -> None:
     _check(options)
     run = options.checkpoint
     served = _open_all(options)
-    from torchtitan.components.serving.app import Limits
-
-    key = options.api_key or os.environ.get(KEY_VARIABLE, "")
-    is_local = _is_loopback(options.host)
-    limits = Limits(api_key=key, hosts=_LOCAL_NAMES if is_local and not key else ())
+    limits = _limits(options)
     with _following(run, options, served[0]) if options.follow else contextlib.nullcontext():
         _listen(served, limits, options.host, options.port)
 
@@ -153,6 +149,15 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
+def _limits(options: argparse.Namespace) -> "Limits":
+    from torchtitan.components.serving.app import Limits
+
+    key = options.api_key or os.environ.get(KEY_VARIABLE, "")
+    is_local = _is_loopback(options.host)
+    names = (*_LOCAL_NAMES, _in_url(options.host))
+    return Limits(api_key=key, hosts=names if is_local and not key else ())
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -160,6 +165,10 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _open_all(options: argparse.Namespace) -> "list[ServedModel]":
@@ -181,7 +190,8 @@ def _open_all(options: argparse.Namespace) -> "list[ServedModel]":
 
 @contextlib.contextmanager
 def _following(run: Path, options: argparse.Namespace, served: "ServedModel") -> Iterator[None]:
-    """Load newer checkpoints of a run in a thread within the block."""
+    """Load newer checkpoints of a run in a thread within the block. At its end, a load in progress
+    gets a few seconds; it is a daemon's, so that it ends with the process."""
     ends = threading.Event()
     follower = threading.Thread(target=_follow, args=(run, options, served, ends), daemon=True)
     follower.start()
@@ -189,27 +199,43 @@ def _following(run: Path, options: argparse.Namespace, served: "ServedModel") ->
         yield
     finally:
         ends.set()
-        follower.join()
+        follower.join(_CLOSING_SECONDS)
 
 
 def _follow(
     run: Path, options: argparse.Namespace, served: "ServedModel", ends: threading.Event
 ) -> None:
-    known = options.checkpoint
+    failure = ""
     while not ends.wait(FOLLOWING_SECONDS):
-        newest = _newest(run)
-        if newest == known:
-            continue
-        known = newest
-        options.checkpoint = newest
         try:
-            model = open_model(options).model
-        except (UserError, OSError) as error:  # such as a checkpoint that the run removes
-            logger.warning("%s is not loaded: %s", newest, error)
-            continue
-        served.scheduler.replace(model)
+            _load_newer(run, options, served, ends)
+            failure = ""
+        except Exception as error:
+            # such as a checkpoint that the run removes, or memory that is short for a while
+            reason = str(error) if isinstance(error, UserError) else in_words(error)
+            if reason != failure:
+                logger.warning("a newer checkpoint of %s is not loaded: %s", run, reason)
+            failure = reason
+
+
+def _load_newer(
+    run: Path, options: argparse.Namespace, served: "ServedModel", ends: threading.Event
+) -> None:
+    """Load the newest checkpoint of a run, if it has another one than at the last call. One that
+    fails is not tried again."""
+    newest = _newest(run)
+    if newest in (run, options.checkpoint):  # the run itself: it has none at the moment
+        return
+    options.checkpoint = newest
+    model = open_model(options).model
+    if ends.is_set():
+        return
+
+    def show() -> None:
         served.description["checkpoint"] = newest.name
-        logger.info("%s: %s from the next text on", served.name, newest)
+        logger.info("%s: %s from now on", served.name, newest)
+
+    served.scheduler.replace(model, show)
 
 
 def _adapters(words: Sequence[str]) -> dict[str, Path]:
@@ -310,8 +336,7 @@ def _listen(served: "Sequence[ServedModel]", limits: "Limits", host: str, port: 
         timeout_graceful_shutdown=2 * _CLOSING_SECONDS,
     )
     with _bound(host, port) as listener:
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listener.getsockname()[1]}/v1"
+        address = f"http://{_in_url(host)}:{listener.getsockname()[1]}/v1"
         names = ", ".join(model.name for model in served)
         logger.info("serving %s at %s (Ctrl-C ends)", names, address)
         try:

@@ -583,7 +583,7 @@ def test_keys_hosts_and_sizes_are_checked(stories):
         client.headers["authorization"] = "Bearer secret"
         assert ask(client).status_code == 200
         assert ask(client, prompt="a" * 1000).status_code == 413
-        assert client.get("/v1/models", headers={"host": "localhost:80"}).status_code == 200
+        assert client.get("/v1/models", headers={"host": "LocalHost:80"}).status_code == 200
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
 
 
@@ -766,6 +766,7 @@ def test_running_texts_end_with_the_model_they_began_with(
     app, scheduler = make_app(stories)
     goes_on = threading.Event()
     has_begun = threading.Event()
+    uses: list[list[str]] = []
 
     def draw(logits_BV, sampling, generators):
         has_begun.set()
@@ -782,7 +783,7 @@ def test_running_texts_end_with_the_model_they_began_with(
         threads = [threading.Thread(target=ask_one, args=("before",))]
         threads[0].start()
         assert has_begun.wait(60)
-        scheduler.replace(other)
+        scheduler.replace(other, lambda: uses.append(sorted(found)))
         threads.append(threading.Thread(target=ask_one, args=("after",)))
         threads[1].start()
         while not scheduler.n_waiting:
@@ -791,3 +792,4 @@ def test_running_texts_end_with_the_model_they_began_with(
         for thread in threads:
             thread.join()
     assert found == {"before": old, "after": new}
+    assert len(uses) == 1 and "after" not in uses[0]

@@ -153,9 +153,10 @@ class _Server:
     def _check(self, request: HTTPRequest) -> None:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._limits.hosts and name not in self._limits.hosts:
+        hosts = self._limits.hosts
+        if hosts and name.lower() not in map(str.lower, hosts):
             raise RequestError(
-                f"the host {shown(name)} is not served; use {', '.join(self._limits.hosts)}",
+                f"the host {shown(name)} is not served; use {', '.join(hosts)}",
                 status=421,
             )
         if not self._limits.api_key:

@@ -5,7 +5,7 @@ import contextlib
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ class Scheduler:
         self.totals = Totals()
         self._tokenizer = tokenizer
         self._max_rows = max_rows
-        self._next_model: Any = None
+        self._next_model: tuple[Any, Callable[[], None]] | None = None
         self._use(model)
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
@@ -99,11 +99,12 @@ class Scheduler:
         self._model = model
         self._device = next(model.parameters()).device
 
-    def replace(self, model: Any) -> None:
+    def replace(self, model: Any, on_use: Callable[[], None]) -> None:
         """Use another model, with the same tokenizer and context, as soon as the running texts have
-        ended; waiting ones are computed by it."""
+        ended; waiting ones are computed by it. `on_use` is called then, in the scheduler's thread,
+        unless a third model comes first."""
         with self._changed:
-            self._next_model = model
+            self._next_model = (model, on_use)
             self._changed.notify()
 
     @property
@@ -204,9 +205,11 @@ class Scheduler:
         with self._changed:
             while not (self._waiting or self._is_closing or self._next_model is not None):
                 self._changed.wait()
-            model, self._next_model = self._next_model, None
-        if model is not None:
+            change, self._next_model = self._next_model, None
+        if change is not None:
+            model, on_use = change
             self._use(model)
+            on_use()
         return bool(self._waiting)
 
     def _fail(self, error: Exception) -> None:
