@@ -13,6 +13,7 @@ from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.generation import Sampling, TextStream, generate
 from torchtitan.components.serving.app import Limits
 from torchtitan.components.serving.jobs import TextWriter
+from torchtitan.components.serving.metrics import Metrics
 from torchtitan.components.serving.prompts import Preparer
 
 openai = pytest.importorskip("openai")
@@ -585,6 +586,30 @@ def test_keys_hosts_and_sizes_are_checked(stories):
         assert ask(client, prompt="a" * 1000).status_code == 413
         assert client.get("/v1/models", headers={"host": "LocalHost:80"}).status_code == 200
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
+
+
+def test_clients_make_no_labels_and_no_errors(client, monkeypatch):
+    """Old versions of starlette cannot read the URL of each request, which has the Host."""
+
+    def unreadable(self):
+        raise ValueError("Invalid IPv6 URL")
+
+    monkeypatch.setattr("starlette.requests.HTTPConnection.url", property(unreadable))
+    before = client.get("/metrics").text.count("requests_total{")
+    for n in range(3):
+        for host in ("[", f'{n}"\\'):
+            for path in (f"/v1/models/x{n}", f"/x{n}", f"/v1/completions/x{n}"):
+                assert client.get(path, headers={"host": host}).status_code == 404
+            assert ask(client, max_tokens=1).status_code == 200
+            assert client.delete(CHAT, headers={"host": host}).status_code == 405
+    shown = client.get("/metrics").text
+    # /metrics itself, completions, unknown models, and unknown paths and methods
+    assert shown.count("requests_total{") <= before + 5
+    assert 'requests_total{path="other",status="404"}' in shown
+    assert 'requests_total{path="/v1/models/{name:path}",status="404"}' in shown
+    metrics = Metrics([])
+    metrics.count('a"b\\c\nd', 200)
+    assert r'{path="a\"b\\c\nd",status="200"} 1' in metrics.text()
 
 
 # Many clients.

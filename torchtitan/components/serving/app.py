@@ -76,7 +76,7 @@ def create_app(
         if names.count(name) > 1:
             raise UserError(f"two models have the name {name}; give each its own")
     server = _Server({model.name: model for model in models}, limits or Limits())
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", server.health),
             Route("/metrics", server.guarded(server.show_metrics)),
@@ -85,25 +85,17 @@ def create_app(
             Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
             Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
         ],
-        exception_handlers={HTTPException: _http_error, Exception: _failure},
+        exception_handlers={HTTPException: server.http_error, Exception: _failure},
         lifespan=server.lifespan,
     )
+    for route in app.routes:
+        assert isinstance(route, Route)
+        server.paths[route.endpoint] = route.path
+    return app
 
 
 def _answer_error(error: RequestError) -> Response:
     return JSONResponse(error.to_dict(), status_code=error.status, headers=error.headers)
-
-
-def _http_error(request: HTTPRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    words = {
-        404: f"there is no {request.url.path}; see GET /v1/models, POST /v1/chat/completions and "
-        "POST /v1/completions",
-        405: f"{request.url.path} does not take {request.method}",
-    }
-    message = words.get(error.status_code, str(error.detail))
-    headers = dict(error.headers or {})
-    return _answer_error(RequestError(message, status=error.status_code, headers=headers))
 
 
 def _failure(request: HTTPRequest, error: Exception) -> Response:
@@ -116,6 +108,8 @@ class _Server:
         self._schedulers = [model.scheduler for model in served.values()]
         self._limits = limits
         self._metrics = Metrics(self._schedulers)
+        self.paths: dict[Endpoint, str] = {}
+        """Paths of the routes by their endpoints."""
         self._token_texts = {
             name: TokenTexts(model.preparer.tokenizer) for name, model in served.items()
         }
@@ -145,10 +139,25 @@ class _Server:
                 response = _answer_error(error)
             except ClientDisconnect:
                 response = Response(status_code=_CLIENT_LEFT)
-            self._metrics.count(request.url.path, response.status_code)
+            self._metrics.count(self.paths[answer], response.status_code)
             return response
 
         return answer
+
+    def http_error(self, request: HTTPRequest, error: Exception) -> Response:
+        """Answer a request that has no endpoint."""
+        assert isinstance(error, HTTPException)
+        # Of a Host that is no name, `request.url` cannot be read.
+        path = shown(request.scope["path"])
+        words = {
+            404: f"there is no {path}; see GET /v1/models, POST /v1/chat/completions and "
+            "POST /v1/completions",
+            405: f"{path} does not take {request.method}",
+        }
+        message = words.get(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+        self._metrics.count(None, error.status_code)
+        return _answer_error(RequestError(message, status=error.status_code, headers=headers))
 
     def _check(self, request: HTTPRequest) -> None:
         host = request.headers.get("host", "")

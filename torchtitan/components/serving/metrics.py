@@ -41,10 +41,10 @@ class Metrics:
         self._first = Histogram()
         self._whole = Histogram()
 
-    def count(self, path: str, status: int) -> None:
-        """Count a request. Names of models in paths do not become labels."""
-        path = "/v1/models" if path.startswith("/v1/models") else path
-        self._requests[path, status] += 1
+    def count(self, path: str | None, status: int) -> None:
+        """Count a request by the path of its route, which is a constant, so that clients cannot
+        make more labels; None: it has no route."""
+        self._requests[path or "other", status] += 1
 
     def first_text(self, seconds: float) -> None:
         """Count the time to the first text of a stream."""
@@ -65,7 +65,7 @@ class Metrics:
         n_running = sum(scheduler.n_running for scheduler in schedulers)
         n_waiting = sum(scheduler.n_waiting for scheduler in schedulers)
         requests = [
-            f'{_PREFIX}_requests_total{{path="{path}",status="{status}"}} {number}'
+            f'{_PREFIX}_requests_total{{path="{_escaped(path)}",status="{status}"}} {number}'
             for (path, status), number in sorted(self._requests.items())
         ]
         lines = [
@@ -89,6 +89,10 @@ class Metrics:
         for name, words, histogram in histograms:
             lines += [*_head(name, "histogram", words), *histogram.lines(f"{_PREFIX}_{name}")]
         return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _head(name: str, kind: str, words: str) -> list[str]:
