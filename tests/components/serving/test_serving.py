@@ -1,5 +1,6 @@
 """The server's answers, compared with the engine and plain forward passes."""
 
+import contextlib
 import copy
 import json
 import threading
@@ -19,6 +20,8 @@ from torchtitan.components.serving.prompts import Preparer
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
+from starlette.applications import Starlette  # noqa: E402
+from starlette.routing import Mount  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
@@ -610,6 +613,30 @@ def test_clients_make_no_labels_and_no_errors(client, monkeypatch):
     metrics = Metrics([])
     metrics.count('a"b\\c\nd', 200)
     assert r'{path="a\"b\\c\nd",status="200"} 1' in metrics.text()
+
+
+def test_a_mounted_application_answers(stories):
+    """Starlette runs no lifespan of it; an outer one may, which closes it."""
+    app, scheduler = make_app(stories)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(outer):
+        async with app.router.lifespan_context(app):
+            yield
+
+    mounted = [Mount("/llm", app=app)]
+    with TestClient(Starlette(routes=mounted), base_url=f"{ANY_HOST}/llm") as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        assert choices(client, max_tokens=2)
+        assert client.get("/v1/models/x1").status_code == 404
+        shown = client.get("/metrics").text
+        assert 'requests_total{path="/v1/models/{name:path}",status="404"} 1' in shown
+        assert "x1" not in shown
+    with TestClient(Starlette(routes=mounted, lifespan=lifespan), base_url=f"{ANY_HOST}/llm"):
+        assert scheduler.is_alive
+    assert not scheduler.is_alive
+    with TestClient(Starlette(routes=mounted), base_url=f"{ANY_HOST}/llm") as client:
+        assert client.get("/health").status_code == 503
 
 
 # Many clients.

@@ -69,7 +69,9 @@ def create_app(
     served: ServedModel | Sequence[ServedModel], limits: Limits | None = None
 ) -> Starlette:
     """Return the application for models with different names. Its lifespan starts and closes the
-    schedulers. Raise `UserError` if a name is there twice."""
+    schedulers. A mounted application has none, so the first request starts them; to close them,
+    enter `app.router.lifespan_context(app)` in the outer one's. Raise `UserError` if a name is there
+    twice."""
     models = [served] if isinstance(served, ServedModel) else list(served)
     names = [model.name for model in models]
     for name in names:
@@ -119,8 +121,7 @@ class _Server:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        for scheduler in self._schedulers:
-            scheduler.start()
+        self._start()
         try:
             yield
         finally:
@@ -128,10 +129,15 @@ class _Server:
                 await asyncio.to_thread(scheduler.close)
             self._preparing.shutdown()
 
+    def _start(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.start()
+
     def guarded(self, endpoint: Endpoint) -> Endpoint:
         """Return an endpoint that checks the host and the key, counts, and answers errors."""
 
         async def answer(request: HTTPRequest) -> Response:
+            self._start()
             try:
                 self._check(request)
                 response: Response = await endpoint(request)
@@ -181,6 +187,7 @@ class _Server:
 
     async def health(self, request: HTTPRequest) -> Response:
         """Say whether requests are computed."""
+        self._start()
         is_alive = all(scheduler.is_alive for scheduler in self._schedulers)
         return JSONResponse(
             {"status": "ok" if is_alive else "closing"}, status_code=200 if is_alive else 503

@@ -121,8 +121,10 @@ class Scheduler:
         return self._thread.is_alive() and not self._is_closing
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread, unless it has been started."""
+        with self._changed:
+            if self._thread.ident is None and not self._is_closing:
+                self._thread.start()
 
     def close(self) -> None:
         """End all jobs with an error, and the thread."""
