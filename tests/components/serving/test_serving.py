@@ -1,10 +1,13 @@
 """The server's answers, compared with the engine and plain forward passes."""
 
+import asyncio
 import contextlib
 import copy
 import json
+import socket
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tests.components.serving.servers import CONTEXT, listening, make_app
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.generation import Sampling, TextStream, generate
 from torchtitan.components.serving.app import Limits
+from torchtitan.components.serving.connections import TimedConnection
 from torchtitan.components.serving.jobs import TextWriter
 from torchtitan.components.serving.metrics import Metrics
 from torchtitan.components.serving.prompts import Preparer
@@ -21,7 +25,8 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
 from starlette.applications import Starlette  # noqa: E402
-from starlette.routing import Mount  # noqa: E402
+from starlette.responses import Response, StreamingResponse  # noqa: E402
+from starlette.routing import Mount, Route  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
@@ -739,10 +744,6 @@ def test_many_clients_get_their_own_texts(stories, stories_model, stories_tokeni
 
 
 def test_a_client_that_sends_slowly_is_closed(stories, monkeypatch):
-    import socket
-
-    from torchtitan.components.serving.connections import TimedConnection
-
     monkeypatch.setattr(TimedConnection, "header_seconds", 0.2)
     app, _ = make_app(stories, limits=Limits(body_seconds=0.2))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -755,9 +756,70 @@ def test_a_client_that_sends_slowly_is_closed(stories, monkeypatch):
         ):
             with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
                 client.sendall(sent)
-                assert client.recv(1000).startswith(answer)
-                if not answer:
-                    assert client.recv(1000) == b""
+                received = client.recv(1000)
+                assert received.startswith(answer) if answer else received == b""
+        # a second request on a connection
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            received = b""
+            while not received.endswith(b"}"):
+                received += client.recv(1000)
+            client.sendall(b"GET /health HT")
+            assert client.recv(1000) == b""
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_client_that_reads_nothing_is_closed(monkeypatch, is_whole):
+    """Also after the end of an answer, which would wait in memory."""
+    has_ended = threading.Event()
+    is_lost = threading.Event()
+    connection_lost = TimedConnection.connection_lost
+    block = b"a" * 2**20
+
+    def lost(self, error):
+        connection_lost(self, error)
+        is_lost.set()
+
+    async def blocks():
+        try:
+            while True:
+                yield block
+                await asyncio.sleep(0)
+        finally:
+            has_ended.set()
+
+    async def answer(request):
+        # more than the system's buffers have room for
+        return Response(block * 64) if is_whole else StreamingResponse(blocks())
+
+    monkeypatch.setattr(TimedConnection, "write_seconds", 0.2)
+    monkeypatch.setattr(TimedConnection, "connection_lost", lost)
+    with (
+        listening(Starlette(routes=[Route("/", answer)]), timeout_graceful_shutdown=1) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=30) as client,
+    ):
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert is_lost.wait(30)
+        assert is_whole or has_ended.wait(30)
+
+
+def test_a_client_that_reads_slowly_is_kept():
+    """As long as it takes 64 KiB each time."""
+    sizes = [200_000, 130_000, 60_000, 10_000]
+    aborted = []
+    transport = types.SimpleNamespace(
+        get_write_buffer_size=lambda: sizes[0], abort=lambda: aborted.append(sizes[0])
+    )
+    waiting = []
+    connection = TimedConnection.__new__(TimedConnection)
+    connection.transport = transport
+    connection.loop = types.SimpleNamespace(call_later=lambda _, *call: waiting.append(call))
+    connection._expect_reading()
+    while waiting:
+        sizes.pop(0)
+        check, n_before = waiting.pop()
+        check(n_before)
+    assert aborted == [10_000]
 
 
 def test_an_error_of_the_model_fails_only_its_requests(stories, log):
