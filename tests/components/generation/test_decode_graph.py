@@ -5,6 +5,7 @@ host."""
 import contextlib
 import inspect
 import itertools
+import threading
 import weakref
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from tests.models.family_cases import CASES, family_of, random_reference, to_our
 from tests.models.test_llama3 import VARIANTS, reference_of, small_model, windowed_model
 from tests.models.test_phi3 import tiny
 from torchtitan.components.generation import Engine, Generation, KVCache, decode_graph, generate
+from torchtitan.components.generation.decode_graph import DecodeGraph
 from torchtitan.components.generation.engine import _logits_at
 from torchtitan.components.peft import QLoRA
 from torchtitan.components.peft.lora import LoRALinear, adapters_off
@@ -363,6 +365,30 @@ def test_unused_slots_are_finite(graphs, monkeypatch, makes_zeros):
             generate(small_model(), TINY_PROMPTS, max_new_tokens=20)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_threads_record_one_after_another():
+    """A server has an engine's thread for each model."""
+    both = threading.Barrier(2)
+    n_alone = 0
+
+    def capture(step, device):
+        nonlocal n_alone
+        try:
+            both.wait(0.2)
+        except threading.BrokenBarrierError:
+            n_alone += 1
+        return step
+
+    def record():
+        DecodeGraph(lambda *_: None, capture, torch.device("cpu"), None)._record()
+
+    threads = [threading.Thread(target=record) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert n_alone == 2
 
 
 def test_a_failed_recording_names_the_remedy(monkeypatch):

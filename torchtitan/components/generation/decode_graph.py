@@ -3,6 +3,7 @@ GPU computes a small batch faster than Python launches its kernels one by one.""
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -59,6 +60,10 @@ def _capture_on_cuda(step: Step, device: torch.device) -> Step:
 
     return replay
 
+
+_recording = threading.Lock()
+"""Held while a step is recorded: engines of several models run in threads of their own, and record
+on one stream."""
 
 _failure = ""
 """Reason why a recording failed in this process."""
@@ -137,12 +142,16 @@ class DecodeGraph:
         return self._compute(tokens_B[:, None], attention)
 
     def _record(self) -> Step:
-        try:
-            return self._capture(self._step, self._device)
-        except RuntimeError as error:
-            global _failure
-            _failure = in_words(error.__context__ or error)  # the end of a failed capture fails too
-            raise _failed_error() from error
+        global _failure
+        with _recording:
+            if _failure:
+                raise _failed_error()
+            try:
+                return self._capture(self._step, self._device)
+            except RuntimeError as error:
+                # The end of a failed capture fails too.
+                _failure = in_words(error.__context__ or error)
+                raise _failed_error() from error
 
 
 def _failed_error() -> UserError:
