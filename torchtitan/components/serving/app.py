@@ -70,7 +70,7 @@ def create_app(
 ) -> Starlette:
     """Return the application for models with different names. Its lifespan starts and closes the
     schedulers. A mounted application has none, so the first request starts them; to close them,
-    enter `app.router.lifespan_context(app)` in the outer one's. Raise `UserError` if a name is there
+    enter `app.router.lifespan_context(app)` in the outer one's. Raise `UserError` if a name occurs
     twice."""
     models = [served] if isinstance(served, ServedModel) else list(served)
     names = [model.name for model in models]

@@ -147,8 +147,8 @@ class Scheduler:
         return ticket
 
     def check_room(self, n_prompts: int, n: int) -> None:
-        """Raise `RequestError` if `n` texts of each prompt may not wait now. Call it before the work
-        of preparing them."""
+        """Raise `RequestError` if `n` texts of each prompt may not wait now. Call it before
+        preparing them."""
         n_jobs = n_prompts * n
         if n_jobs > self.max_queue:
             raise RequestError(
