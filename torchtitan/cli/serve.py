@@ -40,9 +40,9 @@ def serve(args: Sequence[str]) -> int:
     parser = Parser(
         prog="torchtitan serve",
         description="Serve a model over HTTP with OpenAI's API: /v1/models, /v1/completions, "
-        "/v1/chat/completions, /health, /metrics. Requests join and leave the batch between "
-        "tokens. Needs pip install 'torchtitan[serve]'. Any client of the API works: "
-        "OpenAI(base_url='http://127.0.0.1:8000/v1', api_key='…'). Ctrl-C ends.",
+        "/v1/chat/completions, /health, /metrics; and a page to chat with it at /. Requests join "
+        "and leave the batch between tokens. Needs pip install 'torchtitan[serve]'. Any client of "
+        "the API works: OpenAI(base_url='http://127.0.0.1:8000/v1', api_key='…'). Ctrl-C ends.",
     )
     parser.add_argument(
         "--host",
@@ -336,9 +336,10 @@ def _listen(served: "Sequence[ServedModel]", limits: "Limits", host: str, port: 
         timeout_graceful_shutdown=2 * _CLOSING_SECONDS,
     )
     with _bound(host, port) as listener:
-        address = f"http://{_in_url(host)}:{listener.getsockname()[1]}/v1"
+        address = f"http://{_in_url(host)}:{listener.getsockname()[1]}/"
         names = ", ".join(model.name for model in served)
-        logger.info("serving %s at %s (Ctrl-C ends)", names, address)
+        words = "serving %s at %sv1 (chat in a browser: %s; Ctrl-C ends)"
+        logger.info(words, names, address, address)
         try:
             Server(config).run([listener])
         finally:

@@ -15,13 +15,20 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.serving.fields import parse_body, shown
 from torchtitan.components.serving.metrics import Metrics
+from torchtitan.components.serving.page import chat_page
 from torchtitan.components.serving.prompts import Preparer
 from torchtitan.components.serving.requests import chat_request, completion_request
 from torchtitan.components.serving.responses import ChatAnswer, CompletionAnswer, TokenTexts
@@ -80,6 +87,7 @@ def create_app(
     server = _Server({model.name: model for model in models}, limits or Limits())
     app = Starlette(
         routes=[
+            Route("/", server.answered(server.page)),
             Route("/health", server.health),
             Route("/metrics", server.guarded(server.show_metrics)),
             Route("/v1/models", server.guarded(server.models)),
@@ -134,12 +142,22 @@ class _Server:
             scheduler.start()
 
     def guarded(self, endpoint: Endpoint) -> Endpoint:
-        """Return an endpoint that checks the host and the key, counts, and answers errors."""
+        """Return an endpoint that also checks the key."""
+
+        async def checked(request: HTTPRequest) -> Response:
+            self._check_key(request)
+            response: Response = await endpoint(request)
+            return response
+
+        return self.answered(checked)
+
+    def answered(self, endpoint: Endpoint) -> Endpoint:
+        """Return an endpoint that checks the host, counts, and answers errors."""
 
         async def answer(request: HTTPRequest) -> Response:
             self._start()
             try:
-                self._check(request)
+                self._check_host(request)
                 response: Response = await endpoint(request)
             except RequestError as error:
                 response = _answer_error(error)
@@ -165,7 +183,7 @@ class _Server:
         self._metrics.count(None, error.status_code)
         return _answer_error(RequestError(message, status=error.status_code, headers=headers))
 
-    def _check(self, request: HTTPRequest) -> None:
+    def _check_host(self, request: HTTPRequest) -> None:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         hosts = self._limits.hosts
@@ -174,6 +192,8 @@ class _Server:
                 f"the host {shown(name)} is not served; use {', '.join(hosts)}",
                 status=421,
             )
+
+    def _check_key(self, request: HTTPRequest) -> None:
         if not self._limits.api_key:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -184,6 +204,12 @@ class _Server:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    async def page(self, request: HTTPRequest) -> Response:
+        """Show the page for chats. It needs no key, since it holds nothing but its own code; it
+        asks for the key."""
+        content, headers = chat_page()
+        return HTMLResponse(content, headers=headers)
 
     async def health(self, request: HTTPRequest) -> Response:
         """Say whether requests are computed."""
@@ -215,6 +241,7 @@ class _Server:
             "created": self._created,
             "owned_by": "torchtitan",
             "max_model_len": model.preparer.context,
+            "has_chat_template": model.preparer.has_template,
             **model.description,
         }
 

@@ -68,6 +68,11 @@ class Preparer:
             self._stop_texts = stops.texts()
             self._replies = ReplyFormat(template, tokenizer)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model answers chats."""
+        return self._template is not None
+
     def completion(self, request: CompletionRequest) -> Prepared:
         """Return the jobs of `/v1/completions`. Raise `RequestError` for a prompt that does not
         fit."""
