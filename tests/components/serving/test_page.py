@@ -67,6 +67,8 @@ class Script:
 
     def close(self) -> None: ...
 
+    def check_room(self, n_prompts: int, n: int) -> None: ...
+
     def submit(self, jobs: Sequence[Job]) -> "Play":
         self.jobs += jobs
         prompt = self._tokenizer.decode(jobs[0].prompt, skip_special_tokens=True)

@@ -64,9 +64,12 @@ def test_equals_transformers(model_type, use_cache):
 def test_the_class_gets_only_new_tokens(monkeypatch):
     model, _ = pair("lfm2")
     lengths, run = [], ClassCache.run
-    monkeypatch.setattr(
-        ClassCache, "run", lambda self, m, t, a: (lengths.append(t.shape[1]), run(self, m, t, a))[1]
-    )
+
+    def counting(self, model, tokens_BL, *others):
+        lengths.append(tokens_BL.shape[1])
+        return run(self, model, tokens_BL, *others)
+
+    monkeypatch.setattr(ClassCache, "run", counting)
     model.generation_cache(dict)  # tries a clone
     lengths.clear()
     generate(model, prompts(), max_new_tokens=3)
