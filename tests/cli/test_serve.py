@@ -165,6 +165,7 @@ def test_following_goes_on_after_any_error(tmp_path, monkeypatch, log):
             raise errors[options.checkpoint.name]
         is_loading.set()
         ends.wait(60)
+        return types.SimpleNamespace(model=None)
 
     is_loading = threading.Event()
     monkeypatch.setattr("torchtitan.cli.serve.FOLLOWING_SECONDS", 0.001)
