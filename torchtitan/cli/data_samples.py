@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,7 +130,8 @@ def _with_images(
     from torchtitan.components.images.loader import processor_of
 
     assert isinstance(loader, PlannedDataLoader)
-    processor = processor_of(tokenizer)
+    config: Any = loader.config  # of a loader of images
+    processor = processor_of(tokenizer, config.image_back_end)
     known = [number for number in numbers.tolist() if number != NO_DOCUMENT]
     samples = [loader.samples.sample(number) for number in known]
     of_documents = [sample.images for sample in samples for _ in sample.parts]

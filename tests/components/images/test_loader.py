@@ -3,7 +3,9 @@
 import base64
 import itertools
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,12 @@ from PIL import Image
 from tests.models.test_images import options, write_rows
 from tests.tiny_vision import reference_processor, vision_folder
 from tests.training import tiny_config
+from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.data.finetuning import sample_cache
 from torchtitan.components.images.loader import ImageDataLoader, processor_of
+from torchtitan.components.images.preference import ImagePreferenceDataLoader
 from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -225,6 +230,34 @@ def test_images_are_not_trained_with_all_turns(rows: Path, tokenizer: Tokenizer)
         batch = next(loader)
         is_image = batch["images"].token_types_BL.bool()
         assert (batch["labels"][:, :-1][is_image[:, 1:]] == -100).all()
+
+
+@pytest.mark.parametrize(
+    "kind", [ImageDataLoader, ImagePreferenceDataLoader, ImagePromptDataLoader]
+)
+def test_a_run_does_not_resume_with_another_back_end(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    def identity(back_end: str) -> dict[str, Any]:
+        config = kind.Config(dataset=[str(rows)], image_back_end=back_end)
+        return config.identity()  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    before = identity("auto")
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+    assert RunIdentity(identity("pillow"), {"steps": 1}).describe_differences(before) == []
+    for back_end in ("auto", "torchvision"):
+        found = RunIdentity(identity(back_end), {"steps": 1}).describe_differences(before)
+        assert found == ["dataloader.image_back_end was pillow and is torchvision"]
+
+
+def test_all_parts_of_a_loader_compute_with_the_chosen_back_end(
+    rows: Path, tokenizer: Tokenizer
+) -> None:
+    processor_of.cache_clear()
+    next(build(rows, tokenizer, image_back_end="pillow"))
+    processor_of(tokenizer, "pillow")
+    assert processor_of.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize(

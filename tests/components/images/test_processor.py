@@ -1,8 +1,10 @@
 """The processor of images against transformers' own call, for many types of models."""
 
 import json
+import sys
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,42 @@ def test_digest_covers_files_and_files_are_exported(folders: Any, tmp_path: Path
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0, 0, 0]}))
     assert opened(folder).fingerprint != processor.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("torchvision", "message"),
+    [
+        (None, "image_back_end torchvision: torchvision is not installed; install the version"),
+        (ModuleType("torchvision"), "Qwen2VLImageProcessorPil is computed with pillow only"),
+    ],
+)
+def test_a_back_end_that_is_absent_is_refused(
+    folders: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    torchvision: ModuleType | None,
+    message: str,
+) -> None:
+    """The module is one that transformers does not take for installed."""
+    folder = folders("qwen3_vl")
+    tokenizer = PretrainedTokenizer.Config().build(path=folder)
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    with pytest.raises(UserError, match=message):
+        ImageProcessor.from_folder(folder, tokenizer, "torchvision")
+    chosen = ImageProcessor.from_folder(folder, tokenizer, "pillow")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    assert opened(folder).fingerprint == chosen.fingerprint
+
+
+def test_a_torchvision_of_another_torch_is_named(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("qwen3_vl")
+    module = tmp_path / "torchvision.py"
+    module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(UserError, match=r"torchvision::nms does not exist.*uninstall it"):
+        opened(folder)
 
 
 def test_class_of_the_model_type_is_the_default(folders: Any, tmp_path: Path) -> None:

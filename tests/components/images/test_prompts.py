@@ -65,6 +65,16 @@ def test_prompts_have_the_tokens_of_their_images(rows: Path, tokenizer: Tokenize
             reader.check([*prompt.ids, processor.token_id], images)
 
 
+def test_all_parts_of_a_loader_compute_with_the_chosen_back_end(
+    rows: Path, tokenizer: Tokenizer
+) -> None:
+    processor_of.cache_clear()
+    loader = build(rows, tokenizer, image_back_end="pillow")
+    loader.image_reader(), loader.answer_batch_maker()
+    processor_of(tokenizer, "pillow")
+    assert processor_of.cache_info().currsize == 1
+
+
 def test_the_position_is_exact(rows: Path, tokenizer: Tokenizer) -> None:
     loader = build(rows, tokenizer)
     next(loader)

@@ -20,7 +20,7 @@ from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import ImageEncoder
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.keys import image_keys
-from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows import rows_with_images
 from torchtitan.components.tokenizer import Tokenizer
@@ -43,13 +43,16 @@ class ImageDataLoader(SFTDataLoader):
         image_root: str = ""
         """Folder with the images, to which paths in the data are relative; empty: the folder of the
         data file."""
+        image_back_end: BackEnd = "auto"
+        """What computes pixel values, which differ: pillow, torchvision, or auto (torchvision if it
+        is installed and the model's processor has it)."""
         fetch_images: bool = False
         """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
         such rows are broken."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImageEncoder:
             chat = ChatEncoder(tokenizer, template, self.train_on, self.accepted_losses())
-            return ImageEncoder(chat, processor_of(tokenizer), tokenizer)
+            return ImageEncoder(chat, processor_of(tokenizer, self.image_back_end), tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
@@ -61,16 +64,20 @@ class ImageDataLoader(SFTDataLoader):
             )
 
         def identity(self) -> dict[str, Any]:
-            """Return the identity of the data, of the trained turns and of the folder of images."""
-            return SFTDataLoader.Config.identity(self) | {"dataloader.image_root": self.image_root}
+            """Return the identity of the data, of the trained turns, of the folder of images and of
+            what computes pixel values."""
+            own = {
+                "dataloader.image_root": self.image_root,
+                "dataloader.image_back_end": preferred_back_end(self.image_back_end),
+            }
+            return SFTDataLoader.Config.identity(self) | own
 
     config: Config
 
     def _open_samples(self) -> SampleSets:
         samples = super()._open_samples()
-        self._fingerprint = digest_of(
-            [self._fingerprint, processor_of(self._tokenizer).fingerprint]
-        )
+        processor = processor_of(self._tokenizer, self.config.image_back_end)
+        self._fingerprint = digest_of([self._fingerprint, processor.fingerprint])
         return samples
 
     @property
@@ -79,15 +86,16 @@ class ImageDataLoader(SFTDataLoader):
         return None if self.config.packing == "none" else super().packing_efficiency
 
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return ImageBatches(processor_of(self._tokenizer), is_packed=self.config.packing != "none")
+        processor = processor_of(self._tokenizer, self.config.image_back_end)
+        return ImageBatches(processor, is_packed=self.config.packing != "none")
 
 
 @lru_cache(maxsize=4)  # opened several times at the start of a run
-def processor_of(tokenizer: Tokenizer) -> ImageProcessor:
+def processor_of(tokenizer: Tokenizer, back_end: BackEnd = "auto") -> ImageProcessor:
     """Return the image processor in the folder of a tokenizer. Raise `UserError` without one."""
     if not tokenizer.folder:
         raise UserError("data with images needs the folder of a model with an image processor")
-    return ImageProcessor.from_folder(tokenizer.folder, tokenizer)
+    return ImageProcessor.from_folder(tokenizer.folder, tokenizer, back_end)
 
 
 class ImageBatches:

@@ -21,7 +21,7 @@ from torchtitan.components.images.encoder import ImageTokens
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.loader import processor_of
-from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows import rows_with_images
 from torchtitan.components.tokenizer import Tokenizer
@@ -74,10 +74,13 @@ class ImagePreferenceDataLoader(PreferenceDataLoader):
         fetch_images: bool = False
         """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
         such rows are broken."""
+        image_back_end: BackEnd = "auto"
+        """What computes pixel values, which differ: pillow, torchvision, or auto (torchvision if it
+        is installed and the model's processor has it)."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImagePairEncoder:
             chat = ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
-            return ImagePairEncoder(chat, processor_of(tokenizer), tokenizer)
+            return ImagePairEncoder(chat, processor_of(tokenizer, self.image_back_end), tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
@@ -89,21 +92,24 @@ class ImagePreferenceDataLoader(PreferenceDataLoader):
             )
 
         def identity(self) -> dict[str, Any]:
-            """Return the identity of the data and of the folder of images."""
-            own = {"dataloader.image_root": self.image_root}
+            """Return the identity of the data, of the folder of images and of what computes pixel
+            values."""
+            own = {
+                "dataloader.image_root": self.image_root,
+                "dataloader.image_back_end": preferred_back_end(self.image_back_end),
+            }
             return PreferenceDataLoader.Config.identity(self) | own
 
     config: Config
 
     def _open_samples(self) -> SampleSets:
         samples = super()._open_samples()
-        self._fingerprint = digest_of(
-            [self._fingerprint, processor_of(self._tokenizer).fingerprint]
-        )
+        processor = processor_of(self._tokenizer, self.config.image_back_end)
+        self._fingerprint = digest_of([self._fingerprint, processor.fingerprint])
         return samples
 
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return _ImagePairBatches(processor_of(self._tokenizer))
+        return _ImagePairBatches(processor_of(self._tokenizer, self.config.image_back_end))
 
 
 class _ImagePairBatches:

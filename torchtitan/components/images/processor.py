@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]
 """Width and height of an image, in pixels."""
+
+BackEnd = Literal["auto", "pillow", "torchvision"]
+
+_BACK_ENDS = {"pillow": "pil", "torchvision": "torchvision"}
+"""Back end → its name in transformers."""
 
 _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 _OPTIONAL_CONFIGS = ("video_preprocessor_config.json",)
@@ -74,10 +79,12 @@ class ImageProcessor:
     text before it is tokenized, instead of `expansions` into token ids."""
 
     @classmethod
-    def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> "ImageProcessor":
+    def from_folder(
+        cls, folder: str | Path, tokenizer: Tokenizer, back_end: BackEnd = "auto"
+    ) -> "ImageProcessor":
         """Open the processor of a folder, and try it with two small images. `tokenizer` is that of
-        the run. Raise `UserError` if files or packages are missing, or if the processor cannot be
-        used."""
+        the run. Raise `UserError` if files or packages are missing, if the processor does not have
+        the back end, or if it cannot be used."""
         folder = Path(folder)
         names = (*_CONFIGS, *_OPTIONAL_CONFIGS)
         files = {name: folder / name for name in names if (folder / name).is_file()}
@@ -89,13 +96,18 @@ class ImageProcessor:
         contents = {name: read_object(path) for name, path in files.items()}
         _check_packages()
         with without_logs():
-            processor = _open_processor(folder)
+            processor = _open_processor(folder, back_end)
         self = cls(processor, tokenizer)
         self.files = files
-        back_end = _back_end(processor.image_processor)
+        found = _back_end(processor.image_processor)
         image_class = type(processor.image_processor).__name__
-        self.fingerprint = _digest(contents, [self._name, image_class, back_end])
-        logger.info(f"images: {self._name} of '{folder}', computed with {back_end}")
+        if back_end not in ("auto", found):
+            raise UserError(
+                f"--dataloader.image_back_end {back_end}: {image_class} is computed with {found} "
+                f"only; choose {found} or auto"
+            )
+        self.fingerprint = _digest(contents, [self._name, image_class, found])
+        logger.info(f"images: {self._name} of '{folder}', computed with {found}")
         self._try()
         return self
 
@@ -285,17 +297,37 @@ def _digest(contents: dict[str, Any], parts: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def preferred_back_end(back_end: BackEnd) -> str:
+    """Return the back end that is chosen, or else that of a class with both. Raise `UserError` if
+    torchvision is chosen and absent, or installed and broken."""
+    has_torchvision = _has_torchvision()
+    if back_end == "torchvision" and not has_torchvision:
+        raise UserError(
+            "--dataloader.image_back_end torchvision: torchvision is not installed; install the "
+            f"version that belongs to torch {torch.__version__}, or choose pillow"
+        )
+    if back_end == "auto":
+        return "torchvision" if has_torchvision else "pillow"
+    return back_end
+
+
 def _has_torchvision() -> bool:
     try:
         importlib.import_module("torchvision")
-    except (ImportError, RuntimeError):  # the latter if built for another torch
-        return False
+    except (ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torchvision":
+            return False
+        raise UserError(
+            f"torchvision is installed and cannot be imported: {in_words(error)}; transformers "
+            "imports it for images, also for Pillow: install the version that belongs to torch "
+            f"{torch.__version__}, or uninstall it"
+        ) from error
     return True
 
 
 def _back_end(image_processor: Any) -> str:
     bases = [base.__name__ for base in type(image_processor).__mro__]
-    return "torchvision" if "TorchvisionBackend" in bases else "pil"
+    return "torchvision" if "TorchvisionBackend" in bases else "pillow"
 
 
 def _processor_class(folder: Path) -> Any:
@@ -337,17 +369,22 @@ def _pixtral_class() -> Any:
         del sys.modules[replaced]
 
 
-def _open_processor(folder: Path) -> Any:
+def _open_processor(folder: Path, back_end: BackEnd) -> Any:
     """Build the processor of a folder from its image processor and tokenizer. `AutoProcessor` also
     wants those of videos and sounds, which need other packages."""
+    preferred = preferred_back_end(back_end)
     from transformers import AutoImageProcessor, AutoTokenizer
 
     cls = _processor_class(folder)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    back_end = {} if _has_torchvision() else {"backend": "pil"}
+    # transformers takes Pillow for a class with a filter that an older torchvision lacks
+    is_free = back_end == "auto" and preferred == "torchvision"
+    backend = None if is_free else _BACK_ENDS[preferred]
     try:
         parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(folder, **options, **back_end),
+            "image_processor": AutoImageProcessor.from_pretrained(
+                folder, backend=backend, **options
+            ),
             "tokenizer": AutoTokenizer.from_pretrained(folder, **options),
         }
         _skip_package_of_videos(cls)

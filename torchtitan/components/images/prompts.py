@@ -20,7 +20,7 @@ from torchtitan.components.data.finetuning.samples import SampleSets, Windows
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.encoder import expand_prompt
 from torchtitan.components.images.loader import ImageBatches, processor_of
-from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows import rows_with_images
 from torchtitan.components.tokenizer import Tokenizer
@@ -67,12 +67,15 @@ class ImagePromptDataLoader(PromptDataLoader):
         fetch_images: bool = False
         """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
         such rows are broken."""
+        image_back_end: BackEnd = "auto"
+        """What computes pixel values, which differ: pillow, torchvision, or auto (torchvision if it
+        is installed and the model's processor has it)."""
 
         def encoder(
             self, tokenizer: Tokenizer, template: ChatTemplate | None
         ) -> ImagePromptEncoder:
             chat = ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
-            return ImagePromptEncoder(chat, processor_of(tokenizer), tokenizer)
+            return ImagePromptEncoder(chat, processor_of(tokenizer, self.image_back_end), tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
@@ -84,8 +87,12 @@ class ImagePromptDataLoader(PromptDataLoader):
             )
 
         def identity(self) -> dict[str, Any]:
-            """Return the identity of the data and of the folder of images."""
-            own = {"dataloader.image_root": self.image_root}
+            """Return the identity of the data, of the folder of images and of what computes pixel
+            values."""
+            own = {
+                "dataloader.image_root": self.image_root,
+                "dataloader.image_back_end": preferred_back_end(self.image_back_end),
+            }
             return PromptDataLoader.Config.identity(self) | own
 
     config: Config
@@ -93,13 +100,12 @@ class ImagePromptDataLoader(PromptDataLoader):
 
     def _open_samples(self) -> SampleSets:
         samples = super()._open_samples()
-        self._fingerprint = digest_of(
-            [self._fingerprint, processor_of(self._tokenizer).fingerprint]
-        )
+        processor = processor_of(self._tokenizer, self.config.image_back_end)
+        self._fingerprint = digest_of([self._fingerprint, processor.fingerprint])
         return samples
 
     def image_reader(self) -> ImageReader:
-        return ImageReader(processor_of(self._tokenizer))
+        return ImageReader(processor_of(self._tokenizer, self.config.image_back_end))
 
     def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return ImageBatches(processor_of(self._tokenizer))
+        return ImageBatches(processor_of(self._tokenizer, self.config.image_back_end))

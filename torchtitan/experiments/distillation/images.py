@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.components.images.loader import processor_of
+from torchtitan.components.images.loader import ImageDataLoader, processor_of
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source
@@ -27,9 +27,12 @@ class ImageDistillationTrainer(DistillationTrainer):
             preflight = DistillationTrainer.Config.check(self, world_size, dry_run=dry_run)
             if not dry_run:
                 folder = asset_folder(Path(self.teacher.path))
+                assert isinstance(self.dataloader, ImageDataLoader.Config)
+                back_end = self.dataloader.image_back_end
                 with errors_of("--teacher.path"):
-                    theirs = processor_of(PretrainedTokenizer.Config().build(path=folder))
-                if theirs.fingerprint != processor_of(preflight.tokenizer).fingerprint:
+                    teachers_tokenizer = PretrainedTokenizer.Config().build(path=folder)
+                    theirs = processor_of(teachers_tokenizer, back_end)
+                if theirs.fingerprint != processor_of(preflight.tokenizer, back_end).fingerprint:
                     raise UserError(
                         f"--teacher.path: the processor of images in '{folder}' differs from that "
                         "of the student, so they would read other pixels or tokens; choose a "
