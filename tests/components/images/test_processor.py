@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 import torch
 from PIL import Image
@@ -107,6 +108,13 @@ def test_digest_covers_files_and_files_are_exported(folders: Any, tmp_path: Path
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0, 0, 0]}))
     assert opened(folder).fingerprint != processor.fingerprint
+
+
+def test_another_pillow_gives_another_digest(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pixels may differ: findings/pillow_resizes_vertically_first.sh."""
+    processor = opened(folders("qwen3_vl"))
+    monkeypatch.setattr(PIL, "__version__", "12.2.0")
+    assert opened(folders("qwen3_vl")).fingerprint != processor.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ BackEnd = Literal["auto", "pillow", "torchvision"]
 _BACK_ENDS = {"pillow": "pil", "torchvision": "torchvision"}
 """Back end → its name in transformers."""
 
+_PACKAGES = {
+    "pillow": ("transformers", "PIL"),
+    "torchvision": ("transformers", "PIL", "torchvision"),
+}
+"""Back end → packages that decide pixels; Pillow decodes the images of both."""
+
 _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 _OPTIONAL_CONFIGS = ("video_preprocessor_config.json",)
 """Files that describe a processor. Either of the first ones is needed; newer versions of
@@ -69,8 +75,8 @@ class ImageProcessor:
     files: dict[str, Path]
     """Name → path of the files that an export needs."""
     fingerprint: str
-    """Hexadecimal digest of everything that decides token ids and pixels: files, class, back end
-    and version of transformers."""
+    """Hexadecimal digest of everything that decides token ids and pixels: files, class, back end,
+    and versions of transformers, Pillow, and torchvision if it is the back end."""
     types_name: str | None = None
     """Name of the class's argument for types of tokens, if the processor returns them."""
     joins_text: bool
@@ -106,7 +112,7 @@ class ImageProcessor:
                 f"--dataloader.image_back_end {back_end}: {image_class} is computed with {found} "
                 f"only; choose {found} or auto"
             )
-        self.fingerprint = _digest(contents, [self._name, image_class, found])
+        self.fingerprint = _digest([contents, self._name, image_class, found], found)
         logger.info(f"images: {self._name} of '{folder}', computed with {found}")
         self._try()
         return self
@@ -290,10 +296,9 @@ def _check_packages() -> None:
         )
 
 
-def _digest(contents: dict[str, Any], parts: Sequence[str]) -> str:
-    import transformers
-
-    text = json.dumps([contents, *parts, transformers.__version__], sort_keys=True)
+def _digest(parts: Sequence[Any], back_end: str) -> str:
+    versions = [importlib.import_module(name).__version__ for name in _PACKAGES[back_end]]
+    text = json.dumps([*parts, *versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
