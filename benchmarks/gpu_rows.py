@@ -430,6 +430,12 @@ def loss_chunks(size: Size, chunk_tokens: int) -> Numbers:
     return train(size, config)
 
 
+def image_back_ends(size: Size) -> Numbers:
+    from image_back_ends import measure
+
+    return measure(toy=size.toy)
+
+
 ROWS: dict[str, Callable[[Size], Numbers]] = {
     "1B eager": lambda size: train(size, size.pretraining()),
     "1B selective": lambda size: train(size, size.pretraining(selective=True)),
@@ -448,6 +454,7 @@ ROWS: dict[str, Callable[[Size], Numbers]] = {
     "generation": generation,
     "generation without CUDA graphs": generation_without_graphs,
     "experts": experts,
+    "image back ends": image_back_ends,
     **{f"1B loss chunks of {n}": partial(loss_chunks, chunk_tokens=n) for n in (1024, 2048, 8192)},
     "8B start-up": start_up,
 }
