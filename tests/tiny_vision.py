@@ -592,7 +592,7 @@ def reference_processor(model_type: str, folder: Path) -> Any:
         cls = processor._pixtral_class()
     parts = {
         "tokenizer": AutoTokenizer.from_pretrained(folder),
-        "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        "image_processor": AutoImageProcessor.from_pretrained(folder),
     }
     parts |= {name: None for name in cls.get_attributes() if name not in parts}
     module = importlib.import_module(cls.__module__)

@@ -1,5 +1,6 @@
 """The processor of images against transformers' own call, for many types of models."""
 
+import importlib.util
 import json
 import sys
 from functools import lru_cache
@@ -26,6 +27,9 @@ from torchtitan.tools.errors import UserError
 
 FAST = ("qwen3_vl", "smolvlm", "gemma3")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in VISION_TYPES if name not in FAST]
+WITHOUT_TORCHVISION = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
+)
 OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
@@ -121,7 +125,11 @@ def test_another_pillow_gives_another_digest(folders: Any, monkeypatch: pytest.M
     ("torchvision", "message"),
     [
         (None, "image_back_end torchvision: torchvision is not installed; install the version"),
-        (ModuleType("torchvision"), "Qwen2VLImageProcessorPil is computed with pillow only"),
+        pytest.param(
+            ModuleType("torchvision"),
+            "Qwen2VLImageProcessorPil is computed with pillow only",
+            marks=WITHOUT_TORCHVISION,
+        ),
     ],
 )
 def test_a_back_end_that_is_absent_is_refused(
@@ -175,10 +183,11 @@ def test_folder_that_transformers_saves_is_the_same(folders: Any, tmp_path: Path
     [
         ("processor_config.json", None, "has no processor_config.json or preprocessor_config.json"),
         ("processor_config.json", {"processor_class": "os.system"}, "which transformers does not"),
-        (
+        pytest.param(
             "preprocessor_config.json",
             {"image_processor_type": "Llama4ImageProcessor"},
             "torchvision",
+            marks=WITHOUT_TORCHVISION,
         ),
         ("preprocessor_config.json", {"merge_size": "two"}, "Qwen3VLProcessor"),
         ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<no>"}}, "'<no>'"),
