@@ -140,10 +140,11 @@ class Preparer:
         if wanted <= room:
             return wanted
         if room <= 0:
+            param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, which leaves no room for a new one in the "
                 f"model's context of {self.context} tokens; shorten the prompt",
-                param="messages" if isinstance(request, ChatRequest) else "prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         raise RequestError(

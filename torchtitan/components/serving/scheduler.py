@@ -151,11 +151,12 @@ class Scheduler:
         preparing them."""
         n_jobs = n_prompts * n
         if n_jobs > self.max_queue:
+            param = "prompt" if n == 1 else "n"
             raise RequestError(
                 f"the request asks for {n_jobs:,} texts (prompts: {n_prompts:,}, n: {n}), more "
                 f"than the {self.max_queue:,} that may wait here (--max_queue); send fewer "
                 "prompts, or a smaller n",
-                param="prompt" if n == 1 else "n",
+                param=param,
                 code="invalid_value",
             )
         n_waiting = self.n_waiting
