@@ -1,5 +1,6 @@
 """The processor of images against transformers' own call, for many types of models."""
 
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -9,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import PIL
 import pytest
 import torch
 from PIL import Image
@@ -117,7 +117,11 @@ def test_digest_covers_files_and_files_are_exported(folders: Any, tmp_path: Path
 def test_another_pillow_gives_another_digest(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pixels may differ: findings/pillow_resizes_vertically_first.sh."""
     processor = opened(folders("qwen3_vl"))
-    monkeypatch.setattr(PIL, "__version__", "12.2.0")
+    version = importlib.metadata.version
+    others = {"pillow": "12.2.0"}
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: others.get(name) or version(name)
+    )
     assert opened(folders("qwen3_vl")).fingerprint != processor.fingerprint
 
 

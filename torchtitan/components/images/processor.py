@@ -7,6 +7,7 @@ Source: transformers 5.23.0, processing_utils.py (`ProcessorMixin`) and models/a
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -35,8 +36,8 @@ _BACK_ENDS = {"pillow": "pil", "torchvision": "torchvision"}
 """Back end → its name in transformers."""
 
 _PACKAGES = {
-    "pillow": ("transformers", "PIL"),
-    "torchvision": ("transformers", "PIL", "torchvision"),
+    "pillow": ("transformers", "pillow"),
+    "torchvision": ("transformers", "pillow", "torchvision"),
 }
 """Back end → packages that decide pixels; Pillow decodes the images of both."""
 
@@ -297,7 +298,7 @@ def _check_packages() -> None:
 
 
 def _digest(parts: Sequence[Any], back_end: str) -> str:
-    versions = [importlib.import_module(name).__version__ for name in _PACKAGES[back_end]]
+    versions = [importlib.metadata.version(name) for name in _PACKAGES[back_end]]
     text = json.dumps([*parts, *versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
