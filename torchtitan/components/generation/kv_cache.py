@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.tools.eager import uncompiled
 from torchtitan.tools.torch_private import tree_map
 
 _ATTENTION = "*.attend"
@@ -72,7 +73,7 @@ class KVCache:
 
     def __enter__(self) -> Self:
         # Compiled blocks were traced without the hooks.
-        self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
+        self._cleanup.enter_context(uncompiled())
         for module in self._modules:
             self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_cached).remove)
         return self
