@@ -109,7 +109,7 @@ def test_a_resumed_run_names_its_code_again(code):
 
 
 def test_code_of_the_configuration_function_is_trusted(code, monkeypatch):
-    package = code / "own"
+    package = code / "with_rewards"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "config_registry.py").write_text(
