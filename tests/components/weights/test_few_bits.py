@@ -357,6 +357,11 @@ REFUSED = {
         GPTQ,
         "a.qzeros, which a quantized weight needs, is missing",
     ),
+    "order of inputs": (
+        {key: value for key, value in gptq_tensors().items() if "g_idx" not in key},
+        {**GPTQ, "desc_act": True},
+        "a.g_idx, the order of a weight's inputs .desc_act., is missing",
+    ),
     "AWQ": (
         gptq_tensors(),
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},

@@ -174,6 +174,8 @@ def gptq_weights(source: TensorSource, section: Mapping[str, Any]) -> dict[str, 
     for layer in layers:
         words, outputs = _matrix(specs, f"{layer}.qweight")
         index = f"{layer}.g_idx"
+        if section.get("desc_act") and index not in specs:
+            raise UserError(f"{index}, the order of a weight's inputs (desc_act), is missing")
         inputs = specs[index].shape[0] if index in specs else words * _WORD_BITS // bits
         groups = 1 if group_size == -1 else ceil(inputs / group_size)
         _check(specs, f"{layer}.qweight", (ceil(inputs * bits / _WORD_BITS), outputs))
