@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.cli.image_prompts import ImagePrompts, message
 from torchtitan.cli.model_options import (
     OpenedModel,
+    add_chat_template_option,
     add_model_options,
     add_sampling_options,
     open_model,
@@ -254,13 +255,7 @@ def chat(args: Sequence[str]) -> int:
     parser.add_argument(
         "--system", metavar="TEXT", help="system message at the start of the conversation"
     )
-    parser.add_argument(
-        "--chat_template",
-        default="",
-        metavar="NAME|FILE",
-        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the "
-        "checkpoint's)",
-    )
+    add_chat_template_option(parser)
     parser.add_argument(
         "--chat_template_kwargs",
         default="{}",

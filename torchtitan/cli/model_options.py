@@ -30,6 +30,16 @@ class OpenedModel(NamedTuple):
     """Maximum tokens in the attention context."""
 
 
+def add_chat_template_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chat_template",
+        default="",
+        metavar="NAME|FILE",
+        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the "
+        "checkpoint's)",
+    )
+
+
 def add_model_options(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add the options that `open_model` reads. `more`: other values of `--checkpoint`."""
     group = parser.add_argument_group("model")

@@ -14,7 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.cli.model_options import add_model_options, open_model, run_command
+from torchtitan.cli.model_options import (
+    add_chat_template_option,
+    add_model_options,
+    open_model,
+    run_command,
+)
 from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
@@ -88,13 +93,7 @@ def serve(args: Sequence[str]) -> int:
         metavar="N",
         help="texts that may wait; more requests get the status 429 (default: 256)",
     )
-    parser.add_argument(
-        "--chat_template",
-        default="",
-        metavar="NAME|FILE",
-        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the "
-        "checkpoint's)",
-    )
+    add_chat_template_option(parser)
     parser.add_argument(
         "--adapters",
         nargs="+",
