@@ -55,7 +55,10 @@ def test_each_answer_names_options_that_exist():
         (["--checkpoint.enable_checkpoint"], "use --checkpoint.enable"),
         (["--train.micro_batch_size", "4"], "use --training.local_batch_size"),
         (["--args.save_total_limit", "2"], "use --checkpoint.keep_latest_k"),
-        (["--training.tensor_parallel_degree", "2"], "mean --parallelism.tensor_parallel_degree?"),
+        (
+            ["--training.tensor_parallel_degree", "2"],
+            "mean '--parallelism.tensor_parallel_degree'?",
+        ),
         (["--experimental.context_parallel_degree", "2"], "--parallelism.context_parallel_degree?"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -220,8 +220,10 @@ class ConfigManager:
         options = [f"--{name}" for name in (*known, *self._others)]
         if key in OTHER_NAMES:
             return UserError(f"unknown option {option}; use {OTHER_NAMES[key]}")
-        last = key.rpartition(".")[2]
-        for ending in dict.fromkeys((key, last)):
+        section, _, last = key.rpartition(".")
+        # An option of a section that is here would do something else in another section.
+        is_section = any(name.startswith(f"--{section}.") for name in options)
+        for ending in (key,) if is_section else dict.fromkeys((key, last)):
             if in_sections := [name for name in options if name.endswith(f".{ending}")][:3]:
                 found = " or ".join(in_sections)
                 return UserError(f"unknown option {option}; did you mean {found}?")
