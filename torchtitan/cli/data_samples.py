@@ -127,7 +127,7 @@ def _with_images(
     """Return a row with images in the place of their tokens. `numbers` are those of its
     documents."""
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-    from torchtitan.components.images.loader import processor_of
+    from torchtitan.components.images.rows_loader import processor_of
 
     assert isinstance(loader, PlannedDataLoader)
     config: Any = loader.config  # of a loader of images

@@ -18,10 +18,11 @@ from tests.tiny_vision import reference_processor, vision_folder
 from tests.training import tiny_config
 from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.data.finetuning import sample_cache
-from torchtitan.components.images.loader import ImageDataLoader, processor_of
+from torchtitan.components.images.loader import ImageDataLoader
 from torchtitan.components.images.preference import ImagePreferenceDataLoader
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.prompts import ImagePromptDataLoader
+from torchtitan.components.images.rows_loader import processor_of
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools.errors import UserError
 

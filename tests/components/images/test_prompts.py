@@ -12,8 +12,8 @@ from torchtitan.cli.data_samples import samples_of
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.images.encoder import encode_prompt
 from torchtitan.components.images.files import ImageFile
-from torchtitan.components.images.loader import processor_of
 from torchtitan.components.images.prompts import ImagePromptDataLoader
+from torchtitan.components.images.rows_loader import processor_of
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools.errors import UserError
 

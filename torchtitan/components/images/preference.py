@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
@@ -14,16 +13,13 @@ from torchtitan.components.data.finetuning.preference import (
     PreferenceDataLoader,
     pack_pairs,
 )
-from torchtitan.components.data.finetuning.row_formats import RowFormat
-from torchtitan.components.data.finetuning.samples import SampleSets, Windows
-from torchtitan.components.data.sources.source import Source
+from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.images.encoder import ImageTokens
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.keys import image_keys
-from torchtitan.components.images.loader import processor_of
-from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
+from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
-from torchtitan.components.images.rows import rows_with_images
+from torchtitan.components.images.rows_loader import ImageRowsDataLoader
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.digests import digest_of
 
@@ -56,7 +52,7 @@ class ImagePairEncoder(PairEncoder):
         return EncodedRow(parts, images=[image.to_json() for image in images])
 
 
-class ImagePreferenceDataLoader(PreferenceDataLoader):
+class ImagePreferenceDataLoader(ImageRowsDataLoader, PreferenceDataLoader):
     """Pairs of answers to prompts with images, as `PreferenceDataLoader` packs them; windows end
     with the longest of their batch. Images are decoded when a batch is made.
 
@@ -65,51 +61,17 @@ class ImagePreferenceDataLoader(PreferenceDataLoader):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceDataLoader.Config):
+    class Config(ImageRowsDataLoader.Config, PreferenceDataLoader.Config):
         """Preference data with images."""
-
-        image_root: str = ""
-        """Folder with the images, to which paths in the data are relative; empty: the folder of the
-        data file."""
-        fetch_images: bool = False
-        """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
-        such rows are broken."""
-        image_back_end: BackEnd = "auto"
-        """What computes pixel values, which differ: pillow, torchvision, or auto (torchvision if it
-        is installed and the model's processor has it)."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImagePairEncoder:
             chat = ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
-            return ImagePairEncoder(chat, processor_of(tokenizer, self.image_back_end), tokenizer)
-
-        def rows(self) -> list[tuple[Source, RowFormat]]:
-            """Return the source and row format of each dataset, with the columns of images."""
-            return rows_with_images(
-                PreferenceDataLoader.Config.rows(self),
-                self.image_root,
-                fetch_images=self.fetch_images,
-                cache_dir=self.cache_dir,
-            )
-
-        def identity(self) -> dict[str, Any]:
-            """Return the identity of the data, of the folder of images and of what computes pixel
-            values."""
-            own = {
-                "dataloader.image_root": self.image_root,
-                "dataloader.image_back_end": preferred_back_end(self.image_back_end),
-            }
-            return PreferenceDataLoader.Config.identity(self) | own
+            return ImagePairEncoder(chat, self.processor(tokenizer), tokenizer)
 
     config: Config
 
-    def _open_samples(self) -> SampleSets:
-        samples = super()._open_samples()
-        processor = processor_of(self._tokenizer, self.config.image_back_end)
-        self._fingerprint = digest_of([self._fingerprint, processor.fingerprint])
-        return samples
-
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return _ImagePairBatches(processor_of(self._tokenizer, self.config.image_back_end))
+        return _ImagePairBatches(self.processor)
 
 
 class _ImagePairBatches:

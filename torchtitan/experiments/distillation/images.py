@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.components.images.loader import ImageDataLoader, processor_of
+from torchtitan.components.images.loader import ImageDataLoader
+from torchtitan.components.images.rows_loader import processor_of
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source

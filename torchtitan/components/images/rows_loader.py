@@ -1,0 +1,77 @@
+"""What data loaders of rows with images share."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.samples import SampleSets
+from torchtitan.components.data.sources.source import Source
+from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
+from torchtitan.components.images.rows import rows_with_images
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.digests import digest_of
+from torchtitan.tools.errors import UserError
+
+
+@lru_cache(maxsize=4)  # opened several times at the start of a run
+def processor_of(tokenizer: Tokenizer, back_end: BackEnd = "auto") -> ImageProcessor:
+    """Return the image processor in the folder of a tokenizer. Raise `UserError` without one."""
+    if not tokenizer.folder:
+        raise UserError("data with images needs the folder of a model with an image processor")
+    return ImageProcessor.from_folder(tokenizer.folder, tokenizer, back_end)
+
+
+class ImageRowsDataLoader(PlannedDataLoader):
+    """Rows with images. A subclass also derives from the loader of the same rows without images,
+    and its `Config` from both configs, this one first."""
+
+    @dataclass(kw_only=True)
+    class Config(PlannedDataLoader.Config):
+        """Rows with images."""
+
+        __slots__ = ()  # the subclass has the fields: two bases with slots cannot be combined
+
+        image_root: str = ""
+        """Folder with the images, to which paths in the data are relative; empty: the folder of the
+        data file."""
+        image_back_end: BackEnd = "auto"
+        """What computes pixel values, which differ: pillow, torchvision, or auto (torchvision if it
+        is installed and the model's processor has it)."""
+        fetch_images: bool = False
+        """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
+        such rows are broken."""
+
+        def processor(self, tokenizer: Tokenizer) -> ImageProcessor:
+            """Return the image processor of the model. Raise `UserError` without one."""
+            return processor_of(tokenizer, self.image_back_end)
+
+        def rows(self) -> list[tuple[Source, RowFormat]]:
+            """Return the source and row format of each dataset, with the columns of images."""
+            return rows_with_images(
+                super().rows(),
+                self.image_root,
+                fetch_images=self.fetch_images,
+                cache_dir=self.cache_dir,
+            )
+
+        def identity(self) -> dict[str, Any]:
+            """Return the identity of the data, of the folder of images and of what computes pixel
+            values."""
+            return super().identity() | {
+                "dataloader.image_root": self.image_root,
+                "dataloader.image_back_end": preferred_back_end(self.image_back_end),
+            }
+
+    config: Config
+
+    @property
+    def processor(self) -> ImageProcessor:
+        """Image processor of the model."""
+        return self.config.processor(self._tokenizer)
+
+    def _open_samples(self) -> SampleSets:
+        samples = super()._open_samples()
+        self._fingerprint = digest_of([self._fingerprint, self.processor.fingerprint])
+        return samples
