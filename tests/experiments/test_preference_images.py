@@ -215,11 +215,63 @@ def test_the_reference_of_adapters_sees_the_images(folders: Any, data: Any, tmp_
     assert second < first
 
 
+def kto_log_ratios(
+    folder: Path, other: Path, sides: list[Any], images: list[Any]
+) -> tuple[torch.Tensor, Any]:
+    """Return the log-ratios of answers by the class alone, and the model that has them."""
+    from transformers import AutoModelForImageTextToText
+
+    inputs = reference_inputs("qwen3_vl", folder, sides, images)
+    labels = answer_labels(folder, inputs, sides)
+    model, reference = (
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        for path in (folder, other)
+    )
+    with torch.no_grad():
+        by_reference = answer_log_probs(reference, inputs, labels)
+    return answer_log_probs(model.train(), inputs, labels) - by_reference, model
+
+
+@pytest.mark.slow
+def test_kto_equals_that_of_the_class(folders: Any, data: Any, tmp_path: Path) -> None:
+    """Two answers with labels in one window: the prompt of each, with its images, has the answer of
+    the other in the estimate of the divergence."""
+    path, sides, images = data
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:2]]
+    for row, (side, label) in zip(rows, (("chosen", True), ("rejected", False)), strict=True):
+        row |= {"completion": row[side], "label": label}
+        del row["chosen"], row["rejected"]
+    labeled = path.with_name("labeled.jsonl")
+    labeled.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sides, images = [sides[0], sides[3]], [images[0], images[3]]
+    crossed = [[sides[0][0], sides[1][1]], [sides[1][0], sides[0][1]]]
+
+    folder, other = folders("qwen3_vl")
+    mismatched, _ = kto_log_ratios(folder, other, crossed, images)
+    if mismatched.mean() < 0:  # an estimate below 0 counts as 0
+        folder, other = other, folder
+        mismatched, _ = kto_log_ratios(folder, other, crossed, images)
+    z = float(mismatched.detach().mean())
+    assert z > 0.01
+    log_ratios, model = kto_log_ratios(folder, other, sides, images)
+    rewards = BETA * (log_ratios - z) * torch.tensor([1, -1])
+    loss = (1 - rewards.sigmoid()).mean()
+    loss.backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+
+    chosen = chosen_options(folder, labeled, config="kto_images", reference__path=other)
+    chosen |= {"dataloader__packing": "ffd", "training__local_batch_size": 1}
+    train(tmp_path, **chosen)
+    [(_, *found)] = read_metrics(tmp_path, "loss", "grad_norm", "kl")
+    expected = [float(loss.detach()), norm(gradients), z]
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("module", "config", "message"),
     [
         ("reward", "bradley_terry", "reward models need a family of torchtitan, not a class"),
-        ("preference", "kto", "names images .*, and this configuration trains on text"),
+        ("preference", "ipo", "names images .*, and this configuration trains on text"),
     ],
 )
 def test_methods_of_text_are_refused(

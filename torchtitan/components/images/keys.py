@@ -18,7 +18,7 @@ def image_keys(processor: ImageProcessor, windows: Windows, tokens_BL: Tensor) -
     for keys_L, window in zip(keys_BL, windows, strict=True):
         start = 0
         for sample in window:
-            stop = start + sum(len(part.ids) - 1 for part in sample.parts)
+            stop = start + sum(max(len(part.ids) - 1, 0) for part in sample.parts)
             keys_L[start:stop] = _key(processor, sample)
             start = stop
     return keys_BL

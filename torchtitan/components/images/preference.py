@@ -1,16 +1,20 @@
-"""Data loader for pairs of answers to prompts with images."""
+"""Data loaders for answers to prompts with images: pairs, and single answers with labels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Pair, Sample
 from torchtitan.components.data.finetuning.preference import (
-    SIDES,
+    AnswerDataLoader,
     PairEncoder,
     PreferenceDataLoader,
+    mismatch,
+    mismatched_batch,
     pack_pairs,
 )
 from torchtitan.components.data.finetuning.samples import Windows
@@ -21,6 +25,7 @@ from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows_loader import ImageRowsDataLoader
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.digests import digest_of
 
 
@@ -42,13 +47,16 @@ class ImagePairEncoder(PairEncoder):
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)
         images = sample.prompt.images
-        expanded = self._tokens.expand_samples(super().encode(sample).parts, images)
+        encoded = super().encode(sample).parts
+        present = [part for part in encoded if len(part.ids)]
+        expanded = self._tokens.expand_samples(present, images)
         if any(n < len(images) for _, n in expanded):
             raise BrokenSample(
                 f"the chat template writes fewer than its {len(images)} images before one of the "
                 "answers"
             )
-        parts = tuple(part for part, _ in expanded)
+        answers = iter(expanded)
+        parts = tuple(next(answers)[0] if len(part.ids) else part for part in encoded)
         return EncodedRow(parts, images=[image.to_json() for image in images])
 
 
@@ -74,6 +82,20 @@ class ImagePreferenceDataLoader(ImageRowsDataLoader, PreferenceDataLoader):
         return _ImagePairBatches(self.processor)
 
 
+class ImageAnswerDataLoader(ImagePreferenceDataLoader, AnswerDataLoader):
+    """Single answers with a label to prompts with images, as `AnswerDataLoader` packs them.
+
+    A batch also has `mismatched_images`, those of the prompts of `mismatched_input`. A prompt that
+    would be too long with an answer to another prompt is not shortened, since it would lose its
+    images, but left out of the estimate.
+    """
+
+    config: ImagePreferenceDataLoader.Config
+
+    def batch_maker(self) -> Callable[[Windows, int], Batch]:
+        return _ImageAnswerBatches(self.processor)
+
+
 class _ImagePairBatches:
     """Makes batches of windows of pairs."""
 
@@ -82,15 +104,38 @@ class _ImagePairBatches:
 
     def __call__(self, windows: Windows, seq_len: int) -> Batch:
         """Return a batch, with the windows' padding up to the longest."""
-        longest = max(1, *(sum(map(_n_positions, window)) for window in windows))
+        longest = _longest(windows)
         batch = to_batch([pack_pairs(window, longest) for window in windows])
-        pairs = [pair for window in windows for pair in window]
-        opened = [[ImageFile.from_json(image).decode() for image in pair.images] for pair in pairs]
-        sequences = [images for images in opened for _ in SIDES]
-        batch["images"] = ImageReader(self._processor).inputs(sequences, batch["input"])
+        batch["images"] = self._inputs(windows, batch["input"])
         batch["image_keys"] = image_keys(self._processor, windows, batch["input"])
         return batch
 
+    def _inputs(self, windows: Windows, tokens_BW: Tensor) -> ImageInputs:
+        """Return the images of all sequences, in order."""
+        rows = [row for window in windows for row in window]
+        opened = [[ImageFile.from_json(image).decode() for image in row.images] for row in rows]
+        n_sequences = [sum(len(part.ids) > 0 for part in row.parts) for row in rows]
+        sequences = [
+            images for images, n in zip(opened, n_sequences, strict=True) for _ in range(n)
+        ]
+        return ImageReader(self._processor).inputs(sequences, tokens_BW)
 
-def _n_positions(pair: EncodedRow) -> int:
-    return sum(len(part.ids) - 1 for part in pair.parts)
+
+class _ImageAnswerBatches(_ImagePairBatches):
+    """Makes batches of windows of single answers."""
+
+    def __call__(self, windows: Windows, seq_len: int) -> Batch:
+        batch = super().__call__(windows, seq_len)
+        mismatched = [mismatch(window, seq_len, shortens=False) for window in windows]
+        batch |= mismatched_batch(mismatched, _longest(mismatched))
+        batch["mismatched_images"] = self._inputs(mismatched, batch["mismatched_input"])
+        return batch
+
+
+def _longest(windows: Windows) -> int:
+    """Return the number of positions of the longest window, at least 1."""
+    return max(1, *(sum(map(_n_positions, window)) for window in windows))
+
+
+def _n_positions(row: EncodedRow) -> int:
+    return sum(max(len(part.ids) - 1, 0) for part in row.parts)

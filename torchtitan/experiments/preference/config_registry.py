@@ -4,7 +4,10 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
-from torchtitan.components.images.preference import ImagePreferenceDataLoader
+from torchtitan.components.images.preference import (
+    ImageAnswerDataLoader,
+    ImagePreferenceDataLoader,
+)
 from torchtitan.components.losses.preference_losses import KTOLoss, PreferenceLoss
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
@@ -70,6 +73,15 @@ def kto(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Con
     loader = AnswerDataLoader.Config(dataset=[])
     return KTOTrainer.Config.based_on(
         dpo(hf_assets_path, family), dataloader=loader, loss=KTOLoss.Config()
+    )
+
+
+def kto_images(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Config:
+    """As `kto`, on answers to prompts with images."""
+    return KTOTrainer.Config.based_on(
+        dpo_images(hf_assets_path),
+        dataloader=ImageAnswerDataLoader.Config(dataset=[]),
+        loss=KTOLoss.Config(),
     )
 
 

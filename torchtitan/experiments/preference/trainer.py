@@ -120,7 +120,9 @@ class KTOTrainer(PreferenceTrainer):
         total, number, n_answers = torch.zeros(3, device=self.device, dtype=self.statistics_dtype)
         for batch in map(self.post_dataloading_process, batches):
             answers = {
-                name: batch.get(f"mismatched_{name}") for name in ("input", "labels", "attention")
+                name: batch[f"mismatched_{name}"]
+                for name in ("input", "labels", "attention", "images")
+                if f"mismatched_{name}" in batch
             }
             with self.mixed_precision():
                 ratios = self.log_probs("model", answers) - self.reference_log_probs(answers)

@@ -138,16 +138,8 @@ class AnswerDataLoader(PreferenceDataLoader):
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         batch = PreferenceDataLoader.collate(windows, seq_len)
-        mismatched = [_mismatched(window, seq_len) for window in windows]
-        others = to_batch(
-            [pack_samples(samples, seq_len * SEQUENCES_PER_SAMPLE) for samples in mismatched]
-        )
-        numbers = [sum(part.trained.any() for part in samples) for samples in mismatched]
-        counts = {
-            "n_mismatched": torch.tensor(numbers),
-            "n_answers": torch.tensor([*map(len, mismatched)]),
-        }
-        return batch | {f"mismatched_{k}": v for k, v in others.items()} | counts
+        mismatched = [mismatch(window, seq_len) for window in windows]
+        return batch | mismatched_batch(mismatched, seq_len * SEQUENCES_PER_SAMPLE)
 
 
 class RewardEncoder(PairEncoder):
@@ -209,24 +201,61 @@ def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Te
     return zeros.scatter_add(1, sequences_BW, values_BW).unflatten(1, (-1, len(SIDES)))
 
 
-def _mismatched(window: Sequence[EncodedRow], seq_len: int) -> list[EncodedSample]:
-    """Return each prompt of a window followed by an answer to another prompt, without the first
-    tokens of prompts if it is longer than `seq_len` positions. Each answer occurs once. If a prompt
-    has more than half of the answers, some follow their own prompt, and are not trained."""
-    of_prompts: dict[bytes, list[EncodedSample]] = {}
+def mismatch(
+    window: Sequence[EncodedRow], seq_len: int, *, shortens: bool = True
+) -> list[EncodedRow]:
+    """Return each prompt of a window, with its images, followed by an answer to another prompt.
+
+    Each answer occurs once. If a prompt has more than half of the answers, some follow their own
+    prompt, and are not trained.
+
+    Args:
+        shortens: Remove the first tokens of prompts from what is longer than `seq_len` positions.
+            Otherwise, a prompt that would be too long has its own answer, which is not trained.
+    """
+    of_prompts: dict[bytes, list[EncodedRow]] = {}
     for side in range(len(SIDES)):
-        for part in (row.parts[side] for row in window if len(row.parts[side].ids)):
-            prompt_ids = part.ids[: int(part.trained.argmax())]
-            of_prompts.setdefault(np.asarray(prompt_ids, np.int64).tobytes(), []).append(part)
-    answers = [(prompt, part) for prompt, parts in of_prompts.items() for part in parts]
+        for row in window:
+            part = row.parts[side]
+            if len(part.ids):
+                key = np.asarray(_prompt_ids(part), np.int64).tobytes()
+                of_prompts.setdefault(key, []).append(row._replace(parts=(part,)))
+    answers = [(prompt, row) for prompt, rows in of_prompts.items() for row in rows]
     # The answers to a prompt are neighbors, so those that lie as far apart as the most of a prompt
     # are of two prompts.
     most = max(map(len, of_prompts.values()), default=0)
     others = [*answers[-most:], *answers[:-most]] if most else []
     result = []
-    for (own, part), (another, other) in zip(answers, others, strict=True):
-        n_prompt, start = int(part.trained.argmax()), int(other.trained.argmax())
-        prompt = slice(max(0, n_prompt + len(other.ids[start:]) - seq_len - 1), n_prompt)
-        trained = np.concatenate([part.trained[prompt], other.trained[start:] & (own != another)])
-        result.append(EncodedSample(np.concatenate([part.ids[prompt], other.ids[start:]]), trained))
+    for (own, row), (another, other) in zip(answers, others, strict=True):
+        part, answer = row.parts[0], other.parts[0]
+        n_prompt, start = len(_prompt_ids(part)), len(_prompt_ids(answer))
+        n_excess = max(0, n_prompt + len(answer.ids[start:]) - seq_len - 1)
+        if n_excess and not shortens:
+            result.append(row._replace(parts=(_untrained(part),)))
+            continue
+        prompt = slice(n_excess, n_prompt)
+        ids = np.concatenate([part.ids[prompt], answer.ids[start:]])
+        is_other = own != another
+        trained = np.concatenate([part.trained[prompt], answer.trained[start:] & is_other])
+        result.append(row._replace(parts=(EncodedSample(ids, trained),)))
     return result
+
+
+def _prompt_ids(part: EncodedSample) -> np.ndarray:
+    return part.ids[: int(part.trained.argmax())]
+
+
+def _untrained(part: EncodedSample) -> EncodedSample:
+    return part._replace(trained=np.zeros_like(part.trained))
+
+
+def mismatched_batch(windows: Sequence[Sequence[EncodedRow]], n_positions: int) -> Batch:
+    """Return what `AnswerDataLoader` adds to a batch, from the results of `mismatch`."""
+    samples = [[row.parts[0] for row in window] for window in windows]
+    packed = to_batch([pack_samples(window, n_positions) for window in samples])
+    n_mismatched = [sum(bool(part.trained.any()) for part in window) for window in samples]
+    return {
+        **{f"mismatched_{name}": values for name, values in packed.items()},
+        "n_mismatched": torch.tensor(n_mismatched),
+        "n_answers": torch.tensor([*map(len, samples)]),
+    }
