@@ -389,9 +389,16 @@ def train_rank(folder: Path, model: Path, data: Path, options: dict[str, Any]) -
     train(model, data, folder, **options)
 
 
+ON_TWO_RANKS = {
+    "sharded": {"data_parallel_shard_degree": 2},
+    "replicated": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    "tensor parallel": {"tensor_parallel_degree": 2},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_two_ranks_equal_one(replicas: int, folders: Any, data: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ON_TWO_RANKS)
+def test_two_ranks_equal_one(layout: str, folders: Any, data: Any, tmp_path: Path) -> None:
     """One rank has fewer images in some passes, or none."""
     source, *_ = data
     folder = folders("smolvlm")
@@ -400,8 +407,7 @@ def test_two_ranks_equal_one(replicas: int, folders: Any, data: Any, tmp_path: P
         "training__steps": 2,
         "training__local_batch_size": 1,
         "training__global_batch_size": 4,
-        "parallelism__data_parallel_replicate_degree": replicas,
-        "parallelism__data_parallel_shard_degree": 2 // replicas,
+        **{f"parallelism__{name}": degree for name, degree in ON_TWO_RANKS[layout].items()},
     }
     run_processes(train_rank, 2, tmp_path / "two", folder, source, options)
     names = ("loss", "grad_norm", "reward", "length", "importance_weight")

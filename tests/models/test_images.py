@@ -312,6 +312,35 @@ def test_ranks_may_have_different_numbers_of_images(
     assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)
 
 
+IN_TENSOR_PARALLEL = [
+    ("smolvlm", 2),
+    ("gemma3", 1),  # its tower uses the weights of an output layer without calling it
+    ("qwen2_5_vl", 1),
+]
+"""Types whose class has a plan, and ranks that share the data."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "shards"), IN_TENSOR_PARALLEL)
+def test_tensor_parallelism_changes_nothing(
+    model_type: str, shards: int, folders: Any, tmp_path: Path
+) -> None:
+    """Two ranks split the language model, and each computes the whole vision tower."""
+    folder = folders(model_type)
+    rows, *_ = write_rows(tmp_path / "data")
+    one = {"training__steps": 3}
+    train(tmp_path / "one", **options(folder, rows, **one))
+    more = one | {
+        "parallelism__tensor_parallel_degree": 2,
+        "parallelism__data_parallel_shard_degree": shards,
+        "training__local_batch_size": 4 // shards,
+    }
+    run_processes(train_rank, 2 * shards, tmp_path / "split", folder, rows, more)
+    expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
+    found = read_metrics(tmp_path / "split", "loss", "grad_norm")
+    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "model_type",
     ["qwen3_vl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("smolvlm", "gemma3"))],

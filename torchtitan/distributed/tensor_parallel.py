@@ -73,6 +73,7 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "vocabulary to whole": _Interface(Replicate(), Replicate(), output=Replicate(), **_VOCABULARY),
     "whole": _Interface(Replicate(), Replicate(), output=Replicate()),
     "local tokens": _Interface(Shard(1), Shard(1)),
+    "copy": _Interface(Replicate(), Replicate()),
 }
 
 
@@ -93,6 +94,8 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     a bias, unlike converted layers, and unfreeze a norm's weight."""
     if sharding == "local tokens":
         return _replicate(module, mesh)
+    if sharding == "copy":
+        return _copy(module, mesh)
     interface = _INTERFACES[sharding]
 
     def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
@@ -135,26 +138,43 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
+def _copy(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate a module's own parameters, and compute with plain tensors. Each rank computes the
+    same, so each has the whole gradient."""
+    # This module uses the weights of its output layer without calling it.
+    owners = [*module.modules()] if isinstance(module, nn.MultiheadAttention) else [module]
+    for owner in owners:
+        if not any(isinstance(one, DTensor) for one in owner.parameters(recurse=False)):
+            shard_parameters(owner, mesh, None)
+        compute_with_local_parameters(
+            owner, lambda _, one: one.to_local(grad_placements=[Replicate()]), user=module
+        )
+
+
 def compute_with_local_parameters(
-    module: nn.Module, localize: Callable[[str, DTensor], Tensor]
+    module: nn.Module,
+    localize: Callable[[str, DTensor], Tensor],
+    *,
+    user: nn.Module | None = None,
 ) -> None:
     """Run a module's forward pass, but not the passes of its submodules, with plain tensors instead
-    of DTensors."""
+    of DTensors; or that of `user`, which uses the module's parameters."""
 
-    def use_local(module: nn.Module, _: Any) -> None:
+    def use_local(*_: Any) -> None:
         # Not attributes: a module accepts only a leaf, and gradients must reach the DTensor.
         for name, parameter in parameter_entries(module).items():
             if isinstance(parameter, DTensor):
                 parameter_entries(module)[name] = localize(name, parameter)
                 replaced[name] = parameter
 
-    def restore(module: nn.Module, *_: Any) -> None:
+    def restore(*_: Any) -> None:
         parameter_entries(module).update(replaced)
         replaced.clear()
 
     replaced: dict[str, DTensor] = {}
-    module.register_forward_pre_hook(use_local)
-    module.register_forward_hook(restore, always_call=True)
+    user = user or module
+    user.register_forward_pre_hook(use_local)
+    user.register_forward_hook(restore, always_call=True)
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:

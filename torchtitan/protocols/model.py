@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,10 @@ class BaseModel(nn.Module, Configurable):
     unused_layers: Collection[str] = ()
     """Names of modules without trained parameters of their own, such as a frozen vision tower's,
     which are not converted."""
+
+    splits_sequences: ClassVar[bool] = True
+    """Whether tensor parallelism splits sequences over ranks between layers, so that their length
+    must be a multiple of its degree."""
 
     def __init__(self, config: "BaseModel.Config"):
         nn.Module.__init__(self)

@@ -28,6 +28,7 @@ from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
+from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words, require
@@ -181,7 +182,7 @@ class Engine:
         self._max_rows, self._use_cache = max_rows, use_cache
         self._is_advancing = False  # whether code of a coroutine is running
         self._running_now = threading.Lock()
-        self._degree, self._device = _tensor_parallel_degree(model), _device_of(model)
+        self._degree, self._device = _tensor_parallel_degree(self._model), _device_of(model)
         if reader and not (use_cache and self._model.generation_cache(lambda: None)):
             name = type(getattr(model, "model", model)).__name__
             raise UserError(f"{name} cannot generate from images here: its cache is not used")
@@ -814,7 +815,10 @@ def _logits_at(
     return logits
 
 
-def _tensor_parallel_degree(model: nn.Module) -> int:
+def _tensor_parallel_degree(model: BaseModel) -> int:
+    """Return the number of ranks that split sequences."""
+    if not model.splits_sequences:
+        return 1
     meshes = (
         parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
     )

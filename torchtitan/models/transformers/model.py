@@ -134,8 +134,6 @@ class TransformersModel(BaseModel):
             unsupported = dict.fromkeys(
                 ("pipeline_parallel_degree", "context_parallel_degree"), reason
             )
-            if self.reads_images:
-                return {**unsupported, "tensor_parallel_degree": "the batches have images"}
             _, of_tensors = class_plan(self.document)
             return {**unsupported, **({"tensor_parallel_degree": of_tensors} if of_tensors else {})}
 
@@ -149,6 +147,7 @@ class TransformersModel(BaseModel):
             return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     config: Config
+    splits_sequences = False
 
     def __init__(self, config: Config):
         super().__init__(config)

@@ -37,12 +37,16 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
     tensor: dict[str, TensorSharding] = (
         {} if output.weight is embedding.weight else {"head.output": "columns"}
     )
-    inside = {
-        module for module in model.get_decoder().modules() if list(module.parameters(recurse=False))
-    } - {output}
-    for path, module in (
-        (path, module) for path, module in model.named_modules() if module in inside
-    ):
+    inside = set(model.get_decoder().modules())
+    owners = {
+        path: module
+        for path, module in model.named_modules()
+        if module is not output and list(module.parameters(recurse=False))
+    }
+    for path, module in owners.items():
+        if module not in inside:  # each rank reads all images
+            tensor[_pattern(path)] = "copy"
+            continue
         style = next(
             (style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None
         )
@@ -54,7 +58,7 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
         if kind is None:
             refused.add(f"{type(module).__name__} {without_numbers([path])[0]}")
         else:
-            tensor[re.sub(r"(?<=\.)\d+(?=\.)", "*", f"model.{path}")] = kind
+            tensor[_pattern(path)] = kind
     reason = ""
     if not {"colwise", "rowwise_split_input"} & set(styles.values()):
         reason = f"{name} has no plan for it in transformers"
@@ -64,3 +68,8 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
             "linear layer"
         )
     return ShardingPlan(tensor={} if reason else tensor, attention=""), reason
+
+
+def _pattern(path: str) -> str:
+    """Return the name of a module of the class in a plan, for all layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", f"model.{path}")
