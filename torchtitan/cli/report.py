@@ -48,7 +48,7 @@ class RunRecord:
         self.name = str(folder)
         self.problems: list[str] = []
         """Messages about broken files, and broken lines of files, that the report skips."""
-        self.lines = self._lines(METRICS, partial(json_lines, folder / METRICS, _is_metrics))
+        self.lines = self._lines(METRICS, partial(json_lines, folder / METRICS, is_metrics))
         if not self.lines:
             raise UserError(
                 f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run "
@@ -100,20 +100,23 @@ class RunRecord:
         return [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """Return the points of a metric; of many, the lowest and the highest in each of equal
-        parts."""
-        points = self.points(key)
-        size = max(1, -(-2 * len(points) // _MOST_POINTS))
-        parts = [
-            sorted(points[i : i + size], key=lambda point: point[1])
-            for i in range(0, len(points), size)
-        ]
-        return sorted(
-            {*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))}
-        )
+        """Return the points of a metric, thinned out."""
+        return thinned(self.points(key))
 
 
-def _is_metrics(line: Mapping[str, Any]) -> bool:
+def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return steps and values of a curve; of many, the lowest and the highest value in each of
+    equal parts."""
+    size = max(1, -(-2 * len(points) // _MOST_POINTS))
+    parts = [
+        sorted(points[i : i + size], key=lambda point: point[1])
+        for i in range(0, len(points), size)
+    ]
+    return sorted({*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))})
+
+
+def is_metrics(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of a run's metrics has a step and numbers only."""
     step, numbers = line.get("step"), [value for value in line.values() if value is not None]
     is_step = type(step) is int and 0 <= step < 2**63
     return is_step and all(type(n) in (int, float) and abs(n) < 1e100 for n in numbers)

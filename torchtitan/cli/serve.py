@@ -25,9 +25,11 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
     from torch import nn
 
     from torchtitan.components.serving.app import Limits, ServedModel
+    from torchtitan.components.serving.views import View
 
 KEY_VARIABLE = "TORCHTITAN_API_KEY"
 """Environment variable with the API key, which a command line would show to other users."""
@@ -108,6 +110,21 @@ def serve(args: Sequence[str]) -> int:
         help="of a run in progress (--checkpoint is its folder): use each newer checkpoint as soon "
         "as the running texts have ended",
     )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of a run, or with the folders of runs: the page shows their curves, also "
+        "while they train (default: with --follow, the run)",
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="fine-tuning data, as --dataloader.dataset takes it: the page shows its rows as the "
+        "model would be trained on them",
+    )
     add_model_options(parser, more=", or a run's folder, for its newest checkpoint")
     options = parser.parse_args(args)
     return run_command("serve", lambda: _serve(options))
@@ -115,11 +132,31 @@ def serve(args: Sequence[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> None:
     _check(options)
+    from torchtitan.components.serving.app import create_app  # needs what is checked
+
     run = options.checkpoint
+    views = _views_of_runs(options)
     served = _open_all(options)
-    limits = _limits(options)
+    views |= _views_of_data(options, served[0])
+    app = create_app(served, _limits(options), views)
     with _following(run, options, served[0]) if options.follow else contextlib.nullcontext():
-        _listen(served, limits, options.host, options.port)
+        _listen(app, served, options.host, options.port)
+
+
+def _views_of_runs(options: argparse.Namespace) -> "dict[str, View]":
+    from torchtitan.cli.served_views import RunsView
+
+    folder = options.runs or (options.checkpoint if options.follow else None)
+    return {"runs": RunsView(folder)} if folder else {}
+
+
+def _views_of_data(options: argparse.Namespace, served: "ServedModel") -> "dict[str, View]":
+    from torchtitan.cli.served_views import DataView
+
+    if not options.data:
+        return {}
+    preparer = served.preparer
+    return {"data": DataView(options.data, preparer.tokenizer, preparer.template)}
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -288,11 +325,10 @@ def _newest(path: Path) -> Path:
     return path
 
 
-def _listen(served: "Sequence[ServedModel]", limits: "Limits", host: str, port: int) -> None:
+def _listen(app: "Starlette", served: "Sequence[ServedModel]", host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM."""
     import uvicorn
 
-    from torchtitan.components.serving.app import create_app
     from torchtitan.components.serving.connections import TimedConnection
 
     class Server(uvicorn.Server):
@@ -323,7 +359,7 @@ def _listen(served: "Sequence[ServedModel]", limits: "Limits", host: str, port: 
     warnings.handlers[:] = logger.handlers
     warnings.setLevel(logging.WARNING)
     config = uvicorn.Config(
-        create_app(served, limits),
+        app,
         http=TimedConnection,
         ws="none",
         log_config=None,

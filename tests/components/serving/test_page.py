@@ -101,7 +101,7 @@ class Play(contextlib.AbstractContextManager):
         yield Update(0, finish_reason="stop")
 
 
-def app_of(tokenizer, key=""):
+def app_of(tokenizer, key="", views=None):
     """Return an application with two models that chat and one that has no template, and the
     scripts of these."""
     scripts = {}
@@ -118,7 +118,7 @@ def app_of(tokenizer, key=""):
         )
         served.append(model)
     hosts = () if key else ("localhost", "127.0.0.1")
-    return create_app(served, Limits(api_key=key, hosts=hosts)), scripts
+    return create_app(served, Limits(api_key=key, hosts=hosts), views), scripts
 
 
 # Headers.

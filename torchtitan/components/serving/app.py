@@ -33,6 +33,7 @@ from torchtitan.components.serving.prompts import Preparer
 from torchtitan.components.serving.requests import chat_request, completion_request
 from torchtitan.components.serving.responses import ChatAnswer, CompletionAnswer, TokenTexts
 from torchtitan.components.serving.scheduler import Scheduler, Ticket
+from torchtitan.components.serving.views import View, ViewEndpoints
 from torchtitan.tools.errors import UserError, suggest
 
 _CLIENT_LEFT = 499
@@ -73,12 +74,14 @@ Endpoint = Callable[[HTTPRequest], Any]
 
 
 def create_app(
-    served: ServedModel | Sequence[ServedModel], limits: Limits | None = None
+    served: ServedModel | Sequence[ServedModel],
+    limits: Limits | None = None,
+    views: Mapping[str, View] | None = None,
 ) -> Starlette:
     """Return the application for models with different names. Its lifespan starts and closes the
     schedulers. A mounted application has none, so the first request starts them; to close them,
-    enter `app.router.lifespan_context(app)` in the outer one's. Raise `UserError` if a name occurs
-    twice."""
+    enter `app.router.lifespan_context(app)` in the outer one's. `views` by kind (runs, data) are
+    shown by the page, and answered at `/v1/KIND`. Raise `UserError` if a name occurs twice."""
     models = [served] if isinstance(served, ServedModel) else list(served)
     names = [model.name for model in models]
     for name in names:
@@ -94,6 +97,7 @@ def create_app(
             Route("/v1/models/{name:path}", server.guarded(server.one_model)),
             Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
             Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+            *_view_routes(server, views or {}),
         ],
         exception_handlers={HTTPException: server.http_error, Exception: _failure},
         lifespan=server.lifespan,
@@ -102,6 +106,19 @@ def create_app(
         assert isinstance(route, Route)
         server.paths[route.endpoint] = route.path
     return app
+
+
+def _view_routes(server: "_Server", views: Mapping[str, View]) -> list[Route]:
+    async def kinds(request: HTTPRequest) -> Response:
+        """List the kinds of views."""
+        return JSONResponse({"object": "list", "data": [{"id": kind} for kind in views]})
+
+    routes = [Route("/v1/views", server.guarded(kinds))]
+    for kind, view in views.items():
+        endpoints = ViewEndpoints(kind, view)
+        routes.append(Route(f"/v1/{kind}", server.guarded(endpoints.list)))
+        routes.append(Route(f"/v1/{kind}/{{name:path}}", server.guarded(endpoints.one)))
+    return routes
 
 
 def _answer_error(error: RequestError) -> Response:

@@ -58,7 +58,7 @@ class Preparer:
         self.tokenizer = tokenizer
         self.context = context
         self._vocab_size = vocab_size
-        self._template = template
+        self.template = template
         self._stop_ids = stop_ids(tokenizer, *folders)
         self._stop_texts: list[str] = []
         self._replies: ReplyFormat | None = None
@@ -71,7 +71,7 @@ class Preparer:
     @property
     def has_template(self) -> bool:
         """Whether the model answers chats."""
-        return self._template is not None
+        return self.template is not None
 
     def completion(self, request: CompletionRequest) -> Prepared:
         """Return the jobs of `/v1/completions`. Raise `RequestError` for a prompt that does not
@@ -179,7 +179,7 @@ class Preparer:
         )
 
     def _render(self, request: ChatRequest) -> str:
-        template = self._template
+        template = self.template
         assert template is not None
         conversation = request.conversation
         for name in request.options:
@@ -213,14 +213,14 @@ class Preparer:
         self, text: str, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None
     ) -> None:
         """Raise `RequestError` if the template omits a message that it should show."""
-        assert self._template is not None
+        assert self.template is not None
         for number, message in enumerate(messages):
             content = message.get("content")
             if message["role"] == "assistant" or not isinstance(content, str):
                 continue  # templates drop earlier reasoning and calls on purpose
             if not is_written(content, text):
                 raise RequestError(
-                    f"{self._template.name} omits messages[{number}], of the role "
+                    f"{self.template.name} omits messages[{number}], of the role "
                     f"{message['role']}; put its content into another message",
                     param="messages",
                     code="unsupported_field",
@@ -229,7 +229,7 @@ class Preparer:
             name = tool["function"]["name"]
             if name not in text:
                 raise RequestError(
-                    f"{self._template.name} omits the tool {shown(name)} in this conversation",
+                    f"{self.template.name} omits the tool {shown(name)} in this conversation",
                     param="tools",
                     code="unsupported_field",
                 )
@@ -240,9 +240,9 @@ class Preparer:
             return ""
         marks = replies.calls
         if marks is None or marks.before_name is None:
-            assert self._template is not None
+            assert self.template is not None
             raise RequestError(
-                f"tool_choice cannot force a call, since {self._template.name} writes none that "
+                f"tool_choice cannot force a call, since {self.template.name} writes none that "
                 'can be begun for the model; set "auto"',
                 param="tool_choice",
                 code="unsupported_field",

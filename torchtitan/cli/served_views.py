@@ -1,0 +1,139 @@
+"""What the page of `torchtitan serve` shows beside chats: curves of runs, and rows of data."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.cli.data_samples import token_texts
+from torchtitan.cli.report import METRICS, is_metrics, thinned
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.conversation import BrokenSample
+from torchtitan.components.data.finetuning.filters import Dropped
+from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.serving.errors import RequestError
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import json_lines
+from torchtitan.tools.logging import visible
+
+_MOST_RUNS = 200
+_MOST_ROWS = 50
+_LAST_FIRST_ROW = 1_000_000
+_UNSHOWN = ("step", "n_tokens_seen")
+
+
+class RunsView:
+    """Curves of the run in a folder, or of the runs in its subfolders, the newest first. Runs may
+    be in progress.
+
+    Raises:
+        UserError: if there is no such folder.
+    """
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise UserError(f"--runs {folder} is not a folder")
+        self._folder = folder.resolve()
+
+    def names(self) -> list[str]:
+        return list(self._files())
+
+    def read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the curves: metric → its points, [step, value], thinned out."""
+        file = self._files()[name]
+        try:
+            lines = [*json_lines(file, is_metrics, [])]
+        except UserError as error:
+            raise RequestError(str(error), status=500) from None
+        keys = dict.fromkeys(key for line in lines for key in line if key not in _UNSHOWN)
+        curves = {
+            key: thinned([(line["step"], line[key]) for line in lines if line.get(key) is not None])
+            for key in keys
+        }
+        return {"curves": curves}
+
+    def _files(self) -> dict[str, Path]:
+        """Return the file with the metrics of each run."""
+        own = self._folder / METRICS
+        found = [own] if own.is_file() else [*self._folder.glob(f"*/{METRICS}")]
+        newest = sorted(found, key=_changed, reverse=True)[:_MOST_RUNS]
+        return {file.parent.name: file for file in newest}
+
+
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+class DataView:
+    """Rows of fine-tuning data, as `--config sft` would train a model on them.
+
+    Raises:
+        UserError: if a dataset is unknown or has an unknown format.
+    """
+
+    def __init__(
+        self, datasets: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None
+    ):
+        config = SFTDataLoader.Config(dataset=list(datasets), broken="drop")
+        config.validate()
+        self._encoder = config.encoder(tokenizer, template)
+        self._encoder.check()
+        self._filters = config.filters()
+        self._tokenizer = tokenizer
+        self._rows = dict(zip(datasets, config.rows(), strict=True))
+
+    def names(self) -> list[str]:
+        return list(self._rows)
+
+    def read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the rows from number `first` on, at most `number`: `where` they are, and their
+        `samples`, each a list of tokens [text, is trained], or why the row is `dropped`."""
+        first = _whole_number(query, "first", 0, _LAST_FIRST_ROW)
+        number = _whole_number(query, "number", 10, _MOST_ROWS)
+        source, row_format = self._rows[name]
+        try:
+            found = [*itertools.islice(source.rows(lambda _: None), first, first + number)]
+        except UserError as error:
+            raise RequestError(str(error), status=500) from None
+        return {"rows": [self._shown(row, row_format) for row in found]}
+
+    def _shown(self, row: Row, row_format: RowFormat) -> dict[str, Any]:
+        samples, dropped = [], ""
+        for result in self._encode(row, row_format):
+            if isinstance(result, Dropped):
+                dropped = f"{result.reason}: {result.why}"
+            else:
+                samples.append(self._tokens(result))
+        return {"where": row.where, "samples": samples, "dropped": visible(dropped)}
+
+    def _encode(self, row: Row, row_format: RowFormat) -> list[EncodedRow | Dropped]:
+        if row.values is None:
+            return [self._filters.apply(BrokenSample(row.error or "it cannot be read"))]
+        try:
+            sample = row_format.convert(row.values)
+            if sample is None:
+                return [Dropped("dropped", "by the function of its format")]
+            [encoded] = self._encoder.encode_batch([sample])
+        except BrokenSample as error:
+            encoded = error
+        if isinstance(encoded, BrokenSample):
+            return [self._filters.apply(encoded)]
+        return [self._filters.apply(each) for each in encoded]
+
+    def _tokens(self, sample: EncodedRow) -> list[tuple[str, bool]]:
+        texts = map(visible, token_texts(sample.ids.tolist(), self._tokenizer))
+        return list(zip(texts, sample.trained.tolist(), strict=True))
+
+
+def _whole_number(query: Mapping[str, str], name: str, default: int, most: int) -> int:
+    word = query.get(name, str(default))
+    if not (word.isascii() and word.isdecimal() and len(word) < 10 and int(word) <= most):
+        raise RequestError(f"{name} must be a whole number from 0 to {most:,}", param=name)
+    return int(word)
