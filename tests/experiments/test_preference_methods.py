@@ -9,6 +9,7 @@ import torch
 from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.components.losses import preference_losses
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
 from torchtitan.tools.errors import UserError
@@ -137,6 +138,7 @@ def trl_step(
     return metrics
 
 
+BCO = preference_losses.bco_loss
 WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
 
 
@@ -149,6 +151,27 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
         ("dpo", {"kind": "hinge"}, "dpo", {"loss_type": ["hinge"]}),
         ("dpo", {"kind": "robust", **SMOOTHING}, "dpo", {"loss_type": ["robust"], **SMOOTHING}),
         ("dpo", {"kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
+        ("dpo", {"kind": "exo", **SMOOTHING}, "dpo", {"loss_type": ["exo_pair"], **SMOOTHING}),
+        ("dpo", {"kind": "nca"}, "dpo", {"loss_type": ["nca_pair"]}),
+        ("dpo", {"kind": "bco"}, "dpo", {"loss_type": ["bco_pair"]}),
+        ("dpo", {"kind": "apo_zero"}, "dpo", {"loss_type": ["apo_zero"]}),
+        ("dpo", {"kind": "apo_down"}, "dpo", {"loss_type": ["apo_down"]}),
+        ("dpo", {"kind": "sppo"}, "dpo", {"loss_type": ["sppo_hard"]}),
+        (
+            "dpo",
+            {"kind": "discopop", "temperature": 0.2},
+            "dpo",
+            {"loss_type": ["discopop"], "discopop_tau": 0.2},
+        ),
+        ("dpo", {"kind": "aot"}, "dpo", {"loss_type": ["aot"]}),
+        ("dpo", {"kind": "aot_unpaired"}, "dpo", {"loss_type": ["aot_unpaired"]}),
+        (
+            "dpo",
+            {"kind": "mix", "mix": ["dpo=0.8", "bco=0.2", "sft=1"]},
+            "dpo",
+            {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        ),
+        ("dpo", {"verbose_weight": 0.3}, "dpo", {"ld_alpha": 0.3}),
         (
             "simpo",
             {"gamma": 0.4},
@@ -163,17 +186,22 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
         ),
         ("kto", WEIGHTS, "kto", WEIGHTS),
     ],
-    ids=["dpo", "ipo", "hinge", "robust", "dpo_normalized", "simpo", "cpo", "kto"],
+    ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
 )
-def test_one_batch_matches_trl(folder, tmp_path, config, ours, method, theirs):  # noqa: F811
+def test_one_batch_matches_trl(folder, tmp_path, monkeypatch, config, ours, method, theirs):  # noqa: F811
     """One window with all rows against TRL's padded batch, with another model as the reference.
     Both compute in float32: a reward is 0.3 times the difference of two log-probabilities of up to
     150, each rounded to 1e-5. CPO gets chosen answers of one length, since TRL's likelihood is a
-    mean over tokens, and ours a mean over answers."""
+    mean over tokens, and ours a mean over answers. TRL's `bco_pair` has no shift of rewards."""
+    monkeypatch.setattr(
+        preference_losses, "bco_loss", lambda chosen, rejected, shift: BCO(chosen, rejected, 0.0)
+    )
     pairs = [
         {
             "prompt": f"Is {n} big?",
-            "chosen": "No, " + "quite " * (2 if ours.get("kind") == "cpo" else n) + "small.",
+            "chosen": "No, "
+            + "quite " * (2 if ours.get("kind") in ("cpo", "mix") else n)
+            + "small.",
             "rejected": "No, it is " + "very " * (n % 3) + "big.",
         }
         for n in range(6)
@@ -415,7 +443,7 @@ def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
     ):
         train(folder, tmp_path, "dpo", loss__kind="robust")
     with pytest.raises(
-        UserError, match=r"kind dpo: .* is 0\.1, but must be 0; cdpo and robust use it"
+        UserError, match=r"kind dpo: .* is 0\.1, but must be 0; cdpo, robust, exo use it"
     ):
         train(folder, tmp_path, "dpo", loss__label_smoothing=0.1)
 

@@ -4,28 +4,46 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from torchtitan.components.losses.preference_losses import PreferenceLoss, kto_loss, orpo_loss
+from torchtitan.components.losses.preference_losses import (
+    KINDS,
+    Answers,
+    PreferenceLoss,
+    discopop_loss,
+    kto_loss,
+    orpo_loss,
+)
+from torchtitan.tools.errors import UserError
 
 F32, F64 = torch.float32, torch.float64
 
 # Log-probability, reference, tokens.
 CHOSEN = [(-12.0, -14.0, 7), (-3.5, -3.0, 2), (-40.0, -41.5, 30)]
-REJECTED = [(-15.0, -13.0, 9), (-6.0, -6.5, 3), (-20.0, -18.0, 12)]
-BETA, SMOOTHING, GAMMA, WEIGHT = 0.3, 0.2, 0.7, 0.4
+REJECTED = [(-15.0, -13.0, 9), (-6.0, -6.5, 3), (-20.0, -17.5, 12)]
+BETA, SMOOTHING, GAMMA, WEIGHT, TEMPERATURE = 0.3, 0.2, 0.7, 0.4, 0.8
+MIX = ["dpo=0.8", "bco=0.2", "sft=1"]
+
+Answer = tuple[float, float, int]
 
 
 def log_sigmoid(x: float) -> float:
     return -math.log(1 + math.exp(-x))
 
 
-def expected_loss(
-    kind: str, chosen: tuple[float, float, int], rejected: tuple[float, float, int]
-) -> float:
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def expected_loss(kind: str, chosen: Answer, rejected: Answer, shift: float) -> float:
+    """Return the loss of a pair; `shift` is the mean reward of all answers."""
     (c, c_ref, c_n), (r, r_ref, r_n) = chosen, rejected
-    x = BETA * ((c - c_ref) - (r - r_ref))
+    win, lose = BETA * (c - c_ref), BETA * (r - r_ref)
+    x = win - lose
+    q = sigmoid(x)
     per_token = (c - c_ref) / c_n - (r - r_ref) / r_n
     odds = [math.exp(p / n) / (1 - math.exp(p / n)) for p, n in ((c, c_n), (r, r_n))]
+    share = sigmoid(x / TEMPERATURE)
     losses = {
         "dpo": -log_sigmoid(x),
         "cdpo": -(1 - SMOOTHING) * log_sigmoid(x) - SMOOTHING * log_sigmoid(-x),
@@ -34,54 +52,128 @@ def expected_loss(
         "hinge": max(0.0, 1 - x),
         "ipo": (per_token - 1 / (2 * BETA)) ** 2,
         "dpo_normalized": -log_sigmoid(BETA * per_token),
+        "exo": q * math.log(q / (1 - SMOOTHING)) + (1 - q) * math.log((1 - q) / SMOOTHING),
+        "nca": -log_sigmoid(win) - 0.5 * log_sigmoid(-win) - 0.5 * log_sigmoid(-lose),
+        "bco": -log_sigmoid(win - shift) - log_sigmoid(-(lose - shift)),
+        "apo_zero": 1 - sigmoid(win) + sigmoid(lose),
+        "apo_down": sigmoid(win) + 1 - sigmoid(x),
+        "sppo": (c - c_ref - 0.5 / BETA) ** 2 + (r - r_ref + 0.5 / BETA) ** 2,
+        "discopop": -(1 - share) * log_sigmoid(x) + share * math.exp(-x),
         "simpo": -log_sigmoid(BETA * (c / c_n - r / r_n) - GAMMA),
         "orpo": -c / c_n - WEIGHT * log_sigmoid(math.log(odds[0] / odds[1])),
         "cpo": -log_sigmoid(BETA * (c - r)) - WEIGHT * c / c_n,
+        "sft": -c / c_n,
     }
+    losses["mix"] = 0.8 * losses["dpo"] + 0.2 * losses["bco"] + losses["sft"]
     return losses[kind]
 
 
-def answers(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-ratios and lengths, (pairs, 2)."""
-    log_probs, reference, lengths = torch.tensor([CHOSEN, REJECTED], dtype=torch.float64).permute(
-        2, 1, 0
+def expected_losses(kind: str, chosen: list[Answer], rejected: list[Answer]) -> list[float]:
+    if kind.startswith("aot"):
+        if kind == "aot":  # margins of the model against those of the reference
+            upper, lower = (
+                [c[i] - r[i] for c, r in zip(chosen, rejected, strict=True)] for i in (0, 1)
+            )
+        else:
+            upper, lower = ([a[0] - a[1] for a in answers] for answers in (chosen, rejected))
+        return [
+            -log_sigmoid(BETA * (a - b)) for a, b in zip(sorted(upper), sorted(lower), strict=True)
+        ]
+    # the values at which the tests begin, since no gradient passes through them
+    shift = sum(BETA * (a[0] - a[1]) for a in (*CHOSEN, *REJECTED)) / 6
+    return [expected_loss(kind, c, r, shift) for c, r in zip(chosen, rejected, strict=True)]
+
+
+def answers_of(kind: str) -> Answers:
+    log_probs, reference, lengths = torch.tensor([CHOSEN, REJECTED], dtype=F64).permute(2, 1, 0)
+    log_probs = log_probs.clone().requires_grad_()
+    return Answers(log_probs, reference if KINDS[kind].needs_reference else 0.0, lengths)
+
+
+def loss_of(kind: str) -> PreferenceLoss:
+    config = PreferenceLoss.Config(
+        kind=kind,
+        mix=MIX if kind == "mix" else [],
+        beta=BETA,
+        label_smoothing=SMOOTHING if KINDS[kind].is_smoothed else 0.0,
+        gamma=GAMMA,
+        weight=WEIGHT,
+        temperature=TEMPERATURE,
     )
-    without = kind in ("simpo", "orpo", "cpo")
-    return log_probs if without else log_probs - reference, lengths
+    config.validate()
+    return config.build()
 
 
-@pytest.mark.parametrize(
-    "kind", ["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients(kind):
     """Gradients are compared with central differences of the Python formula, whose error is below
     1e-8."""
-    smoothing = SMOOTHING if kind in ("cdpo", "robust") else 0.0
-    loss = PreferenceLoss.Config(
-        kind=kind, beta=BETA, label_smoothing=smoothing, gamma=GAMMA, weight=WEIGHT
-    ).build()
-    log_ratios, lengths = answers(kind)
-    log_ratios.requires_grad_()
-    values, _ = loss(log_ratios, lengths)
-    expected = [expected_loss(kind, *pair) for pair in zip(CHOSEN, REJECTED, strict=True)]
-    torch.testing.assert_close(
-        values, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
-    )
+    answers = answers_of(kind)
+    values, _ = loss_of(kind)(answers)
+    expected = expected_losses(kind, CHOSEN, REJECTED)
+    torch.testing.assert_close(values, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
     values.sum().backward()
     step = 1e-5
-    for number, (c, r) in enumerate(zip(CHOSEN, REJECTED, strict=True)):
-        for side, (low, high) in (
-            (0, ([((c[0] + d, *c[1:]), r) for d in (-step, step)])),
-            (1, ([(c, (r[0] + d, *r[1:])) for d in (-step, step)])),
-        ):
-            slope = (expected_loss(kind, *high) - expected_loss(kind, *low)) / (2 * step)
-            assert log_ratios.grad[number, side].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
+    for side in (0, 1):
+        for number in range(len(CHOSEN)):
+            totals = []
+            for change in (-step, step):
+                both = [list(CHOSEN), list(REJECTED)]
+                log_prob, *rest = both[side][number]
+                both[side][number] = (log_prob + change, *rest)
+                totals.append(sum(expected_losses(kind, *both)))
+            slope = (totals[1] - totals[0]) / (2 * step)
+            found = answers.log_probs.grad[number, side].item()
+            assert found == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["bco", "aot", "aot_unpaired", "mix"])
+def test_missing_pairs_change_no_loss_of_others(kind):
+    answers = answers_of(kind)
+    padded = Answers(
+        *(
+            F.pad(values, (0, 0, 1, 2), value=value)
+            for values, value in zip(answers, (-9, -5, 0), strict=True)
+        )
+    )
+    expected, _ = loss_of(kind)(answers)
+    found, _ = loss_of(kind)(padded)
+    torch.testing.assert_close(found[1:-2], expected)
+
+
+def test_discopop_of_extreme_margins():
+    """exp(-x) alone is infinite in float32 for -1000, and its weight 0."""
+    x = torch.tensor([-1000.0, 1000.0], requires_grad=True)
+    losses = discopop_loss(x, 0.05)
+    losses.sum().backward()
+    assert losses.tolist() == [1000, 0]
+    assert x.grad.tolist() == [-1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "mix"}, r"--loss\.mix is \[\], but must be KIND=WEIGHT"),
+        ({"mix": ["dpo=1"]}, r"--loss\.mix is \['dpo=1'\], but must be empty without"),
+        ({"kind": "mix", "mix": ["dpo"]}, r"--loss\.mix dpo is no KIND=WEIGHT"),
+        ({"kind": "mix", "mix": ["mix=1"]}, r"--loss\.mix mix=1 is no KIND=WEIGHT"),
+        ({"kind": "mix", "mix": ["dpo=1", "dpo=2"]}, r"--loss\.mix dpo=2 is no"),
+        ({"kind": "mix", "mix": ["dpo=nan"]}, r"--loss\.mix dpo=nan is no"),
+        ({"kind": "exo"}, r"--loss\.label_smoothing is 0\.0, but must be above 0"),
+        ({"kind": "discopop", "temperature": 0.0}, r"--loss\.temperature is 0\.0"),
+        ({"verbose_weight": 1.5}, r"--loss\.verbose_weight is 1\.5, but must be from 0 to 1"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        PreferenceLoss.Config(**options).validate()
 
 
 def test_missing_answers_have_finite_gradients():
     for kind in ("orpo", "ipo", "simpo"):
         log_ratios = torch.zeros(2, requires_grad=True)
-        loss, _ = PreferenceLoss.Config(kind=kind).build()(log_ratios, torch.zeros(2))
+        answers = Answers(log_ratios, 0.0, torch.zeros(2))
+        loss, _ = PreferenceLoss.Config(kind=kind).build()(answers)
         (loss * 0).backward()
         assert log_ratios.grad.tolist() == [0, 0]
 

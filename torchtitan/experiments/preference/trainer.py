@@ -15,7 +15,12 @@ from torchtitan.components.data.finetuning.preference import (
     sum_answers,
 )
 from torchtitan.components.losses.loss import IGNORE_INDEX
-from torchtitan.components.losses.preference_losses import KTOLoss, PreferenceLoss, RewardMeasures
+from torchtitan.components.losses.preference_losses import (
+    Answers,
+    KTOLoss,
+    PreferenceLoss,
+    RewardMeasures,
+)
 from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -50,29 +55,45 @@ class PreferenceTrainer(ReferenceTrainer):
         self.needs_reference = config.chosen_loss.needs_reference  # type: ignore[attr-defined]
         super().__init__(config)
 
-    def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-ratios of model and reference, and lengths (0 without an answer), of all
-        answers, (B, W, 2)."""
+    def answers(self, batch: Batch) -> Answers:
+        """Return the log-probabilities under model and reference, and the lengths, of all answers,
+        (B, W, 2)."""
         reference = self.reference_log_probs(batch)  # first, before the model stores activations
-        log_ratios_BW = self.log_probs("model", batch) - reference
-        lengths_BW = (batch["labels"] != IGNORE_INDEX).float()
-        return sum_answers(log_ratios_BW, batch["sequences"]), sum_answers(
-            lengths_BW, batch["sequences"]
-        )
+        log_probs_BW = self.log_probs("model", batch)
+        sequences_BW = batch["sequences"]
+        is_trained_BW = batch["labels"] != IGNORE_INDEX
+        lengths = sum_answers(is_trained_BW.float(), sequences_BW)
+        if (alpha := self.loss.verbose_weight) < 1:
+            is_verbose_BW = beyond_the_shorter(is_trained_BW, sequences_BW, lengths)
+            weights_BW = torch.where(is_verbose_BW, alpha, 1.0)
+            log_probs_BW, reference = log_probs_BW * weights_BW, reference * weights_BW
+        if self.needs_reference:
+            reference = sum_answers(reference, sequences_BW)
+        return Answers(sum_answers(log_probs_BW, sequences_BW), reference, lengths)
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""
-        log_ratios, lengths = self.answers(batch)
-        losses, rewards = self.loss(log_ratios, lengths)
+        answers = self.answers(batch)
+        losses, rewards = self.loss(answers)
         chosen, rejected = rewards.unbind(-1)
-        is_pair = lengths[..., 0] > 0
+        is_pair = answers.is_pair
         for name, values in zip(
             self.measures_named, (chosen, rejected, chosen > rejected), strict=False
         ):
             self.measure(name, (values * is_pair).sum(), is_pair.sum())
         if self.needs_reference:
-            self.measure("kl", -log_ratios.sum(), lengths.sum())
+            self.measure("kl", -answers.log_ratios.sum(), answers.lengths.sum())
         return (losses * is_pair).sum(), is_pair.sum()
+
+
+def beyond_the_shorter(is_trained_BW: Tensor, sequences_BW: Tensor, lengths_BW2: Tensor) -> Tensor:
+    """Return where a token comes after as many tokens of its answer as the pair's shorter answer
+    has, (B, W). The sequences follow one another by their numbers."""
+    lengths = lengths_BW2.flatten(1)
+    before = lengths.cumsum(dim=1) - lengths  # tokens of earlier answers
+    order_BW = is_trained_BW.cumsum(dim=1) - before.gather(1, sequences_BW)
+    shorter_BW = lengths_BW2.amin(dim=-1).gather(1, sequences_BW // 2)
+    return order_BW > shorter_BW
 
 
 class KTOTrainer(PreferenceTrainer):
@@ -152,9 +173,9 @@ class KTOTrainer(PreferenceTrainer):
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's answers, and their number."""
-        log_ratios, lengths = self.answers(batch)
-        losses, rewards = self.loss(log_ratios, self.kl)
-        is_answer = lengths > 0
+        answers = self.answers(batch)
+        losses, rewards = self.loss(answers.log_ratios, self.kl)
+        is_answer = answers.lengths > 0
         for side, name in enumerate(("rewards/chosen", "rewards/rejected")):
             self.measure(name, (rewards * is_answer)[..., side].sum(), is_answer[..., side].sum())
         self.measure("kl", self.kl * is_answer.sum(), is_answer.sum())
