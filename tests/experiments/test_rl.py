@@ -27,7 +27,7 @@ from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory, to_batches
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.config_registry import ppo_debugmodel
-from torchtitan.experiments.ppo.trainer import estimate_advantages
+from torchtitan.experiments.rl.advantages import estimate_advantages
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
@@ -92,6 +92,7 @@ def folder(tmp_path_factory) -> Path:
 
 def train_rl(folder: Path, dump: Path, **options: object) -> RLTrainer:
     module, config = ("ppo", "ppo") if options.get("policy__method") == "ppo" else ("rl", "grpo")
+    config += "_lora" if options.pop("lora", False) else ""
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {
         "hf_assets_path": folder / "model",
@@ -553,6 +554,35 @@ def test_two_processes_write_the_same(folder, tmp_path, layout, method):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "own"),
+    [
+        (
+            "data_parallel_shard_degree",
+            {"policy__entropy_weight": 0.1, "policy__advantage": "batch_scaled"},
+        ),
+        (
+            "tensor_parallel_degree",
+            {"policy__minibatches": 2, "policy__beta": 0.1, "policy__kl_in_reward": True},
+        ),
+    ],
+)
+def test_options_of_the_policy_on_two_processes_match_one(folder, tmp_path, layout, own):
+    """Deviations and divergences are over all ranks; tolerances as above."""
+    options = {"training__steps": 3, "training__local_batch_size": 4, **own}
+    if "policy__minibatches" in own:
+        options["policy__method"] = "reinforce_pp"
+    train_rl(folder, tmp_path / "one", **options)
+    options["training__local_batch_size"] = 2 if layout.startswith("data") else 4
+    degrees = {"parallelism__data_parallel_shard_degree": 1, f"parallelism__{layout}": 2}
+    run_processes(train_on_ranks, 2, folder, tmp_path / "two", {**options, **degrees})
+    for row, expected in zip(
+        *(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True
+    ):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
 def test_completions_depend_on_the_layout_only_at_boundaries(folder, tmp_path):
     """Of 1,024 completions in eight steps, 99.9 % are the same on 1, 2 and 4 processes. If one
     differs, the random number is within 1e-5 of a boundary of the cumulative distribution, which
@@ -631,7 +661,9 @@ def train_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None
     train_rl(folder, dump, **options)
 
 
-@pytest.mark.parametrize("method", ["dr_grpo", "dapo", "rloo", "ppo"])
+@pytest.mark.parametrize(
+    "method", ["dr_grpo", "dapo", "rloo", "reinforce_pp", "rejection", "vespo", "ppo"]
+)
 def test_other_methods_run(folder, tmp_path, method):
     """Until the data ends, after three steps; the recipe of `ppo` gives its critic a learning
     rate."""
@@ -652,6 +684,110 @@ def test_other_methods_run(folder, tmp_path, method):
         {name for names in steps for name in names}
     )
     assert len({name for names in steps for name in names}) == 12
+
+
+def test_minibatches_update_on_equal_parts(folder, tmp_path, monkeypatch):
+    """Each prompt's trajectories are in one update per pass, with the probabilities before the
+    first update, so that the second part's ratios differ from 1."""
+    seen = []
+    loss = losses.PolicyLoss.__call__
+
+    def recorded(self, log_probs, tokens):
+        seen.append((tokens["advantages"].tolist(), (log_probs - tokens["old_logprobs"]).tolist()))
+        return loss(self, log_probs, tokens)
+
+    monkeypatch.setattr(losses.PolicyLoss, "__call__", recorded)
+    options = {"training__steps": 1, "training__seq_len": 256, "policy__updates": 2}
+    options |= {"training__local_batch_size": 4, "rollout__group_size": 3}
+    train_rl(folder, tmp_path, policy__minibatches=2, **options)
+    assert len(seen) == 4  # two parts, twice, each in one window
+    assert seen[0][0] == seen[2][0] and seen[1][0] == seen[3][0] != seen[0][0]
+    assert max(map(abs, seen[0][1])) < 1e-6
+    assert all(max(map(abs, ratios)) > 1e-3 for _, ratios in seen[1:])
+    with pytest.raises(UserError, match=r"--policy\.minibatches is 3, but must be a divisor of 4"):
+        train_rl(folder, tmp_path / "odd", policy__minibatches=3, **options)
+
+
+def test_the_divergence_in_the_reward_changes_the_advantages_only(folder, tmp_path, monkeypatch):
+    """After an update, later tokens of an answer carry less of the divergence; at the start, the
+    reference is the policy, and nothing changes."""
+    options = {"policy__method": "reinforce_pp", "training__steps": 2, "policy__beta": 0.5}
+    for name, inside in (("loss", False), ("reward", True)):
+        train_rl(folder, tmp_path / name, policy__kl_in_reward=inside, **options)
+    first, second = (
+        [
+            read_metrics(tmp_path / name, "loss", "grad_norm", "kl")[step]
+            for name in ("loss", "reward")
+        ]
+        for step in (0, 1)
+    )
+    assert first[0] == pytest.approx(first[1], abs=1e-6)
+    assert second[0][3] > 1e-4
+    assert second[0][1] != pytest.approx(second[1][1], rel=1e-3)
+
+
+def test_the_entropy_bonus_raises_the_entropy(folder, tmp_path):
+    """The metric is then the mean entropy of the distributions instead of the sampled -log p."""
+    found = []
+    for weight in (1e-9, 10.0):
+        options = {"policy__entropy_weight": weight, "training__steps": 4, "optimizer__lr": 1e-3}
+        train_rl(folder, tmp_path / str(weight), **options)
+        found.append([row[1] for row in read_metrics(tmp_path / str(weight), "entropy")])
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[1][3] > found[0][3]
+    with pytest.raises(
+        UserError, match=r"tensor_parallel_degree 2 cannot be combined with --policy"
+    ):
+        train_rl(
+            folder, tmp_path, policy__entropy_weight=0.1, parallelism__tensor_parallel_degree=2
+        )
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_adapters_are_trained_and_saved(folder, tmp_path, method):
+    """peft loads the saved adapter over the base model, with the logits of the merged model. The
+    reference is the model without adapters."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    options = {"policy__method": method, "policy__beta": 0.1, "training__steps": 2}
+    trainer = train_rl(folder, tmp_path, lora=True, **options)
+    assert "reference" not in trainer.models
+    if method == "ppo":
+        assert trainer.models["value"].parts[0].output.weight.abs().max() > 0
+    export = tmp_path / "checkpoint/step-2"
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (folder / "model", export)
+    )
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected, plain = merged(ids).logits, base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, export / "adapter")(ids).logits
+    torch.testing.assert_close(adapted, expected, rtol=1e-4, atol=1e-5)
+    assert (plain - expected).abs().max() > 1e-4
+
+
+def test_rejection_trains_the_best_answer_of_each_prompt(folder, tmp_path, monkeypatch):
+    """Its loss is the mean negative log-likelihood per token of the best answers, in float64."""
+    seen = []
+    loss = losses.PolicyLoss.__call__
+
+    def recorded(self, log_probs, tokens):
+        result = loss(self, log_probs, tokens)
+        means = [
+            -log_probs[tokens["samples"] == n].double().mean().item()
+            for n in tokens["samples"].unique()
+        ]
+        seen.append((result[0].item(), result[1].item(), means))
+        return result
+
+    monkeypatch.setattr(losses.PolicyLoss, "__call__", recorded)
+    train_rl(folder, tmp_path, policy__method="rejection", training__steps=1)
+    assert sum(weight for _, weight, _ in seen) == 4  # prompts
+    assert sum(total for total, _, _ in seen) == pytest.approx(
+        sum(itertools.chain(*(means for _, _, means in seen))), rel=1e-5
+    )
 
 
 @pytest.mark.slow

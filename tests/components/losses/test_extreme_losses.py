@@ -12,8 +12,8 @@ from tests.processes import run_processes
 from torchtitan.components.losses import policy_loss, preference_losses
 from torchtitan.components.losses.cross_entropy import cross_entropy_
 from torchtitan.components.losses.distillation import DistillationLoss, Kind, Outputs, divergence
-from torchtitan.experiments.ppo.trainer import estimate_advantages
 from torchtitan.experiments.reward.trainer import bradley_terry_loss
+from torchtitan.experiments.rl.advantages import estimate_advantages
 from torchtitan.protocols.output_head import UNCHANGED
 from torchtitan.tools.errors import UserError
 

@@ -15,6 +15,11 @@ def ppo(hf_assets_path: str, family: ModuleType | None = None) -> PPOTrainer.Con
     return _with_critic(rl.grpo(hf_assets_path, family), lr=1e-4)
 
 
+def ppo_lora(hf_assets_path: str, family: ModuleType | None = None) -> PPOTrainer.Config:
+    """As `rl`'s `grpo_lora`, with a critic, all of whose weights are trained."""
+    return _with_critic(rl.grpo_lora(hf_assets_path, family), lr=1e-4)
+
+
 def ppo_images(hf_assets_path: str, family: ModuleType | None = None) -> PPOTrainer.Config:
     """As `rl`'s `grpo_images`, with a critic."""
     return _with_critic(rl.grpo_images(hf_assets_path), lr=1e-4)

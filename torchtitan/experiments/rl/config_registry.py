@@ -6,10 +6,13 @@ from types import ModuleType
 from torchtitan.components.data.finetuning import prompts
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.components.peft import LoRA
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.models.auto.config_registry import sft, sft_images
+from torchtitan.models.common.recipes import with_adapters
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 from torchtitan.trainer import Trainer
+from torchtitan.trainer.reference import ReferenceConfig
 
 from .trainer import RLTrainer
 
@@ -19,6 +22,12 @@ def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Con
     `--policy.method`: `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
     loader = prompts.PromptDataLoader.Config(dataset=[], too_long="error")
     return _grpo(sft(hf_assets_path, family), loader)
+
+
+def grpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
+    """As `grpo`, for low-rank adapters; a reference (`--policy.beta`) is the model without them."""
+    config = with_adapters(grpo(hf_assets_path, family), LoRA.Config(), lr=1e-5)
+    return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
 
 
 def grpo_images(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:

@@ -1,26 +1,33 @@
 """The trainer of reinforcement learning."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.base import Batch
+from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.images.prompts import ImagePromptDataLoader
+from torchtitan.components.losses.entropies import token_entropies
+from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.components.losses.policy_loss import PolicyLoss, group_advantages
+from torchtitan.components.losses.policy_loss import METHODS, PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
+from torchtitan.experiments.rl.advantages import estimate_advantages
 from torchtitan.tools.errors import SharedError, UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import StepResult
 from torchtitan.trainer.reference import ReferenceTrainer
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
+
+Head = Callable[..., Tensor]
+"""See `token_log_probs`."""
 
 
 class RLTrainer(ReferenceTrainer, RolloutTrainer):
@@ -57,12 +64,17 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
                 )
             self.policy.validate()
             check_rollouts(self)
-            if (has_critic := self.policy.method == "ppo") != cast(Any, self._owner).has_critic:
+            if (self.policy.method == "ppo") != cast(Any, self._owner).has_critic:
                 raise UserError(
                     "--policy.method ppo needs --module ppo, and the other methods --module rl"
                 )
-            size = self.rollout.group_size
-            require(size >= 2 or has_critic, "--rollout.group_size", size, "2 or more")
+            size, advantage = self.rollout.group_size, METHODS[self.policy.method].advantage
+            needs_group = advantage not in ("returns", "critic")
+            require(size >= 2 or not needs_group, "--rollout.group_size", size, "2 or more")
+            if self.policy.entropy_weight:
+                self.parallelism.require_one(
+                    "tensor", user="--policy.entropy_weight, which needs whole distributions"
+                )
             if not (self.rewards or self.rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             of_models = [name for name in self.rewards if name.startswith("reward_model=")]
@@ -94,6 +106,13 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         self.needs_reference = config.policy.beta > 0
         super().__init__(config)
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
+        n_parts, n_prompts = config.policy.minibatches, self.prompts_per_rank
+        require(
+            n_prompts % n_parts == 0,
+            "--policy.minibatches",
+            n_parts,
+            f"a divisor of {n_prompts}, the prompts of a step on each rank",
+        )
         self.rewards = Rewards(config.rewards, config.reward_weights, reward_function)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
@@ -109,11 +128,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         rewards_PG = torch.tensor(
             [[t.reward for t in group] for group in groups], dtype=torch.float64
         )
-        advantages = (
-            group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist()
-            if groups
-            else []
-        )
+        advantages = self.advantages_of(rewards_PG)
         if (
             on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages))
             and groups
@@ -124,7 +139,37 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             )
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
             self.completions.write(log_completions(self.step + 1, groups, self.tokenizer))
-        return self.packed(groups, advantages)
+        return self.packed_parts(groups, advantages)
+
+    @property
+    def prompts_per_rank(self) -> int:
+        return self.gradient_accumulation_steps * self.config.training.local_batch_size
+
+    def advantages_of(self, rewards_PG: Tensor) -> list[float]:
+        """Return the advantages of trajectories, or the rewards, of which `complete_batches` makes
+        advantages of tokens."""
+        own = rewards_PG.flatten().tolist()
+        counted = self.ranks.gather(own if self.parallel_dims.is_batch_leader else [])
+        rewards = torch.tensor(list(itertools.chain(*counted)), dtype=torch.float64)
+        if not own:
+            return []
+        kind, deviation = self.policy.method.advantage, rewards.std().item()
+        return group_advantages(rewards_PG, kind, deviation).flatten().tolist()
+
+    def packed_parts(self, groups: list[Group], advantages: list[float]) -> list[Batch]:
+        """Return the packed windows of each mini-batch of prompts, one after the other, and record
+        their numbers. A method that trains the best only leaves the others out."""
+        left = iter(advantages)
+        pairs = [[(t, next(left)) for t in group] for group in groups]
+        if self.policy.method.advantage == "best":
+            pairs = [[(t, a) for t, a in group if a] for group in pairs]
+        size = -(-len(pairs) // self.config.policy.minibatches) if pairs else 1
+        parts = []
+        for number in range(self.config.policy.minibatches):
+            part = list(itertools.chain(*pairs[number * size : (number + 1) * size]))
+            parts.append(self.packed([[t for t, _ in part]], [a for _, a in part]))
+        self.part_sizes = [len(part) for part in parts if part]
+        return list(itertools.chain(*parts))
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts. With a method that resamples, return only
@@ -133,7 +178,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         load = super().next_micro_batches
         step = self.step + 1
         resamples = self.policy.method.resample
-        wanted = self.gradient_accumulation_steps * self.config.training.local_batch_size
+        wanted = self.prompts_per_rank
         groups: list[Group] = []
         self.watchdog.phase("rollouts")
         for number in range(10):
@@ -154,17 +199,40 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         return groups[:wanted]
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
-        outcome = super().update(micro_batches)
-        for _ in range(self.config.policy.updates - 1):
+        self.complete_batches(micro_batches)
+        rest = iter(micro_batches)
+        parts = [list(itertools.islice(rest, size)) for size in self.part_sizes] or [[]]
+        outcome = super().update(parts[0])
+        n_updates = self.config.policy.updates * len(parts)
+        for part in itertools.islice(itertools.cycle(parts), 1, n_updates):
             if not outcome.is_taken or outcome.data_exhausted:
                 break
             self.is_first_update = False
             self.optimizer.zero_grad()
-            last = super().update(micro_batches)
+            last = super().update(part)
             if not last.is_taken:
                 break
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
         return outcome
+
+    def complete_batches(self, batches: list[Batch]) -> None:
+        """Add what the weights before the first update say of the batches, unless the first update
+        does: log-probabilities for further mini-batches, and advantages of tokens."""
+        policy = self.config.policy
+        kind = self.policy.method.advantage
+        if not batches or (policy.minibatches == 1 and kind not in ("returns", "critic")):
+            return
+        with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
+            for batch in batches:
+                outputs = self.policy_outputs(batch)
+                log_probs_BL = outputs["log_probs"]
+                batch["old_logprobs"].copy_(log_probs_BL)
+                batch["old_values"] = outputs.get("values", torch.zeros_like(log_probs_BL))
+                if policy.kl_in_reward:
+                    divergence_BL = log_probs_BL - self.reference_log_probs(batch)
+                    batch["penalties"] = policy.beta * divergence_BL
+        if kind in ("returns", "critic"):
+            estimate_advantages(batches, policy.gae_decay if kind == "critic" else 1.0)
 
     def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
         """Skip the rest of a step whose first update was taken; such a step does not count as
@@ -178,20 +246,33 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
                 "step %d: a further update has %s. The step ends before it.", self.step + 1, outcome
             )
 
-    def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probability of each label (B, L) and, with a critic, the value of the
-        state before it."""
-        return self.log_probs("model", batch), None
+    def heads(self) -> dict[str, Head]:
+        """Return functions of hidden states, output weights and labels, whose results for each
+        position `policy_outputs` adds to the log-probabilities."""
+        return {"entropies": token_entropies} if self.config.policy.entropy_weight else {}
+
+    def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the `log_probs` of each label, (B, L), and the results of `heads`."""
+        heads: dict[str, Head] = {"log_probs": token_log_probs, **self.heads()}
+
+        def head(*outputs: Any, **changes: Any) -> tuple[Tensor, ...]:
+            return tuple(each(*outputs, batch["labels"], **changes) for each in heads.values())
+
+        results = self.models["model"](
+            batch["input"], batch.get("attention"), head=head, **images_in(batch)
+        )
+        return dict(zip(heads, results, strict=True))
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of
         tokens."""
         is_trained = batch["labels"] != IGNORE_INDEX
         reference_BL = self.reference_log_probs(batch) if self.needs_reference else None
-        log_probs_BL, values_BL = self.policy_outputs(batch)
-        if self.is_first_update:
+        outputs = self.policy_outputs(batch)
+        log_probs_BL = outputs.pop("log_probs")
+        if self.is_first_update and self.config.policy.minibatches == 1:
             batch["old_logprobs"].copy_(log_probs_BL.detach())
-        known = {**batch, "reference": reference_BL, "values": values_BL}
+        known = {**batch, "reference": reference_BL, **outputs}
         tokens = {
             name: values[is_trained] for name, values in known.items() if isinstance(values, Tensor)
         }
