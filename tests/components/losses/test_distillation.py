@@ -198,3 +198,25 @@ def test_top_tokens_of_a_teacher_replace_its_outputs():
     few = loss.top_tokens(teacher, 13, 4).log_probs
     torch.testing.assert_close(few.exp().sum(-1), torch.ones(2, 9))
     torch.testing.assert_close(few[..., :4], known.log_probs[..., :4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.8])
+def test_the_weighted_jensen_shannon_divergence_equals_trl(beta):
+    """TRL has no factor of the temperature squared. Both round float32 values of up to 10 to
+    1e-6."""
+    pytest.importorskip("trl")
+    from trl.experimental.gkd import GKDTrainer
+
+    torch.manual_seed(0)
+    logits, taught = torch.randn(2, 2, 9, 13)
+    logits.requires_grad_()
+    expected = GKDTrainer.generalized_jsd_loss(
+        logits, taught, labels=labels(), beta=beta, temperature=2.0, reduction="sum"
+    )
+    (gradient,) = torch.autograd.grad(expected, logits)
+    config = DistillationLoss.Config(kind="jensen_shannon", beta=beta, temperature=2.0)
+    loss, *_ = config.build()(Outputs(logits, None), Outputs(taught, None), labels())
+    (found,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == pytest.approx(4 * expected.item(), rel=1e-5)
+    torch.testing.assert_close(found, 4 * gradient, rtol=1e-4, atol=1e-6)

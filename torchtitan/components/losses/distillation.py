@@ -63,14 +63,16 @@ def divergence(
     kind: Kind,
     temperature: float,
     group: dist.ProcessGroup | None = None,
+    beta: float = 0.5,
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of each token (N,), times `temperature`², and its gradients for the
     student's logits.
 
     With p and q the softmax of the teacher's and the student's logits divided by the temperature,
     it is KL(p‖q) (`forward_kl`, Hinton et al., arXiv:1503.02531, also for the factor), KL(q‖p)
-    (`reverse_kl`, Gu et al., arXiv:2306.08543) or (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2
-    (`jensen_shannon`, Agarwal et al., arXiv:2306.13649). A token of probability 0 adds 0 to the sum
+    (`reverse_kl`, Gu et al., arXiv:2306.08543) or `beta` KL(p‖m) + (1 - `beta`) KL(q‖m) with m =
+    `beta` p + (1 - `beta`) q (`jensen_shannon`, Agarwal et al., arXiv:2306.13649, equation 1), for
+    `beta` between 0 and 1. A token of probability 0 adds 0 to the sum
     over the distribution that excludes it, so logits may be minus infinity; KL(p‖q) is infinite if
     only q excludes a token. Each rank of a `group` has a shard of the logits, in float32."""
     log_q, log_p = (
@@ -85,11 +87,11 @@ def divergence(
         values = _total(_times(q, ratios), group)
         gradients = _times(q, ratios - values)
     else:
-        log_m = torch.logaddexp(log_q, log_p) - math.log(2)
+        log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
         ratios = log_q - log_m
         of_q = _total(_times(q, ratios), group)
-        values = (_total(_times(p, log_p - log_m), group) + of_q) / 2
-        gradients = _times(q, ratios - of_q) / 2
+        values = beta * _total(_times(p, log_p - log_m), group) + (1 - beta) * of_q
+        gradients = (1 - beta) * _times(q, ratios - of_q)
     return values.squeeze(1) * temperature**2, gradients * temperature
 
 
@@ -191,6 +193,10 @@ class DistillationLoss(Configurable):
         """Divergence: KL(teacher‖student), KL(student‖teacher), or Jensen-Shannon, between the
         two."""
 
+        beta: float = 0.5
+        """Weight of the teacher in the mean of both distributions with which jensen_shannon
+        compares each, between 0 (near forward_kl) and 1 (near reverse_kl)."""
+
         temperature: float = 1.0
         """Divisor of both models' logits in the divergence, which is multiplied by its square."""
 
@@ -204,6 +210,7 @@ class DistillationLoss(Configurable):
             require(
                 0 < self.temperature < math.inf, "--loss.temperature", self.temperature, "above 0"
             )
+            require(0 < self.beta < 1, "--loss.beta", self.beta, "between 0 and 1, without these")
             share = self.cross_entropy_weight
             require(0 <= share <= 1, "--loss.cross_entropy_weight", share, "from 0 to 1")
             require(self.chunk_tokens >= 1, "--loss.chunk_tokens", self.chunk_tokens, "at least 1")
@@ -241,7 +248,7 @@ class DistillationLoss(Configurable):
             of_labels = scores.detach().clone()  # becomes the gradients
             taught_NV = teach(of_labels, part)
             values, gradients = divergence(
-                scores.detach(), taught_NV, config.kind, config.temperature, group
+                scores.detach(), taught_NV, config.kind, config.temperature, group, config.beta
             )
             values = values.where(is_valid_N, 0)
             losses = cross_entropy_(
