@@ -11,6 +11,7 @@ from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.losses import preference_losses
 from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.preference.online import OnlinePreferenceTrainer
 from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
 from torchtitan.tools.errors import UserError
 
@@ -37,7 +38,10 @@ def train(folder: Path, dump: Path, config: str, **options: object) -> Preferenc
         "dump_folder": dump,
     }
     common["dataloader.cache_dir"] = folder / "cache"
-    words = flags({**common, **OPTIONS, **PACKED, **changed})
+    merged = {**common, **OPTIONS, **PACKED, **changed}
+    if config == "online_dpo":
+        del merged["dataloader.packing"]  # prompts are packed later, with their answers
+    words = flags(merged)
     parsed = (
         ConfigManager().parse_args(["--module", "preference", "--config", config, *words]).config
     )
@@ -258,6 +262,102 @@ def test_references_without_a_second_model(folder, tmp_path, kind):  # noqa: F81
     for row, expected in zip(*rows, strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert abs(rows[0][-1][3]) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_reference_follows_the_model(folder, tmp_path):  # noqa: F811
+    """After two steps the reference is the model, or half of it, and a resumed run has it."""
+    options = {"training__steps": 2, "reference__update_every": 2, "checkpoint__interval": 2}
+    initial = train(folder, tmp_path / "never", "dpo", training__steps=1, optimizer__lr=0.0)
+    start = initial.models["reference"].parts[0].state_dict()
+    for share in (1.0, 0.5):
+        trainer = train(
+            folder, tmp_path / str(share), "dpo", **options, reference__update_share=share
+        )
+        trained, moved = (
+            trainer.models[name].parts[0].state_dict() for name in ("model", "reference")
+        )
+        for name, old in start.items():
+            torch.testing.assert_close(moved[name], old + share * (trained[name] - old))
+        assert any((trained[name] - old).abs().max() > 1e-4 for name, old in start.items())
+    with killed_in(PreferenceTrainer, "train_step", 4):
+        train(folder, tmp_path / "stopped", "dpo", **{**options, "training__steps": 4})
+    for name in ("stopped", "straight"):
+        train(folder, tmp_path / name, "dpo", **{**options, "training__steps": 4})
+    numbers = ("loss", "grad_norm", "kl")
+    assert read_metrics(tmp_path / "stopped", *numbers) == read_metrics(
+        tmp_path / "straight", *numbers
+    )
+    with pytest.raises(UserError, match=r"--reference\.update_every 2 copies the trained weights"):
+        train(folder, tmp_path / "lora", "dpo_lora", **options)
+
+
+PROMPTS = [{"prompt": f"Is {i} " + "very " * (i % 3) + "big?"} for i in range(8)]
+
+
+def train_online(folder: Path, dump: Path, **options: object) -> PreferenceTrainer:  # noqa: F811
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in PROMPTS))
+    rollout = {"rollout__max_new_tokens": 8, "rewards": ["length=20"], "rollout__group_size": 3}
+    common = {"dataloader__dataset": [folder / "prompts.jsonl"], "training__seq_len": 64}
+    return train(folder, dump, "online_dpo", **{**rollout, **common, **options})
+
+
+def test_online_pairs_are_the_best_and_the_worst_answers(folder, tmp_path, monkeypatch):  # noqa: F811
+    seen = []
+    sample = OnlinePreferenceTrainer.sample
+    monkeypatch.setattr(
+        OnlinePreferenceTrainer,
+        "sample",
+        lambda self, *args: seen.append(sample(self, *args)) or seen[-1],
+    )
+    batches = []
+    compute = PreferenceTrainer.compute_loss
+    monkeypatch.setattr(
+        PreferenceTrainer,
+        "compute_loss",
+        lambda self, batch: batches.append(batch) or compute(self, batch),
+    )
+    train_online(folder, tmp_path, training__steps=1, training__global_batch_size=2)
+    groups = [group for sampled in seen for group in sampled]
+    expected = [
+        (sorted(group, key=lambda t: -t.reward)[0], sorted(group, key=lambda t: t.reward)[0])
+        for group in groups
+        if len({t.reward for t in group}) > 1
+    ]
+    found = set()
+    for batch in batches:
+        for tokens, labels, numbers in zip(
+            batch["input"], batch["labels"], batch["sequences"], strict=True
+        ):
+            for pair in range(int(numbers.max()) // 2 + 1):
+                sides = [
+                    tokens[(numbers == 2 * pair + side) & (labels >= -100)].tolist()
+                    for side in (0, 1)
+                ]
+                found.add(tuple(tuple(side) for side in sides))
+    for best, worst in expected:
+        assert any(
+            list(c)[: len(best.tokens) - 1] == best.tokens[:-1] and list(r) == worst.tokens[:-1]
+            for c, r in found
+        )
+    assert len(expected) >= 2
+    assert read_metrics(tmp_path, "pairs")[0][1] == len(expected) / len(groups)
+
+
+@pytest.mark.slow
+def test_online_runs_resume_exactly_and_refuse_equal_rewards(folder, tmp_path):  # noqa: F811
+    options = {"training__steps": 4, "checkpoint__interval": 2, "training__global_batch_size": 2}
+    options |= {"loss__kind": "ipo"}
+    train_online(folder, tmp_path / "straight", **options)
+    with killed_in(PreferenceTrainer, "train_step", 4):
+        train_online(folder, tmp_path / "stopped", **options)
+    train_online(folder, tmp_path / "stopped", **options)
+    names = ("loss", "grad_norm", "rewards/chosen", "kl", "reward", "pairs")
+    assert read_metrics(tmp_path / "stopped", *names) == read_metrics(tmp_path / "straight", *names)
+    with pytest.raises(UserError, match="the rewards of each prompt's answers were equal in 10"):
+        train_online(folder, tmp_path / "equal", rewards=["pattern=^"])
+    with pytest.raises(UserError, match=r"--rollout\.group_size is 1, but must be 2 or more"):
+        train_online(folder, tmp_path / "one", rollout__group_size=1)
 
 
 def only_of_the_model(trainer: PreferenceTrainer, model: str, *arguments: object) -> torch.Tensor:

@@ -247,13 +247,14 @@ class ParallelismConfig(Section):
         schedules = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in schedules
 
-    def require_one(self, *kinds: str, user: str) -> None:
+    def require_one(self, *kinds: str, user: str, why: str = "") -> None:
         """Raise `UserError` for the first kind of parallelism with a degree above 1, which `user`
-        does not support."""
+        does not support, and `why`."""
         for kind in kinds:
             if (degree := getattr(self, f"{kind}_parallel_degree")) > 1:
                 option = f"--parallelism.{kind}_parallel_degree {degree}"
-                raise UserError(f"{option} cannot be combined with {user}; set it to 1")
+                reason = f", {why}" if why else ""
+                raise UserError(f"{option} cannot be combined with {user}{reason}; set it to 1")
 
     def validate(self) -> None:
         if self.auto:

@@ -19,13 +19,15 @@ from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import adapters_off
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
+from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.tools.digests import cache_root
-from torchtitan.tools.errors import UserError, errors_of
+from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger, without_logs
 from torchtitan.trainer.config import Preflight
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.run_state import initial_load
+from torchtitan.trainer.step_result import StepResult
 from torchtitan.trainer.trainer import Trainer
 
 
@@ -176,6 +178,14 @@ class ReferenceConfig:
     offload: bool = False
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
+    update_every: int = 0
+    """Steps after which the reference becomes the trained model (TR-DPO, Gorbatovski et al.,
+    arXiv:2404.09656); 0: never."""
+
+    update_share: float = 1.0
+    """Share of the trained model's weights in the new reference, above 0 and at most 1; α in
+    TR-DPO. The rest is of the old reference."""
+
 
 class ReferenceTrainer(FrozenModelTrainer):
     """A trainer with a reference, whose `compute_loss` calls `log_probs` and
@@ -192,11 +202,20 @@ class ReferenceTrainer(FrozenModelTrainer):
             has_adapters = any(
                 isinstance(converter, LoRA.Config) for converter in self.model_converters
             )
+            every, share = self.reference.update_every, self.reference.update_share
+            require_at_least(0, reference__update_every=every)
+            require(0 < share <= 1, "--reference.update_share", share, "above 0 and at most 1")
+            if every and (self.reference.kind != "model" or self.reference.offload or has_adapters):
+                raise UserError(
+                    f"--reference.update_every {every} copies the trained weights to a second "
+                    "model of the same kind: use --reference.kind model, without adapters and "
+                    "--reference.offload"
+                )
             has_weights = self.reference.path or self.reference.offload
             if self.reference.kind == "adapters_off" and (has_weights or not has_adapters):
                 remedy = (
-                    "use --config dpo_lora or dpo_lora_images, without --reference.path and "
-                    "--reference.offload"
+                    "use a configuration with adapters, such as dpo_lora or grpo_lora, without "
+                    "--reference.path and --reference.offload"
                 )
                 raise UserError(
                     f"--reference.kind adapters_off is the base model of adapters: {remedy}"
@@ -227,9 +246,30 @@ class ReferenceTrainer(FrozenModelTrainer):
         if self.needs_reference and config.kind != "adapters_off":
             weights = config.path or self.config.checkpoint.initial_load_path
             models["reference"] = self.build_other_model(
-                spec, weights=weights, offloaded=config.offload
+                spec,
+                weights=weights,
+                offloaded=config.offload,
+                saved=config.update_every > 0,
             )
         return models
+
+    def complete_step(self, outcome: StepResult) -> None:
+        every = self.config.reference.update_every
+        if every and self.needs_reference and (self.step + 1) % every == 0:
+            self.update_reference(self.config.reference.update_share)
+        super().complete_step(outcome)
+
+    @torch.no_grad()
+    def update_reference(self, share: float) -> None:
+        """Move the reference's weights to those of the trained model by `share` of the way."""
+        parts = zip(self.models["reference"].parts, self.model_parts, strict=True)
+        for reference, model in parts:
+            trained = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+            for name, old in itertools.chain(
+                reference.named_parameters(), reference.named_buffers()
+            ):
+                new = trained[name].to(old.dtype)
+                old.copy_(new if share == 1 else old + share * (new - old))
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
         if self.config.reference.kind != "cached":

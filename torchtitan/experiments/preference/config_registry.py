@@ -3,6 +3,7 @@
 import dataclasses
 from types import ModuleType
 
+from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
 from torchtitan.components.images.preference import (
     ImageAnswerDataLoader,
@@ -16,6 +17,7 @@ from torchtitan.models.common.recipes import with_adapters
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 from torchtitan.trainer.reference import ReferenceConfig
 
+from .online import OnlinePreferenceTrainer
 from .trainer import KTOTrainer, PreferenceTrainer
 
 
@@ -35,6 +37,17 @@ def dpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> Preferenc
     them."""
     config = with_adapters(dpo(hf_assets_path, family), LoRA.Config(), lr=5e-6)
     return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
+
+
+def online_dpo(
+    hf_assets_path: str, family: ModuleType | None = None
+) -> OnlinePreferenceTrainer.Config:
+    """As `dpo`, on the best and the worst of the model's own answers to each prompt:
+    `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
+    return OnlinePreferenceTrainer.Config.based_on(
+        dpo(hf_assets_path, family),
+        dataloader=PromptDataLoader.Config(dataset=[], too_long="error"),
+    )
 
 
 def dpo_images(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:

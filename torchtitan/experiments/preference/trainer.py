@@ -26,6 +26,12 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.reference import ReferenceTrainer
 
+WHY = (
+    "since the loss of a pair needs the sums over both answers, which a rank that holds a part of "
+    "their tokens or layers does not have"
+)
+"""Reason to refuse context and pipeline parallelism."""
+
 
 class PreferenceTrainer(ReferenceTrainer):
     """Train the model to prefer chosen answers to rejected ones."""
@@ -38,7 +44,7 @@ class PreferenceTrainer(ReferenceTrainer):
             ReferenceTrainer.Config.validate(self)
             if not isinstance(self.chosen_loss, PreferenceLoss.Config | KTOLoss.Config):
                 raise UserError("--module preference has its own losses, and takes no other one")
-            self.parallelism.require_one("context", "pipeline", user="--module preference")
+            self.parallelism.require_one("context", "pipeline", user="--module preference", why=WHY)
 
     config: Config
     loss: Any
