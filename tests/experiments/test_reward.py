@@ -23,7 +23,12 @@ from torchtitan.cli.convert import convert
 from torchtitan.cli.generate import chat, generate
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.config.manager import ConfigManager
-from torchtitan.experiments.reward.trainer import RewardTrainer, bradley_terry_loss, reward_function
+from torchtitan.experiments.reward.trainer import (
+    RewardTrainer,
+    batch_reward_function,
+    bradley_terry_loss,
+    reward_function,
+)
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -80,7 +85,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def train_reward(folder: Path, dump: Path, **options: object) -> RewardTrainer:
+def train_reward(
+    folder: Path, dump: Path, name: str = "bradley_terry", **options: object
+) -> RewardTrainer:
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {
         "hf_assets_path": folder / "model",
@@ -89,11 +96,7 @@ def train_reward(folder: Path, dump: Path, **options: object) -> RewardTrainer:
     }
     common["dataloader.cache_dir"] = folder / "cache"
     words = flags({**common, **OPTIONS, **changed})
-    config = (
-        ConfigManager()
-        .parse_args(["--module", "reward", "--config", "bradley_terry", *words])
-        .config
-    )
+    config = ConfigManager().parse_args(["--module", "reward", "--config", name, *words]).config
     config.check(
         world_size=1
         if not torch.distributed.is_initialized()
@@ -191,6 +194,26 @@ def test_loss_and_gradients_of_a_trained_model_equal_transformers(folder, tmp_pa
     assert grad_norm == pytest.approx(norm.item(), rel=1e-4)  # squares double the relative error
 
 
+def test_adapters_train_the_head_too(folder, tmp_path):
+    """The merged export is a classifier of transformers with the trainer's rewards."""
+    options = {"validator__enable": True, "validator__freq": 3, "optimizer__lr": 1e-2}
+    options |= {"validator__dataset": [folder / "pairs.jsonl"]}
+    trainer = train_reward(folder, tmp_path, "reward_lora", **options)
+    names = [name for name, p in trainer.model_parts[0].named_parameters() if p.requires_grad]
+    assert names and all("lora" in name for name in names)
+    assert any(name.startswith("head.output") for name in names)
+    export = tmp_path / "checkpoint/step-3"
+    assert (export / "adapter/adapter_model.safetensors").exists()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        export, dtype=torch.float32
+    )
+    assert model.score.weight.abs().max() > 1e-4
+    with torch.no_grad():
+        expected = losses_of_transformers(model, folder)
+    _, *measured = read_validation(tmp_path)[-1].values()
+    assert measured == pytest.approx([value.item() for value in expected.values()], **TOLERANCE)
+
+
 def test_a_new_score_starts_at_zero(folder, tmp_path):
     """Whatever head the language model has; the loss is then log(1 + exp(margin))."""
     make_pretrained(tmp_path / "model", tie_word_embeddings=False, **TOKEN_IDS)
@@ -284,6 +307,11 @@ def test_rewards_of_answers_equal_transformers_with_and_without_padding(folder):
         chats, return_tensors="pt", return_dict=True, padding=True
     )
     assert rated == pytest.approx(model(**batch).logits[:, 0].tolist(), **TOLERANCE)
+    for size in (3, 16):  # answers of several lengths at a time
+        rate_all = batch_reward_function(str(trained(folder)), batch_size=size)
+        together = rate_all(["ignored"] * 4, [row["chosen"] for row in rows], rows)
+        assert together == pytest.approx(rated, **TOLERANCE)
+    assert rate_all([], [], []) == []
     total = Rewards([f"reward_model={trained(folder)}", "pattern=No"], [2.0, 5.0], reward_function)
     assert total("ignored", rows[0]["chosen"], rows[0]) == pytest.approx(2 * rated[0] + 5)
 

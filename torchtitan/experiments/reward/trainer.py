@@ -1,19 +1,23 @@
 """The trainer of reward models, and the function that rates answers with one."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.preference import SEQUENCES_PER_SAMPLE, sum_answers
 from torchtitan.components.data.finetuning.row_formats import find_format
+from torchtitan.components.peft import LoRA
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.models.pretrained import load_model, spec_of
+from torchtitan.protocols.converter import HEAD
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -35,12 +39,19 @@ class RewardTrainer(Trainer):
         trains_scores = True
 
         def validate(self) -> None:
-            if any(converter._owner.freezes for converter in self.model_converters):  # type: ignore[attr-defined]
-                raise UserError(
-                    "--model_converters would freeze the new head of a reward model; train all "
-                    "weights"
+            for converter in self.model_converters:
+                trains_head = isinstance(converter, LoRA.Config) and any(
+                    re.search(pattern, HEAD) for pattern in converter.include
                 )
-            self.parallelism.require_one("tensor", "context", "pipeline", user="--module reward")
+                if converter._owner.freezes and not trains_head:  # type: ignore[attr-defined]
+                    raise UserError(
+                        "--model_converters would freeze the new head of a reward model; train all "
+                        "weights, or use --config reward_lora, which adapts the head too"
+                    )
+            why = "since the head with one row is not split, and reads whole conversations"
+            self.parallelism.require_one(
+                "tensor", "context", "pipeline", user="--module reward", why=why
+            )
 
     sequences_per_sample = SEQUENCES_PER_SAMPLE
     measures_named = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
@@ -71,20 +82,46 @@ def check_reward_model(folder: str) -> None:
 
 
 def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], float]:
-    """Return a function of prompt, completion and row: the reward of a completion as the answer to
-    the row's prompt, with tokenizer and chat template of the reward model in `folder`. Raise
-    `UserError` if the folder has no reward model."""
+    """Return `batch_reward_function` for single completions."""
+    rate_all = batch_reward_function(folder)
+    return lambda prompt, completion, row: rate_all([prompt], [completion], [row])[0]
+
+
+def batch_reward_function(
+    folder: str, batch_size: int = 16
+) -> Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]]], list[float]]:
+    """Return a function of prompts, completions and rows: the rewards of completions as the answers
+    to the rows' prompts, with tokenizer and chat template of the reward model in `folder`, which
+    computes `batch_size` of similar length at a time. Raise `UserError` if the folder has no reward
+    model."""
     check_reward_model(folder)
-    loaded = load_model(folder, device=device_type())
+    device = device_type()
+    loaded = load_model(folder, device=device)
     tokenizer = PretrainedTokenizer.Config().build(path=loaded.tokenizer_path)
     template = resolve_chat_template("", [loaded.tokenizer_path], tokenizer)
 
-    @torch.no_grad()
-    def rate(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    def ids_of(completion: str, row: Mapping[str, Any]) -> Tensor:
         sample: Any = find_format(list(row), "auto", {}, "prompt").convert(dict(row))
         messages = [*sample.prompt.messages, {"role": "assistant", "content": completion}]
         text = template.render(messages, tools=sample.prompt.tools, add_generation_prompt=False)
-        ids = torch.tensor(tokenizer.tokenize([text], allow_special=True), device=device_type())
-        return float(loaded.model(ids, head=F.linear)[0, -1])
+        return torch.tensor(tokenizer.tokenize([text], allow_special=True)[0])
+
+    @torch.no_grad()
+    def rate(
+        prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        texts = list(map(ids_of, completions, rows))
+        rewards = [0.0] * len(texts)
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
+            lengths = torch.tensor([len(texts[number]) for number in numbers])
+            # tokens after the last one do not change its score
+            padded = pad_sequence([texts[number] for number in numbers], batch_first=True)
+            scores_BL = loaded.model(padded.to(device), head=F.linear)[..., 0]
+            last = scores_BL.gather(1, lengths[:, None].to(device) - 1)
+            for number, reward in zip(numbers, last.flatten().tolist(), strict=True):
+                rewards[number] = reward
+        return rewards
 
     return rate
