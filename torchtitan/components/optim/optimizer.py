@@ -39,6 +39,12 @@ class ParamGroup:
     weight_decay: float | None = None
     """Weight decay of these parameters. None: the optimizer's."""
 
+    lr_factor: float = 1.0
+    """Factor of the learning rate of these parameters, given here or the optimizer's."""
+
+    weight_decay_factor: float = 1.0
+    """Factor of the weight decay of these parameters, given here or the optimizer's."""
+
 
 def _default_param_groups() -> dict[str, ParamGroup]:
     return {"no_decay": ParamGroup(pattern=r"norm|bias|tok_embeddings", weight_decay=0.0)}
@@ -109,6 +115,8 @@ class Optimizer(Configurable):
                 rates |= {
                     f"{option}.lr": group.lr or 0.0,
                     f"{option}.weight_decay": group.weight_decay or 0.0,
+                    f"{option}.lr_factor": group.lr_factor,
+                    f"{option}.weight_decay_factor": group.weight_decay_factor,
                 }
                 check_pattern(f"--optimizer.{option}.pattern", group.pattern)
             for name, value in rates.items():
@@ -334,15 +342,15 @@ class Optimizer(Configurable):
         for key, members in groups.items():
             if not members:
                 continue
-            group = self.config.param_groups.get(key)
-            lr = self.config.lr if group is None or group.lr is None else group.lr
-            decay = (
-                self.config.weight_decay
-                if group is None or group.weight_decay is None
-                else group.weight_decay
-            )
+            group = self.config.param_groups.get(key) or ParamGroup(pattern="")
+            lr = self.config.lr if group.lr is None else group.lr
+            decay = self.config.weight_decay if group.weight_decay is None else group.weight_decay
+            settings_of_group = {
+                "lr": lr * group.lr_factor,
+                "weight_decay": decay * group.weight_decay_factor,
+            }
             for parameters in by_mesh(parameter for _, parameter in members).values():
-                settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
+                settings.append({"params": parameters, **settings_of_group})
         return settings
 
     def state_dict(self) -> dict[str, Tensor]:
