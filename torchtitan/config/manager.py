@@ -37,11 +37,13 @@ from torchtitan.config.option_table import KnownConfiguration, known_configurati
 from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
+    NUMBER_PARAMETERS,
     import_failure,
     is_trusted,
     is_written_for_folder,
     load_config_function,
     needs_assets,
+    optional_parameters,
 )
 from torchtitan.config.values import is_hidden, nested, option_names, types_by_key, with_values
 from torchtitan.config.yaml_files import read_config_file
@@ -111,7 +113,7 @@ class ConfigManager:
         elif is_written_for_folder(module, config_name):
             self._assets_path(config_name, overrides, document)
         function = load_config_function(module, config_name)
-        arguments: dict[str, str] = {}
+        arguments = self._optional_arguments(function, overrides, document)
         if needs_assets(function):
             arguments[ASSETS_PARAMETER] = self._assets_path(config_name, overrides, document)
         try:
@@ -186,6 +188,28 @@ class ConfigManager:
             )
             raise SystemExit(0)
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
+
+    def _optional_arguments(
+        self, function: Callable[..., object], overrides: list[str], document: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments that the options of a configuration function's parameters give.
+        Raise `UserError` for a value of another type."""
+        options = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
+        names = optional_parameters(function)
+        for name in names:
+            spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+            options.add_argument(*spellings, dest=name)
+        given = vars(options.parse_known_args(overrides)[0])
+        arguments: dict[str, Any] = {}
+        for name in names:
+            value = document.get(name) if given[name] is None else given[name]
+            kind: Any = NUMBER_PARAMETERS.get(name, str)
+            if value is None:
+                continue
+            if not fits(value, kind):
+                raise UserError(f"--{name} is {value!r}, but must be {_described(kind)}")
+            arguments[name] = whole_number(str(value)) if kind is int else kind(value)
+        return arguments
 
     def _parse(self, default: Any, args: list[str], known: Collection[str]) -> Any:
         _check_words(args, types_by_key(default, type(default)))

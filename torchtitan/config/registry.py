@@ -26,7 +26,23 @@ ASSETS_PARAMETER = "hf_assets_path"
 _RECIPES = ("small", "published")
 """Functions whose result, which a registry assigns to a name, is a configuration function."""
 
-_PARAMETERS: tuple[list[str], ...] = ([], [ASSETS_PARAMETER], [ASSETS_PARAMETER, "family"])
+NUMBER_PARAMETERS = {
+    "dial": int,
+    "budget": float,
+    "hours": float,
+    "devices": int,
+    "tokens_per_parameter": float,
+    "width_per_layer": int,
+}
+"""Further parameters of a configuration function that computes the configuration from options of
+the same names, which the configuration has, too."""
+
+_PARAMETERS: tuple[list[str], ...] = (
+    [],
+    [ASSETS_PARAMETER],
+    [ASSETS_PARAMETER, "family"],
+    [ASSETS_PARAMETER, "device", *NUMBER_PARAMETERS, "family"],
+)
 """Permitted parameters of configuration functions; `family` is the package of the model's
 family."""
 
@@ -34,8 +50,11 @@ ENTRY_POINTS = "torchtitan.models"
 """Group of entry points through which installed packages add modules: name = import path of the
 package."""
 
-_AUTO = "torchtitan.models.auto.config_registry"
-"""Module of configurations for models of any family. Every family offers those that it does not
+_FOR_ANY_FAMILY = (
+    "torchtitan.models.auto.config_registry",
+    "torchtitan.foresight.config_registry",
+)
+"""Modules of configurations for models of any family. Every family offers those that it does not
 define itself."""
 
 _BUILT_IN_FOLDERS = ("models", "experiments")
@@ -88,15 +107,16 @@ def list_module(name: str, folder: Path) -> ModuleListing:
             case ast.FunctionDef(name=config, args=arguments):
                 listed = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
                 parameters = [argument.arg for argument in listed]
+                n_required = len(parameters) - len(arguments.defaults)
             case ast.Assign(targets=[ast.Name(config)], value=ast.Call(ast.Name(function))) if (
                 function in _RECIPES
             ):
-                parameters = []
+                parameters, n_required = [], 0
             case _:
                 continue
         if _is_config(config, parameters):
             configs.append(config)
-            if ASSETS_PARAMETER in parameters:
+            if ASSETS_PARAMETER in parameters[:n_required]:
                 for_folders.append(config)
     flavors: list[str] = []
     init = folder / "__init__.py"
@@ -124,32 +144,43 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     if module in built_in_modules():
         _check_is_written(module, config)
     registry = _import_registry(module)
-    functions, for_folders = _configurations(registry), {}
+    functions: dict[str, Callable[..., object]] = _configurations(registry)
+    shared: dict[str, Callable[..., object]] = {}
     package = _package_of(registry)
     short = package.__name__.rpartition(".")[2]
     names = (config, f"{short}_{config}")
     if functions.keys().isdisjoint(names) and "hf" in getattr(package, "FORMATS", {}):
-        shared = _configurations(_import(_AUTO, module))
-        for_folders = {
+        shared = {
             name: wraps(function)(partial(function, family=package))
-            for name, function in shared.items()
+            for path in _FOR_ANY_FAMILY
+            for name, function in _configurations(_import(path, module)).items()
         }
     for name in names:
-        if function := functions.get(name) or for_folders.get(name):
+        if function := functions.get(name) or shared.get(name):
             return function
-    raise _unknown(config, module, short, functions, for_folders)
+    for_folders = [name for name, function in shared.items() if needs_assets(function)]
+    others = shared.keys() - set(for_folders)
+    raise _unknown(config, module, short, [*functions, *others], for_folders)
 
 
 def _check_is_written(module: str, config: str) -> None:
     """Raise `UserError` if a configuration's name is nowhere in the source of a built-in module and
     of the configurations for folders: without importing torch, which takes seconds."""
     folders = built_in_modules()
-    sources = [(folders[name] / REGISTRY_FILE).read_text() for name in (module, "auto")]
+    files = [folders[module] / REGISTRY_FILE, *_shared_files()]
+    sources = [file.read_text() for file in files]
     names = map(re.escape, (config, f"{module}_{config}"))
     if re.search(rf"\b({'|'.join(names)})\b", "\n".join(sources)):
         return
     functions = list_module(module, folders[module]).configs
-    raise _unknown(config, module, module, functions, _configs_for_folders(folders[module]))
+    others, for_folders = _shared_configs(folders[module])
+    raise _unknown(config, module, module, [*functions, *others], for_folders)
+
+
+def _shared_files() -> list[Path]:
+    """Return the source files of `_FOR_ANY_FAMILY`."""
+    package = Path(__file__).resolve().parents[2]
+    return [package / f"{name.replace('.', '/')}.py" for name in _FOR_ANY_FAMILY]
 
 
 def is_written_for_folder(module: str, config: str) -> bool:
@@ -162,14 +193,18 @@ def is_written_for_folder(module: str, config: str) -> bool:
     name = config if config in own.configs else f"{module}_{config}"
     if name in own.configs:
         return name in own.for_folders
-    return config in _configs_for_folders(folders[module])
+    return config in _shared_configs(folders[module])[1]
 
 
-def _configs_for_folders(folder: Path) -> list[str]:
-    """Return the configurations for folders, which a module has if it is a model family."""
+def _shared_configs(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the configurations of any family that need no folder, and those that need one; none
+    for a module that is no family."""
     if "FORMATS" not in (folder / "__init__.py").read_text():
-        return []
-    return list_module("auto", built_in_modules()["auto"]).for_folders
+        return [], []
+    listings = [list_module("", file.parent) for file in _shared_files()]
+    for_folders = [name for one in listings for name in one.for_folders]
+    others = {name for one in listings for name in one.configs} - set(for_folders)
+    return sorted(others), for_folders
 
 
 def _unknown(
@@ -237,8 +272,16 @@ def is_trusted(module: str) -> bool:
 
 
 def needs_assets(function: Callable[..., object]) -> bool:
-    """Return whether a configuration function takes the folder `hf_assets_path`."""
-    return ASSETS_PARAMETER in inspect.signature(function).parameters
+    """Return whether a configuration function needs the folder `hf_assets_path`."""
+    parameter = inspect.signature(function).parameters.get(ASSETS_PARAMETER)
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def optional_parameters(function: Callable[..., object]) -> list[str]:
+    """Return the parameters of a configuration function that options may set."""
+    parameters = inspect.signature(function).parameters.values()
+    empty = inspect.Parameter.empty
+    return [one.name for one in parameters if one.default is not empty and one.name != "family"]
 
 
 def _package_of(registry: ModuleType) -> ModuleType:

@@ -1,0 +1,216 @@
+"""The configuration `dial`: the transfer of hyper-parameters over width and depth, and the rules."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchtitan.models.gemma
+import torchtitan.models.granite
+import torchtitan.models.llama3
+import torchtitan.models.mixtral
+import torchtitan.models.olmo
+import torchtitan.models.qwen3
+from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed import initialize_weights
+from torchtitan.foresight import scaling
+from torchtitan.foresight.config_registry import dial
+from torchtitan.foresight.sizes import parameters_per_token
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+FAMILIES = [
+    torchtitan.models.llama3,
+    torchtitan.models.qwen3,
+    torchtitan.models.gemma,
+    torchtitan.models.granite,
+    torchtitan.models.olmo,
+    torchtitan.models.mixtral,
+]
+VOCABULARY = 61
+
+
+def parse(*words: str) -> Trainer.Config:
+    config: Trainer.Config = (
+        ConfigManager().parse_args(["--module", "llama3", "--config", "dial", *words]).config
+    )
+    return config
+
+
+def changes_of_logits(
+    family, width_per_layer: int, layers: int = 2, *, transfers: bool = True
+) -> tuple[float, float]:
+    """Train a model of random tokens for three steps. Return the root mean square of its first
+    logits, and of their change."""
+    config = dial(dial=layers, width_per_layer=width_per_layer, family=family)
+    model_config = config.model_spec.model
+    model_config.vocab_size = VOCABULARY
+    model = model_config.build()
+    if transfers:
+        config.model_converters[0].build().convert(model)
+    else:
+        config.optimizer.param_groups = {}
+    config.optimizer.implementation = "for-loop"
+    initialize_weights(model, seed=1)
+    optimizer = config.optimizer.build(model_parts=[model])
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (4, 33), generator=generator)
+
+    def logits() -> torch.Tensor:
+        return model(tokens[:, :-1])
+
+    before = logits().detach()
+    for _ in range(3):
+        F.cross_entropy(logits().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    change = logits().detach() - before
+    return float(before.square().mean().sqrt()), float(change.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.split(".")[-1])
+def test_updates_have_the_same_effect_at_every_width(family):
+    """The coordinate check of muP (arXiv:2203.03466, appendix D.1): over a factor of 8 in width,
+    the change of the logits keeps its size up to noise, and initial logits do not grow. Without
+    transfer, the change grows by more (the next test)."""
+    first, narrow = changes_of_logits(family, 64)
+    last, wide = changes_of_logits(family, 512)
+    assert 1 / 1.8 < wide / narrow < 1.8
+    assert last < 1.3 * first
+
+
+def test_without_transfer_updates_grow_with_width():
+    narrow, wide = (
+        changes_of_logits(torchtitan.models.llama3, width, transfers=False)[1]
+        for width in (64, 512)
+    )
+    assert wide / narrow > 2.5
+
+
+def test_updates_have_the_same_effect_at_every_depth():
+    """The same over depth, with a width that stays: 128 at 2 layers, and at 8."""
+    family = torchtitan.models.llama3
+    shallow, deep = (
+        changes_of_logits(family, width, layers)[1] for width, layers in ((64, 2), (16, 8))
+    )
+    assert 1 / 1.8 < deep / shallow < 1.8
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.split(".")[-1])
+def test_every_parameter_is_in_one_group_and_decays_alike(family):
+    config = dial(dial=4, family=family)
+    model = config.model_spec.model
+    model.vocab_size = VOCABULARY
+    with torch.device("meta"):
+        names = [name for name, _ in model.build().named_parameters()]
+    groups = config.optimizer.param_groups.values()
+    for name in names:
+        (group,) = [one for one in groups if re.search(one.pattern, name)]
+        if re.search("norm|bias|tok_embeddings", name):
+            assert group.weight_decay_factor == 0.0
+        else:  # AdamW multiplies weights by 1 - rate x decay
+            assert group.lr_factor * group.weight_decay_factor == pytest.approx(1.0)
+
+
+def test_rates_are_those_of_the_tables():
+    """Four layers of width 256, against a base of 2 layers of width 128: by muP's table 3 and
+    CompleteP's table 1, with the multiplier of the branch in its last matrix."""
+    config = dial(dial=4, family=torchtitan.models.llama3)
+
+    def rate(name: str) -> float:
+        groups = config.optimizer.param_groups.values()
+        return next(one.lr_factor for one in groups if re.search(one.pattern, name))
+
+    assert rate("tok_embeddings.weight") == rate("layers.3.ffn_norm.weight") == 1.0
+    assert rate("layers.0.attention.wq.weight") == rate("head.output.weight") == 1 / 2
+    assert rate("layers.3.attention.wo.weight") == rate("layers.0.feed_forward.w2.weight") == 1 / 4
+
+    model = config.model_spec.model
+    model.vocab_size = VOCABULARY
+    built = model.build()
+    config.model_converters[0].build().convert(built)
+    initialize_weights(built, seed=0)
+    stds = {name: float(parameter.detach().std()) for name, parameter in built.named_parameters()}
+    # the family's own: 0.02 inside, 0.02 / sqrt(2) last in layer 0, 1 / (4 sqrt(width)) for logits
+    assert stds["layers.0.attention.wq.weight"] == pytest.approx(0.02 / math.sqrt(2), rel=0.05)
+    assert stds["layers.0.attention.wo.weight"] == pytest.approx(0.02 / 2 / 2, rel=0.05)
+    assert stds["head.output.weight"] == pytest.approx(1 / 4 / math.sqrt(128) / 2, rel=0.05)
+
+
+def test_the_base_size_is_the_family_itself():
+    config = dial(dial=2, family=torchtitan.models.llama3)
+    assert config.model_converters[0].scales == {}
+    assert {group.lr_factor for group in config.optimizer.param_groups.values()} == {1.0}
+
+
+def test_a_budget_is_used_by_the_largest_model_that_it_pays():
+    config = parse("--budget", "1e15", "--tokens_per_parameter", "10")
+    model = config.model_spec.model
+    model.vocab_size = 2048
+    parameters = parameters_per_token(model)
+    training = config.training
+    tokens = training.steps * training.global_batch_size * training.seq_len
+    assert 6 * parameters * tokens == pytest.approx(1e15, rel=0.01)
+    assert tokens / parameters >= 10
+    larger = dial(dial=model.n_layers + 1, family=torchtitan.models.llama3).model_spec.model
+    larger.vocab_size = 2048
+    assert 6 * 10 * parameters_per_token(larger) ** 2 > 1e15
+
+
+def test_hours_are_a_budget():
+    words = ("--hours", "0.001", "--device", "h100", "--devices", "2")
+    config = parse(*words)
+    budget = 0.001 * 3600 * 2 * 0.4 * 989e12
+    assert parse("--budget", str(budget), "--devices", "2").training == config.training
+
+
+def test_values_can_be_overridden_and_saved(tmp_path):
+    words = ["--module", "llama3", "--config", "dial", "--dial", "3", "--width_per_layer", "32"]
+    resolved = ConfigManager().parse_args([*words, "--optimizer.lr", "1e-3"])
+    assert resolved.config.model_spec.model.dim == 96 and resolved.config.optimizer.lr == 1e-3
+    resolved.save(tmp_path / "run.yaml")
+    again = ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")]).config
+    assert again.to_dict() == resolved.config.to_dict()
+
+
+def test_the_schedule_of_the_sources():
+    """A run of 1e9 parameters and 2e10 tokens, computed by hand from the formulas."""
+    plan = scaling.schedule(1e9, 2e10, seq_len=2048)
+    batch = plan.windows * 2048
+    assert batch == pytest.approx(0.58 * 2e10**0.571, rel=0.01)  # 444,000 tokens
+    assert plan.steps == math.ceil(2e10 / batch)
+    timescale = 1 / (plan.rate * plan.weight_decay) / plan.steps
+    assert timescale == pytest.approx(1.084 * 20**-0.527)
+    assert plan.warmup_steps == pytest.approx(0.05 * plan.steps, rel=0.01)
+    assert plan.windows % plan.local_windows == 0
+    shared = scaling.schedule(1e9, 2e10, seq_len=2048, devices=8)
+    assert shared.windows % (8 * shared.local_windows) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dial", "0"], "--dial is 0"),
+        (["--dial", "two"], "--dial is 'two'"),
+        (["--dial", "4", "--budget", "1e18"], "--dial and --budget each choose the size"),
+        (["--hours", "2"], "--hours 2 needs --device"),
+        (["--budget", "1e3"], "too small: one layer takes"),
+        (["--width_per_layer", "30"], "--width_per_layer is 30"),
+        (["--tokens_per_parameter", "0"], "--tokens_per_parameter is 0"),
+        (["--module", "phi3"], "phi3 has others"),
+        (["--module", "transformers"], "transformers has"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    if "transformers" in words:
+        pytest.importorskip("transformers")
+    with pytest.raises(UserError, match=message):
+        parse(*words)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    config = parse("--optimizer.name", "Muon", "--dump_folder", str(tmp_path))
+    with pytest.raises(UserError, match="--optimizer.name Muon: the rates"):
+        config.check(1)
