@@ -1,0 +1,109 @@
+"""Training of a byte-level BPE tokenizer with the library `tokenizers`."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+PAD = "<|pad|>"
+
+_N_BYTES = 256
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Splits text before merging: contractions, words, up to three digits, punctuation, blanks
+(published with Llama 3)."""
+
+_BATCH = 1000
+"""Pieces of text that the library gets at once."""
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+) -> Any:
+    """Return a `tokenizers.Tokenizer` of at most `vocab_size` tokens, the special ones first: BOS,
+    EOS, padding, then `special_tokens`. Every text has tokens, since all bytes have one. It adds
+    BOS.
+
+    The result depends only on the texts and their order, not on the number of threads. Memory
+    grows with the number of distinct words, not with the length of the texts.
+
+    Raises:
+        UserError: if the vocabulary is too small for bytes and special tokens, or all texts are
+            empty.
+    """
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    special = list(dict.fromkeys([BOS, EOS, PAD, *special_tokens]))
+    if vocab_size < _N_BYTES + len(special):
+        raise UserError(
+            f"--vocab_size is {vocab_size}, but {_N_BYTES} bytes and {len(special)} special tokens "
+            f"take {_N_BYTES + len(special)}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_batches(texts), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B:1",
+        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+    )
+    return tokenizer
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield non-empty texts in batches. Raise `UserError` if all are empty."""
+    pieces = (text for text in texts if text)
+    first = next(pieces, None)
+    if first is None:
+        raise UserError("the data has no text to train a tokenizer on")
+    batch: list[str] = []
+    for text in chain([first], pieces):
+        batch.append(text)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    yield batch
+
+
+def save_tokenizer(tokenizer: Any, folder: Path, chat_template: str = "") -> None:
+    """Write tokenizer.json, tokenizer_config.json and, if given, chat_template.jinja."""
+    settings = {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": BOS,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    durable.make_folder(folder)
+    durable.write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    durable.write(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    if chat_template:
+        durable.write(folder / "chat_template.jinja", chat_template)
