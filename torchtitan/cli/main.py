@@ -20,6 +20,10 @@ COMMANDS = {
         "find the best layout of a run on given devices (torchtitan plan --devices 256 --device "
         "h100)",
     ),
+    "ladder": (
+        "ladder:ladder",
+        "train small models of several sizes, fit their loss, and forecast a larger run",
+    ),
     "run": ("run:run", "run the stages of a recipe, such as recipes/tiny_assistant.yaml"),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),
@@ -31,6 +35,10 @@ COMMANDS = {
     "data": (
         "data:data",
         "prepare data ahead of a run (data prepare), or show it (data inspect, data show)",
+    ),
+    "tokenizer": (
+        "tokenizer:tokenizer",
+        "train a tokenizer on your data (tokenizer train), and compare it with others",
     ),
     "inspect": (
         "inspect_checkpoint:inspect_checkpoint",

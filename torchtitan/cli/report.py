@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ from torchtitan.tools.progress import sparkline
 from torchtitan.tools.tables import open_console, print_table
 
 METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
+FORECAST = "forecast.json"
 _MOST_POINTS = 1000
 _MOST_INCIDENTS = 500
 _UNLISTED = {"event", "time", "step", "seconds"}
@@ -67,6 +69,7 @@ class RunRecord:
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
         self.checkpoints = [] if is_url(saved) else self._list_checkpoints(folder, saved)
         self.foresight = self._values(folder / "foresight.json", read_object)
+        self.forecast = self._values(folder / FORECAST, read_object)
 
     def _lines(self, file: str, read: Callable[[list[int]], Iterable[Event]]) -> list[Event]:
         broken: list[int] = []
@@ -163,6 +166,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
             [row for run in runs for row in _incidents(run)],
         ),
         compared("Foresight", _foresight),
+        compared("Forecast", _forecast),
         compared("Data", lambda run: run.start.get("data", {})),
         options._replace(
             title="Differences",
@@ -243,6 +247,26 @@ def _foresight(run: RunRecord) -> dict[str, str]:
                 f"predicted for {run.foresight.get('device')}: {_text(predicted)}, median here: "
                 f"{median}"
             )
+    return rows
+
+
+def _forecast(run: RunRecord) -> dict[str, str]:
+    """Compare the loss that a ladder of smaller runs forecast with the last validation loss."""
+    numbers = [run.forecast.get(key) for key in ("loss", "low", "high")]
+    if not all(type(number) is float and math.isfinite(number) for number in numbers):
+        return {}
+    loss, low, high = (float(str(number)) for number in numbers)
+    rows = {
+        "forecast validation loss": f"{_text(loss)}, from {_text(low)} to {_text(high)}",
+        "forecast by": _text(run.forecast.get("ladder")),
+    }
+    if points := run.points("validation_loss"):
+        step, outcome = points[-1]
+        place = "inside" if low <= outcome <= high else "outside"
+        rows["outcome"] = (
+            f"{_text(outcome)} at step {step:,} of {_text(run.start.get('total_steps'))}: "
+            f"{outcome / loss - 1:+.2%}, {place} the interval"
+        )
     return rows
 
 

@@ -1,0 +1,146 @@
+"""`torchtitan ladder`: the plan, runs that are done, the fit, its page, and the report of a run that
+was forecast."""
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.training import read_metrics
+from torchtitan.cli import ladder as command
+from torchtitan.cli.main import main
+from torchtitan.cli.report import RunRecord, page, sections
+from torchtitan.components.observe.run_events import read_events
+from torchtitan.config.manager import ConfigManager
+from torchtitan.foresight.dial import FORECAST, announce, cost_of
+from torchtitan.foresight.loss_law import read_ladder
+
+SMALL = ["--module", "llama3", "--width_per_layer", "16"]
+GRID = ["--sizes", "2", "1", "3", "--tokens_per_parameter", "1", "2", "3"]
+
+
+def words_of(out: Path, *words: str) -> list[str]:
+    return ["ladder", *SMALL, *GRID, "--out", str(out), *words]
+
+
+def law(parameters: float, tokens: float) -> float:
+    return 1.5 + 40 * parameters**-0.4 + 90 * tokens**-0.3
+
+
+def finish_all(out: Path, commands: Path) -> None:
+    """Write the files of finished runs, with losses of a known law."""
+    for line in commands.read_text().splitlines():
+        words = shlex.split(line)[2:]
+        config = ConfigManager().parse_args(words).config
+        cost = cost_of(config.resolve(config.tokenizer.build(path="")))
+        folder = Path(config.dump_folder)
+        folder.mkdir(parents=True)
+        lines = [
+            {"step": config.training.steps // 2, "validation_loss": 9.0},
+            {"step": config.training.steps, "validation_loss": law(cost.parameters, cost.tokens)},
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("ladder")
+    assert main(words_of(out, "--commands", str(out / "jobs.sh"))) == 0
+    assert len((out / "jobs.sh").read_text().splitlines()) == 9
+    finish_all(out, out / "jobs.sh")
+    assert main(words_of(out, "--fit", "--forecast", "4")) == 0
+    return out
+
+
+def test_the_plan_tells_the_cost_first(tmp_path, capsys):
+    assert main(words_of(tmp_path, "--plan")) == 0
+    printed = capsys.readouterr().out
+    assert "9 runs: " in printed and "FLOPs" in printed
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_law_of_the_runs_is_found(finished):
+    fitted = read_ladder(finished)
+    assert len(fitted.points) == 9
+    # the losses are exact, and the form is the law's: what is left is the end of the descent
+    assert fitted.law.loss(5e5, 5e6) == pytest.approx(law(5e5, 5e6), rel=5e-3)
+    text = (finished / command.PAGE).read_text()
+    assert "forecast of --dial 4" in text and text.count("<circle") == 10
+    assert "src=" not in text and "<script" not in text
+
+
+def test_done_runs_are_skipped_and_other_commands_refused(finished, capsys, monkeypatch):
+    monkeypatch.setattr(command.subprocess, "Popen", None)  # a run that starts would fail
+    assert main(words_of(finished)) == 0
+    assert "0 of them left" in capsys.readouterr().out
+    assert main(words_of(finished, "--optimizer.lr", "1e-3")) == 2
+    assert "was trained with another command" in capsys.readouterr().err
+
+
+def test_a_forecast_run_shows_forecast_and_outcome(finished, tmp_path, capsys):
+    words = [*SMALL, "--config", "dial", "--dial", "4", "--ladder", str(finished)]
+    config = ConfigManager().parse_args([*words, "--dump_folder", str(tmp_path)]).config
+    config.predict = False
+    config.model_spec.model.vocab_size = 2048
+    announce(config, 1)
+    printed = capsys.readouterr().out
+    assert "Step Law" in printed and "by 9 runs of" in printed
+    forecast = json.loads((tmp_path / FORECAST).read_text())
+    outcome = 1.01 * forecast["loss"]
+    metrics = {"step": 10, "loss": 3.0, "validation_loss": outcome}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    run = RunRecord(tmp_path)
+    (rows,) = (part.rows for part in sections([run]) if part.title == "Forecast")
+    found = dict(rows)
+    place = "inside" if outcome <= forecast["high"] else "outside"
+    assert "+1.00%" in found["outcome"] and place in found["outcome"]
+    assert "forecast validation loss" in page([run])
+    (tmp_path / FORECAST).write_text('{"loss": "high"}')
+    assert not [part for part in sections([RunRecord(tmp_path)]) if part.title == "Forecast"]
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+    for words, message in (
+        (words_of(tmp_path, "--fit"), "0 finished runs"),
+        (words_of(tmp_path, "--validator.enable", "false", "--plan"), "needs the validation"),
+        (words_of(tmp_path, "--dial", "3", "--plan"), "--dial"),
+        (["ladder", "--sizes", "0", "--out", str(tmp_path)], "--sizes is 0"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_interrupted_ladder_continues(tmp_path, monkeypatch, capsys):
+    """The only run is stopped after its first checkpoint, and resumes with the same command; a
+    second run starts only then."""
+    options = ["--training.steps", "60", "--checkpoint.interval", "2", "--validator.steps", "1"]
+    sizes = ["--sizes", "1", "--tokens_per_parameter", "1", "2"]
+    words = ["ladder", *SMALL, *sizes, "--out", str(tmp_path), *options]
+    first, second = (tmp_path / f"dial-1_tokens-{ratio}" for ratio in (1, 2))
+
+    class Stopped(subprocess.Popen):
+        """A run that gets SIGTERM once it has a checkpoint."""
+
+        def wait(self, timeout=None):
+            while not list(first.glob("checkpoint/step-*")) and self.poll() is None:
+                time.sleep(0.05)
+            self.send_signal(signal.SIGTERM)
+            return super().wait(timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(command.subprocess, "Popen", Stopped)
+        assert main(words) == 2
+    assert "stopped before its last step, 60" in capsys.readouterr().err
+    stopped_at = read_metrics(first)[-1][0]
+    assert 0 < stopped_at < 60 and not second.exists()
+    assert main(words) == 2
+    assert "too few for a fit" in capsys.readouterr().err  # but both have run
+    assert [step for (step,) in read_metrics(first)][-1] == 60
+    begun = [event["step"] for event in read_events(first, []) if event["event"] == "start"]
+    assert begun[0] == 0 and begun[1] >= stopped_at
+    assert all((folder / command.FINISHED).exists() for folder in (first, second))

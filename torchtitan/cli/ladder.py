@@ -1,0 +1,320 @@
+"""`torchtitan ladder`: train small models of several sizes and lengths, fit their loss, and
+forecast a larger run."""
+
+import argparse
+import itertools
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import getpid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.cli.model_options import run_command
+from torchtitan.tools import durable
+from torchtitan.tools.errors import RunFailure, UserError, os_errors_as, require
+from torchtitan.tools.files import json_lines, read_object
+from torchtitan.tools.logging import presentable
+from torchtitan.tools.parser import Parser
+from torchtitan.tools.process import StopSignals, signal_when_orphaned
+from torchtitan.tools.redact import redacted
+
+if TYPE_CHECKING:
+    from torchtitan.foresight.dial import Cost
+
+_CHOSEN = ("--config", "--dial", "--budget", "--hours", "--dump_folder", "--config_file")
+
+FINISHED = "finished.json"
+LOG = "log.txt"
+PAGE = "ladder.html"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run of the ladder."""
+
+    dial: int
+    tokens_per_parameter: float
+    folder: Path
+    words: list[str]
+    """Command line of `torchtitan train`, without the command."""
+    steps: int
+    cost: "Cost"
+
+    @property
+    def command(self) -> str:
+        return f"torchtitan train {shlex.join(self.words)}"
+
+    def measured(self) -> float | None:
+        """Return the validation loss after the last step, and record it; None: the run has not
+        finished. Raise `UserError` if it finished with another command."""
+        words, path = redacted(self.words), self.folder / FINISHED
+        record = read_object(path)
+        if not record and (loss := self._last_loss()) is not None:
+            record = {"command": words, "loss": loss}
+            durable.write(path, json.dumps(record) + "\n")
+        if not record:
+            return None
+        if record.get("command") != words or type(record.get("loss")) is not float:
+            raise UserError(
+                f"'{self.folder}' was trained with another command; remove it, or set another --out"
+            )
+        return float(record["loss"])
+
+    def _last_loss(self) -> float | None:
+        lines = json_lines(self.folder / "metrics.jsonl", bool, [])
+        losses = [line.get("validation_loss") for line in lines if line.get("step") == self.steps]
+        measured = [loss for loss in losses if type(loss) is float]
+        return measured[-1] if measured else None
+
+
+def ladder(args: Sequence[str]) -> int:
+    """Plan, run and fit a ladder, and return the exit code."""
+    parser = Parser(
+        prog="torchtitan ladder",
+        allow_abbrev=False,
+        description="Train models of several sizes and lengths by the rules of --config dial, fit "
+        "loss over size and tokens, and forecast a larger run. Finished runs are not repeated, an "
+        "interrupted one resumes.",
+        epilog="Also accepts the options of `torchtitan train --config dial`: --module, "
+        "--dataloader.dataset, --validator.dataset, --width_per_layer …",
+    )
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", required=True, metavar="N", help="dials, such as 2 3 4 6")
+    add(
+        "--tokens_per_parameter",
+        type=float,
+        nargs="+",
+        default=[10.0, 20.0, 40.0],
+        metavar="R",
+        help="lengths of the runs of each size (default: 10 20 40)",
+    )
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of all runs")
+    add(
+        "--forecast",
+        type=int,
+        metavar="N",
+        help="dial of a larger run to forecast, which is not trained",
+    )
+    add(
+        "--forecast_tokens_per_parameter",
+        type=float,
+        default=20.0,
+        metavar="R",
+        help="length of that run (default: 20)",
+    )
+    add(
+        "--irreducible",
+        type=float,
+        metavar="E",
+        help="loss of an endless run of an endless model, fixed in the fit (default: fitted too)",
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--plan", action="store_true", help="print the runs and their cost, and end")
+    only.add_argument(
+        "--commands", type=Path, metavar="FILE", help="write a command per run instead, and end"
+    )
+    only.add_argument("--fit", action="store_true", help="fit the finished runs, without training")
+    options, words = parser.parse_known_args(args)
+    return run_command("ladder", lambda: _ladder(options, words))
+
+
+def _ladder(options: argparse.Namespace, words: list[str]) -> int:
+    for word in words:
+        name = word.partition("=")[0]
+        if name in _CHOSEN:
+            raise UserError(f"{name} is chosen by the ladder; set --sizes")
+    for size, ratio in itertools.product(options.sizes, options.tokens_per_parameter):
+        require(size >= 1, "--sizes", size, "at least 1")
+        require(0 < ratio < 1e6, "--tokens_per_parameter", ratio, "above 0")
+    rungs = [
+        _rung(options.out, words, size, ratio)
+        for size, ratio in itertools.product(
+            sorted(set(options.sizes)), sorted(set(options.tokens_per_parameter))
+        )
+    ]
+    rungs.sort(key=lambda rung: rung.cost.flops)
+    _show(rungs)
+    if options.plan:
+        return 0
+    if options.commands:
+        missing = [rung.command for rung in rungs if rung.measured() is None]
+        with os_errors_as(f"--commands '{options.commands}' cannot be written"):
+            durable.write(options.commands, "".join(f"{command}\n" for command in missing))
+        print(presentable(f"{len(missing)} commands in {options.commands}; then repeat with --fit"))
+        return 0
+    for rung in rungs if not options.fit else ():
+        if code := _run(rung):
+            return code
+    larger = None
+    if options.forecast:
+        ratio = options.forecast_tokens_per_parameter
+        larger = _rung(options.out, words, options.forecast, ratio)
+    _fit(options, rungs, larger)
+    return 0
+
+
+def _rung(out: Path, words: Sequence[str], dial: int, ratio: float) -> Rung:
+    folder = out / f"dial-{dial}_tokens-{ratio:g}"
+    own = ["--config", "dial", "--dial", str(dial), "--tokens_per_parameter", f"{ratio:g}"]
+    # the ladder tells the cost of all runs at once
+    all_words = [*own, "--predict=false", *words, "--dump_folder", str(folder)]
+    config = _config(all_words)
+    if not (config.validator.enable and config.checkpoint.enable):
+        raise UserError("a ladder needs the validation and the checkpoints of its runs")
+    return Rung(dial, ratio, folder, all_words, config.training.steps, _cost(config))
+
+
+def _config(words: Sequence[str]) -> Any:
+    from torchtitan.config.manager import ConfigManager
+
+    return ConfigManager("torchtitan ladder").parse_args(words).config
+
+
+def _cost(config: Any) -> "Cost":
+    from torchtitan.foresight.dial import cost_of
+
+    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+    return cost_of(config.resolve(tokenizer), config.devices)
+
+
+def _show(rungs: Sequence[Rung]) -> None:
+    from torchtitan.tools.tables import open_console, print_table
+
+    total = sum(rung.cost.flops for rung in rungs)
+    left = sum(rung.cost.flops for rung in rungs if rung.measured() is None)
+    rows = [[*_described(rung), _loss_of(rung)] for rung in rungs]
+    columns = ("dial", "parameters", "tokens", "steps", "FLOPs", "loss")
+    title = f"{len(rungs)} runs: {total:.3g} FLOPs, {left:.3g} of them left"
+    print_table(open_console(), title, columns, rows, columns)
+
+
+def _described(rung: Rung) -> list[str]:
+    cost = rung.cost
+    sizes = [f"{cost.parameters:,.0f}", f"{cost.tokens:,}", f"{rung.steps:,}"]
+    return [str(rung.dial), *sizes, f"{cost.flops:.3g}"]
+
+
+def _loss_of(rung: Rung) -> str:
+    loss = rung.measured()
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def _run(rung: Rung) -> int:
+    """Train a run that has not finished; return the exit code."""
+    if rung.measured() is not None:
+        return 0
+    print(presentable(f"{rung.command} > {rung.folder / LOG}"), flush=True)
+    with os_errors_as(f"--out: '{rung.folder}' cannot be written", "; name another folder"):
+        durable.make_folder(rung.folder)
+        log = open(rung.folder / LOG, "ab")  # noqa: SIM115
+    command = [sys.executable, "-P", "-m", "torchtitan", "train", *rung.words]
+    stop = partial(signal_when_orphaned, signal.SIGTERM, getpid())
+    with log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=stop)
+        signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
+        process.wait()
+        signals.close()
+    if signals.first:
+        return 128 + signals.first
+    if process.returncode:
+        raise RunFailure(
+            f"a run of the ladder failed with code {process.returncode}: {rung.folder / LOG}"
+        )
+    loss = rung.measured()
+    if loss is None:
+        raise UserError(
+            f"'{rung.folder}' has stopped before its last step, {rung.steps}, or has no "
+            "validation_loss there; run the same command again, or give one set of held-out text "
+            "with --validator.dataset"
+        )
+    print(f"  validation loss {loss:.4f}", flush=True)
+    return 0
+
+
+def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None) -> None:
+    from torchtitan.cli.pages import render
+    from torchtitan.foresight.loss_law import LADDER, Ladder, Point
+
+    done = [(rung, loss) for rung in rungs if (loss := rung.measured()) is not None]
+    points = [
+        Point(rung.cost.parameters, rung.cost.tokens, loss, rung.folder.name) for rung, loss in done
+    ]
+    fitted = Ladder(points, options.irreducible)
+    document = {"irreducible": options.irreducible, "points": [one._asdict() for one in points]}
+    durable.write(options.out / LADDER, json.dumps(document, indent=1) + "\n")
+    facts = {"law": f"L(N, D) = {fitted.law}, nats per token"}
+    facts["largest residual"] = f"{max(abs(fitted.residuals)):.2%}"
+    error = fitted.measured_error
+    facts["error for the largest size, fitted without it"] = (
+        "not measured: too few runs" if error is None else f"{error:.2%}"
+    )
+    forecast = None
+    if larger:
+        forecast = fitted.forecast(larger.cost.parameters, larger.cost.tokens)
+        dial, ratio = larger.dial, larger.tokens_per_parameter
+        name = f"forecast of --dial {dial} --tokens_per_parameter {ratio:g}"
+        facts[name] = f"{forecast}, {larger.cost.flops:.3g} FLOPs"
+    for name, text in facts.items():
+        print(presentable(f"{name}: {text}"))
+    chart = Chart.of(done, fitted, (larger, forecast) if larger else None)
+    rows = [[*_described(rung), f"{loss:.4f}"] for rung, loss in done]
+    page = render("ladder.html", name=str(options.out), facts=facts, rows=rows, chart=chart)
+    durable.write(options.out / PAGE, page.encode("utf-8", "backslashreplace"))
+    print(presentable(str(options.out / PAGE)))
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines and points of the figure, in its coordinates: loss over FLOPs, both logarithmic."""
+
+    series: list[dict[str, Any]]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+
+    WIDTH, HEIGHT = 640, 360
+
+    @classmethod
+    def of(cls, done: Sequence[tuple[Rung, float]], fitted: Any, larger: Any) -> "Chart":
+        from math import log
+
+        flops = [rung.cost.flops for rung, _ in done]
+        losses = [loss for _, loss in done]
+        if larger:
+            flops.append(larger[0].cost.flops)
+            losses += [larger[1].low, larger[1].high]
+        low_x, high_x = log(min(flops)) - 0.3, log(max(flops)) + 0.3
+        low_y, high_y = log(min(losses)) - 0.02, log(max(losses)) + 0.02
+
+        def x(value: float) -> float:
+            return round(60 + (cls.WIDTH - 80) * (log(value) - low_x) / (high_x - low_x), 1)
+
+        def y(value: float) -> float:
+            return round(20 + (cls.HEIGHT - 60) * (high_y - log(value)) / (high_y - low_y), 1)
+
+        series: list[dict[str, Any]] = []
+        for dial in sorted({rung.dial for rung, _ in done}):
+            own = [(rung, loss) for rung, loss in done if rung.dial == dial]
+            points = [(x(rung.cost.flops), y(loss)) for rung, loss in own]
+            law = [
+                (x(rung.cost.flops), y(fitted.law.loss(rung.cost.parameters, rung.cost.tokens)))
+                for rung, _ in own
+            ]
+            series.append({"name": f"dial {dial}", "points": points, "line": law, "bar": None})
+        if larger:
+            rung, forecast = larger
+            at = x(rung.cost.flops)
+            bar = (at, y(forecast.low), y(forecast.high))
+            points = [(at, y(forecast.loss))]
+            name = f"forecast, dial {rung.dial}"
+            series.append({"name": name, "points": points, "line": [], "bar": bar})
+        first, last = int(low_x / log(10)) + 1, int(high_x / log(10))
+        x_ticks = [(x(10.0**power), f"1e{power}") for power in range(first, last + 1)]
+        step = (high_y - low_y) / 5
+        values = [2.718281828459045 ** (low_y + step * number) for number in range(1, 5)]
+        return cls(series, x_ticks, [(y(value), f"{value:.2f}") for value in values])
