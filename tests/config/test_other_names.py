@@ -44,7 +44,7 @@ def test_each_answer_names_options_that_exist():
         (["--gradient_accumulation_steps", "4"], "use --training.global_batch_size: "),
         (["--output_dir", "x"], "use --dump_folder"),
         (["--bf16"], "use --training.mixed_precision_param bfloat16"),
-        (["--warmup_ratio", "0.1"], "use --lr_scheduler.warmup_steps"),
+        (["--warmup_ratio", "0.1"], "use --lr_scheduler.warmup_ratio"),
         (["--save_steps", "10"], "use --checkpoint.interval"),
         (["--lora_r", "8"], "use --model_converters.lora.rank"),
         (["--lora_target_modules", "q_proj"], "use --model_converters.lora.include"),

@@ -28,7 +28,7 @@ _FOLDER = "--dump_folder"
 _MODEL = "--hf_assets_path DIR, a folder with the model; --module auto finds its family"
 _MODULE = "--module and --config; `torchtitan ls` lists them"
 _INTERVAL = "--checkpoint.interval, after --checkpoint.enable"
-_WARMUP = "--lr_scheduler.warmup_steps, a number of steps"
+_WARMUP = "--lr_scheduler.warmup_steps"
 _COMPILE = "--compile.enable"
 _NORM = "--training.max_norm"
 
@@ -78,7 +78,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "train_file": _DATASET,
     "use_liger_kernel": "nothing: no loss here holds all logits",
     "use_peft": "--config lora",
-    "warmup_ratio": _WARMUP,
+    "warmup_ratio": "--lr_scheduler.warmup_ratio",
     # axolotl and LLaMA-Factory
     "adapter": "--config lora or qlora",
     "base_model": _MODEL,

@@ -294,7 +294,9 @@ class RunConfig(Configurable.Config):
         progress = self.data_progress(self.training.resolve_global_batch_size(dims.dp_degree))
         progress.check_schedules()
         warmup, n_tokens = self.lr_scheduler.warmup_steps, progress.tokens_per_step
-        is_long = self.lr_scheduler.unit == "steps" or warmup == 0 or warmup >= n_tokens
+        has_ratio = self.lr_scheduler.warmup_ratio is not None
+        in_steps = self.lr_scheduler.unit == "steps"
+        is_long = in_steps or has_ratio or warmup == 0 or warmup >= n_tokens
         least = f"0 tokens (--lr_scheduler.unit), or at least the {n_tokens} of a step"
         require(is_long, "--lr_scheduler.warmup_steps", warmup, least)
         if self.training.enable_cpu_offload:

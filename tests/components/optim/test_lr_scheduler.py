@@ -135,6 +135,17 @@ def test_matches_transformers_schedules(settings, name, theirs):
     expected = torch_curve(lambda optimizer: get_schedule(optimizer, **lengths, **theirs), 20)
     ours = curve(make_scheduler(20, warmup_steps=5, **settings), 20)
     assert ours == pytest.approx(expected[1:6] + expected[5:], rel=1e-12)  # float64 rounding
+    from_zero = curve(make_scheduler(20, warmup_steps=5, warmup_from_zero=True, **settings), 20)
+    assert from_zero == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("ratio", "warmup_steps"), [(0.0, 0), (0.03, 1), (0.1, 2), (0.11, 3)])
+def test_a_ratio_is_rounded_up_as_in_transformers(ratio, warmup_steps):
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(warmup_steps=ratio, report_to="none")
+    assert arguments.get_warmup_steps(20) == warmup_steps
+    expected = curve(make_scheduler(20, warmup_steps=warmup_steps), 20)
+    assert curve(make_scheduler(20, warmup_ratio=ratio, warmup_steps=9), 20) == expected
 
 
 def test_warmup_matches_torch():

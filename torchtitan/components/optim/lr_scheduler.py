@@ -35,6 +35,14 @@ class LRScheduler(Configurable):
         warmup_steps: int = 200
         """Steps over which the rate rises linearly to its peak."""
 
+        warmup_ratio: float | None = None
+        """Warm-up as a fraction of the schedule, such as 0.03, rounded up to whole steps; it
+        replaces warmup_steps."""
+
+        warmup_from_zero: bool = False
+        """Begin the warm-up with a step of rate 0, and reach the peak a step later, as transformers
+        does. False: begin with peak / warmup_steps."""
+
         total_steps: int | None = None
         """Length of the schedule. None: the length of the run. Set it to stop a run early on the
         same curve."""
@@ -57,7 +65,7 @@ class LRScheduler(Configurable):
             require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)
             if self.total_steps is not None:
                 require_at_least(1, lr_scheduler__total_steps=self.total_steps)
-            for name in ("decay_ratio", "min_lr_factor"):
+            for name in ("warmup_ratio", "decay_ratio", "min_lr_factor"):
                 value = getattr(self, name)
                 require(
                     value is None or 0 <= value <= 1, f"--lr_scheduler.{name}", value, "in [0, 1]"
@@ -83,8 +91,13 @@ class LRScheduler(Configurable):
         config, before = self.config, self.total_steps
         self.step_size = step_size
         self.total_steps = config.total_steps or training_steps
-        self.warmup_steps = min(config.warmup_steps, self.total_steps)
-        if self.warmup_steps < config.warmup_steps and self.total_steps != before:
+        warmup_steps = (
+            config.warmup_steps
+            if config.warmup_ratio is None
+            else math.ceil(self.total_steps * config.warmup_ratio)
+        )
+        self.warmup_steps = min(warmup_steps, self.total_steps)
+        if self.warmup_steps < warmup_steps and self.total_steps != before:
             logger.warning(
                 f"--lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the "
                 f"schedule ({self.total_steps}): the learning rate rises until the last step and "
@@ -102,7 +115,8 @@ class LRScheduler(Configurable):
     def factor(self, steps_taken: int) -> float:
         """Return the fraction of the peak rate for the step after `steps_taken` steps."""
         if steps_taken < self.warmup_steps:
-            return min(steps_taken + self.step_size, self.warmup_steps) / self.warmup_steps
+            ahead = 0 if self.config.warmup_from_zero else self.step_size
+            return min(steps_taken + ahead, self.warmup_steps) / self.warmup_steps
         decay_start = self.total_steps - self.decay_steps
         if steps_taken < decay_start or self.decay_steps == 0:
             return 1.0
