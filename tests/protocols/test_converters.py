@@ -18,6 +18,7 @@ from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import LayerConverter, ModelConverter
 from torchtitan.protocols.conversion import convert_model
+from torchtitan.protocols.converter import hugging_face_name
 from torchtitan.protocols.initializer import (
     Constant,
     DerivedRows,
@@ -101,6 +102,37 @@ class TestSelection:
         )
         convert_model(model, [config.build()])
         assert converted_names(model) == [f"layers.1.{name}" for name in ("attention.wq", *FFN)]
+
+    @pytest.mark.parametrize(
+        ("theirs", "ours"),
+        [
+            (["q_proj", "v_proj"], [r"\.wq$", r"\.wv$"]),
+            (["self_attn"], ["attention"]),
+            ([r"mlp\.", "o_proj"], ["feed_forward", r"\.wo$"]),
+            (["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]),
+        ],
+    )
+    def test_names_of_transformers_select_the_same_layers(self, theirs, ours):
+        models = [make_model(), make_model()]
+        for model, include in zip(models, (theirs, ours), strict=True):
+            convert_model(model, [Rescale.Config(include=include).build()])
+        assert converted_names(models[0]) == converted_names(models[1]) != []
+
+    def test_names_of_transformers_are_those_of_its_class(self):
+        config = pytest.importorskip("transformers").LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        with torch.device("meta"):
+            theirs = pytest.importorskip("transformers").LlamaForCausalLM(config)
+        kinds = (nn.Linear, nn.Embedding)
+        named = {
+            name.removeprefix("model.")
+            for name, module in theirs.named_modules()
+            if isinstance(module, kinds)
+        }
+        model = make_model(n_layers=1)
+        ours = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        assert {hugging_face_name(name) for name in ours} == named
 
     @pytest.mark.parametrize(
         ("options", "message"),

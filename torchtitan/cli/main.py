@@ -52,6 +52,10 @@ COMMANDS = {
         "write a page about runs: curves, time, incidents, configuration (or --text)",
     ),
     "ls": ("ls:ls", "list modules, their configurations and flavors"),
+    "migrate": (
+        "migrate:migrate",
+        "rewrite a configuration of torchtune, axolotl, TRL, LLaMA-Factory, litgpt or torchtitan",
+    ),
     "new": ("new:new", "create an experiment or a training script"),
 }
 

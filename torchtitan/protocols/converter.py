@@ -23,6 +23,20 @@ HEAD = "head.output"
 
 _CONVERTED_BY = "converted_by"
 
+_HUGGING_FACE_NAMES = {
+    "attention": "self_attn",
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+    "tok_embeddings": "embed_tokens",
+}
+"""Part of a layer's name → what transformers calls it in most families."""
+
 
 class ModelConverter(Configurable):
     """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, in order:
@@ -125,8 +139,8 @@ class LayerConverter(ModelConverter):
         """Selection of layers to convert."""
 
         include: list[str] = field(default_factory=lambda: [r"."])
-        """Regular expressions searched in the layers' names (layers.0.attention.wq); matching
-        layers are converted."""
+        """Regular expressions searched in the layers' names (layers.0.attention.wq, or as in
+        transformers layers.0.self_attn.q_proj); matching layers are converted."""
 
         exclude: list[str] = field(default_factory=list)
         """Regular expressions; layers with matching names are not converted."""
@@ -180,7 +194,9 @@ class LayerConverter(ModelConverter):
             if is_tied
             else "layers"
         )
-        names = choose(config.option, config.include, config.exclude, list(layers), kind)
+        names = choose(
+            config.option, config.include, config.exclude, list(layers), kind, hugging_face_name
+        )
         for name in names:
             if other := converter_of(layers[name]):
                 raise UserError(
@@ -220,6 +236,14 @@ class LayerConverter(ModelConverter):
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         """Return the replacement of `layer` on the meta device, with its initializers
         (`protocols.initializer`)."""
+
+
+def hugging_face_name(name: str) -> str:
+    """Return what transformers calls a layer in most families, without the prefix of the model:
+    layers.0.attention.wq is layers.0.self_attn.q_proj."""
+    if name == HEAD:
+        return "lm_head"
+    return ".".join(_HUGGING_FACE_NAMES.get(part, part) for part in name.split("."))
 
 
 def is_head_tied(model: nn.Module) -> bool:

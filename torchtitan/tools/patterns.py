@@ -1,7 +1,7 @@
 """User-supplied regular expressions that select names."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torchtitan.tools.errors import UserError
 
@@ -27,24 +27,33 @@ def check_choice(
 
 
 def choose(
-    option: str, include: Sequence[str], exclude: Sequence[str], names: Sequence[str], kind: str
+    option: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    names: Sequence[str],
+    kind: str,
+    other_name: Callable[[str], str] = str,
 ) -> list[str]:
-    """Return the `names` that match some `{option}.include` and no `{option}.exclude`. Raise
-    `UserError` for the first pattern without a match; `kind` is, for example, "layers"."""
+    """Return the `names` that match some `{option}.include` and no `{option}.exclude`, or whose
+    `other_name` does. Raise `UserError` for the first pattern without a match; `kind` is, for
+    example, "layers"."""
+
+    def matches(pattern: str, name: str) -> bool:
+        return any(re.search(pattern, text) for text in (name, other_name(name)))
+
     for option_name, patterns in ((f"{option}.include", include), (f"{option}.exclude", exclude)):
         for pattern in patterns:
-            if not any(re.search(pattern, name) for name in names):
+            if not any(matches(pattern, name) for name in names):
                 known = ", ".join(without_numbers(names))
                 raise UserError(f"{option_name} '{pattern}' matches none of the {kind}: {known}")
     return [
-        name for name in names if _matches_any(include, name) and not _matches_any(exclude, name)
+        name
+        for name in names
+        if any(matches(pattern, name) for pattern in include)
+        and not any(matches(pattern, name) for pattern in exclude)
     ]
 
 
 def without_numbers(names: Iterable[str]) -> list[str]:
     """Return the distinct names with `*` for each number between dots: `layers.*.attention.wq`."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
-
-
-def _matches_any(patterns: Iterable[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)

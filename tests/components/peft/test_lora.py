@@ -512,7 +512,7 @@ INVALID = {
         {},
         r"'q_proj' matches the end of no adapted layer's name: layers",
     ),
-    "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
+    "pattern": ({"include": ["qkv"]}, {}, r"include 'qkv' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
     "embedding and dropout": (
         {"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1},

@@ -61,9 +61,9 @@ class LoRA(LayerConverter):
             default_factory=lambda: [r"\.\d+\.(?!.*\bexperts$|moe\.router$)"]
         )
         """Regular expressions searched in the layers' names (layers.0.attention.wq,
-        layers.0.moe.experts, layers.0.moe.router, head.output, tok_embeddings); matching layers get
-        an adapter, routers only if a pattern has the word `router`. Default: all linear layers
-        inside the blocks."""
+        layers.0.moe.experts, layers.0.moe.router, head.output, tok_embeddings), or as in
+        transformers (q_proj, lm_head); matching layers get an adapter, routers only if a pattern
+        has the word `router`. Default: all linear layers inside the blocks."""
 
         rank: int = 16
         """Rank of the adapters, at most the smaller dimension of every adapted layer."""

@@ -1,0 +1,1 @@
+"""Configurations of other libraries, rewritten as ours: `torchtitan migrate`."""

@@ -1,0 +1,312 @@
+"""Files of axolotl. Names and defaults come from its configuration reference."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan.config.migration import hugging_face
+from torchtitan.config.migration.outcome import (
+    Migration,
+    Rule,
+    as_list,
+    dataset_name,
+    missing,
+    to,
+    unneeded,
+)
+from torchtitan.tools.errors import UserError
+
+DEFAULTS: Mapping[str, Any] = {
+    "lr_scheduler": "cosine",
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "optimizer": "adamw_torch_fused",
+    "max_grad_norm": 1.0,
+    "num_epochs": 1,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "sequence_len": 512,
+    "seed": 42,
+    "sample_packing": False,
+}
+
+_METHODS = {
+    "dpo": ("preference", "dpo"),
+    "ipo": ("preference", "ipo"),
+    "simpo": ("preference", "simpo"),
+    "orpo": ("preference", "dpo"),
+    "kto": ("preference", "kto"),
+    "grpo": ("rl", "grpo"),
+}
+_TEMPLATES = ("chatml", "llama3", "alpaca")
+_OWN_TEMPLATE = ("tokenizer_default", "tokenizer_default_fallback_chatml")
+_FIELDS = {
+    "field_messages": "messages",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field": "text",
+}
+_OF_DATASET = ("path", "name", "revision", "split", "type", "data_files", "ds_type")
+_HARMLESS = (
+    "roles",
+    "message_property_mappings",
+    "message_field_role",
+    "message_field_content",
+    "conversation",
+    "trust_remote_code",
+    "preprocess_shards",
+    "roles_to_train",
+    "train_on_eos",
+)
+
+
+def migrate_axolotl(migration: Migration) -> None:
+    """Read a file of axolotl."""
+    _select(migration)
+    migration.use_model("base_model", str(migration.get("revision_of_model") or ""))
+    if migration.get("revision_of_model") is not None:
+        migration.drop("revision_of_model", "the command of the download has it")
+    _data(migration)
+    if migration.get("batch_size") is not None and "micro_batch_size" in migration.given:
+        size = int(migration.get("batch_size"))
+        migration.take("micro_batch_size", "training.local_batch_size")
+        migration.drop("gradient_accumulation_steps", "batch_size is given")
+        migration.take("batch_size", "training.global_batch_size", size * migration.devices)
+    else:
+        hugging_face.batch(migration, "micro_batch_size", "gradient_accumulation_steps")
+    hugging_face.length(migration, "num_epochs")
+    _default_warmup(migration)
+    hugging_face.schedule(migration, "lr_scheduler")
+    hugging_face.optimizer(migration, "optimizer")
+    hugging_face.decay(migration)
+    hugging_face.precision(migration)
+    hugging_face.saving(migration)
+    hugging_face.evaluation(migration, _held_out(migration))
+    migration.apply(RULES)
+    hugging_face.on_quantized(migration)
+
+
+def _select(migration: Migration) -> None:
+    adapter, method = migration.get("adapter"), migration.get("rl")
+    if adapter not in (None, False, "lora", "qlora"):
+        raise UserError(f"adapter {adapter}: adapters here are lora and qlora")
+    config = str(adapter or "sft")
+    if method is not None:
+        if method not in _METHODS:
+            raise UserError(f"rl {method}: methods here are {', '.join(_METHODS)}")
+        migration.module, config = _METHODS[method]
+        if adapter and config == "dpo":
+            config = "dpo_lora"
+        if method == "orpo":
+            migration.set(loss__kind="orpo")
+    elif migration.get("reward_model"):
+        migration.module, config = "reward", "bradley_terry"
+    elif migration.get("pretraining_dataset") is not None:
+        config = "pretrain"
+    migration.config = config
+    for key in ("adapter", "rl", "load_in_4bit", "load_in_8bit", "reward_model"):
+        value = migration.get(key)
+        if value is None:
+            continue
+        if not value:
+            migration.drop(key, "it is off")
+        elif key == "load_in_8bit":
+            migration.miss(key, "frozen weights are kept in 16 bits, or in 4 with --config qlora")
+        else:
+            migration.change(key, f"--module {migration.module} --config {config}")
+    if migration.get("rl_beta") is not None:
+        migration.take("rl_beta", "loss.beta", float(migration.get("rl_beta")))
+    if adapter and "lora" not in config:
+        migration.miss("lora_r", f"{config} trains whole models")
+
+
+def _data(migration: Migration) -> None:
+    key = next((k for k in ("datasets", "pretraining_dataset") if migration.get(k)), "")
+    if not key:
+        raise UserError("the file has neither datasets nor pretraining_dataset")
+    sets = migration.get(key)
+    sets = [{"path": sets}] if isinstance(sets, str) else list(sets)
+    sets = [{"path": one} if isinstance(one, str) else dict(one) for one in sets]
+    names = [name for one in sets for name in _names(one)]
+    columns = sorted({column for one in sets for column in _columns(one)})
+    unread = sorted(
+        {field for one in sets for field in one}
+        - set(_OF_DATASET)
+        - set(_HARMLESS)
+        - set(_FIELDS)
+        - {"chat_template"}
+    )
+    migration.set(dataloader__dataset=names)
+    if columns:
+        migration.set(dataloader__columns=columns)
+    if "shards" in unread:
+        migration.miss(key, "shards: data is read in full")
+    else:
+        why = f"not read: {', '.join(unread)}" if unread else "formats are found by the columns"
+        migration.change(key, why, dataloader__dataset=names)
+    if migration.config == "pretrain":
+        return
+    _template(migration, [_kind(one) for one in sets])
+    is_packed = bool(migration.get("sample_packing"))
+    if migration.module == "auto":
+        migration.take("sample_packing", "dataloader.packing", "ffd" if is_packed else "none")
+    else:
+        migration.drop("sample_packing", "answers are always packed without padding")
+    if migration.get("train_on_inputs") is not None:
+        value = "all" if migration.get("train_on_inputs") else "assistant"
+        migration.take("train_on_inputs", "dataloader.train_on", value)
+
+
+def _kind(dataset: Mapping[str, Any]) -> str:
+    kind = dataset.get("type") or ""
+    return "custom" if isinstance(kind, Mapping) else str(kind)
+
+
+def _names(dataset: Mapping[str, Any]) -> list[str]:
+    """Return the dataset strings: of the data files, or of the folder or repository."""
+    path = str(dataset.get("path"))
+    if dataset.get("data_files") and path in ("json", "csv", "parquet", "text", "arrow"):
+        return [str(file) for file in as_list(dataset["data_files"])]
+    name, revision, split = (dataset.get(part) for part in ("name", "revision", "split"))
+    return [dataset_name(path, name, revision, split)]
+
+
+def _columns(dataset: Mapping[str, Any]) -> list[str]:
+    """Return the columns that are renamed, also for a type that is described in place."""
+    kind = dataset.get("type")
+    fields = {**dataset, **(kind if isinstance(kind, Mapping) else {})}
+    return [
+        f"{ours}={fields[theirs]}"
+        for theirs, ours in _FIELDS.items()
+        if fields.get(theirs) and fields[theirs] not in (ours, "conversations")
+    ]
+
+
+def _template(migration: Migration, kinds: list[str]) -> None:
+    name = migration.get("chat_template")
+    instructs = [kind for kind in kinds if kind.startswith("alpaca")]
+    if name is None:
+        if instructs:
+            migration.set(dataloader__chat_template="alpaca")
+    elif name in _TEMPLATES:
+        migration.take("chat_template", "dataloader.chat_template")
+    elif str(name).startswith("mistral"):
+        migration.take("chat_template", "dataloader.chat_template", "mistral")
+    elif name in _OWN_TEMPLATE:
+        migration.drop("chat_template", "the template in the model's folder is the default")
+    else:
+        why = "the template in the model's folder"
+        migration.take("chat_template", "dataloader.chat_template", "", why)
+
+
+def _default_warmup(migration: Migration) -> None:
+    """axolotl's warm-up without options is 3% of the steps, at most 100."""
+    if migration.get("warmup_steps") is None and migration.get("warmup_ratio") is None:
+        migration.set(lr_scheduler__warmup_ratio=0.03)
+        migration.change(
+            "warmup_ratio",
+            "axolotl's default, which is at most 100 steps there",
+            lr_scheduler__warmup_ratio=0.03,
+        )
+
+
+def _held_out(migration: Migration) -> str:
+    """Read the held-out data, and return its name; "" for a part of the training data."""
+    if size := migration.get("val_set_size"):
+        migration.miss(
+            "val_set_size",
+            f"all rows are trained on; write {size} of them to a file of its own, and set "
+            "--validator.enable --validator.dataset FILE",
+        )
+    if sets := migration.get("test_datasets"):
+        names = [name for one in sets for name in _names(one)]
+        why = "rows in the format of the training data"
+        migration.change("test_datasets", why, validator__enable=True, validator__dataset=names)
+        return names[0]
+    return ""
+
+
+def _wandb(migration: Migration, key: str) -> None:
+    variable = {"wandb_name": "WANDB_NAME", "wandb_entity": "WANDB_ENTITY"}.get(
+        key, "WANDB_PROJECT"
+    )
+    why = f"set {variable}={migration.get(key)} in the environment"
+    migration.change(key, why, metrics__enable_wandb=True)
+
+
+def _per_epoch(migration: Migration, key: str) -> None:
+    option = "--validator.freq" if key.startswith("eval") else "--checkpoint.interval"
+    migration.miss(key, f"set {option} in steps")
+
+
+_ATTENTION = unneeded("attention of a packed window is exact without an option")
+_FASTER = unneeded("attention, norms and losses need no option here")
+
+RULES: Mapping[str, Rule] = {
+    **hugging_face.RULES,
+    "sequence_len": to("training.seq_len", int),
+    "lora_model_dir": to("model_converters.lora.adapter_path"),
+    "lora_target_linear": unneeded("all linear layers in the blocks, the default"),
+    "lora_fan_in_fan_out": unneeded("found by the layer"),
+    "peft_use_dora": to("model_converters.lora.dora"),
+    "peft_use_rslora": to("model_converters.lora.rslora"),
+    "wandb_project": _wandb,
+    "wandb_entity": _wandb,
+    "wandb_name": _wandb,
+    "wandb_run_id": missing("a run that resumes continues its own"),
+    "wandb_watch": missing("--metrics.enable_wandb sends what metrics.jsonl has"),
+    "wandb_log_model": missing("checkpoints stay in --dump_folder"),
+    "use_tensorboard": to("metrics.enable_tensorboard"),
+    "evals_per_epoch": _per_epoch,
+    "saves_per_epoch": _per_epoch,
+    "dataset_prepared_path": to("dataloader.cache_dir"),
+    "dataset_processes": unneeded("all cores tokenize"),
+    "early_stopping_patience": missing("stop it by hand; --checkpoint.keep_best keeps the best"),
+    "torch_compile": to("compile.enable", lambda value: value is True),
+    "pad_to_sequence_len": unneeded("windows always have the same length"),
+    "eval_sample_packing": unneeded("validation packs as training does"),
+    "eval_batch_size": unneeded("--training.local_batch_size holds for validation"),
+    "group_by_length": missing("packing fills windows instead"),
+    "model_type": unneeded("config.json names the family"),
+    "tokenizer_type": unneeded("the folder's tokenizer"),
+    "tokenizer_config": missing("put the tokenizer into the model's folder"),
+    "is_llama_derived_model": unneeded("config.json names the family"),
+    "is_mistral_derived_model": unneeded("config.json names the family"),
+    "is_falcon_derived_model": unneeded("config.json names the family"),
+    "flash_attention": _ATTENTION,
+    "xformers_attention": _ATTENTION,
+    "sdp_attention": _ATTENTION,
+    "flex_attention": _ATTENTION,
+    "attn_implementation": _ATTENTION,
+    "flash_attn_cross_entropy": _FASTER,
+    "flash_attn_rms_norm": _FASTER,
+    "lora_mlp_kernel": _FASTER,
+    "lora_qkv_kernel": _FASTER,
+    "lora_o_kernel": _FASTER,
+    "plugins": missing("kernels of plugins are not needed; other plugins have no counterpart"),
+    "liger_rope": _FASTER,
+    "liger_rms_norm": _FASTER,
+    "liger_glu_activation": _FASTER,
+    "liger_layer_norm": _FASTER,
+    "liger_fused_linear_cross_entropy": _FASTER,
+    "strict": unneeded("unknown options are always refused"),
+    "debug": unneeded("it is off"),
+    "local_rank": unneeded("the launcher sets it"),
+    "tf32": unneeded("--training.mixed_precision_param sets the type"),
+    "save_safetensors": unneeded("models are written as safetensors"),
+    "shuffle_merged_datasets": unneeded("datasets are always mixed and shuffled"),
+    "loss_watchdog_threshold": missing("--spikes.threshold skips steps with a spike of the loss"),
+    "loss_watchdog_patience": missing("--spikes.max_in_a_row"),
+    "excess_length_strategy": to(
+        "dataloader.too_long", {"drop": "drop", "truncate": "truncate_right"}.get
+    ),
+    "special_tokens.pad_token": unneeded("padding is never trained"),
+    "special_tokens.eos_token": missing("the tokenizer's folder names it"),
+    "special_tokens.bos_token": unneeded("the tokenizer's folder names it"),
+    "special_tokens.unk_token": unneeded("the tokenizer's folder names it"),
+    "tokens": to("tokenizer.added_tokens"),
+    "noisy_embedding_alpha": missing("no noise on embeddings"),
+}

@@ -1,0 +1,230 @@
+"""Files of LLaMA-Factory. Names and defaults come from its documentation."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.migration import hugging_face
+from torchtitan.config.migration.hugging_face import TRAINING_DEFAULTS
+from torchtitan.config.migration.outcome import (
+    Migration,
+    Rule,
+    as_list,
+    dataset_name,
+    missing,
+    to,
+    unneeded,
+)
+from torchtitan.tools.errors import UserError
+
+DEFAULTS: Mapping[str, Any] = {
+    **TRAINING_DEFAULTS,
+    "cutoff_len": 2048,
+    "finetuning_type": "lora",
+    "stage": "sft",
+    "gradient_checkpointing": True,
+}
+
+_LIST = "dataset_info.json"
+_TEMPLATES = {
+    "llama3": "llama3",
+    "chatml": "chatml",
+    "alpaca": "alpaca",
+    "mistral": "mistral",
+}
+_PREFERENCE_LOSSES = {
+    "sigmoid": "dpo",
+    "hinge": "hinge",
+    "ipo": "ipo",
+    "orpo": "orpo",
+    "simpo": "simpo",
+}
+_COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "system": "system",
+    "tools": "tools",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "messages": "conversations",
+}
+
+
+def migrate_llama_factory(migration: Migration) -> None:
+    """Read a file of LLaMA-Factory."""
+    _select(migration)
+    migration.use_model("model_name_or_path", str(migration.get("model_revision") or ""))
+    _data(migration)
+    if "lora" in migration.config:
+        _adapters(migration)
+    hugging_face.batch(migration, "per_device_train_batch_size", "gradient_accumulation_steps")
+    hugging_face.length(migration, "num_train_epochs")
+    hugging_face.schedule(migration)
+    hugging_face.optimizer(migration)
+    hugging_face.decay(migration)
+    hugging_face.precision(migration)
+    hugging_face.saving(migration)
+    hugging_face.evaluation(migration, _held_out(migration))
+    migration.apply(RULES)
+    hugging_face.on_quantized(migration)
+
+
+def _select(migration: Migration) -> None:
+    stage, kind = str(migration.get("stage")), str(migration.get("finetuning_type"))
+    bits = migration.get("quantization_bit")
+    if kind not in ("lora", "full"):
+        raise UserError(f"finetuning_type {kind}: here are lora and full")
+    adapted = "qlora" if bits else "lora"
+    config = "sft" if kind == "full" else adapted
+    if stage == "pt" and kind == "full":
+        config = "pretrain"
+    elif stage == "dpo":
+        migration.module, config = "preference", "dpo_lora" if kind == "lora" else "dpo"
+        loss = str(migration.get("pref_loss", "sigmoid"))
+        if loss in _PREFERENCE_LOSSES:
+            migration.take("pref_loss", "loss.kind", _PREFERENCE_LOSSES[loss])
+        else:
+            migration.miss("pref_loss", "the file has dpo instead")
+        if loss == "simpo" and migration.get("simpo_gamma") is not None:
+            migration.take("simpo_gamma", "loss.gamma", float(migration.get("simpo_gamma")))
+        migration.take("pref_beta", "loss.beta", float(migration.get("pref_beta", 0.1)))
+    elif stage == "kto":
+        migration.module, config = "preference", "kto"
+    elif stage == "rm":
+        migration.module, config = "reward", "bradley_terry"
+    elif stage not in ("sft", "pt"):
+        raise UserError(f"stage {stage}: here are pt, sft, rm, dpo and kto")
+    migration.config = config
+    migration.change("stage", f"--module {migration.module} --config {config}")
+    if kind == "lora" and "lora" not in config:
+        migration.miss("finetuning_type", f"{config} trains whole models")
+    else:
+        migration.change("finetuning_type", f"--config {config}")
+    if bits is not None:
+        kept = "in 4 bits" if config == "qlora" else "in 16 bits"
+        migration.change("quantization_bit", f"frozen weights are kept {kept}")
+
+
+def _data(migration: Migration) -> None:
+    found = _known_datasets(migration)
+    names: list[str] = []
+    unknown: list[str] = []
+    columns: set[str] = set()
+    for name in as_list(migration.get("dataset") or []):
+        if name not in found:
+            unknown.append(name)
+            names.append(name)
+            continue
+        entry, folder = found[name]
+        if file := entry.get("file_name"):
+            names.append(str(folder / file))
+        else:
+            hub = str(entry.get("hf_hub_url") or entry.get("ms_hub_url"))
+            names.append(dataset_name(hub, entry.get("subset"), None, entry.get("split")))
+        renamed = entry.get("columns") or {}
+        columns |= {
+            f"{_COLUMNS[ours]}={theirs}"
+            for ours, theirs in renamed.items()
+            if ours in _COLUMNS and theirs != _COLUMNS[ours]
+        }
+    migration.set(dataloader__dataset=names)
+    if columns:
+        migration.set(dataloader__columns=sorted(columns))
+    if unknown:
+        listed = ", ".join(unknown)
+        why = f"{listed}: names in {_LIST}, which is not here; write the path of each file"
+        migration.change("dataset", why, dataloader__dataset=names)
+    else:
+        migration.change("dataset", f"the files in {_LIST}", dataloader__dataset=names)
+    if migration.get("dataset_dir") is not None:
+        migration.drop("dataset_dir", "part of the paths of the data")
+    if migration.config == "pretrain":
+        return
+    _template(migration)
+    if migration.module == "auto":
+        is_packed = bool(migration.get("packing") or migration.get("neat_packing"))
+        migration.set(dataloader__packing="ffd" if is_packed else "none")
+        migration.set(dataloader__too_long="truncate_right")
+        for key in ("packing", "neat_packing"):
+            if migration.get(key) is not None:
+                migration.take(key, "dataloader.packing", "ffd" if is_packed else "none")
+        if migration.get("train_on_prompt") is not None:
+            value = "all" if migration.get("train_on_prompt") else "assistant"
+            migration.take("train_on_prompt", "dataloader.train_on", value)
+
+
+def _known_datasets(migration: Migration) -> dict[str, tuple[dict[str, Any], Path]]:
+    """Return name → entry of the list of datasets, and its folder; nothing without the list."""
+    folder = Path(str(migration.get("dataset_dir", "data")))
+    try:
+        entries = json.loads((folder / _LIST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {name: (entry, folder) for name, entry in entries.items() if isinstance(entry, dict)}
+
+
+def _template(migration: Migration) -> None:
+    name = migration.get("template")
+    if name is None:
+        return
+    if name in _TEMPLATES:
+        migration.take("template", "dataloader.chat_template", _TEMPLATES[name])
+    else:
+        why = "the template in the model's folder, which templates there repeat"
+        migration.take("template", "dataloader.chat_template", "", why)
+
+
+def _adapters(migration: Migration) -> None:
+    """Set rank and alpha, which is twice the rank by default."""
+    rank = int(migration.get("lora_rank", 8))
+    alpha = float(migration.get("lora_alpha", 2 * rank))
+    migration.take("lora_rank", "model_converters.lora.rank", rank)
+    migration.take("lora_alpha", "model_converters.lora.alpha", alpha)
+    if migration.get("lora_target") is not None:
+        hugging_face.target_modules(migration, "lora_target")
+
+
+def _held_out(migration: Migration) -> str:
+    if migration.get("val_size"):
+        migration.miss(
+            "val_size",
+            "all rows are trained on; write held-out rows to a file, and set --validator.enable "
+            "--validator.dataset FILE",
+        )
+    if migration.get("eval_dataset") is None:
+        return ""
+    found = _known_datasets(migration)
+    names = []
+    for name in as_list(migration.get("eval_dataset")):
+        entry, folder = found.get(name, ({}, Path()))
+        file = entry.get("file_name")
+        names.append(str(folder / file) if file else str(entry.get("hf_hub_url", name)))
+    migration.take("eval_dataset", "validator.dataset", names)
+    return names[0]
+
+
+RULES: Mapping[str, Rule] = {
+    **hugging_face.RULES,
+    "cutoff_len": to("training.seq_len", int),
+    "max_samples": missing("the data is read in full; write the first rows to a file"),
+    "adapter_name_or_path": to("model_converters.lora.adapter_path"),
+    "plot_loss": unneeded("`torchtitan report` draws the curves"),
+    "flash_attn": unneeded("attention of a packed window is exact without an option"),
+    "enable_liger_kernel": unneeded("no loss here holds all logits"),
+    "use_unsloth": unneeded("attention, norms and losses need no option here"),
+    "quantization_method": unneeded("4 bits as nf4"),
+    "quantization_type": unneeded("nf4"),
+    "double_quantization": unneeded("always"),
+    "upcast_layernorm": unneeded("norms are computed in float32"),
+    "disable_gradient_checkpointing": unneeded("--activation_checkpoint.mode"),
+    "save_only_model": to("checkpoint.last_save_model_only"),
+    "loraplus_lr_ratio": missing("a group of parameters has a rate of its own: param_groups"),
+    "buffer_size": unneeded("data is copied before training"),
+    "streaming": missing("data for fine-tuning is copied before training"),
+    "mask_history": to(
+        "dataloader.train_on", lambda value: "last_assistant" if value else "assistant"
+    ),
+    "pure_bf16": to("training.dtype", lambda value: "bfloat16" if value else "float32"),
+}

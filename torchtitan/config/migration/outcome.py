@@ -1,0 +1,223 @@
+"""`Migration`: what becomes of each value of another library's file."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from torchtitan.config.other_names import OTHER_NAMES
+from torchtitan.config.values import nested
+from torchtitan.tools.files import DOWNLOADS
+
+Outcome = Literal["taken over", "changed", "without a counterpart", "not needed"]
+
+OUTCOMES: tuple[Outcome, ...] = ("taken over", "changed", "without a counterpart", "not needed")
+"""Outcomes in the order of the table."""
+
+
+class Row(NamedTuple):
+    """A value of the file, and what became of it."""
+
+    key: str
+    value: str
+    outcome: Outcome
+    note: str
+    """Our options with their values, and the reason of a change."""
+
+
+_SAME = object()
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_PATH_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".md", ".gz", ".zst", ".arrow")
+
+
+class Migration:
+    """The values of a file and the configuration that they become. Each value is read once.
+
+    Args:
+        given: dotted key → value, as the file has it; values of None count as absent.
+        defaults: values that the other library uses for absent keys.
+        devices: number of processes that the other library ran with.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+        devices: int = 1,
+    ):
+        self.given = {key: value for key, value in given.items() if value is not None}
+        self._values = {**(defaults or {}), **self.given}
+        self.devices = devices
+        self.module, self.config = "auto", "sft"
+        self.options: dict[str, Any] = {}
+        self.rows: list[Row] = []
+        self.commands: list[str] = []
+        """Commands to run before the configuration can be used."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, and leave it to be read."""
+        return self._values.get(key, default)
+
+    def keys(self) -> list[str]:
+        """Return the keys that have not been read."""
+        return list(self._values)
+
+    def set(self, **options: Any) -> None:
+        """Set our options, named with `__` for dots."""
+        self.options |= {name.replace("__", "."): value for name, value in options.items()}
+
+    def take(self, key: str, option: str, value: Any = _SAME, why: str = "") -> None:
+        """Set an option to the value of a key, or to another one, for a reason."""
+        theirs = self._values.get(key)
+        ours = theirs if value is _SAME else value
+        self.options[option] = ours
+        self._note(key, "changed" if why else "taken over", f"{option}: {_shown(ours)}", why)
+
+    def change(self, key: str, why: str, **options: Any) -> None:
+        """Note what a key became, which `options` say."""
+        self.set(**options)
+        named = ", ".join(
+            f"{name.replace('__', '.')}: {_shown(value)}" for name, value in options.items()
+        )
+        self._note(key, "changed", named, why)
+
+    def drop(self, key: str, why: str) -> None:
+        """Note a key that needs nothing here."""
+        self._note(key, "not needed", "", why)
+
+    def miss(self, key: str, why: str) -> None:
+        """Note a key that nothing here does."""
+        self._note(key, "without a counterpart", "", why)
+
+    def apply(self, rules: "Mapping[str, Rule]") -> None:
+        """Read the keys that have a rule."""
+        for key in self.keys():
+            if key in rules:
+                rules[key](self, key)
+
+    def finish(self) -> None:
+        """Read the keys that are left: by the table of other names, or as unknown."""
+        for key in self.keys():
+            value = self._values[key]
+            if value in (False, "", [], {}) and key not in OTHER_NAMES:
+                self.drop(key, "it is off")
+            elif option := option_of(key):
+                self.take(key, option)
+            elif key in self.given:
+                answer = OTHER_NAMES.get(key)
+                self.miss(key, f"use {answer}" if answer else "no option does this")
+        self.rows.sort(key=lambda row: OUTCOMES.index(row.outcome))
+
+    def use_model(self, key: str, revision: str = "") -> None:
+        """Train the model of a folder, or the one with this name on the hub, which is downloaded
+        first."""
+        path = str(self._values.get(key))
+        if _HUB_NAME.fullmatch(path) and not path.startswith(("./", "../")):
+            folder = str(DOWNLOADS / path.rpartition("/")[2])
+            suffix = f" --revision {revision}" if revision else ""
+            self.commands.append(f"torchtitan download {path}{suffix}")
+            self.take(key, "hf_assets_path", folder, f"`torchtitan download {path}` fills it")
+        else:
+            self.take(key, "hf_assets_path", path)
+
+    def document(self) -> dict[str, Any]:
+        """Return the configuration file."""
+        selection = {"module": self.module, "config": self.config}
+        return {**selection, **nested(self.options)}
+
+    def _note(self, key: str, outcome: Outcome, named: str, why: str) -> None:
+        label = key if key in self.given else f"{key} (default)"
+        value = _shown(self._values.pop(key, None))
+        self.rows.append(Row(label, value, outcome, "; ".join(filter(None, (named, why)))))
+
+
+Rule = Callable[[Migration, str], None]
+"""Reads one key."""
+
+
+def to(option: str, convert: Callable[[Any], Any] | None = None) -> Rule:
+    """Return the rule that sets an option to the value, converted to our form."""
+
+    def rule(migration: Migration, key: str) -> None:
+        value = migration.get(key)
+        migration.take(key, option, convert(value) if convert else value)
+
+    return rule
+
+
+def unneeded(why: str) -> Rule:
+    """Return the rule for a key that needs nothing."""
+    return lambda migration, key: migration.drop(key, why)
+
+
+def missing(why: str) -> Rule:
+    """Return the rule for a key that nothing here does, unless it is off."""
+
+    def rule(migration: Migration, key: str) -> None:
+        if migration.get(key) in (False, 0, "", "none", "no", "None", [], {}):
+            migration.drop(key, "it is off")
+        else:
+            migration.miss(key, why)
+
+    return rule
+
+
+def option_of(key: str) -> str:
+    """Return our option for a key whose value stays the same, "" for others."""
+    match = re.fullmatch(r"--([\w.]+)(?: of .*)?", OTHER_NAMES.get(key, ""))
+    return match[1] if match else ""
+
+
+def dataset_name(path: str, config: Any = None, revision: Any = None, split: Any = None) -> str:
+    """Return the dataset string of a repository on the hub, `org/name:config@revision[split]`, or
+    of a local path."""
+    if is_local(path):
+        return path
+    parts = [path, f":{config}" if config else "", f"@{revision}" if revision else ""]
+    return "".join(parts) + (f"[{split}]" if split and split != "train" else "")
+
+
+def is_local(path: str) -> bool:
+    """Return whether a dataset is a file or folder, by its name."""
+    return path.startswith(("/", "./", "../", "~")) or path.endswith(_PATH_ENDINGS)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list of the items of a list, of a text with commas, or of one value."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key → value; texts that spell numbers or booleans become them, as in the other
+    libraries."""
+    found: dict[str, Any] = {}
+    for name, value in document.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{key}.")
+        else:
+            found[key] = plain(value)
+    return found
+
+
+_WORDS = {"true": True, "false": False, "null": None, "none": None, "": None}
+
+
+def plain(value: Any) -> Any:
+    """Return the number or boolean that a text spells; other values stay the same."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if re.fullmatch(r"[+-]?\d[\d_]*", text):
+        return int(text)
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
+        return float(text)
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
