@@ -60,7 +60,9 @@ class PretrainDataLoader(TokenizingDataLoader):
         path: a file (txt, md, jsonl, json, csv, parquet or WebDataset's tar, optionally .gz or
         .zst), a folder, a glob pattern, or a folder written by `torchtitan data prepare` or
         `datasets.save_to_disk`; a URL of files or prepared data (s3://…); or token files of
-        Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder)."""
+        Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder); or a
+        dataset on the Hugging Face Hub, org/name[:config][@revision][split], which is streamed if
+        it is the only one."""
         weights: list[float] = field(default_factory=list)
         """Relative share of each dataset in the tokens; empty: read all datasets equally often."""
         text_column: str | None = None
@@ -135,7 +137,8 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def source(self, dataset: str) -> Source | StreamSource:
             """Return the documents of a dataset; raise `UserError` if it has none."""
-            return resolve_source(dataset, self.text_column, self.split)
+            several = len(self.dataset) > 1  # a stream cannot be mixed
+            return resolve_source(dataset, self.text_column, self.split, copied=several)
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, and the datasets' content, weights, split and text

@@ -88,7 +88,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         dataset: list[str] = field(default_factory=list)
         """Datasets, each a registered name or a local path: a file (json, jsonl, csv, parquet,
         optionally .gz or .zst), a folder, a glob pattern, or a folder written by
-        `datasets.save_to_disk`."""
+        `datasets.save_to_disk`; or a dataset on the Hugging Face Hub,
+        org/name[:config][@revision][split]."""
         format: CodeReference = "auto"
         """Row format: auto (detected from the columns), a format name, or a custom function,
         package.module:function or path/to/file.py:function. Applies to all datasets that it

@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torchtitan.assets import chats, stories
 from torchtitan.assets.generated import Generated
 from torchtitan.components.data.sources.files import FilePart, file_format
+from torchtitan.components.data.sources.hub_names import HubName, check_revision, hub_name
 from torchtitan.components.data.sources.paths import (
     local_files,
     local_splits,
@@ -100,6 +101,8 @@ class _Registered:
     """Configuration of the repository, if it has more than one."""
     splits: tuple[str, ...] = ("train",)
     """Splits; `validation` is used for validation."""
+    revision: str | None = None
+    """Branch, tag or commit of the repository. None: the newest commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +241,11 @@ class StreamSource:
         from datasets import load_dataset
 
         stream = load_dataset(
-            self.dataset.path, self.dataset.name, split=self.split, streaming=True
+            self.dataset.path,
+            self.dataset.name,
+            split=self.split,
+            streaming=True,
+            revision=self.dataset.revision,
         )
         columns = stream.column_names or list(next(iter(stream), {}))
         check_column(columns, self.text_column, f"dataset {self.name!r}")
@@ -269,7 +276,9 @@ def _read_failure(name: str, dataset: _Registered, split: str, error: Exception)
     return f"dataset {name!r} ({repository}, split {split!r}) cannot be read: {first_line(error)}"
 
 
-def _hub_table(name: str, dataset: ChatDataset, split: str) -> Table:
+def _hub_table(
+    name: str, dataset: ChatDataset | HubDataset, split: str, text_column: str
+) -> Table:
     """Return a table of a Hugging Face Hub repository, downloaded on first use."""
 
     def load() -> Any:
@@ -277,15 +286,28 @@ def _hub_table(name: str, dataset: ChatDataset, split: str) -> Table:
 
         try:
             # `keep_in_memory` must be False, because the files identify the rows.
-            return load_dataset(dataset.path, dataset.name, split=split, keep_in_memory=False)
+            table = load_dataset(
+                dataset.path,
+                dataset.name,
+                split=split,
+                keep_in_memory=False,
+                revision=dataset.revision,
+            )
         except Exception as error:  # of `datasets`, the Hub client, or the network
             message = _read_failure(name, dataset, split, error)
             raise UserError(f"{message}; check the network, or use a local path") from error
+        check_revision(dataset.path, dataset.revision, table)
+        return table
 
     def files(table: Any) -> list[Path]:
         return [Path(file["filename"]) for file in table.cache_files]
 
-    return Table(f"{name} ({split})", dataset.path, load, files)
+    return Table(f"{name} ({split})", dataset.path, load, files, text_column)
+
+
+def _on_hub(name: HubName, is_pretraining: bool) -> HubDataset | ChatDataset:
+    kind = HubDataset if is_pretraining else ChatDataset
+    return kind(path=name.repository, name=name.config, revision=name.revision)
 
 
 def resolve_source(
@@ -293,6 +315,7 @@ def resolve_source(
     text_column: str | None = None,
     split: str = "train",
     catalog: Catalog[HubDataset] | Catalog[ChatDataset] = DOCUMENTS,
+    copied: bool = False,
 ) -> Source | StreamSource:
     """Return the data of a dataset string. Raise `UserError` if the dataset, path or split does not
     exist, or the file format is not supported.
@@ -300,12 +323,13 @@ def resolve_source(
     Args:
         dataset: name in the catalog, local path (`~` is the home folder) or URL (s3://…): a file, a
             folder to search for files of known formats, a glob pattern, or a local folder written
-            by `datasets.save_to_disk`. Names take precedence over paths; write `./stories` for the
-            path.
+            by `datasets.save_to_disk`; or a repository on the hub, `hub_name`. Names take
+            precedence over paths, and paths over the hub; write `./stories` for the path.
         text_column: column with a document's text; None: the registered dataset's column, else
             `text`.
         split: `train`, or another split of the dataset.
         catalog: known names; only `DOCUMENTS` contains streams.
+        copied: copy a repository on the hub instead of streaming it.
     """
     splits = catalog.splits(dataset)
     if split not in splits:
@@ -313,14 +337,19 @@ def resolve_source(
             f"dataset {dataset!r} has no split {split!r}; use one of: {', '.join(splits)}"
         )
     registered = catalog.registered.get(dataset)
+    parts: Sequence[Part]
+    if registered is None and dataset not in catalog.embedded and (named := hub_name(dataset)):
+        registered, split = _on_hub(named, catalog is DOCUMENTS), named.split
+        if copied:
+            parts = [_hub_table(dataset, registered, split, text_column or "text")]
+            return Source(dataset, parts, documents=catalog is DOCUMENTS)
     if isinstance(registered, HubDataset):
         column = text_column or registered.text_column
         return StreamSource(name=dataset, dataset=registered, split=split, text_column=column)
-    parts: Sequence[Part]
     if dataset in catalog.embedded:
         parts = [_EmbeddedPart(dataset, split, catalog.embedded[dataset])]
     elif registered and registered.on_hub():
-        parts = [_hub_table(dataset, registered, split)]
+        parts = [_hub_table(dataset, registered, split, "text")]
     else:
         path = registered.path.replace("{split}", split) if registered else dataset
         if registered and path == registered.path and split not in local_splits(path):

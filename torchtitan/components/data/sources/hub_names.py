@@ -1,0 +1,72 @@
+"""Names of datasets on the Hugging Face Hub: `org/name[:config][@revision][split]`."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.components.data.sources.files import file_format
+from torchtitan.tools.errors import UserError
+
+_NAME = re.compile(
+    r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
+    r"(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?(?:\[(?P<split>[\w.-]+)\])?"
+)
+
+
+class HubName(NamedTuple):
+    """A dataset string that names a repository on the hub."""
+
+    repository: str
+    config: str | None
+    """Configuration of the repository, if it has more than one."""
+    revision: str | None
+    """Branch, tag or commit; None: the newest."""
+    split: str
+
+
+def hub_name(dataset: str) -> HubName | None:
+    """Return the parts of a dataset string that names a repository; None for one with the form of a
+    local path: in a folder that exists, or with the ending of a data file."""
+    match = _NAME.fullmatch(dataset)
+    if match is None:
+        return None
+    path = Path(match["repository"])
+    if path.parent.exists() or file_format(path) is not None:
+        return None
+    return HubName(
+        match["repository"], match["config"], match["revision"], match["split"] or "train"
+    )
+
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def check_revision(repository: str, revision: str | None, table: Any) -> None:
+    """Raise `UserError` if a table that `datasets` loaded may be of another revision (None: the
+    newest): without the network, it returns the copy that was made last, whatever the revision."""
+    folder = Path(table.cache_files[0]["filename"]).parent
+    loaded = folder.name
+    if _COMMIT.fullmatch(loaded) is None or revision == loaded:
+        return
+    copies = [one.name for one in folder.parent.iterdir() if _COMMIT.fullmatch(one.name)]
+    if revision is None and len(copies) == 1:
+        return
+    wanted = _commit_of(repository, revision)
+    if wanted == loaded:
+        return
+    problem = f"is commit {wanted}" if wanted else "cannot be asked for without the network"
+    raise UserError(
+        f"{repository}: its revision {revision or 'main'} {problem}, and the newest of "
+        f"{len(copies)} copies is commit {loaded}; connect to the hub, or name that copy, "
+        f"{repository}@{loaded}"
+    )
+
+
+def _commit_of(repository: str, revision: str | None) -> str:
+    """Return the commit of a revision, "" if the hub does not answer."""
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(repository, revision=revision, timeout=10).sha)
+    except Exception:  # of the Hub client or the network
+        return ""
