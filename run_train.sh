@@ -19,6 +19,11 @@
 #           number of hosts of the run, number of this host (from 0), place where they meet
 # ./run_train.sh --help lists every option.
 set -euo pipefail
+if [[ -n ${CONFIG_FILE:-} ]]; then
+    echo "run_train.sh: the environment variable CONFIG_FILE is not read; use" \
+        "--config_file $CONFIG_FILE, or for TOML: torchtitan migrate $CONFIG_FILE" >&2
+    exit 2
+fi
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment "${EXTRA:-}"

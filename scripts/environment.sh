@@ -53,6 +53,10 @@ use_environment() {
     )
     # Written when a set-up is complete, so that one that was interrupted is repeated.
     if [ ! -e "$venv/.installed-$state$extra" ]; then
+        if ! command -v "$python" > /dev/null; then
+            echo "PYTHON is $python, which is not a program; set it to Python 3.11 or newer" >&2
+            exit 1
+        fi
         if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
             echo "torchtitan needs Python 3.11 or newer; set PYTHON to one" \
                 "($python is $("$python" --version 2>&1))" >&2

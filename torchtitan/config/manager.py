@@ -57,6 +57,9 @@ from torchtitan.tools.user_code import exits_as_errors
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """Default module and configuration."""
 
+_FILES = (".yaml", ".yml", ".toml", ".json")
+"""Endings of configuration files."""
+
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -238,6 +241,12 @@ class ConfigManager:
     def _unknown(self, words: Sequence[str], known: Collection[str]) -> UserError:
         """Return the error for words of the command line that set no option."""
         option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if option is None and words[0].endswith(_FILES):
+            # A file of ours, or of another library.
+            return UserError(
+                f"'{words[0]}' belongs to no option; use --config_file {words[0]}, or for a file "
+                f"of another library torchtitan migrate {words[0]}"
+            )
         if option is None:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)

@@ -303,6 +303,14 @@ def _import_registry(module: str) -> ModuleType:
         return _import(f"{installed[module]}.config_registry", module)
     if Path(module).is_dir():
         return _import_folder(Path(module).resolve(), module)
+    if Path(module).is_file() and module.endswith(".py"):
+        folder = str(Path(module).parent)
+        if "/" not in folder:
+            folder = f"./{folder}"
+        raise UserError(
+            f"unknown module '{module}': a module is a folder with a config_registry.py; use "
+            f"--module {folder}"
+        )
     if "/" in module or "\\" in module:
         raise UserError(f"unknown module '{module}': the folder does not exist")
     if str(Path.cwd()) not in sys.path:

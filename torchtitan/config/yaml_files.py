@@ -38,6 +38,10 @@ def read_config_file(path: Path, name: str) -> dict[str, Any]:
     """Return the content of a YAML file of keys and values, called `name` in messages. Raise
     `UserError` if it has none."""
     regular_file(path, name)
+    if path.suffix.lower() == ".toml":
+        raise UserError(
+            f"{name} is TOML; torchtitan migrate {path} --out config.yaml rewrites it as YAML"
+        )
     try:
         with open_regular(path, name) as file:
             n_bytes = os.fstat(file.fileno()).st_size

@@ -172,6 +172,11 @@ def _read_description(folder: Path, format: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise missing_folder_error(folder)
     if not os.path.lexists(folder / name):
+        if os.path.lexists(folder / "adapter_config.json"):
+            raise UserError(
+                f"'{folder}' is an adapter, without its model; use the model's folder, and to "
+                f"train the adapter further --model_converters.lora.adapter_path {folder}"
+            )
         raise UserError(f"'{folder}' has no {name}, which says what model it holds")
     return read_object(folder / name)
 

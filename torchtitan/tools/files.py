@@ -214,6 +214,11 @@ def missing_folder_error(path: str | Path) -> UserError:
     """Return the error for a missing folder of model files, with the download command for a Hugging
     Face Hub id, or the names of a run's other checkpoints."""
     folder = Path(path)
+    if folder.is_file() and folder.suffix == ".gguf":
+        return UserError(
+            f"{folder} is a GGUF file, which programs for inference read; use the folder of the "
+            "model that it was made of (torchtitan download)"
+        )
     if folder.exists():
         return UserError(f"{folder} is not a folder but a file; use the folder that contains it")
     missing = f"{folder} does not exist"

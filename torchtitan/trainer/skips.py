@@ -22,7 +22,10 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
     if not outcome.is_finite and trainer.config.training.on_nonfinite == "stop":
         # the process ends immediately, which would lose a save in the background
         trainer.checkpointer.wait()
-        raise NonFiniteError(message)
+        raise NonFiniteError(
+            f"{message}. If the loss rose before, lower --optimizer.lr or set a warm-up and "
+            "--training.max_norm; --training.on_nonfinite skip leaves such steps out"
+        )
     logger.warning("%s. The step is skipped.", message)
     guard.count_skipped()
     if guard.is_return_due and guard.config.action == "stop":

@@ -165,6 +165,9 @@ _COUNTERS_BY_KIND = ("dropped", "lost", "unread_options")
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
     """Return the error for a dataset without usable rows."""
+    untrained = report.dropped.get("untrained")
+    if untrained is not None and untrained.count == report.rows:
+        advice = [*advice, "a row needs a message of the assistant, or --dataloader.train_on all"]
     return UserError(
         f"{name} has no rows left to train on: {'; '.join([*report.lines(), *advice])}"
     )

@@ -182,6 +182,9 @@ def _not_found_message(dataset: str, path: Path, names: Sequence[str]) -> str:
             f"dataset {dataset!r}: {missing} is a link to '{target}', which does not exist; fix or "
             "remove it"
         )
+    parts = [part for part in dataset.split(",") if part]
+    if len(parts) > 1 and any(os.path.exists(_path(part.strip())) for part in parts):
+        return f"dataset {dataset!r}: separate several with spaces: {' '.join(parts)}"
     siblings = sorted(os.listdir(missing.parent)) if missing.parent.is_dir() else []
     is_name = os.sep not in dataset
     near = suggest(missing.name, [*siblings, *(names if is_name else ())])

@@ -92,6 +92,10 @@ def text_of(row: Row, text_column: str) -> Document:
     return (check_text(row.values[text_column], text_column, row.where),)
 
 
+_CONVERSATIONS = {"messages", "conversations", "instruction", "prompt", "chosen"}
+"""Columns of data for fine-tuning."""
+
+
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
     if text_column not in columns:
         remedy = (
@@ -99,6 +103,8 @@ def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
             if columns
             else "the row has no columns"
         )
+        if _CONVERSATIONS & set(columns):
+            remedy += "; to train on conversations, use a configuration such as --config sft"
         raise UserError(f"{where}: no column {text_column!r}; {remedy}")
 
 

@@ -276,9 +276,7 @@ def _read_failure(name: str, dataset: _Registered, split: str, error: Exception)
     return f"dataset {name!r} ({repository}, split {split!r}) cannot be read: {first_line(error)}"
 
 
-def _hub_table(
-    name: str, dataset: ChatDataset | HubDataset, split: str, text_column: str
-) -> Table:
+def _hub_table(name: str, dataset: ChatDataset | HubDataset, split: str, text_column: str) -> Table:
     """Return a table of a Hugging Face Hub repository, downloaded on first use."""
 
     def load() -> Any:

@@ -1,0 +1,100 @@
+"""Mistakes of people who come from other libraries: one line with the remedy."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT
+from torchtitan.components.data import PretrainDataLoader, SFTDataLoader
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.registry import load_config_function
+from torchtitan.models.pretrained import huggingface_model
+from torchtitan.tools.errors import UserError
+
+CHAT = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yo."}]}
+
+
+def write(file: Path, *rows: object) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run.yaml"], "'run.yaml' belongs to no option; use --config_file run.yaml, or"),
+        (["8b.toml"], "or for a file of another library torchtitan migrate 8b.toml"),
+        (["--config_file", "{folder}/a.toml"], "is TOML; torchtitan migrate {folder}/a.toml --out"),
+        (["--module", "{folder}/trainer.py"], "a module is a folder .*; use --module {folder}$"),
+    ],
+)
+def test_files_in_the_wrong_place(words, message, tmp_path):
+    (tmp_path / "a.toml").write_text("[training]\nsteps = 3")
+    (tmp_path / "trainer.py").write_text("")
+    with pytest.raises(UserError, match=message.format(folder=tmp_path)):
+        ConfigManager().parse_args([word.format(folder=tmp_path) for word in words])
+
+
+def test_a_module_in_this_folder_is_named_with_a_dot(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/trainer.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"use --module \./mine$"):
+        load_config_function("mine/trainer.py", "debugmodel")
+
+
+def test_conversations_for_pre_training(tokenizer, tmp_path):
+    config = PretrainDataLoader.Config(dataset=[write(tmp_path / "a.jsonl", CHAT)])
+    config.cache_dir = str(tmp_path)
+    with pytest.raises(UserError, match="use a configuration such as --config sft"):
+        config.prepare(tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["{0}/a.jsonl,{0}/b.jsonl"], r"separate several with spaces: {0}/a.jsonl {0}/b.jsonl$"),
+        (
+            ["{0}/user.jsonl"],
+            "a row needs a message of the assistant, or --dataloader.train_on all",
+        ),
+    ],
+)
+def test_data_for_fine_tuning(names, message, tokenizer, tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.jsonl", CHAT)
+    write(tmp_path / "user.jsonl", {"messages": CHAT["messages"][:1]})
+    dataset = [name.format(tmp_path) for name in names]
+    config = SFTDataLoader.Config(
+        dataset=dataset, chat_template="alpaca", cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.raises(UserError, match=message.format(tmp_path)):
+        config.build(tokenizer=tokenizer, seq_len=64, local_batch_size=1)
+
+
+def test_files_that_are_no_models(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="is a GGUF file, .*; use the folder of the model"):
+        huggingface_model(tmp_path / "m.gguf")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="is an adapter, without its model; .*lora.adapter_path"):
+        huggingface_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("CONFIG_FILE=8b.toml", "CONFIG_FILE is not read; use --config_file 8b.toml"),
+        ("PYTHON=nowhere", "PYTHON is nowhere, which is not a program"),
+    ],
+)
+def test_variables_of_the_script(variable, message, tmp_path):
+    script = "source scripts/environment.sh; active_environment_suffices() { false; }; "
+    script += f"root={tmp_path}; touch $root/pyproject.toml $root/constraints.txt; "
+    script += "use_environment"
+    command = ["./run_train.sh"] if "CONFIG" in variable else ["bash", "-c", script]
+    done = subprocess.run(["env", variable, *command], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode > 0
+    assert message in done.stderr
