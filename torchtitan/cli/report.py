@@ -279,9 +279,12 @@ def _contents(info: CheckpointInfo) -> str:
 
 def curves(runs: Sequence[RunRecord]) -> list[tuple[str, list[list[tuple[int, float]]]]]:
     """Return each metric with the points of each run; losses come first."""
-    unshown = ("step", "n_tokens_seen")
     found = dict.fromkeys(
-        key for run in runs for line in run.lines for key in line if key not in unshown
+        key
+        for run in runs
+        for line in run.lines
+        for key in line
+        if key != "step" and not (key.startswith("n_") and key.endswith("_seen"))
     )
     keys = sorted(found, key=lambda key: not key.endswith("loss"))
     charts = [(key, [run.curve(key) for run in runs]) for key in keys]

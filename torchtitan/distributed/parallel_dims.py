@@ -116,7 +116,7 @@ class ParallelDims:
                     f"--parallelism.tensor_parallel_degree {self.tp} does not divide "
                     f"--model.{name} {size}"
                 )
-        if model.vocab_size is not None and model.vocab_size < self.tp:
+        if model.vocab_size and model.vocab_size < self.tp:
             raise UserError(
                 f"--parallelism.tensor_parallel_degree {self.tp} is above --model.vocab_size "
                 f"{model.vocab_size}"

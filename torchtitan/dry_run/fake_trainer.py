@@ -175,12 +175,11 @@ class FakeTrainer(Trainer):
             MicrobatchReplay(
                 schedule, self.memory, self.work, self.label_training_allocations
             ).install()
-        loader, training = self.config.dataloader._owner, self.config.training
-        assert issubclass(loader, BaseDataLoader)
-        shape = (training.local_batch_size, training.seq_len * self.sequences_per_sample)
+        loader, training = self.config.dataloader, self.config.training
+        seq_len = training.seq_len * self.sequences_per_sample
         with self.fake_mode, observing(self.memory, self.work):
             # Again and again, since a device never holds two batches. Each sample is one document.
-            batch = {name: torch.zeros(shape, dtype=torch.int64) for name in loader.token_tensors}
+            batch = loader.blank_batch(training.local_batch_size, seq_len)
             # the first step gathers facts about gradients from other ranks, which do not exist
             self.step = 1
             self.prepare_converters(1)

@@ -161,10 +161,12 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     spec = config.model_spec
     training = config.training
     mode = config.activation_checkpoint.mode
+    owner: Any = config._owner
+    amount = owner.amount(training.local_batch_size, training.seq_len)
     logger.info(
         f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): "
-        f"local batch {training.local_batch_size} x {training.seq_len} tokens, activation "
-        f"checkpointing {'selective' if mode == 'auto' else mode}, computed in "
+        f"local batch {amount}, activation checkpointing "
+        f"{'selective' if mode == 'auto' else mode}, computed in "
         f"{training.mixed_precision_param}"
     )
     reports = []

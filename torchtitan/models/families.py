@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from torchtitan.components.losses.loss import CrossEntropyLoss
+from torchtitan.config import Configurable
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
 from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.models.common.decoder import DENSE_SHARDING
@@ -64,6 +65,9 @@ class Family:
     sharding: ShardingPlan | Callable[[Any], ShardingPlan] = DENSE_SHARDING
     """Modules that tensor and context parallelism split, or model configuration → these."""
 
+    loss: type[Configurable.Config] = CrossEntropyLoss.Config
+    """Training loss, with its default values."""
+
     @property
     def name(self) -> str:
         return self.module.rpartition(".")[2]
@@ -75,7 +79,7 @@ class Family:
             flavor=flavor,
             module=self.module,
             model=model,
-            loss=CrossEntropyLoss.Config(),
+            loss=self.loss(),
             sharding=self.sharding(model) if callable(self.sharding) else self.sharding,
             parallelize=parallelize_model,
             formats=self.formats,

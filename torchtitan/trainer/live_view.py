@@ -43,7 +43,7 @@ class LiveView(Callback):
         known = [each for *_, each in self._recent if each.is_read]
         curve = sparkline(each.loss for each in known if math.isfinite(each.loss))
         # of the steps after the first one shown
-        speed = f"  {n_tokens / seconds:,.0f} tokens/s" if seconds else ""
+        speed = f"  {n_tokens / seconds:,.0f} {self.trainer.metrics.unit}/s" if seconds else ""
         parts = [f"step {step}/{total} {curve} loss {known[-1].loss:.4f}"]
         parts += [
             f"{SHOWN_PARTS[name]} {x:.4g}"

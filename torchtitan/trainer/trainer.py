@@ -106,6 +106,9 @@ class Trainer(Configurable):
     """True with a custom `update` or `read_result`, which need each step's result at once."""
     has_own_pipeline: ClassVar[bool] = False
     """True with a custom `build_pipeline`."""
+    unit: ClassVar[str] = "tokens"
+    """What a run counts, in metrics and messages. A model without tokens counts its samples, such
+    as `images`: a sample then has the length 1 (`training.seq_len`)."""
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     measures_class: ClassVar[type[Measures]] = Measures
@@ -495,6 +498,7 @@ class Trainer(Configurable):
             world_size=self.parallel_dims.world_size,
             rank=self.rank,
             run_config=self.config.to_dict(),
+            unit=self.unit,
         )
 
     def build_callbacks(self) -> list[Callback]:
@@ -1084,28 +1088,32 @@ class Trainer(Configurable):
         counts = f" in the plain model, {self.num_trained:,} trained in the converted model"
         # this count excludes adapters
         trained = counts if self.num_trained < self.num_parameters else ""
-        dims, n_sequences = self.parallel_dims, self.global_batch_size * self.sequences_per_sample
+        dims = self.parallel_dims
+        vocabulary = f", vocabulary {size}" if (size := spec.model.vocab_size) else ""
         logger.info(
-            f"{spec.name} {spec.flavor}: {self.num_parameters:,} parameters{trained}, vocabulary "
-            f"{spec.model.vocab_size}; {n_sequences} x {self.run_length.seq_len} tokens per step, "
+            f"{spec.name} {spec.flavor}: {self.num_parameters:,} parameters{trained}{vocabulary}; "
+            f"{self.amount(self.global_batch_size, self.run_length.seq_len)} per step, "
             f"steps {self.step + 1} to {self.total_steps} on {dims.world_size} process(es)"
             f"{f' ({dims})' if self.mesh else ''}, {self.device}"
         )
         stretches = self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)
         for part in itertools.islice(stretches, 1, None):
-            n_sequences = part.batch.value * self.sequences_per_sample
-            logger.info(
-                "from step %d on, %d x %d tokens per step",
-                part.step + 1,
-                n_sequences,
-                part.window.value,
-            )
+            amount = self.amount(part.batch.value, part.window.value)
+            logger.info("from step %d on, %s per step", part.step + 1, amount)
         for name, model in list(self.models.items())[1:]:
             logger.info(
                 "%s: %s, from %s", name, model, model.weights or f"seed {self.config.debug.seed}"
             )
         if self.pipeline_plan:
             logger.info("%s", self.pipeline_plan)
+
+    @classmethod
+    def amount(cls, n_samples: int, seq_len: int) -> str:
+        """Return the size of a batch of `n_samples` as text: its sequences of `seq_len` tokens, or
+        its samples."""
+        if cls.unit == Trainer.unit:
+            return f"{n_samples * cls.sequences_per_sample} x {seq_len} {cls.unit}"
+        return f"{n_samples} {cls.unit}"
 
     def close(self) -> None:
         """Release the run's resources, whether or not `train` was called."""

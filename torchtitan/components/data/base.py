@@ -22,7 +22,9 @@ NO_DOCUMENT = -1
 """Document number of a padding sample."""
 
 Batch = dict[str, Any]
-"""A data loader's batch of B samples of T = `seq_len` tokens; tensors are int64:
+"""A data loader's batch of B samples. A trainer with its own `compute_loss` may read any values
+with a method `to(device)`, such as images without tokens. The batches of language models have
+samples of T = `seq_len` tokens; tensors are int64:
 
 - `input` (B, T): token ids.
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
@@ -137,6 +139,12 @@ class BaseDataLoader(Configurable):
             """Return a config that loads validation data in a fixed order, None without such data.
             An empty `dataset` selects the validation split of the training data."""
             return None
+
+        def blank_batch(self, n_samples: int, seq_len: int) -> Batch:
+            """Return a batch of zeros, without reading data, with the shapes that the loss needs:
+            for a dry run."""
+            names = self._owner.token_tensors  # type: ignore[attr-defined]
+            return {name: torch.zeros((n_samples, seq_len), dtype=torch.int64) for name in names}
 
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels")
     """Names of the (B, T) batch tensors that the loss needs; a dry run creates only these."""

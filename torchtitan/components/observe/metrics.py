@@ -85,6 +85,8 @@ class MetricsProcessor(Configurable):
         world_size: number of ranks.
         rank: this rank.
         run_config: the run's configuration, for W&B.
+        unit: what `count_tokens` counts, in the names of metrics: `tokens`, or the samples of a
+            model without tokens.
         clock: monotonic clock in seconds.
     """
 
@@ -131,11 +133,13 @@ class MetricsProcessor(Configurable):
         world_size: int = 1,
         rank: int = 0,
         run_config: Mapping[str, Any] | None = None,
+        unit: str = "tokens",
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(config)
         self.dump_folder = Path(dump_folder)
         self.run_config = run_config or {}
+        self.unit = unit
         self.device = device
         self.compute_dtype = compute_dtype
         self.flops_per_token = flops_per_token
@@ -262,7 +266,8 @@ class MetricsProcessor(Configurable):
         extra, self._added = extra | self._added, {}
         if not self._reports:
             return
-        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "n_tokens_seen": n_tokens_seen}
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        values[f"n_{self.unit}_seen"] = n_tokens_seen
         interval = dataclasses.replace(self._interval)
         self._unreported = functools.partial(
             self._report, step, self._clock(), interval, values, extra
@@ -347,7 +352,7 @@ class MetricsProcessor(Configurable):
             (_GREEN, f"loss {values['loss']:7.4f}"),
             ("", f"grad norm {values['grad_norm']:7.4f}"),
             ("", f"lr {values['lr']:.2e}"),
-            (_BLUE, f"{values['tokens_per_second']:7,.0f} tokens/s"),
+            (_BLUE, f"{values[f'{self.unit}_per_second']:7,.0f} {self.unit}/s"),
             (_MAGENTA, f"{values['tflops']:6.2f} TFLOP/s {values['mfu']:5.1f}% MFU"),
             ("", f"{values['memory_gib']:5.2f} GiB"),
             (_DIM, f"ETA {eta}{_format_extra(extra)}"),
@@ -369,7 +374,7 @@ class MetricsProcessor(Configurable):
             "image_token_fraction": interval.n_image_tokens / max(interval.n_tokens, 1),
         }
         return {
-            "tokens_per_second": tokens_per_second,
+            f"{self.unit}_per_second": tokens_per_second,
             "tflops": flops_per_device / 1e12,
             "mfu": 100 * flops_per_device / self._peak_of_device(),
             "memory_gib": memory_gib(self.device),
