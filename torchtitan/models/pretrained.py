@@ -128,7 +128,9 @@ def huggingface_model(
     `UserError` if there is no such file or class, it does not compute the model, or the weights are
     quantized by an unsupported method."""
     document = _read_description(folder, "hf")
-    if document.get("model_type") is None:
+    if document.get("model_type") is None:  # diffusers names a class instead
+        document["model_type"] = document.pop("_class_name", None)
+    if document["model_type"] is None:
         raise UserError(f"{folder}: its config.json has no model_type, which names the family")
     if not isinstance(document["model_type"], str):
         reader = ConfigReader(DESCRIPTIONS["hf"], document)

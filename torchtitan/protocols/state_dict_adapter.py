@@ -306,7 +306,10 @@ class ExternalFormat:
 
     model_types: Mapping[str, str] = field(default_factory=dict)
     """Value of `model_type` in config.json that belongs to this family → its class in
-    transformers."""
+    transformers; of `_class_name`, for a model of diffusers."""
+
+    stem: str = "model"
+    """Beginning of the names of weight files; `diffusion_pytorch_model` in diffusers."""
 
     other_adapter: Callable[[Any], StateDictAdapter | None] = lambda config: None
     """As `adapter`, for another layout of the same tensors, which is only read; None: no other

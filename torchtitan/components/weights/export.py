@@ -20,7 +20,7 @@ from torchtitan.components.weights.assets import (
     token_ids,
     write_files,
 )
-from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
+from torchtitan.components.weights.huggingface import DIFFUSERS, MAX_FILE_BYTES, write_huggingface
 from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
 from torchtitan.components.weights.views import ExternalView, PlainView
@@ -83,7 +83,14 @@ def export_checkpoint(
         lambda: _write_description(folder, to, spec, assets, changed_files or {}, specs)
     )
     if to == "hf":
-        write_huggingface(folder, specs, make, max_file_bytes=max_file_bytes, ranks=group)
+        write_huggingface(
+            folder,
+            specs,
+            make,
+            max_file_bytes=max_file_bytes,
+            ranks=group,
+            stem=format_for(spec, to).stem,
+        )
         if isinstance(source, PlainView):
             group.broadcast_from_rank0(partial(source.write_extra_files, folder, spec))
     elif to == "meta":
@@ -139,8 +146,11 @@ def format_for(spec: ModelSpec, to: Format) -> ExternalFormat:
 
 
 def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a model's config.json, for transformers 4 and 5. `ids` come from `assets.token_ids`;
-    `dtype` is the type of the weights."""
+    """Return a model's config.json, for transformers 4 and 5, or for diffusers, which needs no
+    further keys. `ids` come from `assets.token_ids`; `dtype` is the type of the weights."""
+    format = format_for(spec, "hf")
+    if format.stem == DIFFUSERS:
+        return format.to_external(spec.model)
     name = str(dtype).removeprefix("torch.")
     if spec.model.scores:  # transformers reads the last token that is not padding, so EOS is none
         pads = (ids.get("pad_token_id"), ids.get("bos_token_id"))
@@ -151,7 +161,7 @@ def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> 
             ),
         }
     return {
-        **format_for(spec, "hf").to_external(spec.model),
+        **format.to_external(spec.model),
         **ids,
         "dtype": name,
         "torch_dtype": name,

@@ -29,6 +29,10 @@ from torchtitan.tools.files import is_file_name, read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DIFFUSERS = "diffusion_pytorch_model"
+"""Stem of the files in a folder of diffusers, in place of `model`."""
+
+STEMS = ("model", DIFFUSERS)
 MAX_FILE_BYTES = 5 * 2**30
 """Default maximum size of a file."""
 
@@ -53,14 +57,17 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class HuggingFaceSource(TensorSource):
     """Tensors of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
     Raises `UserError` if a file is missing, damaged or outside the folder `path`, or if tensors
-    listed in the index are missing. `weights` is another name of the single file."""
+    listed in the index are missing. `weights` is another name of the single file; None: the first
+    of `STEMS` that the folder has."""
 
-    def __init__(self, path: str | Path, weights: str = WEIGHTS):
+    def __init__(self, path: str | Path, weights: str | None = None):
         self._files: dict[str, Path] = {}
         self.specs: dict[str, TensorSpec] = {}
-        for file, names in files_of(Path(path), weights, INDEX).items():
+        weights = weights or f"{_stem_in(Path(path))}.safetensors"
+        index = f"{weights}.index.json"
+        for file, names in files_of(Path(path), weights, index).items():
             with _open(file) as opened:
-                for name in listed(file, opened.keys(), names, INDEX):
+                for name in listed(file, opened.keys(), names, index):
                     part = opened.get_slice(name)
                     if part.get_dtype() not in _DTYPES:
                         raise UserError(
@@ -78,6 +85,17 @@ class HuggingFaceSource(TensorSource):
                 file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
             )
         return tensor
+
+
+def _stem_in(folder: Path) -> str:
+    return next(
+        (stem for stem in STEMS if any(map(Path.is_file, files_named(folder, stem)))), "model"
+    )
+
+
+def files_named(folder: Path, stem: str) -> tuple[Path, Path]:
+    """Return the paths of the single file with a stem, and of the index of several."""
+    return folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
 
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
@@ -119,6 +137,7 @@ def write_huggingface(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     ranks: Ranks | None = None,
+    stem: str = "model",
 ) -> None:
     """Write tensors as safetensors files into the existing folder `path`, with one tensor in memory
     at a time. Files are renamed once complete, and the index is written last, so an interrupted
@@ -130,6 +149,7 @@ def write_huggingface(
         make: returns a tensor by name, called just before the tensor is written.
         max_file_bytes: maximum size of a file, unless a single tensor is larger.
         ranks: processes that call this together and divide the files; None: this process alone.
+        stem: beginning of the files' names.
     """
     for name, spec in specs.items():
         if spec.dtype not in _DTYPE_NAMES:
@@ -138,7 +158,7 @@ def write_huggingface(
                 "type"
             )
     assignment = assign_to_files(
-        {name: spec.n_bytes for name, spec in specs.items()}, max_file_bytes
+        {name: spec.n_bytes for name, spec in specs.items()}, max_file_bytes, stem
     )
     files = {file: {name: specs[name] for name in names} for file, names in assignment.items()}
     ranks = ranks or Ranks()
@@ -148,10 +168,12 @@ def write_huggingface(
             write_file(path / file, files[file], make)
 
     ranks.all_ranks_or_raise(write_share)
-    ranks.broadcast_from_rank0(lambda: write_index(path, files))
+    ranks.broadcast_from_rank0(lambda: write_index(path, files, stem))
 
 
-def write_index(path: Path, files: Mapping[str, Mapping[str, TensorSpec]]) -> None:
+def write_index(
+    path: Path, files: Mapping[str, Mapping[str, TensorSpec]], stem: str = "model"
+) -> None:
     """Write the index of `files` (name → contents) into the folder `path`, unless there is only one
     file."""
     if len(files) == 1:
@@ -159,10 +181,12 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, TensorSpec]]) -> No
     total = sum(spec.n_bytes for members in files.values() for spec in members.values())
     weight_map = {name: file for file, members in files.items() for name in members}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    durable.write(path / INDEX, json.dumps(index, indent=2) + "\n")
+    durable.write(files_named(path, stem)[1], json.dumps(index, indent=2) + "\n")
 
 
-def assign_to_files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+def assign_to_files(
+    n_bytes: Mapping[str, int], max_file_bytes: int, stem: str = "model"
+) -> dict[str, list[str]]:
     """Return file name → names of its tensors, in the order of `n_bytes`."""
     groups: list[list[str]] = [[]]
     total = 0
@@ -173,9 +197,9 @@ def assign_to_files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str
         groups[-1].append(name)
         total += size
     if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
+        return {f"{stem}.safetensors": groups[0]}
     return {
-        f"model-{i:05d}-of-{len(groups):05d}.safetensors": group
+        f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": group
         for i, group in enumerate(groups, start=1)
     }
 

@@ -27,8 +27,14 @@ FORMAT_NAMES: dict[Format, str] = {"dcp": "DCP", "hf": "Hugging Face", "meta": "
 ADAPTER_CONFIG = "adapter_config.json"
 """File next to the weights of an adapter in PEFT's format."""
 
-_SAFETENSORS = (huggingface.WEIGHTS, huggingface.INDEX)
 _PICKLED = (torch_files.PICKLED_WEIGHTS, torch_files.PICKLED_INDEX)
+_PAIRS = (
+    *(tuple(file.name for file in huggingface.files_named(Path(), s)) for s in huggingface.STEMS),
+    _PICKLED,
+)
+"""Names of a single file of weights and of the index of several."""
+
+_SAFETENSORS = tuple(name for pair in _PAIRS[:-1] for name in pair)
 
 _LARGE = 1 << 30
 """Reading more bytes of weights than this shows progress."""
@@ -153,7 +159,8 @@ def _files_of(folder: Path, source_format: Format) -> list[Path]:
     if source_format == "meta":
         weights = sorted(folder.glob(torch_files.META_FILES))
     else:
-        single, index = _PICKLED if formats_in(folder)["hf"] in _PICKLED else _SAFETENSORS
+        found = formats_in(folder)["hf"]
+        single, index = next(pair for pair in _PAIRS if found in pair)
         weights = list(huggingface.files_of(folder, single, index))
         described = [folder / name for name in (index, "config.json", *DESCRIPTIONS)]
     return [*weights, *(file for file in described if file.is_file())]
