@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tests.conftest import PROJECT
 from tests.model_sizes import short_name
 from torchtitan.cli.ls import SIZES, with_size
+from torchtitan.components.weights.huggingface import DIFFUSERS
 from torchtitan.models.families import families_with
 
 _FORMATS = {"hf": "Hugging Face", "meta": "Meta"}
@@ -28,6 +29,13 @@ Except for the last column, every family supports data (DDP, FSDP, HSDP), tensor
 their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quantization-aware training and dry runs.
 [Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process.
 
+Models that generate images train by [flow matching](diffusion.md), and are compared with a class of diffusers
+(`tests/models/test_diffusion.py`):
+
+| family | class in diffusers | flavors (parameters) |
+|---|---|---|"""
+
+_CLASSES = """
 Other types train through their class in transformers, as listed below.
 """
 
@@ -39,7 +47,8 @@ def page() -> Iterator[str]:
     """Yield the lines of docs/models.md."""
     yield _INTRODUCTION
     sizes = json.loads(SIZES.read_text())
-    for family in families_with("hf"):
+    families = list(families_with("hf"))
+    for family in (one for one in families if one.FORMATS["hf"].stem == "model"):
         name = short_name(family)
         flavors = [with_size(flavor, sizes[name].get(flavor)) for flavor in family.FLAVORS]
         types = [
@@ -66,6 +75,12 @@ def page() -> Iterator[str]:
         )
         yield f"| {' | '.join(cells)} |"
     yield _END
+    for family in (one for one in families if one.FORMATS["hf"].stem == DIFFUSERS):
+        name = short_name(family)
+        flavors = [with_size(flavor, sizes[name].get(flavor)) for flavor in family.FLAVORS]
+        [class_name] = family.FORMATS["hf"].model_types
+        yield f"| {name} | {class_name} | {'<br>'.join(flavors)} |"
+    yield _CLASSES
     yield TABLE.read_text().rstrip()
 
 

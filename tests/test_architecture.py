@@ -44,6 +44,7 @@ COMPONENTS = [
     "peft",
     "data",
     "images",
+    "diffusion",
     "generation",
     "rollout",
     "evaluation",

@@ -1,0 +1,40 @@
+"""The transformer of FLUX.1 in its published sizes, and a small one; trained by
+`torchtitan.experiments.flow_matching`."""
+
+from functools import partial
+
+from torchtitan.components.diffusion.flow import FlowMatchingLoss
+from torchtitan.models.families import Family
+from torchtitan.models.flux.diffusers import FORMAT
+from torchtitan.models.flux.model import FluxModel
+from torchtitan.protocols import ShardingPlan
+
+_flux_1 = partial(FluxModel.Config, dim=3072, n_double=19, n_single=38, n_heads=24)
+
+FLAVORS = {
+    "debugmodel": FluxModel.Config(
+        dim=64,
+        n_double=1,
+        n_single=2,
+        n_heads=4,
+        axes=[4, 6, 6],
+        channels=1,
+        image_size=8,
+        text_dim=32,
+        pooled_dim=32,
+        guidance=True,
+        n_classes=10,
+    ),
+    "dev": _flux_1(guidance=True),
+    "schnell": _flux_1(),
+}
+
+FORMATS = {"hf": FORMAT}
+FAMILY = Family(
+    module=__name__,
+    flavors=FLAVORS,
+    formats=FORMATS,
+    sharding=ShardingPlan(tensor={}, attention=""),
+    loss=FlowMatchingLoss.Config,
+)
+model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -1,0 +1,1 @@
+"""FLUX has no configurations of its own: `--module flow_matching` trains it."""

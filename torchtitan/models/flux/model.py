@@ -1,0 +1,344 @@
+"""The transformer of FLUX.1 (Black Forest Labs 2024), as in diffusers' `FluxTransformer2DModel`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.config.configurable import builds
+from torchtitan.models.common.diffusion import (
+    NO_PLAN,
+    TIME_FEATURES,
+    FullAttention,
+    TwoLayers,
+    flops_of,
+    from_patches,
+    modulated,
+    time_features,
+    to_patches,
+    xavier,
+    zeros,
+)
+from torchtitan.models.common.feed_forward import gelu_tanh
+from torchtitan.protocols import BaseModel
+from torchtitan.protocols.initializer import Constant, with_initializers
+from torchtitan.tools.errors import UserError, require
+
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of each token, (L, 1, head width / 2) float32."""
+
+_PLAIN_GUIDANCE = 1.0
+"""Guidance of a training step, for models that guidance was distilled into."""
+
+
+class FluxModel(BaseModel):
+    """Predict the velocity of noisy latents under a text: `model(images_BCHW, times_B, text=…,
+    pooled=…)` → (B, C, H, W)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        """Sizes of a FLUX transformer."""
+
+        n_double: int
+        """Blocks with separate weights for text and image."""
+
+        n_single: int
+        """Blocks with the same weights for both, after those."""
+
+        n_heads: int
+        """Attention heads; divides dim."""
+
+        axes: list[int] = field(default_factory=lambda: [16, 56, 56])
+        """Elements of a head that rotate with a token's index, row and column; even, and together
+        the width of a head."""
+
+        channels: int = 16
+        """Channels of latents."""
+
+        patch_size: int = 2
+        """Height and width of a patch, the model's token."""
+
+        image_size: int = 128
+        """Height and width of latents in training; the weights fit any size."""
+
+        text_dim: int = 4096
+        """Width of the states of the text encoder."""
+
+        pooled_dim: int = 768
+        """Width of the pooled text."""
+
+        guidance: bool = False
+        """Read the scale of guidance, which was distilled into the model (dev)."""
+
+        n_classes: int = 1
+        """Classes that training stands for by fixed texts; without captions."""
+
+        vocab_size: int | None = 0
+        """The model reads no tokens."""
+
+        @builds(lambda: FluxModel)
+        def build(self) -> Any:
+            """Build the model on the current device."""
+
+        @property
+        def image_shape(self) -> tuple[int, int, int]:
+            """Channels, height and width of latents in training."""
+            return self.channels, self.image_size, self.image_size
+
+        def validate(self) -> None:
+            sizes = ("dim", "n_heads", "channels", "image_size", "text_dim", "pooled_dim")
+            for name in (*sizes, "n_classes"):
+                value = getattr(self, name)
+                require(1 <= value <= 2**24, f"--model.{name}", value, "from 1 to 2^24")
+            for name in ("n_double", "n_single"):
+                value = getattr(self, name)
+                require(0 <= value <= 2000, f"--model.{name}", value, "from 0 to 2,000")
+            if self.dim != self.n_heads * sum(self.axes) or len(self.axes) != 3:
+                raise UserError(
+                    f"--model.axes {self.axes} must be three numbers whose sum is the width of a "
+                    f"head, --model.dim {self.dim} / --model.n_heads {self.n_heads}"
+                )
+            require(all(n > 0 and n % 2 == 0 for n in self.axes), "--model.axes", self.axes, "even")
+            if not 1 <= self.patch_size <= self.image_size or self.image_size % self.patch_size:
+                raise UserError(
+                    f"--model.patch_size {self.patch_size} does not divide --model.image_size "
+                    f"{self.image_size}"
+                )
+
+        def unsupported_parallelisms(self) -> dict[str, str]:
+            degrees = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+            return {f"{name}_degree": NO_PLAN for name in degrees}
+
+    config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        dim, patch = config.dim, config.channels * config.patch_size**2
+        self.patches = xavier(patch, dim)
+        self.text = xavier(config.text_dim, dim)
+        self.time = TwoLayers(TIME_FEATURES, dim)
+        self.guidance = TwoLayers(TIME_FEATURES, dim) if config.guidance else None
+        self.pooled = TwoLayers(config.pooled_dim, dim)
+        self.double_blocks = nn.ModuleDict(
+            {str(n): DoubleBlock(config) for n in range(config.n_double)}
+        )
+        self.single_blocks = nn.ModuleDict(
+            {str(n): SingleBlock(config) for n in range(config.n_single)}
+        )
+        self.head = Head(dim, patch)
+
+    def forward(
+        self,
+        images_BCHW: Tensor,
+        times_B: Tensor,
+        *,
+        text: Tensor,
+        pooled: Tensor,
+        guidance: Tensor | None = None,
+    ) -> Tensor:
+        """Return velocities, (B, C, H, W).
+
+        Args:
+            images_BCHW: noisy latents of any size.
+            times_B: from 0 (data) to 1 (noise), float32.
+            text: states of the text encoder, (B, T, text_dim).
+            pooled: pooled text, (B, pooled_dim).
+            guidance: scale of guidance, (B,), for models that read it; None: 1.
+        """
+        config = self.config
+        height, width = (size // config.patch_size for size in images_BCHW.shape[2:])
+        dtype = self.patches.weight.dtype
+        image_BLD = self.patches(to_patches(images_BCHW.to(dtype), config.patch_size))
+        # The type of hidden states rounds times before they are multiplied, as in diffusers.
+        condition_BD = self._embed_scalar(self.time, times_B, dtype) + self.pooled(pooled.to(dtype))
+        if self.guidance is not None:
+            scale_B = torch.full_like(times_B, _PLAIN_GUIDANCE) if guidance is None else guidance
+            condition_BD = condition_BD + self._embed_scalar(self.guidance, scale_B, dtype)
+        text_BTD = self.text(text.to(dtype))
+        rope = rope_of(config.axes, text_BTD.shape[1], height, width, images_BCHW.device)
+        for block in self.double_blocks.values():
+            text_BTD, image_BLD = block(text_BTD, image_BLD, condition_BD, rope)
+        x_BLD = torch.cat([text_BTD, image_BLD], dim=1)
+        for block in self.single_blocks.values():
+            x_BLD = block(x_BLD, condition_BD, rope)
+        patches = self.head(x_BLD[:, text_BTD.shape[1] :], condition_BD)
+        return from_patches(patches, config.patch_size, images_BCHW.shape[2])
+
+    @staticmethod
+    def _embed_scalar(layers: nn.Module, values_B: Tensor, dtype: torch.dtype) -> Tensor:
+        embedding: Tensor = layers(time_features(values_B.to(dtype) * 1000, divisor=128).to(dtype))
+        return embedding
+
+    def without_conditions(
+        self, conditions: Mapping[str, Tensor], dropped_B: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the conditions with zeros in place of the text where `dropped_B`."""
+        text, pooled = conditions["text"], conditions["pooled"]
+        return {
+            **conditions,
+            "text": text.masked_fill(dropped_B[:, None, None], 0),
+            "pooled": pooled.masked_fill(dropped_B[:, None], 0),
+        }
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {
+            f"{kind}.{number}": block
+            for kind in ("double_blocks", "single_blocks")
+            for number, block in getattr(self, kind).items()
+        }
+
+    def units(self) -> list[nn.Module]:
+        return [*self.blocks().values(), self.head]
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return forward and backward operations per image, without its text."""
+        config, blocks = self.config, list[Any](self.blocks().values())
+        once = [self.time, self.pooled, self.head.modulation]
+        once += [part for block in blocks for part in block.per_sample()]
+        each = [self.patches, self.head.output, *(p for b in blocks for p in b.per_patch())]
+        n_patches = (config.image_size // config.patch_size) ** 2
+        width = len(blocks) * config.dim
+        return flops_of(nn.ModuleList(each), nn.ModuleList(once), n_patches, width)
+
+
+def rope_of(axes: list[int], n_text: int, height: int, width: int, device: torch.device) -> Rope:
+    """Return the angles of `n_text` tokens of text, at position 0 of every axis, and of `height` x
+    `width` patches, at 0, their row and their column; with the base 10,000."""
+    rows = torch.arange(height, device=device).repeat_interleave(width)
+    columns = torch.arange(width, device=device).repeat(height)
+    places = torch.stack([torch.zeros_like(rows), rows, columns], dim=1)
+    places = F.pad(places, (0, 0, n_text, 0)).double()
+    angles = torch.cat(
+        [
+            places[:, k, None]
+            / 10_000 ** (torch.arange(0, n, 2, dtype=torch.float64, device=device) / n)
+            for k, n in enumerate(axes)
+        ],
+        dim=1,
+    )[:, None]
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotated(x_BLHD: Tensor, rope: Rope) -> Tensor:
+    """Rotate each pair of neighboring elements of heads."""
+    cos, sin = rope
+    real, imaginary = x_BLHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = (real * cos - imaginary * sin, imaginary * cos + real * sin)
+    return torch.stack(pairs, dim=-1).flatten(-2).type_as(x_BLHD)
+
+
+class Projections(nn.Module):
+    """Queries, keys and values of heads, with norms of queries and keys: (B, L, dim) → three times
+    (B, L, heads, head width)."""
+
+    def __init__(self, dim: int, n_heads: int):
+        super().__init__()
+        self.n_heads = n_heads
+        self.wq, self.wk, self.wv = (xavier(dim, dim) for _ in range(3))
+        self.q_norm, self.k_norm = (
+            with_initializers(nn.RMSNorm(dim // n_heads, eps=1e-6), weight=Constant(1.0))
+            for _ in range(2)
+        )
+
+    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (
+            layer(x_BLD).unflatten(-1, (self.n_heads, -1)) for layer in (self.wq, self.wk, self.wv)
+        )
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Stream(nn.Module):
+    """The weights of a double block for text or for image."""
+
+    def __init__(self, dim: int, n_heads: int):
+        super().__init__()
+        self.modulation = zeros(dim, 6 * dim)
+        self.projections = Projections(dim, n_heads)
+        self.wo = xavier(dim, dim)
+        self.w1, self.w2 = xavier(dim, 4 * dim), xavier(4 * dim, dim)
+
+    def after_attention(self, x_BLD: Tensor, attended: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+        """Return the stream after attention and the feed-forward network."""
+        gate, shift, scale, ffn_gate = parts
+        x_BLD = x_BLD + gate[:, None] * self.wo(attended)
+        hidden = self.w2(gelu_tanh(self.w1(modulated(x_BLD, shift, scale))))
+        return x_BLD + ffn_gate[:, None] * hidden
+
+
+class DoubleBlock(nn.Module):
+    """Attention of text and image together, with separate weights: text (B, T, dim), image (B, L,
+    dim), condition (B, dim) → text, image."""
+
+    def __init__(self, config: FluxModel.Config):
+        super().__init__()
+        self.text = Stream(config.dim, config.n_heads)
+        self.image = Stream(config.dim, config.n_heads)
+        self.attend = FullAttention()
+
+    def per_patch(self) -> list[nn.Module]:
+        image = self.image
+        return [image.projections, image.wo, image.w1, image.w2]
+
+    def per_sample(self) -> list[nn.Module]:
+        return [self.text.modulation, self.image.modulation]
+
+    def forward(
+        self, text_BTD: Tensor, image_BLD: Tensor, condition_BD: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor]:
+        streams, xs = (self.text, self.image), (text_BTD, image_BLD)
+        projected, others = [], []
+        for stream, x in zip(streams, xs, strict=True):
+            shift, scale, *rest = stream.modulation(F.silu(condition_BD)).chunk(6, dim=1)
+            projected.append(stream.projections(modulated(x, shift, scale)))
+            others.append(rest)
+        q, k, v = (torch.cat(parts, dim=1) for parts in zip(*projected, strict=True))
+        attended = self.attend(rotated(q, rope), rotated(k, rope), v).flatten(2)
+        of_streams = attended.split([text_BTD.shape[1], image_BLD.shape[1]], dim=1)
+        text, image = (
+            stream.after_attention(*parts)
+            for stream, *parts in zip(streams, xs, of_streams, others, strict=True)
+        )
+        return text, image
+
+
+class SingleBlock(nn.Module):
+    """Attention and feed-forward network side by side: x (B, T + L, dim), condition (B, dim) →
+    x."""
+
+    def __init__(self, config: FluxModel.Config):
+        super().__init__()
+        dim = config.dim
+        self.modulation = zeros(dim, 3 * dim)
+        self.projections = Projections(dim, config.n_heads)
+        self.attend = FullAttention()
+        self.w1, self.w2 = xavier(dim, 4 * dim), xavier(5 * dim, dim)
+
+    def per_patch(self) -> list[nn.Module]:
+        return [self.projections, self.w1, self.w2]
+
+    def per_sample(self) -> list[nn.Module]:
+        return [self.modulation]
+
+    def forward(self, x_BLD: Tensor, condition_BD: Tensor, rope: Rope) -> Tensor:
+        shift, scale, gate = self.modulation(F.silu(condition_BD)).chunk(3, dim=1)
+        normalized = modulated(x_BLD, shift, scale)
+        q, k, v = self.projections(normalized)
+        attended = self.attend(rotated(q, rope), rotated(k, rope), v).flatten(2)
+        both = torch.cat([attended, gelu_tanh(self.w1(normalized))], dim=2)
+        return x_BLD + gate[:, None] * self.w2(both)
+
+
+class Head(nn.Module):
+    """Modulated norm and projection to the values of patches: (B, L, dim) → (B, L, C size²)."""
+
+    def __init__(self, dim: int, patch: int):
+        super().__init__()
+        self.modulation = zeros(dim, 2 * dim)
+        self.output = zeros(dim, patch)
+
+    def forward(self, x_BLD: Tensor, condition_BD: Tensor) -> Tensor:
+        scale, shift = self.modulation(F.silu(condition_BD)).chunk(2, dim=1)
+        return self.output(modulated(x_BLD, shift, scale))
