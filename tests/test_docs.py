@@ -62,9 +62,11 @@ def test_links_resolve(page):
 
 def test_options_in_commands_exist():
     """Every --section.key in a shell block is an option of a debug model: adapters, fine-tuning,
-    distillation, reinforcement learning, mixture of experts, classes of transformers."""
+    distillation, flow matching, reinforcement learning, mixture of experts, classes of
+    transformers."""
     from torchtitan.config.configurable import leaves
     from torchtitan.experiments.distillation.config_registry import distillation_debugmodel
+    from torchtitan.experiments.flow_matching.config_registry import dit_debugmodel
     from torchtitan.experiments.rl.config_registry import rl_debugmodel
     from torchtitan.models.glm4_moe.config_registry import glm4_moe_debugmodel
     from torchtitan.models.llama3.config_registry import (
@@ -77,6 +79,7 @@ def test_options_in_commands_exist():
         llama3_debugmodel_lora(),
         llama3_debugmodel_sft(),
         distillation_debugmodel(),
+        dit_debugmodel(),
         rl_debugmodel(),
     ]
     configs += [glm4_moe_debugmodel(), transformers_debugmodel()]

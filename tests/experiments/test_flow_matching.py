@@ -1,0 +1,223 @@
+"""Flow matching (`--module flow_matching`): resuming, layouts, exports, adapters, images."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.processes import run_processes
+from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.flow_matching.trainer import FlowMatchingTrainer
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+
+Image = pytest.importorskip("PIL.Image")
+
+OPTIONS = {
+    "training.steps": 4,
+    "training.local_batch_size": 4,
+    "training.global_batch_size": 8,
+    "lr_scheduler.warmup_steps": 0,
+    "metrics.log_freq": 1,
+    "model.dim": 16,
+    "callbacks.samples.per_class": 2,
+    "callbacks.samples.steps": 2,
+}
+BUCKETS = FlowMatchingTrainer.measures_named
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """A folder with 12 images of 8 x 8 random pixels, of two classes."""
+    folder = tmp_path_factory.mktemp("images")
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 8, 8), np.uint8)
+    for number, image in enumerate(pixels):
+        path = folder / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image).save(path)
+    return folder
+
+
+def configuration(images: Path, dump: Path, config: str = "dit_debugmodel", **options: Any) -> Any:
+    chosen = {
+        **OPTIONS,
+        "dataloader.dataset": images,
+        "dump_folder": dump,
+        **{name.replace("__", "."): value for name, value in options.items()},
+    }
+    words = ["--module", "flow_matching", "--config", config, *flags(chosen)]
+    return ConfigManager().parse_args(words).config
+
+
+def train(images: Path, dump: Path, config: str = "dit_debugmodel", **options: Any) -> Any:
+    parsed = configuration(images, dump, config, **options)
+    parsed.check(world_size=1)
+    return run(parsed)
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model_parts[0].named_parameters()}
+
+
+def test_metrics_count_images_and_losses_by_time(images, tmp_path):
+    size = 64  # some in each part of the time
+    options = {"training__local_batch_size": size, "training__global_batch_size": size}
+    trainer = train(images, tmp_path, training__steps=2, **options)
+    lines = read_metrics(tmp_path, "loss", "n_images_seen", "images_per_second", *BUCKETS)
+    assert [(step, seen) for step, _, seen, *_ in lines] == [(1, size), (2, 2 * size)]
+    # The mean of the losses by time, weighted by the images in each, is the loss.
+    _, loss, _, _, *of_times = lines[0]
+    loader = trainer.config.dataloader.build(local_batch_size=size, seed=trainer.config.debug.seed)
+    times = trainer.loss.times(next(loader)["uniform"][:, 0])
+    counts = torch.histc(times, 4, 0, 1).tolist()
+    total = sum(n * x for n, x in zip(counts, of_times, strict=True))
+    assert total / size == pytest.approx(loss, rel=1e-5)
+
+
+def test_killed_run_resumes_bit_for_bit(images, tmp_path):
+    options = {"checkpoint__enable": True, "checkpoint__interval": 2}
+    whole = train(images, tmp_path / "whole", **options)
+    with killed_in(FlowMatchingTrainer, "train_step", 4):
+        train(images, tmp_path / "killed", **options)
+    resumed = train(images, tmp_path / "killed", **options)
+    for name, value in weights_of(whole).items():
+        assert torch.equal(value, weights_of(resumed)[name]), name
+    for ours, theirs in zip(whole.ema.averages, resumed.ema.averages, strict=True):
+        assert torch.equal(ours, theirs)
+    numbers = ("loss", "grad_norm")
+    assert read_metrics(tmp_path / "killed", *numbers) == read_metrics(tmp_path / "whole", *numbers)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": {},
+    "DDP": {
+        "parallelism__data_parallel_replicate_degree": 2,
+        "parallelism__data_parallel_shard_degree": 1,
+    },
+    "FSDP, recomputed, accumulated": {
+        "activation_checkpoint__mode": "full",
+        "training__local_batch_size": 2,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["dit_debugmodel", "flux_debugmodel"])
+def test_layouts_equal_a_single_process(images, tmp_path, config):
+    """Relative to float32 sums in another order, over 4 steps."""
+    sizes = {"model__dim": 64} if config == "flux_debugmodel" else {}
+    sizes |= {"optimizer__name": "SGD", "optimizer__lr": 0.1, "optimizer__eps": 1e-6}
+    train(images, tmp_path / "one", config, **sizes)
+    run_processes(train_layouts, 2, images, tmp_path, config, sizes)
+    expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
+    for layout in LAYOUTS:
+        rows = read_metrics(tmp_path / layout, "loss", "grad_norm")
+        assert np.array(rows) == pytest.approx(np.array(expected), rel=1e-5), layout
+
+
+def train_layouts(images: Path, dump: Path, config: str, sizes: dict[str, Any]) -> None:
+    for layout, options in LAYOUTS.items():
+        run(configuration(images, dump / layout, config, **sizes, **options))
+
+
+def test_validation_repeats_its_times_and_noise(images, tmp_path):
+    options = {"validator__enable": True, "validator__dataset": images, "validator__freq": 2}
+    trainer = train(images, tmp_path, **options)
+    first, second = (trainer.validator.validate() for _ in range(2))
+    numbers = first.keys() - {"validation_time"}
+    assert numbers > {"validation_loss"}
+    assert [first[name] for name in numbers] == [second[name] for name in numbers]
+
+
+@pytest.mark.slow
+def test_export_opens_in_diffusers_and_generates_the_same_image(images, tmp_path):
+    diffusers = pytest.importorskip("diffusers")
+    options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True}
+    train(images, tmp_path, optimizer__lr=1e-2, **options, ema__for_export=True)
+    folder = tmp_path / "checkpoint" / "step-4"
+    ours = load_model(folder, device="cpu").model
+    theirs = diffusers.DiTTransformer2DModel.from_pretrained(folder)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=np.linspace(1, 0, 6)[:-1])
+    torch.manual_seed(0)
+    x = noise = torch.randn(3, 1, 8, 8)
+    classes = torch.tensor([0, 1, 1])
+    from torchtitan.components.diffusion.sampler import euler, times_of
+
+    with torch.no_grad():
+        for now in scheduler.timesteps:
+            velocity = theirs(x, now.expand(3), classes).sample
+            x = scheduler.step(velocity, now, x).prev_sample
+        image = euler(lambda x, t: ours(x, t, classes=classes), noise, times_of(5))
+    assert (image - x).abs().max() < 1e-4
+    assert image.std() > 0.1
+
+
+def test_averages_are_exported(images, tmp_path):
+    options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True}
+    trainer = train(images, tmp_path, **options, ema__for_export=True)
+    exported = load_model(tmp_path / "checkpoint" / "step-4", device="cpu").model
+    for (name, p), average in zip(exported.named_parameters(), trainer.ema.averages, strict=True):
+        assert torch.equal(p, average), name
+
+
+def test_images_of_each_class_are_written_from_the_same_noise(images, tmp_path):
+    trainer = train(images, tmp_path, callbacks__samples__freq=2)
+    grids = [np.asarray(Image.open(tmp_path / "samples" / f"step-{n}.png")) for n in (2, 4)]
+    assert grids[0].shape == (10 * 9, 2 * 9)
+    assert not np.array_equal(*grids)
+    (samples,) = (c for c in trainer.callbacks if type(c).__name__ == "Samples")
+    assert torch.equal(samples.generate(), samples.generate())
+
+
+def test_adapters_train_and_are_merged_in_the_export(images, tmp_path):
+    options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True}
+    train(images, tmp_path / "base", **options)
+    base = tmp_path / "base" / "checkpoint" / "step-4"
+    trainer = train(
+        images, tmp_path / "lora", "dit_lora", checkpoint__initial_load_path=base, ema__decay=0.9
+    )
+    trained = {name for name, p in trainer.model_parts[0].named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    merged, plain = (
+        load_model(folder, device="cpu").model.state_dict()
+        for folder in (tmp_path / "lora" / "checkpoint" / "step-4", base)
+    )
+    assert not torch.equal(merged["layers.0.wq.weight"], plain["layers.0.wq.weight"])
+    assert torch.equal(merged["layers.0.wq.bias"], plain["layers.0.wq.bias"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"training__seq_len": 16}, "--training.seq_len is 16, but must be 1"),
+        ({"model__image_size": 16}, r"\[1, 16, 16\].* the data has \[1, 8, 8\]"),
+        ({"model__n_classes": 1}, "the data has 2 classes, and the model 1"),
+        ({"hf_assets_path": "somewhere"}, "this model reads no text"),
+        ({"loss__dropped_conditions": 1.0}, "--loss.dropped_conditions"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(images, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        train(images, tmp_path, **options)
+
+
+def test_other_parallelisms_are_refused(images, tmp_path):
+    for kind in ("tensor", "context", "pipeline"):
+        config = configuration(images, tmp_path, **{f"parallelism__{kind}_parallel_degree": 2})
+        with pytest.raises(UserError, match=f"{kind}_parallel_degree 2 must be 1 for DiTModel"):
+            config.check(world_size=2)
+
+
+def test_dropped_conditions_are_those_of_no_class():
+    from torchtitan.models import dit
+
+    model = dit.FLAVORS["debugmodel"].build()
+    conditions = model.without_conditions(
+        {"classes": torch.tensor([3, 4])}, torch.tensor([True, False])
+    )
+    assert conditions["classes"].tolist() == [10, 4]

@@ -1,0 +1,1 @@
+"""Image generation by flow matching (docs/diffusion.md)."""

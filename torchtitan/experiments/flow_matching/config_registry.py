@@ -1,0 +1,63 @@
+"""Configurations of flow matching: `--module flow_matching --config digits --dataloader.dataset
+FOLDER`."""
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
+from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.components.peft import LoRA
+from torchtitan.config import TrainingConfig
+from torchtitan.models import dit, flux
+from torchtitan.models.common.recipes import with_adapters
+
+from .flux import ClassTextTrainer
+from .samples import Samples
+from .trainer import FlowMatchingTrainer
+
+
+def dit_debugmodel() -> FlowMatchingTrainer.Config:
+    """A small DiT on gray images of 8 x 8 pixels: `--dataloader.dataset FOLDER`, with a folder of
+    images for each class."""
+    return FlowMatchingTrainer.Config(
+        model_spec=dit.model_registry("debugmodel"),
+        dataloader=LabeledImageDataLoader.Config(image_size=8, channels=1),
+        training=TrainingConfig(
+            steps=100, seq_len=1, local_batch_size=64, mixed_precision_param="float32"
+        ),
+        optimizer=Optimizer.Config(lr=1e-3, weight_decay=0.0),
+        lr_scheduler=LRScheduler.Config(warmup_steps=20, decay_ratio=0.3, decay_type="cosine"),
+        ema=WeightAverage.Config(decay=0.999, for_validation=True),
+        validator=Validator.Config(enable=False),
+        checkpoint=CheckpointManager.Config(interval=500),
+        callbacks=[Samples.Config()],
+    )
+
+
+def dit_digits() -> FlowMatchingTrainer.Config:
+    """As `dit_debugmodel`, for minutes instead of seconds, with a checkpoint in diffusers' format
+    at the end: scikit-learn's handwritten digits."""
+    config = dit_debugmodel()
+    config.training.steps, config.optimizer.lr = 3000, 2e-3
+    config.callbacks = [Samples.Config(freq=500)]
+    config.ema.for_export = True
+    config.checkpoint = CheckpointManager.Config(enable=True, interval=500, last_save_in_hf=True)
+    return config
+
+
+def dit_lora() -> FlowMatchingTrainer.Config:
+    """Low-rank adapters of a small DiT, for another style: `--checkpoint.initial_load_path
+    STEP_FOLDER`."""
+    config = with_adapters(dit_debugmodel(), LoRA.Config(rank=8, alpha=16), lr=2e-3)
+    config.training.steps = 300
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=500, initial_load_in_hf=True, last_save_in_hf=True
+    )
+    return config
+
+
+def flux_debugmodel() -> ClassTextTrainer.Config:
+    """A small FLUX on gray images of 8 x 8 pixels, with a fixed text for each class."""
+    config = dit_debugmodel()
+    return ClassTextTrainer.Config.based_on(config, model_spec=flux.model_registry("debugmodel"))

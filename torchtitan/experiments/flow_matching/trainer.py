@@ -1,0 +1,119 @@
+"""The trainer of models that generate images by flow matching."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.data.base import Batch
+from torchtitan.components.diffusion.flow import N_BUCKETS, FlowMatchingLoss, buckets
+from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.tokenizer.no_tokens import NoTokens
+from torchtitan.config import TrainingConfig
+from torchtitan.tools.errors import UserError, require
+from torchtitan.trainer import Trainer
+
+
+class FlowMatchingTrainer(Trainer):
+    """Train a model to predict velocities from data to noise.
+
+    The model is called as `model(x, times, **conditions)`, and its class has
+    `without_conditions(conditions, dropped)`; its configuration names the `image_shape`, the
+    `condition_names` and `n_classes`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """A whole run of flow matching."""
+
+        tokenizer: Tokenizer.Config = field(default_factory=NoTokens.Config)
+        """None: the model reads no text."""
+
+        dataloader: LabeledImageDataLoader.Config = field(
+            default_factory=LabeledImageDataLoader.Config
+        )
+        """Training data."""
+
+        training: TrainingConfig = field(default_factory=lambda: TrainingConfig(seq_len=1))
+        """Length, batch sizes and precision of training."""
+
+        def validate(self) -> None:
+            seq_len = self.training.seq_len
+            require(seq_len == 1, "--training.seq_len", seq_len, "1, since images are no sequences")
+            model: Any = self.model_spec.model
+            wanted, given = model.image_shape, self.dataloader.format.shape
+            if wanted != given:
+                raise UserError(
+                    f"the model generates images of the shape {list(wanted)} (channels, height, "
+                    f"width), and the data has {list(given)}; set --model.image_size and "
+                    "--model.channels to the values of --dataloader.image_size and "
+                    "--dataloader.channels"
+                )
+
+    unit = "images"
+    measures_named = tuple(f"loss/times_{k}_of_{N_BUCKETS}" for k in range(1, N_BUCKETS + 1))
+
+    loss: FlowMatchingLoss
+    dataloader: LabeledImageDataLoader
+
+    def build_dataloader(self, config: Any, *, epochs: int | None) -> Any:
+        """Build the loader, and check that the model has its classes."""
+        loader = super().build_dataloader(config, epochs=epochs)
+        model: Any = self.config.model_spec.model
+        n_classes = len(getattr(loader, "classes", ()))
+        if n_classes > model.n_classes:
+            raise UserError(
+                f"the data has {n_classes} classes, and the model {model.n_classes}; set "
+                f"--model.n_classes {n_classes}"
+            )
+        return loader
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the summed loss of a batch's images, and their number without padding."""
+        x, noise = batch["pixels"], batch["noise"]
+        times_B = self.loss.times(batch["uniform"][:, 0])
+        dropped_B = self.loss.is_dropped(batch["uniform"][:, 1])
+        velocity = self.velocity(
+            self.loss.at_time(x, noise, times_B),
+            times_B,
+            self.model_parts[0].without_conditions(self.conditions(batch), dropped_B),  # type: ignore[operator]
+        )
+        weights_B = batch["weights"]
+        losses_B = self.loss.losses(velocity, x, noise) * weights_B
+        numbers_B = buckets(times_B)
+        for number, name in enumerate(self.measures_named):
+            is_in_B = numbers_B == number
+            self.measure(name, (losses_B * is_in_B).sum().detach(), (weights_B * is_in_B).sum())
+        return losses_B.sum(), weights_B.sum()
+
+    def conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the arguments of the model that describe the images of a batch."""
+        return {"classes": batch["classes"]}
+
+    def velocity(self, x: Tensor, times_B: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+        """Return the model's velocities at points x (B, C, H, W) and times (B,)."""
+        velocity: Tensor = self.models["model"](x, times_B, **conditions)
+        return velocity
+
+    def generate(
+        self, noise: Tensor, conditions: Mapping[str, Tensor], times: Tensor, guidance: float
+    ) -> Tensor:
+        """Return images between -1 and 1, of the shape of `noise`, under `conditions`."""
+        from torchtitan.components.diffusion.sampler import euler, guided
+
+        (model,) = self.model_parts
+        everything = torch.ones(len(noise), dtype=torch.bool, device=noise.device)
+        without = model.without_conditions(conditions, everything)  # type: ignore[operator]
+        velocity = guided(
+            lambda x, t: self.velocity(x, t, conditions),
+            lambda x, t: self.velocity(x, t, without),
+            guidance,
+        )
+        model.eval()
+        with self.mixed_precision():
+            images = euler(velocity, noise, times)
+        model.train()
+        return images.clamp(-1, 1)
