@@ -14,7 +14,7 @@ from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, of_wrong_path
 from torchtitan.tools.logging import check_log_ranks, init_logger, presentable
-from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
+from torchtitan.tools.process import COMMAND_VARIABLE, usable_cores, use_expandable_segments
 from torchtitan.tools.redact import redact
 from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode, with_preflight
 
@@ -141,9 +141,7 @@ def _processes() -> int:
 
 
 def _check_cores(processes: int) -> None:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = usable_cores()
     limit = max(_FEW_PROCESSES, _PROCESSES_PER_CORE * cores)
     allowed = environment_number("OVERSUBSCRIBE", default=0, minimum=0)
     if processes > limit and not allowed:

@@ -87,6 +87,21 @@ def without_logs(up_to: int = logging.WARNING) -> Iterator[None]:
         logging.disable(disabled)
 
 
+@contextlib.contextmanager
+def collected_logs() -> Iterator[list[tuple[int, str]]]:
+    """Yield a list of the levels and texts of the messages that the block logs, which are not
+    printed."""
+    collected: list[tuple[int, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: collected.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
+    handlers, propagate = logger.handlers[:], logger.propagate
+    logger.handlers[:], logger.propagate = [handler], False
+    try:
+        yield collected
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+
+
 def presentable(text: str) -> str:
     """Return a text for a terminal, a log or a page: `visible`, and without credentials. Only the
     content of data and of answers is shown with `visible` alone."""

@@ -118,6 +118,11 @@ def signal_when_orphaned(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def use_expandable_segments() -> None:
     """Make PyTorch's allocator grow its segments of GPU memory, which wastes less of it between
     tensors of different sizes, unless the user configures the allocator. Call this before torch is

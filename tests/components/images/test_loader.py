@@ -17,7 +17,7 @@ from tests.models.test_images import options, write_rows
 from tests.tiny_vision import reference_processor, vision_folder
 from tests.training import tiny_config
 from torchtitan.components.checkpoint.identity import RunIdentity
-from torchtitan.components.data.finetuning import sample_cache
+from torchtitan.components.data.finetuning import row_batches
 from torchtitan.components.images.loader import ImageDataLoader
 from torchtitan.components.images.preference import ImagePreferenceDataLoader
 from torchtitan.components.images.processor import ImageProcessor
@@ -302,11 +302,14 @@ def test_rows_with_large_images_are_tokenized_in_small_batches(
     content = base64.b64encode((rows.parent / "1-0.png").read_bytes()).decode()
     for _ in range(3):
         append(rows, [{"type": "image", "image": f"data:image/png;base64,{content}"}])
-    [(source, format)] = ImageDataLoader.Config(dataset=[str(rows)]).rows()
-    monkeypatch.setattr(sample_cache, "BATCH_BYTES", 1)
-    sizes = [
-        len(batch) for batch in sample_cache._batches(source.rows(lambda n_bytes: None), format)
-    ]
+    config = ImageDataLoader.Config(dataset=[str(rows)])
+    [(source, format)] = config.rows()
+    encoder = config.encoder(tokenizer, config.find_template(tokenizer))
+    monkeypatch.setattr(row_batches, "BATCH_BYTES", 1)
+    batches = row_batches.BatchEncoder(format, encoder, config.filters()).batches(
+        source.rows(lambda n_bytes: None)
+    )
+    sizes = [len(batch) for batch in batches]
     assert sizes[1:] == [1, 1] and sizes[0] > 1
 
 

@@ -34,6 +34,7 @@ class ImageEncoder(ConversationEncoder):
     the chat template or the text has. The tokens of images are not trained."""
 
     stored = ("images",)
+    can_fork = False
 
     def __init__(self, chat: ChatEncoder, processor: ImageProcessor, tokenizer: Tokenizer):
         super().__init__(chat)

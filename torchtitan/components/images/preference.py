@@ -34,6 +34,7 @@ class ImagePairEncoder(PairEncoder):
     the prompt in both sequences."""
 
     stored = ("images",)
+    can_fork = False
 
     def __init__(self, chat: ChatEncoder, processor: ImageProcessor, tokenizer: Tokenizer):
         super().__init__(chat)

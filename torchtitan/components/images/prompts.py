@@ -29,6 +29,7 @@ class ImagePromptEncoder(PromptRowEncoder):
     """Encodes prompts with the tokens of their images."""
 
     stored = (*PromptRowEncoder.stored, "images")
+    can_fork = False
 
     def __init__(self, chat: ChatEncoder, processor: ImageProcessor, tokenizer: Tokenizer):
         super().__init__(chat)

@@ -63,7 +63,7 @@ class Characters:
     """Encoder with one token per character: capitals are trained, "#" counts as a special token,
     "!" is an error."""
 
-    n_parts, stored = 1, ()
+    n_parts, stored, can_fork = 1, (), False
 
     def __init__(self, fingerprint="characters"):
         self.fingerprint = fingerprint
@@ -426,7 +426,7 @@ def test_missing_file(tmp_path):
 
 
 def test_rows_are_encoded_in_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.BATCH_ROWS", 4)
+    monkeypatch.setattr("torchtitan.components.data.finetuning.row_batches.BATCH_ROWS", 4)
     encoder = Characters()
     texts = [f"t{letter}" for letter in "ABCDEFGHIJ"]
     cache = open_cache(Texts(*texts[:5], None, *texts[5:]), tmp_path, encoder=encoder)

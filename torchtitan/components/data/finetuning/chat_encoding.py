@@ -596,6 +596,9 @@ class RowEncoder:
     """Number of token sequences per row."""
     stored: ClassVar[tuple[str, ...]] = ()
     """Fields of `EncodedRow` besides the token sequences that a cache stores: answer, images."""
+    can_fork: ClassVar[bool] = False
+    """True if forked processes can use the encoder, unlike one that calls PyTorch, whose threads
+    are not forked."""
 
     def __init__(self, chat: ChatEncoder):
         self._chat = chat

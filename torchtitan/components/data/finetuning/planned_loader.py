@@ -23,6 +23,7 @@ from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, Row
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, LossPolicy, Policy
 from torchtitan.components.data.finetuning.losses import PARTS, Part
+from torchtitan.components.data.finetuning.row_batches import check_processes
 from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import (
     SampleCache,
@@ -56,7 +57,7 @@ from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.code import CodeReference
 from torchtitan.tools.digests import digest_of
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import redacted
 
@@ -115,6 +116,9 @@ class PlannedDataLoader(TokenizingDataLoader):
         too_long: TooLong = "drop"
         """Samples longer than the sequence length: drop, truncate_left (keeps the end),
         truncate_right, or error."""
+        encoding_processes: int = 0
+        """Processes that encode rows; 0: one and, if that takes longer than 2 seconds, one for each
+        core, at most 8. Their number does not change samples or order."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
         """Order in which samples are drawn."""
 
@@ -123,6 +127,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             if not self.dataset or "" in self.dataset:
                 raise UserError("--dataloader.dataset is empty; set it to a file such as my.jsonl")
             parse_columns(self.columns)
+            n_processes = self.encoding_processes
+            require(n_processes >= 0, "--dataloader.encoding_processes", n_processes, "at least 0")
+
+        def check_host(self) -> None:
+            """Raise `UserError` for processes that this host cannot run."""
+            TokenizingDataLoader.Config.check_host(self)
+            check_processes(self.encoding_processes)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             self.check_host()
@@ -142,7 +153,12 @@ class PlannedDataLoader(TokenizingDataLoader):
             return [
                 cache
                 or open_sample_cache(
-                    *next(rows), encoder, filters, self.cache_dir, verify=self.verify_caches
+                    *next(rows),
+                    encoder,
+                    filters,
+                    self.cache_dir,
+                    verify=self.verify_caches,
+                    processes=self.encoding_processes,
                 )
                 for cache in caches
             ]

@@ -40,6 +40,7 @@ class PairEncoder(RowEncoder):
     no tokens at all."""
 
     n_parts = len(SIDES)
+    can_fork = True
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)

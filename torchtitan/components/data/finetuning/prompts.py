@@ -29,6 +29,7 @@ class PromptRowEncoder(RowEncoder):
     """Encodes prompts; reference answer and row stay JSON text."""
 
     stored: ClassVar[tuple[str, ...]] = ("answer",)
+    can_fork = True
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Prompt)

@@ -12,7 +12,7 @@ a digest of all inputs that determine the content; the window size is not one of
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cache, partial
@@ -28,19 +28,12 @@ from torchtitan.components.data.finetuning.chat_encoding import (
     EncodedSample,
     RowEncoder,
 )
-from torchtitan.components.data.finetuning.conversation import (
-    BrokenSample,
-    Conversation,
-    Pair,
-    Prompt,
-    Sample,
-    Text,
-)
-from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
+from torchtitan.components.data.finetuning.filters import FilterConfig
+from torchtitan.components.data.finetuning.row_batches import BatchEncoder, encoded_batches
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
-from torchtitan.components.data.sources.rows import OnRead, Row
+from torchtitan.components.data.report import Report, no_rows_left_error
+from torchtitan.components.data.sources.rows import OnRead
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.tokenizer import DifferentIds
 from torchtitan.tools import durable
@@ -59,12 +52,6 @@ SOURCES = (
 )
 """Glob patterns, relative to `torchtitan/components`, of the modules that affect the content of the
 cache."""
-
-BATCH_ROWS = 1024
-BATCH_BYTES = 1 << 28
-"""Bytes of images in rows from which on fewer rows are tokenized together."""
-
-PREFETCHED_ROWS = 128
 
 
 @cache
@@ -167,10 +154,11 @@ def open_sample_cache(
     cache_dir: str = "",
     *,
     verify: bool = False,
+    processes: int = 1,
 ) -> SampleCache:
     """Open the cached samples of a source, encoding them if necessary; see `open_or_build`. Raise
     `UserError` if `filters` reject a row with policy `error`, no row is left, or the cache folder
-    is not writable."""
+    is not writable. For `processes`, see `encoded_batches`."""
     return open_or_build(
         "samples",
         source,
@@ -182,7 +170,7 @@ def open_sample_cache(
             asdict(filters),
         ],
         partial(SampleCache, n_parts=encoder.n_parts, stored=encoder.stored),
-        partial(_build, source, format, encoder, filters),
+        partial(_build, source, format, encoder, filters, processes),
         cache_dir,
         verify=verify,
     )
@@ -199,13 +187,18 @@ def first_columns(source: Source) -> list[str]:
 
 
 def _build(
-    source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path
+    source: Source,
+    format: RowFormat,
+    encoder: RowEncoder,
+    filters: FilterConfig,
+    processes: int,
+    folder: Path,
 ) -> str:
     encoder.arrays.expect(source.size())
 
     def write() -> Report:
         with progress(f"tokenizing {source.name}", source.size()) as advance:
-            return write_samples(source, format, encoder, filters, folder, advance)
+            return write_samples(source, format, encoder, filters, folder, advance, processes)
 
     try:
         report = write()
@@ -233,157 +226,19 @@ def write_samples(
     filters: FilterConfig,
     folder: Path,
     advance: OnRead,
+    processes: int = 1,
 ) -> Report:
     """Write the arrays of a source's samples. Raise `UserError` if `filters` reject a row with
-    policy `error`, `DifferentIds` if the caller must write them again, see `ArrayEncoder`."""
+    policy `error`, `DifferentIds` if the caller must write them again, see `ArrayEncoder`. For
+    `processes`, see `encoded_batches`."""
     report = Report(format=format.name)
+    rows = source.rows(advance)
     with _writer(folder, encoder.stored) as add:
-        for row, converted, encoded in _encode(source.rows(advance), format, encoder):
-            report.rows += 1
-            if isinstance(converted, Conversation) and _is_respelled(row, converted):
-                report.normal.add(
-                    row.where, partial(json.dumps, converted.messages, ensure_ascii=False)
-                )
-            report.unread += [
-                column
-                for column in format.unread_columns(row.values or {})
-                if column not in report.unread
-            ]
-            try:
-                results = _filtered(encoded, filters)
-            except UserError as error:
-                raise UserError(f"{row.where}: {error}") from None
-            samples = [result for result in results if not isinstance(result, Dropped)]
-            dropped = [result for result in results if isinstance(result, Dropped)]
-            if not samples:
-                report.drop(row.where, *dropped[0])
-                continue
-            for reason, why in dropped:
-                report.left_out.add(row.where, f"{reason}: {why}")
-            report.kept += 1
-            if not isinstance(converted, (BrokenSample, Dropped)):
-                for name, why in encoder.unread_options(converted).items():
-                    report.unread_options.setdefault(name, ExampleCounter()).add(row.where, why)
-            for number, sample in enumerate(samples, 1):
-                _count(report, row.where, sample)
-                add(row.where if len(samples) == 1 else [row.where, number], sample)
+        for batch in encoded_batches(rows, BatchEncoder(format, encoder, filters), processes):
+            report.add(batch.report)
+            for where, sample in batch.samples:
+                add(where, sample)
     return report
-
-
-def _is_respelled(row: Row, conversation: Conversation) -> bool:
-    """Return whether a row has a list of messages, and in another form than the conversation that
-    is read from it."""
-    listed = [value for value in (row.values or {}).values() if isinstance(value, list)]
-    lists = [value for value in listed if value and all(isinstance(turn, dict) for turn in value)]
-    if not lists or conversation.messages in lists:
-        return False
-    # Tables store every key in every message.
-    return _without_nulls(conversation.messages) not in map(_without_nulls, lists)
-
-
-def _without_nulls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in turn.items() if value is not None} for turn in turns]
-
-
-def _filtered(
-    encoded: Sequence[EncodedRow] | BrokenSample | Dropped, filters: FilterConfig
-) -> list[EncodedRow | Dropped]:
-    if isinstance(encoded, Dropped):
-        return [encoded]
-    if isinstance(encoded, BrokenSample):
-        return [filters.apply(encoded)]
-    return [filters.apply(sample) for sample in encoded]
-
-
-def _count(report: Report, where: str, sample: EncodedRow) -> None:
-    report.samples += 1
-    report.tokens += sample.n_tokens
-    report.trained_tokens += sample.n_trained
-    if sample.n_special_in_text:
-        report.special_in_text.add(where, f"{sample.n_special_in_text} tokens")
-    for part in sample.parts:
-        facts = part.facts
-        report.turns += facts.n_turns
-        report.stops += facts.n_stops
-        if facts.n_only_stops:
-            report.only_stops.add(where, f"{facts.n_only_stops} of {facts.n_turns} turns")
-        for reason in facts.unprompted:
-            report.unprompted.add(where, reason)
-        for option in facts.options:
-            report.options[option] = report.options.get(option, 0) + 1
-        for lost in facts.lost:
-            report.lost.setdefault(lost, ExampleCounter()).add(
-                where, "the template does not write it"
-            )
-
-
-def _encode(
-    rows: Iterable[Row], format: RowFormat, encoder: RowEncoder
-) -> Iterator[
-    tuple[Row, Sample | BrokenSample | Dropped, Sequence[EncodedRow] | BrokenSample | Dropped]
-]:
-    checked = False
-    for batch in _batches(rows, format):
-        usable = [sample for _, sample in batch if not isinstance(sample, (BrokenSample, Dropped))]
-        if not checked and not all(isinstance(sample, Text) for sample in usable):
-            encoder.check()
-            checked = True
-        encoded = iter(encoder.encode_batch(usable))
-        for row, sample in batch:
-            if isinstance(sample, (BrokenSample, Dropped)):
-                yield row, sample, sample
-            else:
-                yield row, sample, next(encoded)
-
-
-def _batches(
-    rows: Iterable[Row], format: RowFormat
-) -> Iterator[list[tuple[Row, Sample | BrokenSample | Dropped]]]:
-    """Yield rows with their samples, `BATCH_ROWS` at a time, fewer if they contain images of more
-    than `BATCH_BYTES`."""
-    batch: list[tuple[Row, Sample | BrokenSample | Dropped]] = []
-    n_bytes = 0
-    for row in _prefetched(rows, format):
-        sample = _convert(row, format)
-        batch.append((row, sample))
-        n_bytes += _image_bytes(sample)
-        if len(batch) == BATCH_ROWS or n_bytes > BATCH_BYTES:
-            yield batch
-            batch, n_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _image_bytes(sample: Sample | BrokenSample | Dropped) -> int:
-    """Return the bytes of the images that a row contains itself."""
-    conversation = sample.prompt if isinstance(sample, Pair | Prompt) else sample
-    images = conversation.images if isinstance(conversation, Conversation) else ()
-    return sum(len(image.content) for image in images)
-
-
-def _prefetched(rows: Iterable[Row], format: RowFormat) -> Iterator[Row]:
-    """Yield rows after what they name was fetched."""
-    if format.prefetch is None:
-        yield from rows
-        return
-    rows = iter(rows)
-    while waiting := list(itertools.islice(rows, PREFETCHED_ROWS)):
-        format.prefetch([row.values for row in waiting if row.values is not None])
-        yield from waiting
-
-
-def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
-    if row.values is None:
-        return BrokenSample(row.error)
-    try:
-        sample = format.convert(row.values)
-    except BrokenSample as error:
-        return error
-    except RecursionError:
-        return BrokenSample("it is nested too deeply")
-    except UserError as error:
-        raise UserError(f"{row.where}: {error}") from None
-    return Dropped("left_out", f"by {format.name}") if sample is None else sample
 
 
 @contextmanager

@@ -31,6 +31,8 @@ from torchtitan.tools.logging import logger
 class ConversationEncoder(RowEncoder):
     """Encodes conversations and texts in batches."""
 
+    can_fork = True
+
     def encode_batch(self, samples: Sequence[Sample]) -> list[list[EncodedRow] | BrokenSample]:
         supported = [sample for sample in samples if isinstance(sample, Conversation | Text)]
         assert len(supported) == len(samples), "samples must be conversations or texts"

@@ -11,13 +11,11 @@ split, and a digest; caches `SPLIT/DIGEST/`, one per part of text, or one for al
 
 import contextlib
 import json
-import multiprocessing
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -27,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
+from torchtitan.components.data.forks import forked_calls
 from torchtitan.components.data.prepare.encoding import Encoding, read
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.rows import Part
@@ -37,7 +36,6 @@ from torchtitan.tools import durable
 from torchtitan.tools.digests import digest_of, file_version
 from torchtitan.tools.errors import RunFailure, UserError, os_errors_as
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import signal_when_orphaned
 from torchtitan.tools.progress import progress
 
 MANIFEST = "manifest.json"
@@ -70,7 +68,6 @@ _PLAN_WORDS = {
 """Keys of a plan, which stay the same when messages change, and their words in a message."""
 
 T = TypeVar("T")
-_function: Callable[[int], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,11 +334,8 @@ def run_in_processes(
     if workers == 1:
         yield from map(function, numbers)
         return
-    global _function
-    _function = function  # forked processes inherit it, since it cannot be pickled
-    context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
-    with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
-        futures = [pool.submit(_call, number) for number in numbers]
+    with forked_calls(function, workers) as call:
+        futures = [call(number) for number in numbers]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -350,9 +344,3 @@ def run_in_processes(
                 "a process was killed, possibly for lack of memory (set --workers); run the same "
                 "command again to continue: complete parts are kept"
             ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _call(number: int) -> Any:
-    return _function(number)
