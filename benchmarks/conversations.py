@@ -2,7 +2,7 @@
 builds.
 
     python benchmarks/conversations.py --data FILE.jsonl ... --model FOLDER [--before CHECKOUT ...]
-        [--rounds 5]
+        [--rounds 5] [--train_on all]
 
 The files have rows of fine-tuning data, the folder a tokenizer and a chat template. Each run reads,
 checks, renders, tokenizes and writes all rows in one process; its time is the processor time
@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def encode(data: str, model: str) -> None:
+def encode(data: str, model: str, train_on: str) -> None:
     """Encode a file with the package on the path; print numbers as JSON."""
     from torchtitan.components.data.finetuning.row_formats import find_format
     from torchtitan.components.data.finetuning.sample_cache import first_columns, write_samples
@@ -33,7 +33,7 @@ def encode(data: str, model: str) -> None:
     from torchtitan.components.tokenizer import PretrainedTokenizer
 
     tokenizer = PretrainedTokenizer.Config().build(path=model)
-    config = SFTDataLoader.Config(dataset=[data])
+    config = SFTDataLoader.Config(dataset=[data], train_on=train_on)
     source = resolve_source(data, catalog=CHAT_DATASETS)
     row_format = find_format(first_columns(source), "auto", {}, "sft")
     encoder = config.encoder(tokenizer, config.find_template(tokenizer))
@@ -52,12 +52,13 @@ def encode(data: str, model: str) -> None:
     print(json.dumps(numbers))
 
 
-def run(checkout: Path, data: Path, model: Path) -> tuple[float, str]:
+def run(checkout: Path, data: Path, model: Path, train_on: str) -> tuple[float, str]:
     """Return conversations per processor second of a build, and the digest of what it writes."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     others = [path for path in (os.environ.get("PYTHONPATH"),) if path]
     environment["PYTHONPATH"] = os.pathsep.join([str(checkout), *others])
-    command = [sys.executable, __file__, "--encode", str(data.resolve()), str(model.resolve())]
+    arguments = [str(data.resolve()), str(model.resolve()), train_on]
+    command = [sys.executable, __file__, "--encode", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)} failed: {result.stderr[-2000:]}")
@@ -73,7 +74,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--before", type=Path, nargs="+", default=[], help="earlier checkouts")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--encode", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--train_on", default="assistant")
+    parser.add_argument("--encode", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.encode:
         encode(*options.encode)
@@ -87,7 +89,7 @@ def main() -> None:
         for number in range(options.rounds):
             shift = number % len(checkouts)
             for checkout in [*checkouts[shift:], *checkouts[:shift]]:
-                rate, digests[checkout] = run(checkout, data, options.model)
+                rate, digests[checkout] = run(checkout, data, options.model, options.train_on)
                 rates[checkout].append(rate)
         print(data.name)
         for checkout in checkouts:

@@ -1,5 +1,6 @@
-"""Calls of one function in forked processes, which have all that this process has read so far. Other
-ways to start processes would import everything again, and could not pass on functions of users."""
+"""Calls of one function in forked processes, which have all that this process has read so far.
+Other ways to start processes would import everything again, and could not pass on functions of
+users."""
 
 import multiprocessing
 import os

@@ -257,19 +257,19 @@ class ChatEncoder:
         template."""
         finder = self._required_finder()
         conversation = _continued(prompt, answer)
-        text = finder.whole(conversation)
+        whole = finder.whole(conversation)
         first, last = len(prompt.messages), len(conversation.messages)
         answers = [
             number
             for number in range(first, last)
             if conversation.messages[number]["role"] == "assistant"
         ]
-        lost = finder.losses(conversation, answers, text)
-        start, _ = finder.span(conversation, first, text)
-        [spans] = self._encoder.encode([text])
+        lost = whole.losses(answers)
+        start, _ = whole.span(first, whole.text)
+        [spans] = self._encoder.encode([whole.text])
         trained = np.zeros(len(spans.ids), bool)
-        tokens = _Tokens(text, spans, self._special_ids)
-        trained[tokens.touched(start, len(text))] = True
+        tokens = _Tokens(whole.text, spans, self._special_ids)
+        trained[tokens.touched(start, len(whole.text))] = True
         return EncodedSample(spans.ids, trained, facts=Facts(lost=tuple(lost)))
 
     def _required_finder(self) -> TurnFinder:
@@ -451,24 +451,24 @@ def _begins_with(plan: _Plan, turn: Turn) -> bool:
 def _whole(finder: TurnFinder, conversation: Conversation, wanted: Sequence[bool]) -> _Plan:
     """Return the whole text, trained except messages that are not wanted. Raise `LossySample` if
     the text lacks a part of the assistant's messages that must be trained."""
-    text = finder.whole(conversation)
+    whole = finder.whole(conversation)
     roles = [message["role"] for message in conversation.messages]
     answers = [
         number for number, role in enumerate(roles) if role == "assistant" and wanted[number]
     ]
-    lost = finder.losses(conversation, answers, text)
+    lost = whole.losses(answers)
     untrained = [
-        (*finder.span(conversation, n, text), False)
+        (*whole.span(n, whole.text), False)
         for n, is_wanted in enumerate(wanted)
         if not is_wanted
     ]
     facts = Facts(
         n_turns=len(answers),
-        n_stops=finder.count_stops(conversation, answers),
+        n_stops=whole.count_stops(answers),
         n_only_stops=sum(not parts_of(conversation.messages[number]) for number in answers),
         lost=tuple(dict.fromkeys(lost)),
     )
-    return _Plan(text, [], [(0, len(text), True), *untrained], facts)
+    return _Plan(whole.text, [], [(0, len(whole.text), True), *untrained], facts)
 
 
 def _with_others(
@@ -478,9 +478,9 @@ def _with_others(
     last = plans.pop() if plans else _Plan("", [])
     text = last.text
     whole = finder.whole(conversation)
-    if whole.startswith(text):
-        text = whole
-    found = [finder.span(conversation, number, text) for number in others]
+    if whole.text.startswith(text):
+        text = whole.text
+    found = [whole.span(number, text) for number in others]
     # The whitespace after the token that ends a message belongs to no message.
     spans = [(start, start + len(text[start:end].rstrip()), True) for start, end in found]
     return [*plans, _Plan(text, last.turns, spans)]

@@ -44,6 +44,9 @@ _ADVICE = (
 )
 
 
+_MOST_ENDS = 2000
+"""Conversations whose ends of messages are remembered."""
+
 _PARTS_AS_CODE = re.compile(r"""(["'])type\1: *\1thinking\1""")
 
 
@@ -92,6 +95,8 @@ class TriedTemplate(NamedTuple):
     template: ChatTemplate
     forms: Forms
     stops: Stops
+    known_ends: dict[str, list[str]]
+    """Results of `Renderings.texts_after` by what they depend on."""
 
 
 class Renderings:
@@ -107,7 +112,7 @@ class Renderings:
         self, tried: TriedTemplate, conversation: Conversation, thinks: bool | None = None
     ):
         self._tried = tried
-        self._template, self._forms, self._stops = tried
+        self._template, self._forms, self._stops, self._known_ends = tried
         self.messages = [self._split(message) for message in conversation.messages]
         answers = (message for message in self.messages if message["role"] == "assistant")
         self.thinks = any(answer.get(REASONING) for answer in answers) if thinks is None else thinks
@@ -128,6 +133,10 @@ class Renderings:
         if message["role"] != "assistant":
             return message
         return split_reasoning(message, self._forms.tags)
+
+    @property
+    def template_name(self) -> str:
+        return self._template.name
 
     def traits(self, number: int) -> Traits:
         """Return the traits of the assistant's message `number`."""
@@ -256,9 +265,18 @@ class Renderings:
         marked = self._with_messages(
             [numbered(message, number) for number, message in enumerate(self.messages)]
         )
-        text = marked.text(len(marked.messages), form)
+        key = repr((marked.messages, self.tools, form))
+        if key not in self._known_ends:
+            if len(self._known_ends) >= _MOST_ENDS:
+                self._known_ends.clear()
+            self._known_ends[key] = marked._texts_between(form)
+        return self._known_ends[key]
+
+    def _texts_between(self, form: Form) -> list[str]:
+        """Return `texts_after` of messages with markers."""
+        text = self.text(len(self.messages), form)
         ends, end = [], 0
-        for number in range(len(marked.messages)):
+        for number in range(len(self.messages)):
             end = max([end, *(found.end() for found in numbered_marker(number).finditer(text))])
             ends.append(end)
         begins = [numbered_marker(number + 1).search(text, end) for number, end in enumerate(ends)]

@@ -47,6 +47,7 @@ SOURCES = (
     "tokenizer/*.py",
     "data/report.py",
     "data/sources/*.py",
+    "data/forks.py",
     "data/finetuning/*.py",
     "images/*.py",
 )

@@ -68,7 +68,7 @@ class TurnFinder:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, accepted: Sequence[Part] = ()):
         self._template, self._accepted = template, frozenset(accepted)
         self.forms, self.stops = Forms(template), Stops(template, tokenizer)
-        self._tried = TriedTemplate(template, self.forms, self.stops)
+        self._tried = TriedTemplate(template, self.forms, self.stops, {})
         self._known: dict[str, _Verdict] = {}
         self._told: set[str] = set()
 
@@ -104,32 +104,11 @@ class TurnFinder:
         """Return whether any turn of the assistant has reasoning, also between tags."""
         return Renderings(self._tried, Conversation(list(messages))).thinks
 
-    def whole(self, conversation: Conversation) -> str:
+    def whole(self, conversation: Conversation) -> "WholeConversation":
         """Return the text of a whole conversation. Raise `BrokenSample` if the template rejects
         it."""
         row = Renderings(self._tried, conversation)
-        return row.text(len(conversation.messages), self._form_of(row))
-
-    def span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
-        """Return the span of message `number` in a text of the conversation, an assistant's without
-        the generation prompt. Raise `BrokenSample` if the text does not contain the message as the
-        last one of its conversation."""
-        row = Renderings(self._tried, conversation)
-        form = self._form_of(row)
-        before = row.text(number, form) if number else ""
-        after = row.text(number + 1, form)
-        role = conversation.messages[number]["role"]
-        if role == "assistant":
-            prompt = row.text(number, form, prompted=True)
-            before = prompt if after.startswith(prompt) else before
-        if text.startswith(after) and after.startswith(before):
-            return len(before), len(after)
-        raise BrokenSample(
-            f"{self._template.name} writes the conversation up to message {number + 1} ({role}) "
-            "differently if more messages follow, so the message cannot be located in the text; "
-            "remove its weight, or set another --dataloader.chat_template "
-            f"({', '.join(BUILT_IN_TEMPLATES)})"
-        )
+        return WholeConversation(self, row, self._form_of(row))
 
     def _form_of(self, row: Renderings) -> Form:
         """Return the form of a conversation for a caller that needs its text, not a turn."""
@@ -167,7 +146,7 @@ class TurnFinder:
                 best, problem = other, problem or other_problem
         if best is None:
             raise BrokenSample(problem)
-        self._refuse_loss(best.lost, number)
+        self.refuse_loss(best.lost, number)
         if closing := row.closing_inside(number, best.completion):
             raise LossySample(
                 f"the reasoning of message {number + 1} (assistant) contains {closing!r}, with "
@@ -184,32 +163,8 @@ class TurnFinder:
             if marked.attempt(number, form, is_trial=True).turn:
                 yield form
 
-    def losses(self, conversation: Conversation, numbers: Sequence[int], text: str) -> list[Part]:
-        """Return the parts of the assistant's messages with these numbers that a text of the whole
-        conversation lacks. Raise `LossySample` if one of them must be trained."""
-        row = Renderings(self._tried, conversation)
-        found: list[Part] = []
-        for number in numbers:
-            lost = list(lost_parts(row.messages[number], text))
-            self._refuse_loss(lost, number)
-            found += lost
-        return found
-
-    def count_stops(self, conversation: Conversation, numbers: Sequence[int]) -> int:
-        """Return after how many of the assistant's messages with these numbers their stop follows,
-        before the next message, in the whole conversation; 0 if the template rejects the markers
-        that show where messages end."""
-        row = Renderings(self._tried, conversation)
-        form = self._form_of(row)
-        try:
-            texts = row.texts_after(form)
-        except BrokenSample:
-            return 0
-        stops = [self.stops.of(row.kind(number), dict(form.options)) for number in numbers]
-        pairs = zip(numbers, stops, strict=True)
-        return sum(1 for number, stop in pairs if stop and stop.text and stop.text in texts[number])
-
-    def _refuse_loss(self, lost: Sequence[Part], number: int) -> None:
+    def refuse_loss(self, lost: Sequence[Part], number: int) -> None:
+        """Raise `LossySample` if message `number` loses a part that must be trained."""
         if refused := [part for part in lost if part not in self._accepted]:
             raise LossySample(
                 f"{self._template.name} leaves out the {refused[0]} of message {number + 1} "
@@ -295,6 +250,64 @@ class TurnFinder:
         if text not in self._told:
             self._told.add(text)
             logger.warning(text)
+
+
+class WholeConversation:
+    """The text of a whole conversation, for callers that need it beside its turns. Raises
+    `BrokenSample` if the template rejects it.
+
+    Args:
+        finder: finder of the turns of conversations with the template.
+        row: the conversation.
+        form: form in which it is rendered.
+    """
+
+    def __init__(self, finder: TurnFinder, row: Renderings, form: Form):
+        self._finder, self._row, self._form = finder, row, form
+        self.text = row.text(len(row.messages), form)
+
+    def span(self, number: int, text: str) -> tuple[int, int]:
+        """Return the span of message `number` in a text of the conversation, an assistant's without
+        the generation prompt. Raise `BrokenSample` if the text does not contain the message as the
+        last one of its conversation."""
+        row, form = self._row, self._form
+        before = row.text(number, form) if number else ""
+        after = row.text(number + 1, form)
+        role = row.messages[number]["role"]
+        if role == "assistant":
+            prompt = row.text(number, form, prompted=True)
+            before = prompt if after.startswith(prompt) else before
+        if text.startswith(after) and after.startswith(before):
+            return len(before), len(after)
+        raise BrokenSample(
+            f"{row.template_name} writes the conversation up to message {number + 1} ({role}) "
+            "differently if more messages follow, so the message cannot be located in the text; "
+            "remove its weight, or set another --dataloader.chat_template "
+            f"({', '.join(BUILT_IN_TEMPLATES)})"
+        )
+
+    def losses(self, numbers: Sequence[int]) -> list[Part]:
+        """Return the parts of the assistant's messages with these numbers that the text lacks.
+        Raise `LossySample` if one of them must be trained."""
+        found: list[Part] = []
+        for number in numbers:
+            lost = list(lost_parts(self._row.messages[number], self.text))
+            self._finder.refuse_loss(lost, number)
+            found += lost
+        return found
+
+    def count_stops(self, numbers: Sequence[int]) -> int:
+        """Return after how many of the assistant's messages with these numbers their stop follows,
+        before the next message; 0 if the template rejects the markers that show where messages
+        end."""
+        row, options = self._row, dict(self._form.options)
+        try:
+            texts = row.texts_after(self._form)
+        except BrokenSample:
+            return 0
+        stops = [self._finder.stops.of(row.kind(number), options) for number in numbers]
+        pairs = zip(numbers, stops, strict=True)
+        return sum(1 for number, stop in pairs if stop and stop.text and stop.text in texts[number])
 
 
 def _further(first: Attempt, second: Attempt) -> Attempt:
