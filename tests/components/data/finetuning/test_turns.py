@@ -306,8 +306,11 @@ def turns_of(sample: EncodedSample, tokenizer: PretrainedTokenizer) -> Iterator[
         position += n
 
 
-def inference_prompts(template: ChatTemplate, messages: Sequence[Message], tools: Any) -> set[str]:
-    """Return what inference may see before a turn, with reasoning on, off or by default."""
+def inference_prompts(
+    template: ChatTemplate, messages: Sequence[Message], tools: Any, *, finished: bool = False
+) -> set[str]:
+    """Return what inference may see before a turn, with reasoning on, off or by default, or after
+    finished turns."""
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     prompts = set()
     options: list[dict[str, Any]] = [{}]
@@ -322,8 +325,8 @@ def inference_prompts(template: ChatTemplate, messages: Sequence[Message], tools
                 chat = [with_content(message, content, as_text) for message in renamed]
                 try:
                     [text], _ = utils.render_jinja_template(
-                        [chat], tools, chat_template=template.source, add_generation_prompt=True,
-                        **{**template.variables, **chosen},
+                        [chat], tools, chat_template=template.source,
+                        add_generation_prompt=not finished, **{**template.variables, **chosen},
                     )  # fmt: skip
                     prompts.add(text)
                 except Exception:  # noqa: S112 - a template may reject a form
@@ -604,6 +607,47 @@ def test_calls_after_a_system_prompt_that_moves(templates: Path) -> None:
         calls = messages[number].get("tool_calls", [])
         assert text.startswith("[TOOL_CALLS]" if calls else "It is 15.") and text.endswith("</s>")
         assert text.count('"name": "add"') == len(calls) and "Be kind." not in text
+
+
+ROUNDS = [
+    *[user("Hi"), assistant("", tool_calls=[call(15)]), result("r1"), assistant("It is 15.")],
+    *[user("More"), assistant("", tool_calls=[call(17, "abcdefgh2")]), result("r2", "abcdefgh2")],
+    assistant("It is 17."),
+]
+
+
+@pytest.mark.parametrize("thought", [{}, THOUGHT])
+def test_later_calls_begin_like_the_first_ones(thought: Message, templates: Path) -> None:
+    """DeepSeek R1's templates remember in all of a conversation that calls have begun, so that
+    later ones lack their beginning. Others write both alike."""
+    messages = [{**m, **thought} if m["role"] == "assistant" else m for m in ROUNDS]
+    template, tokenizer = published("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", templates)
+    refused = encoded(template, tokenizer, messages)
+    assert isinstance(refused, BrokenSample)
+    assert re.search("message 6 .* with calls without '<｜tool▁calls▁begin｜>'", str(refused))
+    assert isinstance(encoded(template, tokenizer, messages[:4]), list)
+    for name in ("deepseek-ai-DeepSeek-V3.1", "qwen3", "GLM-4.6"):
+        template, tokenizer = published(name, templates)
+        samples = encoded(template, tokenizer, messages)
+        assert isinstance(samples, list)
+        texts = [text for sample in samples for _, text in turns_of(sample, tokenizer)]
+        first, later = texts[0], texts[2]
+        assert first.replace("15", "17") == later
+
+
+def test_reasoning_that_a_row_switches_off_is_not_closed(templates: Path) -> None:
+    """Nemotron Nano v2 reads the switch from the text, and then closes the reasoning in its
+    prompt; otherwise the model must close what the prompt opens."""
+    template, tokenizer = published("NVIDIA-Nemotron-Nano-v2", templates)
+    switch = {"role": "system", "content": "Be kind. /no_think"}
+    for before, end, begin in ([switch], "<think></think>", ""), ([], "<think>\n", CLOSED):
+        samples = encoded(template, tokenizer, [*before, *SHAPES["turns"]])
+        assert isinstance(samples, list)
+        turns = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
+        assert all(prompt.endswith(f"Assistant\n{end}") for prompt, _ in turns)
+        assert [text for _, text in turns] == [
+            f"{begin}{answer}\n<SPECIAL_12>" for answer in ("Ho!", "No.", "So.")
+        ]
 
 
 def test_refusals_give_the_words_of_the_template(templates: Path) -> None:

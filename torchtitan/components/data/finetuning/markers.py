@@ -20,6 +20,16 @@ def before_markers(text: str) -> str:
     return text[: min(places)] if places else text
 
 
+def before_call(message: Message, text: str) -> str:
+    """Return the text before the first argument of a message's calls, or before the name of the
+    function without arguments; empty if the text has none."""
+    function = message["tool_calls"][0]["function"]
+    before, found, _ = text.partition(
+        _VALUE_MARK if function.get("arguments") else function["name"]
+    )
+    return before if found else ""
+
+
 def marked_answer(message: Message) -> Message:
     """Return a message of the assistant with markers instead of its texts."""
     content = message.get("content")

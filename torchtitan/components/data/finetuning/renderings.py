@@ -31,6 +31,7 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample, Con
 from torchtitan.components.data.finetuning.losses import Part, is_written, lost_parts, parts_of
 from torchtitan.components.data.finetuning.markers import (
     MARK,
+    before_call,
     before_markers,
     marked_answer,
     numbered,
@@ -421,6 +422,8 @@ class Renderings:
                 f"text before it that no prompt has, {more!r}; give the message a weight of 0, or "
                 "remove it"
             )
+        if token := self._missing_beginning(number, finished, form):
+            return f"calls without {token!r}, with which it begins those of a first answer"
         reasoning, content = message.get(REASONING), message.get("content")
         texts = [text for text in (reasoning, content) if isinstance(text, str) and text]
         if any(finished.count(text) > 1 for text in texts):
@@ -451,6 +454,21 @@ class Renderings:
             finished.count(tags.close) > 1 for tags in forms.tags
         )
         return "reasoning after an empty block of reasoning" if is_twice else ""
+
+    def _missing_beginning(self, number: int, finished: str, form: Form) -> str:
+        """Return the special token before the calls of a trial turn if it were the first answer,
+        which the template leaves out after earlier calls; empty if there is none."""
+        message = self.messages[number]
+        if not (message.get("tool_calls") and has_calls(self.messages[:number])):
+            return ""
+        question = {"role": "user", "content": QUESTION}
+        first = self._with_messages([question, message]).attempt(1, form).turn
+        if first is None:
+            return ""
+        tags = {tag for tags in self._forms.tags for tag in (tags.open, tags.close)}
+        present = {*self._stops.pattern.findall(before_call(message, finished)), *tags}
+        expected = self._stops.pattern.findall(before_call(message, first.completion))
+        return next((token for token in expected if token not in present), "")
 
     def _added(self, finished: str, form: Form) -> str:
         """Return the text before the markers of a first message if it is not the same after a
@@ -494,6 +512,10 @@ class Renderings:
             f"{self._writes(number, form)} differently from what its generation prompt begins: "
             f"{finished[n : n + 40]!r} instead of {prompt[n : n + 40]!r}; {_ADVICE}"
         )
+
+
+def has_calls(messages: Sequence[Message]) -> bool:
+    return any(message.get("tool_calls") for message in messages)
 
 
 def _options(form: Form) -> dict[str, Any]:

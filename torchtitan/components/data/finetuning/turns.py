@@ -20,6 +20,7 @@ from torchtitan.components.data.finetuning.renderings import (
     Renderings,
     TriedTemplate,
     Turn,
+    has_calls,
 )
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.logging import logger
@@ -195,6 +196,7 @@ class TurnFinder:
             bool(message.get(REASONING)),
             bool(message.get("content")),
             len(message.get("tool_calls") or ()),
+            has_calls(row.messages[:number]),
         )
         key = repr((traits, own, before, bool(row.tools), row.has_system))
         if key in self._known:
@@ -263,7 +265,8 @@ class WholeConversation:
     """
 
     def __init__(self, finder: TurnFinder, row: Renderings, form: Form):
-        self._finder, self._row, self._form = finder, row, form
+        self._finder = finder
+        self._row, self._form = row, form
         self.text = row.text(len(row.messages), form)
 
     def span(self, number: int, text: str) -> tuple[int, int]:
