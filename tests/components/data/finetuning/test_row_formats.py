@@ -449,6 +449,24 @@ def test_mapped_columns_and_columns_of_functions_are_read():
 
 
 class TestPreference:
+    @pytest.mark.parametrize("column", ["output", "response"])
+    def test_lists_of_two_answers(self, column):
+        row = {"instruction": "q", "input": "i", column: ["better", "worse"]}
+        expected = converted(
+            {"instruction": "q", "input": "i", "chosen": "better", "rejected": "worse"},
+            "preference",
+        )
+        assert converted(row, "preference") == expected
+        with raises(f"{column} has 2 answers, as rows for preference training have"):
+            converted(row)
+        for value in ("better", ["better"], ["a", "b", "c"]):
+            with pytest.raises(BrokenSample, match=f"^{column} must be a list of two answers, the"):
+                converted({**row, column: value}, "preference")
+        with pytest.raises(BrokenSample, match="label rates single ones .--config kto"):
+            converted({**row, column: "better", "label": True}, "preference")
+        with pytest.raises(EmptySample):
+            converted({**row, column: []}, "preference")
+
     def test_texts_after_a_prompt(self):
         pair = converted(
             {"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"}, "preference"

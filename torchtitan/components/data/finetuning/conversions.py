@@ -12,6 +12,7 @@ from torchtitan.components.data.finetuning.calls_in_text import (
     glaive_turns,
     move_tools,
 )
+from torchtitan.components.data.finetuning.columns import LABELS
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
@@ -35,6 +36,7 @@ from torchtitan.components.data.finetuning.spellings import (
     with_parameters,
 )
 from torchtitan.components.data.sources.rows import kind_of
+from torchtitan.tools.errors import UserError
 
 Cells = dict[str, Any]
 """A row's cells by column."""
@@ -49,6 +51,8 @@ _LOOKS_LIKE_A_MESSAGE = re.compile(r'\s*\{.*"(role|from)"\s*:', re.DOTALL)
 ANSWERS = ("answer", "solution", "ground_truth")
 """Columns with a reference answer; the first one present is used."""
 
+
+_SIDES = ("chosen", "rejected")
 
 _LABEL_VALUES = {
     "true": True,
@@ -72,6 +76,12 @@ def read_turns(column: str, row: Cells) -> Conversation:
 def read_instruction(answer: str, row: Cells) -> Conversation:
     """Read `instruction` and an answer, with an optional `input` (appended to the instruction after
     an empty line) and pairs of earlier turns in `history`."""
+    if isinstance(row[answer], list) and len(row[answer]) > 1:
+        raise UserError(
+            f"{answer} has {len(row[answer])} answers, as rows for preference training have (the "
+            "better one first): train on pairs with MODULE=preference, or return the better answer "
+            "from a function, --dataloader.format my_rows.py:better"
+        )
     response = [_message("assistant", _filled(row, answer))]
     return _conversation(row, [*instruction_in(row), *_with_reasoning(response, row)])
 
@@ -133,7 +143,7 @@ def read_pair(prompt: PromptReader, row: Cells) -> Pair:
     If they are transcripts or do not begin with the assistant, they are whole conversations: the
     prompt is their common prefix, and `prompt` is not called.
     """
-    chosen, rejected = (_continuation(row, column) for column in ("chosen", "rejected"))
+    chosen, rejected = (_continuation(row, column) for column in _SIDES)
     if all(role_of(messages[0]) == "assistant" for messages in (chosen, rejected)):
         turns = prompt(row)
         n_prompt = len(_conversation(row, turns).messages)
@@ -149,6 +159,22 @@ def read_pair(prompt: PromptReader, row: Cells) -> Pair:
         )
         n_prompt = next((n for n, is_equal in enumerate(equal) if not is_equal), limit)
     return _pair(first, second, n_prompt, row.get("margin"))
+
+
+def read_answers(answers: str, row: Cells) -> Pair:
+    """Read `instruction` and a list of two answers, the better one first (LLaMA-Factory)."""
+    found = row[answers]
+    if found in (None, "", []):
+        raise EmptySample(f"{answers} is empty")
+    if not isinstance(found, list) or len(found) != len(_SIDES):
+        rated = next(
+            (f", and {name} rates single ones (--config kto)" for name in LABELS if name in row), ""
+        )
+        raise BrokenSample(
+            f"{answers} must be a list of two answers, the better one first, not "
+            f"{shortened(found)}{rated}"
+        )
+    return read_pair(instruction_in, {**row, **dict(zip(_SIDES, found, strict=True))})
 
 
 def read_other_answer(column: str, row: Cells) -> Pair:

@@ -23,6 +23,7 @@ from torchtitan.components.data.finetuning.conversions import (
     instruction_in,
     listed_in,
     no_prompt,
+    read_answers,
     read_calls,
     read_glaive,
     read_instruction,
@@ -151,6 +152,19 @@ FORMATS: Sequence[RowFormat] = (
             ("margin", *_TURNS),
         )
         for rejected in ("rejected_response", "rejected")
+    ),
+    *(
+        RowFormat(
+            name,
+            "preference",
+            ("instruction", answers),
+            partial(read_answers, answers),
+            ("margin", *_INSTRUCTION),
+        )
+        for name, answers in (
+            ("instruction_outputs", "output"),
+            ("instruction_responses", "response"),
+        )
     ),
     *(
         RowFormat(
