@@ -110,8 +110,6 @@ def _event_rows(name: str, report: Report) -> Iterator[list[str]]:
         if counter.count:
             event = event.replace("dropped, ", "dropped: ")
             yield [name, event, f"{counter.count:,}", "\n".join(counter.in_words())]
-    if report.unread:
-        yield [name, "columns not read", "", ", ".join(report.unread)]
 
 
 def _turn_tables(

@@ -74,8 +74,8 @@ class Report:
     """Dropped rows by the reason, mostly the option that drops them; see `Dropped`."""
     normal: ExampleCounter = field(default_factory=ExampleCounter)
     """Rows whose messages are read in another spelling than the normal form, with that form."""
-    unread: list[str] = field(default_factory=list)
-    """Ignored columns whose names suggest an effect on training."""
+    unread: dict[str, ExampleCounter] = field(default_factory=dict)
+    """Rows by their ignored columns whose names suggest an effect on training."""
 
     @property
     def n_dropped(self) -> int:
@@ -105,7 +105,6 @@ class Report:
                 getattr(self, name).setdefault(kind, ExampleCounter()).add_all(counter)
         for option, count in other.options.items():
             self.options[option] = self.options.get(option, 0) + count
-        self.unread += [column for column in other.unread if column not in self.unread]
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
@@ -117,11 +116,13 @@ class Report:
                 entry["count"], [(where, what) for where, what in entry["examples"]]
             )
 
+        def by_name(entries: dict[str, Any] | list[str]) -> dict[str, ExampleCounter]:
+            if isinstance(entries, list):  # the unread columns of an earlier version
+                return {name: ExampleCounter() for name in entries}
+            return {name: to_counter(entry) for name, entry in entries.items()}
+
         counters = {name: to_counter(document[name]) for name in _COUNTERS if name in document}
-        by_kind = {
-            name: {kind: to_counter(entry) for kind, entry in document.get(name, {}).items()}
-            for name in _COUNTERS_BY_KIND
-        }
+        by_kind = {name: by_name(document.get(name, {})) for name in _COUNTERS_BY_KIND}
         return cls(**{**document, **counters, **by_kind})
 
     def events(self) -> Iterator[tuple[str, ExampleCounter]]:
@@ -133,6 +134,8 @@ class Report:
             yield f"without the {part}", counter
         for name, counter in self.unread_options.items():
             yield f"with the option {name}, which has no effect", counter
+        for column, counter in self.unread.items():
+            yield f"with the column {column}, which is not read", counter
         yield "nothing but the stop is trained", self.only_stops
         yield "turns without a prompt, not trained", self.unprompted
         yield "truncated", self.truncated
@@ -160,7 +163,7 @@ class Report:
 
 
 _COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops", "unprompted", "normal")
-_COUNTERS_BY_KIND = ("dropped", "lost", "unread_options")
+_COUNTERS_BY_KIND = ("dropped", "lost", "unread_options", "unread")
 
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:

@@ -771,14 +771,30 @@ def test_unread_columns_cause_one_warning(two, tokenizer, tmp_path, caplog):
     changed = replace(two, dataset=[*two.dataset, write_jsonl(tmp_path / "c.jsonl", rows)])
     [warning] = collect_warnings(changed, tokenizer, caplog)
     assert warning.startswith(
-        f"{tmp_path}/c.jsonl: the columns weight, score are ignored (format prompt_response)"
+        f"{tmp_path}/c.jsonl: the columns weight (rows: 2), score (rows: 1) are ignored (format "
+        "prompt_response)"
     )
+    assert "images" not in warning
     assert collect_warnings(changed, tokenizer, caplog) == [warning]  # the cache stores them
     function = tmp_path / "own.py"
     function.write_text(
         "def read(row):\n    return {'prompt': row['prompt'], 'response': row['response']}\n"
     )
     assert collect_warnings(replace(changed, format=f"{function}:read"), tokenizer, caplog) == []
+
+
+def test_images_of_rows_for_text_are_counted(config, tokenizer, tmp_path, caplog):
+    rows = [
+        {"prompt": "a", "response": "b", "image": f"{i}.png" if i % 2 else ""} for i in range(9)
+    ]
+    changed = replace(config, dataset=[write_jsonl(tmp_path / "c.jsonl", rows)])
+    [warning] = collect_warnings(changed, tokenizer, caplog)
+    assert "the column image (rows: 4) is ignored" in warning
+    assert "to train on images, use --config sft_images" in warning
+    [samples] = build(changed, tokenizer).samples.sets
+    assert samples.report.unread["image"].count == 4
+    [line] = [line for line in samples.report.lines() if "not read" in line]
+    assert line.startswith("with the column image, which is not read: 4 (c.jsonl:2, c.jsonl:4, ")
 
 
 def test_error_for_a_bad_answer_gives_its_place(config, tokenizer, tmp_path):

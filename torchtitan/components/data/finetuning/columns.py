@@ -72,6 +72,11 @@ def relevant_columns(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def are_images(columns: Iterable[str]) -> bool:
+    """Return whether a column has the name of one with images."""
+    return any(_IMAGE.fullmatch(column) for column in columns)
+
+
 def suggested_columns(columns: Iterable[str]) -> str:
     """Suggest a value of `--dataloader.columns` to read rows with these columns for SFT."""
     names = {column.lower(): column for column in columns}

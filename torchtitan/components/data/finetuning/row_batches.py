@@ -44,7 +44,7 @@ SECONDS_ALONE = 2.0
 enough to learn the forms of most conversations, which they inherit."""
 
 MOST_AUTOMATIC = 8
-"""Automatic processes at most: the process that reads and writes can serve about as many."""
+"""Automatic processes at most: the process that reads and writes cannot serve many more."""
 
 BATCHES_AHEAD = 2
 """Batches of each process that wait for it, or to be written."""
@@ -68,12 +68,13 @@ class BatchEncoder:
 
     Args:
         format: row format.
-        encoder: encoder of the samples; it is checked before the first one that is no text.
+        encoder: encoder of the samples; it is checked before the first one other than a text.
         filters: filters for samples.
     """
 
     def __init__(self, format: RowFormat, encoder: RowEncoder, filters: FilterConfig):
-        self.format, self.encoder, self._filters = format, encoder, filters
+        self.format, self.encoder = format, encoder
+        self._filters = filters
         self._is_checked = False
 
     def batches(self, rows: Iterable[Row]) -> Iterator[Batch]:
@@ -122,8 +123,8 @@ class BatchEncoder:
             report.normal.add(
                 row.where, partial(json.dumps, converted.messages, ensure_ascii=False)
             )
-        unread = self.format.unread_columns(row.values or {})
-        report.unread += [column for column in unread if column not in report.unread]
+        for column in self.format.unread_columns(row.values or {}):
+            report.unread.setdefault(column, ExampleCounter()).add(row.where, "it has content")
         try:
             results = self._filtered(encoded)
         except UserError as error:
@@ -220,7 +221,7 @@ def _in_processes(
                     pending.append(_submitted(batch, call, encoder))
                     if len(pending) == BATCHES_AHEAD * n_processes:
                         yield _result(pending.popleft(), told)
-            except UserError as error:  # earlier rows may have one, too
+            except UserError as error:  # earlier rows may also have one
                 problem = error
             while pending:
                 yield _result(pending.popleft(), told)
@@ -237,7 +238,7 @@ def _in_processes(
 
 
 class _Answer(NamedTuple):
-    """What a process returns."""
+    """Result of a process."""
 
     batch: EncodedBatch
     logs: list[tuple[int, str]]

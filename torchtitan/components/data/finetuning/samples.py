@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, check_ids, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
+from torchtitan.components.data.finetuning.columns import are_images
 from torchtitan.components.data.finetuning.filters import Dropped, Policy
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
@@ -93,11 +94,17 @@ class LengthFilteredDataset:
         """Yield warnings about ignored columns and dropped samples."""
         if unread := self.report.unread:
             plural = len(unread) > 1
+            counted = [f"{column} (rows: {rows.count:,})" for column, rows in unread.items()]
+            images = (
+                "; to train on images, use --config sft_images, dpo_images or grpo_images"
+                if are_images(unread)
+                else ""
+            )
             yield (
-                f"the column{'s' * plural} {', '.join(unread)} {'are' if plural else 'is'} ignored "
-                f"(format {self.report.format}) but may affect training; to use "
+                f"the column{'s' * plural} {', '.join(counted)} {'are' if plural else 'is'} "
+                f"ignored (format {self.report.format}) but may affect training; to use "
                 f"{'them' if plural else 'it'}, set --dataloader.format to a function that "
-                "converts the rows"
+                f"converts the rows{images}"
             )
         if self.report.turns and not self.report.stops:
             yield (
