@@ -458,9 +458,7 @@ def _whole(finder: TurnFinder, conversation: Conversation, wanted: Sequence[bool
     ]
     lost = whole.losses(answers)
     untrained = [
-        (*whole.span(n, whole.text), False)
-        for n, is_wanted in enumerate(wanted)
-        if not is_wanted
+        (*whole.span(n, whole.text), False) for n, is_wanted in enumerate(wanted) if not is_wanted
     ]
     facts = Facts(
         n_turns=len(answers),
