@@ -119,6 +119,6 @@ def learned(samples: Sequence[EncodedSample], tokenizer: PretrainedTokenizer) ->
         if max(losses) < LEARNED:
             break
         optimizer.zero_grad()
-        sum(losses).backward()
+        torch.stack(losses).sum().backward()
         optimizer.step()
     return model.eval()

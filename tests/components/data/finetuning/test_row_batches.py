@@ -57,6 +57,10 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_batches, "BATCH_ROWS", 4)
 
 
+def forked() -> Any:
+    return Forked()
+
+
 def opened(
     texts: list[Any], root: Path, encoder: Any = None, processes: int = 2, **more: Any
 ) -> SampleCache:
@@ -64,7 +68,7 @@ def opened(
     return open_sample_cache(
         Texts(*texts),
         more.pop("format", FORMAT),
-        encoder or Forked(),
+        encoder or forked(),
         filters,
         str(root),
         processes=processes,
@@ -167,7 +171,7 @@ def test_errors_name_the_first_row(tmp_path: Path) -> None:
     ):
         batches = encoded_batches(
             Unreadable(*LETTERS[:4], *texts).rows(lambda n: None),
-            BatchEncoder(FORMAT, Forked(), FilterConfig()),
+            BatchEncoder(FORMAT, forked(), FilterConfig()),
             2,
         )
         with pytest.raises(UserError, match=message.replace(":2", ":6")):
@@ -197,7 +201,7 @@ def test_values_that_are_too_deep_to_send_are_encoded_here(tmp_path: Path) -> No
                 yield row
 
     [*batches] = encoded_batches(
-        Deep(*LETTERS).rows(lambda n: None), BatchEncoder(FORMAT, Forked(), FilterConfig()), 2
+        Deep(*LETTERS).rows(lambda n: None), BatchEncoder(FORMAT, forked(), FilterConfig()), 2
     )
     places = [where for batch in batches for where, _ in batch.samples]
     assert places == [f"a.jsonl:{number}" for number in range(1, 41)]

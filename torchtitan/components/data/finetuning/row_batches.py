@@ -105,8 +105,10 @@ class BatchEncoder:
         encoded = iter(self.encoder.encode_batch(usable))
         result = EncodedBatch(Report(format=self.format.name), [])
         for row, sample in pairs:
-            is_unusable = isinstance(sample, (BrokenSample, Dropped))
-            self._add(result, row, sample, sample if is_unusable else next(encoded))
+            if isinstance(sample, (BrokenSample, Dropped)):
+                self._add(result, row, sample, sample)
+            else:
+                self._add(result, row, sample, next(encoded))
         return result
 
     def _add(
