@@ -17,16 +17,20 @@ them as `hidden_BLD`, and None."""
 @dataclass(frozen=True)
 class LogitTransform:
     """Transform of logits x before the softmax: `c tanh(m x / c)`, with multiplier m (Cohere,
-    Granite) and soft cap c (Gemma 2, arXiv:2408.00118), or `m x` without a soft cap."""
+    Granite) and soft cap c (Gemma 2, arXiv:2408.00118), or `m x` without a soft cap; divided by the
+    temperature of sampling."""
 
     multiplier: float = 1.0
     softcap: float | None = None
+    temperature: float = 1.0
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the changed logits, of the same shape and type."""
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 UNCHANGED = LogitTransform()

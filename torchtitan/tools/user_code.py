@@ -55,6 +55,16 @@ def is_ctrl_c(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and is_default and not is_blocked
 
 
+def is_canceled(error: BaseException) -> bool:
+    """Return whether asyncio cancels the task that runs now; otherwise code has raised the
+    error."""
+    if isinstance(error, asyncio.CancelledError):
+        with contextlib.suppress(RuntimeError):  # without an event loop, nothing is canceled
+            task = asyncio.current_task()
+            return task is not None and task.cancelling() > 0
+    return False
+
+
 def is_of_user(error: BaseException) -> bool:
     """Return whether an error comes from the user's code or input, which the user can mend."""
     if isinstance(error, RunFailure) or is_ctrl_c(error):

@@ -238,6 +238,8 @@ class ReferenceTrainer(FrozenModelTrainer):
     config: Config
     needs_reference = True
     frozen = "reference"
+    temperature = 1.0
+    """Divisor of the logits before `log_probs`."""
 
     def build_models(self) -> dict[str, RunModel]:
         models = super().build_models()
@@ -287,7 +289,10 @@ class ReferenceTrainer(FrozenModelTrainer):
         """Return the log-probability of each label (B, L)."""
         inputs, labels_BL = (batch["input"], batch.get("attention")), batch["labels"]
         values_BL: Tensor = self.models[model](
-            *inputs, head=token_log_probs, labels_BL=labels_BL, **images_in(batch)
+            *inputs,
+            head=partial(token_log_probs, temperature=self.temperature),
+            labels_BL=labels_BL,
+            **images_in(batch),
         )
         return values_BL
 

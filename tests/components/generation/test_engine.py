@@ -1,6 +1,7 @@
 """The engine: rows that join and leave, shared prompts, several turns, several processes."""
 
 import asyncio
+import copy
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model, sharded_model
 from tests.models.test_delta_net import MixedModel, small_config
-from torchtitan.components.generation import Engine, Generation, Sampling
+from torchtitan.components.generation import Engine, Generation, Sampling, Session
 from torchtitan.components.generation import engine as engine_module
 from torchtitan.components.generation.sampling import draw, generator_of
 from torchtitan.distributed import initialize_weights
@@ -142,18 +143,6 @@ def test_an_asyncio_program_runs_the_engine_in_a_thread():
     check_equal(asyncio.run(program()), expected)
 
 
-async def awaits_a_future(engine: Engine) -> None:
-    await asyncio.sleep(0)
-
-
-async def awaits_futures(engine: Engine) -> None:
-    for _ in range(2):
-        try:
-            await asyncio.sleep(0)
-        except UserError:
-            continue
-
-
 async def awaits_another_engine(engine: Engine) -> None:
     other = Engine(mixed_model(), sampling=SAMPLING)
     await other.generate([1], max_new_tokens=1, key="")
@@ -166,14 +155,12 @@ async def runs_the_engine(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (awaits_a_future, "can await only this engine's `generate`"),
-        (awaits_futures, "can await only this engine's `generate`"),
         (awaits_another_engine, "only in coroutines that the same engine runs"),
         (runs_the_engine, "already running"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine 'Engine.generate' was never awaited")
-def test_a_coroutine_that_awaits_anything_else_is_an_error(text, message):
+def test_a_wrong_use_of_the_engine_is_an_error(text, message):
     engine = Engine(mixed_model(), sampling=SAMPLING)
     with pytest.raises(UserError, match=message):
         engine.run([text(engine)])
@@ -182,8 +169,8 @@ def test_a_coroutine_that_awaits_anything_else_is_an_error(text, message):
     assert engine.run(texts_of(engine, [0]))  # the engine is still usable
 
 
-def test_failed_cleanup_leaves_the_engine_usable():
-    """The coroutines that an error ends are all closed."""
+def test_failed_cleanup_leaves_the_engine_usable(caplog):
+    """The coroutines that an error ends are all canceled, and the first error is raised."""
     engine = Engine(mixed_model(), sampling=SAMPLING)
     closed = []
 
@@ -192,15 +179,72 @@ def test_failed_cleanup_leaves_the_engine_usable():
 
     async def cleans_up(number: int) -> None:
         try:
-            await engine.generate(PROMPTS[0], max_new_tokens=1, key="")
+            await engine.generate(PROMPTS[0], max_new_tokens=90, key="")
         finally:
+            with pytest.raises(UserError, match="only in coroutines"):
+                await engine.generate(PROMPTS[0], max_new_tokens=1, key="")
             closed.append(number)
             await fails(OSError(f"cleanup {number}"))
 
-    with pytest.raises(OSError, match="cleanup 2"):
+    with pytest.raises(ValueError, match="no reward"):
         engine.run([fails(ValueError("no reward")), cleans_up(1), cleans_up(2)])
-    assert closed == [1, 2]
+    assert sorted(closed) == [1, 2]
+    assert "cleanup 1" in caplog.text and "cleanup 2" in caplog.text
     assert engine.run(texts_of(engine, [0]))
+
+
+def test_coroutines_await_anything():
+    """Tools in threads and in asyncio, texts at the same time, and one that is given up."""
+    model = mixed_model()
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=2)
+
+    async def both() -> list[Generation]:
+        await asyncio.sleep(0.01)
+        first, second = await asyncio.gather(*texts_of(engine, [0, 7]))
+        return [first, await asyncio.to_thread(lambda: second)]
+
+    async def later() -> list[Generation]:
+        with pytest.raises(TimeoutError):
+            long = engine.generate([50], max_new_tokens=90, key="no stop")
+            await asyncio.wait_for(long, timeout=0.001)
+        return [await asyncio.create_task(texts_of(engine, [3])[0])]
+
+    found = engine.run([both(), later(), *[asyncio.sleep(0.2, []) for _ in range(1000)]])
+    check_equal([*found[0], *found[1]], [alone(model)[n] for n in (0, 7, 3)])
+
+
+def test_texts_of_a_session_continue_with_new_weights():
+    """Between two calls, nothing runs; then all tokens are computed again. The cache of the old
+    weights would give other log-probabilities."""
+    model = mixed_model()
+    engine = Engine(model, sampling=SAMPLING)
+    with Session(engine) as session:
+        (long,) = session.start([engine.generate([50, 51], max_new_tokens=8, key="long")])
+        session.finish(session.start([engine.generate([1, 2], max_new_tokens=3, key="short")]))
+        assert not long.done()
+        old = logprobs_of(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        (text,) = session.finish([long])
+    tokens = [50, 51, *text.ids]
+    assert text.logprobs[:3] == pytest.approx(old(tokens)[:3], abs=1e-5)
+    new = logprobs_of(model)(tokens)
+    assert text.logprobs[3:] == pytest.approx(new[3:], abs=1e-5)
+    assert text.logprobs[:3] != pytest.approx(new[:3], abs=1e-2)
+
+
+def logprobs_of(model):
+    """Return a function that computes the log-probabilities after the first two tokens by one
+    forward pass of a copy of a model."""
+    model = copy.deepcopy(model).eval()
+
+    def compute(tokens: list[int]) -> list[float]:
+        with torch.no_grad():
+            rows = model(torch.tensor([tokens]))[0].float().log_softmax(dim=-1)
+        return rows[1:-1].gather(1, torch.tensor(tokens[2:])[:, None])[:, 0].tolist()
+
+    return compute
 
 
 MIXED_SAMPLING = [

@@ -14,10 +14,9 @@ import torch
 
 from tests.components.serving.servers import CONTEXT, listening, make_app
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.generation import Sampling, TextStream, generate
+from torchtitan.components.generation import Sampling, TextStream, TextWriter, generate
 from torchtitan.components.serving.app import Limits
 from torchtitan.components.serving.connections import TimedConnection
-from torchtitan.components.serving.jobs import TextWriter
 from torchtitan.components.serving.metrics import Metrics
 from torchtitan.components.serving.prompts import Preparer
 

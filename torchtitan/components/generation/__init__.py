@@ -3,15 +3,24 @@
 from torchtitan.components.generation.engine import Engine, Generation, generate
 from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.sampling import Sampling
-from torchtitan.components.generation.text import StopFinder, TextStream, start_id, stop_ids
+from torchtitan.components.generation.session import Session
+from torchtitan.components.generation.text import (
+    StopFinder,
+    TextStream,
+    TextWriter,
+    start_id,
+    stop_ids,
+)
 
 __all__ = [
     "Engine",
     "Generation",
     "KVCache",
     "Sampling",
+    "Session",
     "StopFinder",
     "TextStream",
+    "TextWriter",
     "generate",
     "start_id",
     "stop_ids",

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
-from torchtitan.components.generation.sampling import Sampling, draw, generator_of
+from torchtitan.components.generation.sampling import Sampling, draw, generator_of, sampled_logprobs
+from torchtitan.components.generation.session import Session
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.distributed import context_parallel
@@ -55,8 +56,8 @@ _NOT_IN_RUN = (
     "asyncio program"
 )
 _NOT_A_TEXT = (
-    "a coroutine that Engine.run runs can await only this engine's `generate`, since no asyncio "
-    "loop runs it; call other things without await, or asyncio.run(…) in a thread"
+    "a coroutine that Engine.serve runs can await only this engine's `generate`, since no asyncio "
+    "loop runs it; Engine.run has one"
 )
 
 _PADDING = 0  # arbitrary: nothing attends to it
@@ -71,8 +72,8 @@ class Generation:
     ids: list[int] = field(default_factory=list)
     """New tokens, ending with the stop token, if any."""
     logprobs: list[float] = field(default_factory=list)
-    """Natural logarithm of each new token's probability at temperature 1, before top_k and
-    top_p."""
+    """Natural logarithm of each new token's probability at temperature 1, before top_k, top_p and
+    min_p; with `logprobs_of="sampling"`, in the distribution that the token was drawn from."""
     finish_reason: Literal["stop", "length"] = "length"
     """`stop`: ended by a stop token or `on_token`. `length`: reached max_new_tokens."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -95,8 +96,13 @@ class _Row:
     decoded: list[Any] = field(default_factory=list)
     """Its images, while it is in the batch."""
     is_done: bool = False
-    coroutine: int = field(init=False)
-    """Number of the coroutine that awaits the text."""
+    start: tuple[int, ...] = field(init=False)
+    """Tokens that are computed before the row joins the batch."""
+    end: Callable[[Generation], None] = field(init=False)
+    """Passes the finished text to what awaits it."""
+
+    def __post_init__(self) -> None:
+        self.start = self.prompt
 
     def __await__(self) -> Generator["_Row", Generation, Generation]:
         return (yield self)
@@ -125,6 +131,8 @@ class _Needs(NamedTuple):
     """Tasks of a step that any process needs."""
 
     has_rows: bool
+    has_tasks: bool
+    """Whether coroutines have not ended that may await something else."""
     decoding: bool
     prefilling: bool
     reading: bool
@@ -143,6 +151,8 @@ class Engine:
 
     Args:
         sampling: without its seed, which `generate` gets as the key.
+        logprobs_of: distribution of `Generation.logprobs`: the model's at temperature 1, or the one
+            that tokens are drawn from, which training corrects for.
         stop_ids: tokens that end a text; not passed to `on_token`.
         max_rows: texts that are computed at a time; None: all.
         use_cache: use a key/value cache; otherwise every token needs a forward pass over all
@@ -158,6 +168,7 @@ class Engine:
         model: nn.Module,
         *,
         sampling: Sampling,
+        logprobs_of: Literal["model", "sampling"] = "model",
         stop_ids: AbstractSet[int] = frozenset(),
         max_rows: int | None = None,
         use_cache: bool = True,
@@ -176,11 +187,13 @@ class Engine:
             )
         self.context: int = self._model.config.max_seq_len
         self._sampling = sampling
+        self._logprobs_of = logprobs_of
         self._stop_ids = stop_ids if reader is None else stop_ids | reader.image_ids
         self._reader = reader
         self._group = group
         self._max_rows, self._use_cache = max_rows, use_cache
-        self._is_advancing = False  # whether code of a coroutine is running
+        self._is_advancing = False  # whether code of a coroutine without a loop is running
+        self._session: Session | None = None
         self._running_now = threading.Lock()
         self._degree, self._device = _tensor_parallel_degree(self._model), _device_of(model)
         if reader and not (use_cache and self._model.generation_cache(lambda: None)):
@@ -200,9 +213,9 @@ class Engine:
         into: Generation | None = None,
     ) -> Generation:
         """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the
-        stop token; await it in a coroutine that `run` or `serve` runs. Random numbers depend on
-        `key`. Raise `UserError` elsewhere, such as in an asyncio task, if the prompt is empty or
-        has an unknown token, if prompt and continuation exceed the context, or if the prompt has
+        stop token; await it in a coroutine that `run` or `serve` runs, or in a task that it
+        creates. Random numbers depend on `key`. Raise `UserError` elsewhere, if the prompt is empty
+        or has an unknown token, if prompt and continuation exceed the context, or if the prompt has
         other tokens of images than its `images`.
 
         Args:
@@ -210,7 +223,10 @@ class Engine:
             n_top: number of most probable tokens to return for each token.
             into: an empty generation to fill, which `on_token` may read.
         """
-        if not self._is_advancing:
+        session = self._session
+        if session is not None and not session.is_here:
+            session = None
+        if session is None and not self._is_advancing:
             raise UserError(_NOT_IN_RUN)
         _check(self._model, prompt, max_new_tokens)
         if self._reader:
@@ -223,7 +239,7 @@ class Engine:
         generation = into or Generation()
         if max_new_tokens == 0:
             return generation
-        return await _Row(
+        row = _Row(
             tuple(prompt),
             max_new_tokens,
             generator_of(key),
@@ -233,6 +249,7 @@ class Engine:
             generation,
             images,
         )
+        return await (row if session is None else session.text(row))
 
     @torch.no_grad()
     def serve(self, arrivals: Arrivals) -> None:
@@ -252,6 +269,21 @@ class Engine:
         finally:
             self._running_now.release()
 
+    def begin_session(self, session: Session) -> "_Run":
+        """Let the texts of a session be awaited, and return their batch. Raise `UserError` if the
+        engine is already running."""
+        self._acquire()
+        self._session = session
+        return _Run(self)
+
+    def leave_session(self) -> None:
+        """Refuse further texts of the session."""
+        self._session = None
+
+    def end_session(self) -> None:
+        """Let the engine be used again."""
+        self._running_now.release()
+
     def _acquire(self) -> None:
         if not self._running_now.acquire(blocking=False):
             raise UserError(
@@ -259,14 +291,25 @@ class Engine:
                 "threads"
             )
 
-    @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Return the results, in order, of coroutines that await `generate`, and nothing else, with
-        the model in evaluation mode. It blocks: asyncio programs call it in a thread. Raise the
-        error of a coroutine, in other processes as a `UserError`, and `UserError` if logits are not
-        finite, a coroutine awaits anything else, or the engine is already running."""
+        """Return the results, in order, of coroutines, with the model in evaluation mode. An
+        asyncio loop runs them in this thread, so that they may await `generate` and anything else.
+        It blocks: asyncio programs call it in a thread. Raise the error of a coroutine, in other
+        processes as a `UserError`, and `UserError` if logits are not finite, a loop already runs in
+        this thread, or the engine is already running. An error cancels the other coroutines."""
         if not all(map(inspect.iscoroutine, texts)):
             raise UserError("Engine.run takes a list of coroutines, such as [engine.generate(…)]")
+        try:
+            with Session(self) as session:
+                results: list[ResultT] = session.finish(session.start(texts))
+                return results
+        finally:
+            _close(texts)
+
+    @torch.no_grad()
+    def _run_plain(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+        """Return the results of coroutines that await `generate` and nothing else, without a loop
+        of asyncio, so that one may run in this thread."""
         self._acquire()
         try:
             return _Run(self).finish(texts)
@@ -287,7 +330,7 @@ class Engine:
 
 
 class _Run:
-    """One call of `Engine.run`: its coroutines, the texts that wait for room, and the batch."""
+    """The texts that wait for room, the batch, and coroutines that no asyncio loop runs."""
 
     def __init__(self, engine: Engine):
         model = engine._model
@@ -296,6 +339,7 @@ class _Run:
         self._group = engine._group
         self._degree = engine._degree
         self._device = engine._device
+        self.has_tasks = True
         self._texts: dict[int, Coroutine[Any, Any, Any]] = {}
         self._n_started = 0
         self._growth: int | None = None
@@ -320,16 +364,16 @@ class _Run:
 
     def finish(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Return the results of all coroutines."""
-        with self._computing():
+        with self.computing():
             self._start(texts)
-            while self._step():
+            while self.step().has_rows:
                 pass
         return [self._results[number] for number in range(len(texts))]
 
     def serve(self, arrivals: Arrivals) -> None:
         """Run the coroutines that arrive until there are no more."""
         self._growth = _GROWTH
-        with self._computing():
+        with self.computing():
             while True:
                 n_alive = sum(not row.is_done for row in self._rows)
                 n_free = self._room(n_alive) - len(self._waiting)
@@ -338,12 +382,13 @@ class _Run:
                     return
                 self._start(texts)
                 self._results.clear()
-                self._step()
+                self.step()
                 if self._error is not None:
                     raise self._common_error()
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
+        """Have the model in evaluation mode, and the cache in memory, within the block."""
         try:
             with evaluating(self._model), onednn_products(), self._cache or nullcontext():
                 yield
@@ -387,12 +432,34 @@ class _Run:
                 self._error = self._error or error
                 del self._texts[number]
             else:
-                row.coroutine = number
+                row.end = partial(self._advance, number)
                 self._waiting.append(row)
 
-    def _step(self) -> bool:
-        """Append a token to each row and let waiting texts join; return False if no process has
-        any. Each process takes the same number of forward passes."""
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process computes with this one."""
+        return self._group is None
+
+    def add(self, row: _Row) -> None:
+        """Let a text join as soon as there is room."""
+        self._waiting.append(row)
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error in the next step, in all processes."""
+        self._error = self._error or error
+
+    def pause(self) -> None:
+        """Let the texts in the batch wait, before all others; they continue with the weights of
+        that time, which recompute their keys and values."""
+        alive = [row for row in self._rows if not row.is_done]
+        for row in alive:
+            row.start = tuple(row.tokens)
+        self._waiting.extendleft(reversed(alive))
+        self._rows = []
+
+    def step(self) -> _Needs:
+        """Append a token to each row and let waiting texts join, if any process has some; return
+        what the processes needed. Each process takes the same number of forward passes."""
         graph = self._graph  # it must not be destroyed before the step ends, which waits for it
         n_alive = sum(not row.is_done for row in self._rows)
         chosen = self._choose(n_alive)
@@ -401,6 +468,7 @@ class _Run:
         images = self._read_images(chosen)
         own = _Needs(
             has_rows=n_alive + len(chosen) > 0,
+            has_tasks=self.has_tasks,
             decoding=n_alive > 0 or not self._joins,
             prefilling=bool(new),
             reading=images is not None,
@@ -409,8 +477,9 @@ class _Run:
         needs = _Needs(*_any_process(own, self._group))
         if needs.has_failed:
             raise self._common_error()
-        if not needs.has_rows:
-            return False
+        if not (needs.has_rows and needs.has_tasks):
+            self._waiting.extendleft(reversed(chosen))
+            return needs
         if chosen and not self._joins:
             self._rows = [row for row in self._rows if not row.is_done] + chosen
         if needs.decoding:
@@ -420,12 +489,17 @@ class _Run:
             self._join(chosen, new, prefills=needs.prefilling)
         self._sample()
         del graph
-        return True
+        return needs
 
     def _choose(self, n_alive: int) -> list[_Row]:
         """Take the waiting texts for which there is room."""
         n_free = self._room(n_alive)
-        return [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
+        chosen: list[_Row] = []
+        while self._waiting and len(chosen) < n_free:
+            row = self._waiting.popleft()
+            if not row.is_done:  # nothing awaits it any more
+                chosen.append(row)
+        return chosen
 
     def _decode_images(self, chosen: Sequence[_Row]) -> None:
         """Decode the images of rows, those of one prompt once. The files may have changed."""
@@ -462,7 +536,7 @@ class _Run:
         if not self._joins:
             return []
         known = self._held.row_of if self._held else {}
-        return list(dict.fromkeys(row.prompt for row in chosen if row.prompt not in known))
+        return list(dict.fromkeys(row.start for row in chosen if row.start not in known))
 
     def _decode(
         self, is_new_batch: bool, images: ImageInputs | None, reader: ImageReader | None
@@ -556,7 +630,7 @@ class _Run:
         kept = [index for index, row in enumerate(self._rows) if not row.is_done]
         if chosen or 0 < 2 * len(kept) < len(self._rows):
             self._assemble(kept, chosen, held)
-        if self._held and not any(row.prompt in self._held.row_of for row in self._waiting):
+        if self._held and not any(row.start in self._held.row_of for row in self._waiting):
             self._held = None
 
     def _compute_prompts(self, prompts: list[tuple[int, ...]]) -> _Prompts:
@@ -573,8 +647,8 @@ class _Run:
         sources = [(self._cache, kept)]
         logits = [] if self._logits_BV is None else [self._logits_BV[kept]]
         for prompts in held:
-            joining = [row for row in chosen if row.prompt in prompts.row_of]
-            places = [prompts.row_of[row.prompt] for row in joining]
+            joining = [row for row in chosen if row.start in prompts.row_of]
+            places = [prompts.row_of[row.start] for row in joining]
             sources.append((prompts.cache, places))
             logits.append(prompts.logits_NV[places])
             rows += joining
@@ -595,8 +669,15 @@ class _Run:
         assert self._logits_BV is not None
         logits_BV = self._logits_BV.float()
         sums_B = logits_BV.logsumexp(dim=-1)
-        tokens_B = self._draw(logits_BV)
+        groups = self._rows_by_settings()
+        tokens_B = self._draw(logits_BV, groups)
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - sums_B
+        if self._engine._logprobs_of == "sampling":
+            for sampling, places in groups:
+                if not sampling.is_plain:
+                    logprobs_B[places] = sampled_logprobs(
+                        logits_BV[places], sampling, tokens_B[places]
+                    )
         # Read once, since reading waits for the device. A float32 holds any token id exactly.
         drawn = torch.stack(
             (tokens_B.to(sums_B), logprobs_B, sums_B.isfinite().to(sums_B))
@@ -627,24 +708,26 @@ class _Run:
                 generation.finish_reason = "stop"
             if stopped or len(generation.ids) == row.max_new_tokens:
                 row.is_done = True
-                self._advance(row.coroutine, generation)
+                row.end(generation)
 
-    def _draw(self, logits_BV: Tensor) -> Tensor:
+    def _rows_by_settings(self) -> list[tuple[Sampling, list[int]]]:
+        """Return the places of rows with equal settings of sampling, without finished rows."""
+        places_of: dict[tuple[Any, ...], list[int]] = {}
+        for place, row in enumerate(self._rows):
+            if not row.is_done:
+                places_of.setdefault(row.sampling.settings, []).append(place)
+        return [(self._rows[places[0]].sampling, places) for places in places_of.values()]
+
+    def _draw(self, logits_BV: Tensor, groups: Sequence[tuple[Sampling, list[int]]]) -> Tensor:
         """Draw a token for each row, for all rows with equal settings at once; any token for
         finished rows."""
         rows = self._rows
-        places_of: dict[tuple[Any, ...], list[int]] = {}
-        for place, row in enumerate(rows):
-            if not row.is_done:
-                places_of.setdefault(row.sampling.settings, []).append(place)
-        groups = list(places_of.values())
         if len(groups) == 1:
-            sampling = rows[groups[0][0]].sampling
-            return draw(logits_BV, sampling, [row.generator for row in rows])
+            return draw(logits_BV, groups[0][0], [row.generator for row in rows])
         tokens_B = torch.zeros(len(rows), dtype=torch.int64, device=logits_BV.device)
-        for places in groups:
+        for sampling, places in groups:
             generators = [rows[place].generator for place in places]
-            tokens_B[places] = draw(logits_BV[places], rows[places[0]].sampling, generators)
+            tokens_B[places] = draw(logits_BV[places], sampling, generators)
         return tokens_B
 
     def _most_probable(
@@ -701,7 +784,7 @@ def generate(
         key = f"{sampling.seed}/{row}"
         take = None if on_token is None else partial(on_token, row)
         texts.append(engine.generate(prompt, max_new_tokens=max_new_tokens, key=key, on_token=take))
-    return engine.run(texts)
+    return engine._run_plain(texts)
 
 
 def _close(texts: Sequence[Coroutine[Any, Any, Any]]) -> None:

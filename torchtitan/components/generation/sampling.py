@@ -47,6 +47,12 @@ class Sampling:
         require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1")
 
     @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        restricts = self.top_k, self.top_p not in (None, 1.0), self.min_p
+        return self.temperature == 1 and not any(restricts)
+
+    @property
     def settings(self) -> tuple[float | None, ...]:
         """All but the seed."""
         return self.temperature, self.top_k, self.top_p, self.min_p
@@ -88,6 +94,16 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     places_B1 = places_B1.minimum(ends_BE[:, -1:].nextafter(torch.zeros_like(places_B1)))
     tokens_B1 = chosen_B1 * _BLOCK + torch.searchsorted(ends_BE, places_B1, right=True)
     return tokens_B1[:, 0].clamp(max=weights_BV.shape[1] - 1).to(device)
+
+
+def sampled_logprobs(logits_BV: Tensor, sampling: Sampling, tokens_B: Tensor) -> Tensor:
+    """Return the natural logarithms (B,), float32, of the tokens' probabilities in the distribution
+    that `draw` draws them from: after the temperature, and renormalized over the tokens that top_k,
+    top_p and min_p keep. At temperature 0, the drawn token is certain."""
+    if sampling.temperature == 0:
+        return torch.zeros(len(logits_BV), device=logits_BV.device)
+    logprobs_BV = restricted_logits(logits_BV, sampling).log_softmax(dim=-1)
+    return logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:

@@ -1,11 +1,14 @@
 """Start and stop tokens of a text, and incremental decoding."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
+
+# tokens of the prompt that may affect the first characters of a text
+_CONTEXT = 32
 
 _UNDECODED = "�"  # replaces invalid or incomplete UTF-8
 
@@ -133,3 +136,43 @@ class TextStream:
         released = self._stops.push(piece, is_final=is_final)
         self.text += released
         return released
+
+
+class TextWriter:
+    """A `TextStream` that writes some special tokens, such as marks of calls.
+
+    Args:
+        prompt: preceding tokens.
+        stop: strings that end the text.
+        kept: special tokens to write, with their texts.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        kept: Mapping[int, str],
+    ):
+        self._tokenizer = tokenizer
+        self._kept = kept
+        self._stream = TextStream(tokenizer, prompt[-_CONTEXT:])
+        self._stops = StopFinder(stop)
+
+    @property
+    def stopped(self) -> bool:
+        """True if a stop string was found, which may contain special tokens that are written."""
+        return self._stops.stopped
+
+    def push(self, token: int) -> str:
+        """Append a token, and return the text that can no longer change."""
+        if token in self._kept:
+            text = self._stream.finish() + self._kept[token]
+            self._stream = TextStream(self._tokenizer, [token])
+        else:
+            text = self._stream.push(token)
+        return self._stops.push(text)
+
+    def finish(self) -> str:
+        """Return the delayed text after the last token."""
+        return self._stops.push(self._stream.finish(), is_final=True)

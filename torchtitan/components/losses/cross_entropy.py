@@ -62,6 +62,9 @@ def cross_entropy_(
         torch.mul(tanh, softcap, out=scores)
     elif multiplier != 1.0:
         scores.mul_(multiplier)
+    if transform.temperature != 1.0:
+        scores.div_(transform.temperature)
+        multiplier /= transform.temperature  # of the gradients
     is_valid_N1 = (labels_N != IGNORE_INDEX)[:, None]
     columns_N1 = labels_N[:, None]
     is_here_N1 = is_valid_N1

@@ -1,6 +1,7 @@
 """Log-probabilities of single tokens with gradients, without materializing all logits, for the
 losses of preference optimization, distillation and reinforcement learning."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +24,18 @@ def token_log_probs(
     labels_BL: Tensor,
     *,
     transform: LogitTransform = UNCHANGED,
+    temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> Tensor:
     """Return the log-probability of each label, the token after a position, (B, L) in float32; 0
     for label -100. Use it as a model's `head`: arguments are as of `CrossEntropyLoss`. Under tensor
-    parallelism, the result is the same plain tensor on all ranks.
+    parallelism, the result is the same plain tensor on all ranks. Logits are divided by
+    `temperature`, as in sampling at it.
 
     Logits of `chunk_tokens` tokens exist at a time. The backward pass recomputes them, so that the
     loss can be any function of the log-probabilities, and no gradient of the output weights is in
     memory before it."""
+    transform = replace(transform, temperature=temperature)
     if weight_VD is None:
         scores_NV = transform(hidden_BLD.float()).flatten(0, 1)
         losses_N = F.cross_entropy(

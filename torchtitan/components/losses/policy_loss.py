@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.components.losses.importance import Importance, importance_weights
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import require
@@ -175,9 +176,13 @@ class PolicyLoss(Configurable):
         exp(this) times its advantage, and the KL estimate k3 rises linearly beyond (two-sided
         clipping, arXiv:1912.09729, equation 5)."""
 
+        importance: Importance = "token"
+        """Correction for a difference between the sampler's probabilities and the trainer's: their
+        ratio for each token, or for a whole sequence; token_mask and sequence_mask leave out what
+        exceeds the maximum."""
+
         max_importance_weight: float = 2.0
-        """Maximum correction of a token for a difference between the sampler's probability and the
-        trainer's."""
+        """Maximum of this correction."""
 
         value_weight: float = 0.1
         """Factor of the loss of the values (ppo)."""
@@ -260,12 +265,17 @@ class PolicyLoss(Configurable):
         losses_N, is_clipped_N = method.loss(
             Ratios(log_ratio_N, log_probs_N, advantages_N), Clip(low, high, bound)
         )
-        importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
+        sampler_N = tokens["logprobs"]
+        importance_N, exceeds_N = importance_weights(
+            old_N, sampler_N, places_N, config.importance, config.max_importance_weight
+        )
         losses_N = losses_N * importance_N
         measures = {
             "entropy": -log_probs_N,
             "clip_fraction": is_clipped_N,
             "importance_weight": importance_N,
+            "importance_cut": exceeds_N,
+            "sampler_gap": (old_N - sampler_N).abs(),
             "bound_fraction": (log_ratio_N > bound) & (advantages_N < 0),
         }
         if "reference" in tokens:
@@ -394,10 +404,3 @@ def kl_estimates(
     at_near_N = torch.expm1(near_N) - near_N  # does not cancel near 0
     slope = math.expm1(max_log_ratio)
     return at_near_N + slope * torch.relu(d_N - max_log_ratio)
-
-
-def truncated_weights(old_N: Tensor, sampler_N: Tensor, most: float = 2.0) -> Tensor:
-    """Return the importance weights min(p_old / p_sampler, most) of tokens that the sampler drew
-    with a probability that differs from the trainer's; without gradients
-    (https://fengyao.notion.site/off-policy-rl)."""
-    return (old_N - sampler_N).detach().exp().clamp(max=most)

@@ -5,14 +5,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torchtitan.components.generation import Generation, Sampling, StopFinder, TextStream
+from torchtitan.components.generation import Generation, Sampling, TextWriter
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
-
-# of the prompt, which may affect the first characters of a text
-_CONTEXT = 32
 
 
 class Entry(NamedTuple):
@@ -41,46 +38,6 @@ class Update:
     @property
     def is_last(self) -> bool:
         return self.finish_reason is not None or self.error is not None
-
-
-class TextWriter:
-    """A `TextStream` that writes some special tokens, such as marks of calls.
-
-    Args:
-        prompt: preceding tokens.
-        stop: strings that end the text.
-        kept: special tokens to write, with their texts.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        stop: Sequence[str],
-        kept: Mapping[int, str],
-    ):
-        self._tokenizer = tokenizer
-        self._kept = kept
-        self._stream = TextStream(tokenizer, prompt[-_CONTEXT:])
-        self._stops = StopFinder(stop)
-
-    @property
-    def stopped(self) -> bool:
-        """True if a stop string was found, which may contain special tokens that are written."""
-        return self._stops.stopped
-
-    def push(self, token: int) -> str:
-        """Append a token, and return the text that can no longer change."""
-        if token in self._kept:
-            text = self._stream.finish() + self._kept[token]
-            self._stream = TextStream(self._tokenizer, [token])
-        else:
-            text = self._stream.push(token)
-        return self._stops.push(text)
-
-    def finish(self) -> str:
-        """Return the delayed text after the last token."""
-        return self._stops.push(self._stream.finish(), is_final=True)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.chat_template.replies import ReplyFormat, ReplyReader
 from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.data.finetuning.losses import is_written
 from torchtitan.components.generation import start_id, stop_ids
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.serving.fields import shown
 from torchtitan.components.serving.jobs import Job
-from torchtitan.components.serving.replies import ReplyFormat, ReplyReader
 from torchtitan.components.serving.requests import (
     ChatRequest,
     CompletionRequest,

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.forms import Tags
-from torchtitan.components.serving.replies import CallMarks, Piece, ReplyFormat, ReplyReader
+from torchtitan.components.chat_template.replies import CallMarks, Piece, ReplyFormat, ReplyReader
 from torchtitan.tools.errors import UserError
 
 HERMES = CallMarks("<tool_call>", "</tool_call>", "name", "arguments", "", "")
