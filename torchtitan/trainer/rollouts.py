@@ -4,6 +4,7 @@ configuration names."""
 import asyncio
 import contextlib
 import itertools
+import math
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,21 +12,24 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.prompts import PromptInBatch, prompts_in
-from torchtitan.components.generation import Engine, Sampling, stop_ids
+from torchtitan.components.generation import Engine, stop_ids
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.observe.metric_sinks import JsonLines
+from torchtitan.components.rollout.batches import Advantage, to_batches
+from torchtitan.components.rollout.chat import Chat
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, RolloutEngine, Trajectory, to_batches
+from torchtitan.components.rollout.rollout import ContextFull, RolloutEngine
+from torchtitan.components.rollout.trajectory import Group, Trajectory, shape_overlong
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
@@ -34,7 +38,7 @@ from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
-from torchtitan.tools.user_code import is_ctrl_c, user_frames, with_place
+from torchtitan.tools.user_code import is_canceled, is_ctrl_c, user_frames, with_place
 from torchtitan.trainer.callbacks import Callback, Recorder
 from torchtitan.trainer.trainer import Trainer
 
@@ -48,6 +52,7 @@ def check_rollouts(config: Any) -> None:
         1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows
     )
     require_at_least(1, rollout__group_size=rollout.group_size)
+    rollout.validate()
     rollout.find_function()
     unit = config.lr_scheduler.unit
     sizes = training.batch_schedule
@@ -112,10 +117,9 @@ class Completions(Recorder):
 def _is_closed(error: BaseException) -> bool:
     """Return whether an engine ends a rollout that waits for a text, after another one has failed;
     otherwise code has raised the error."""
+    if is_canceled(error):
+        return True
     if isinstance(error, asyncio.CancelledError):
-        with contextlib.suppress(RuntimeError):  # without an event loop, nothing is canceled
-            task = asyncio.current_task()
-            return task is not None and task.cancelling() > 0
         return False
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, GeneratorExit) and innermost not in user_frames(error)
@@ -131,6 +135,8 @@ class RolloutTrainer(Trainer):
     rewards = Rewards([], [])
     engine: Engine | VLLMEngine
     completions: Completions
+    named_means: Mapping[str, float] = MappingProxyType({})
+    """Means of the numbers that the reward functions and environments of a step have named."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -139,12 +145,18 @@ class RolloutTrainer(Trainer):
         template = self.dataloader.template
         assert template
         folders = [tokenizer.folder] if tokenizer.folder else []
-        self.stop_ids = stop_ids(tokenizer, *folders) | {*Stops(template, tokenizer).ids()}
+        self.chat = Chat(template, tokenizer)
+        self.stop_ids = stop_ids(tokenizer, *folders) | {*self.chat.stops.ids()}
         self.reader = self.dataloader.image_reader()
         if rollout.engine == "vllm":
             weights = huggingface_weights(self)
             self.engine = VLLMEngine(
-                rollout.url, weights, self.stop_ids, rollout.max_rows, self.ranks
+                rollout.url,
+                weights,
+                self.stop_ids,
+                rollout.max_rows,
+                self.ranks,
+                sampling=rollout.sampling,
             )
         else:
             options = {
@@ -152,8 +164,9 @@ class RolloutTrainer(Trainer):
                 "max_rows": rollout.max_rows,
                 "group": self.ranks.group,
                 "reader": self.reader,
+                "logprobs_of": "sampling",
             }
-            self.engine = Engine(self.model_parts[0], sampling=Sampling(temperature=1.0), **options)
+            self.engine = Engine(self.model_parts[0], sampling=rollout.sampling, **options)
         self.engine.context = min(self.engine.context, config.training.seq_len + 1)
         self.rollout = rollout.find_function()
 
@@ -170,6 +183,7 @@ class RolloutTrainer(Trainer):
         most = self.config.rollout.max_new_tokens
         size = size or self.config.rollout.group_size
         texts = []
+        engines: list[RolloutEngine] = []
         prompts: list[PromptInBatch] = []
         leader = self.rank - self.parallel_dims.coordinate("tp")
 
@@ -192,17 +206,28 @@ class RolloutTrainer(Trainer):
             for number in range(sampled[document] * size, (sampled[document] + 1) * size):
                 key = f"{self.config.debug.seed}/{phase}/{document}/{number}"
                 own = RolloutEngine(
-                    self.engine, self.tokenizer, self.rewards, ids, most, key, images
+                    self.engine,
+                    self.tokenizer,
+                    self.rewards,
+                    ids,
+                    most,
+                    key,
+                    images,
+                    sampling=self.config.rollout.sampling,
+                    chat=self.chat,
                 )
+                engines.append(own)
                 texts.append(self.checked_rollout(row, own, where))
             sampled[document] += 1
         with self.mixed_precision():
             trajectories = self.engine.run(texts)
+        self.rate_batch(trajectories, engines)
         # The ranks of a tensor-parallel group sample the same tokens, but a reward may draw random
         # numbers.
         rewards = self.ranks.gather([trajectory.reward for trajectory in trajectories])[leader]
         for trajectory, reward in zip(trajectories, rewards, strict=True):
             trajectory.reward = reward
+            self.shape(trajectory)
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
 
     async def checked_rollout(
@@ -214,6 +239,8 @@ class RolloutTrainer(Trainer):
             subject = f"the rollout {self.config.rollout.function or 'single_turn'}"
             try:
                 trajectory = await self.rollout(row, engine)
+            except ContextFull as error:
+                trajectory = engine.trajectory_of(error.tokens)
             except UserError:
                 raise
             except BaseException as error:
@@ -224,13 +251,46 @@ class RolloutTrainer(Trainer):
                 raise UserError(
                     f"{subject} failed: TypeError: it returned {trajectory!r:.60}, not a Trajectory"
                 )
+            trajectory.is_overlong |= engine.is_full
+            trajectory.cut(self.engine.context)
+            trajectory.named |= engine.rating.named
             trajectory.check(self.engine.context)
             if self.reader:
                 trajectory.images = engine.images_of(trajectory.tokens)
                 self.reader.check(trajectory.tokens[:-1], trajectory.images)
             return trajectory
 
-    def packed(self, groups: Iterable[Group], advantages: Sequence[float] = ()) -> list[Batch]:
+    def rate_batch(
+        self, trajectories: Sequence[Trajectory], engines: Sequence[RolloutEngine]
+    ) -> None:
+        """Add the ratings of functions that rate a whole batch, this rank's completions of a step.
+        Raise `UserError` if one fails on any rank."""
+        if not self.rewards.has_batch_functions:
+            return
+        rated = [
+            (trajectory, engine.to_rate)
+            for trajectory, engine in zip(trajectories, engines, strict=True)
+            if engine.to_rate is not None
+        ]
+        texts = [text for _, text in rated]
+        ratings = self.ranks.all_ranks_or_raise(
+            lambda: asyncio.run(self.rewards.rate_batch(texts))
+        )[self.rank]
+        for (trajectory, _), rating in zip(rated, ratings, strict=True):
+            if rating.value is not None:
+                trajectory.reward = (trajectory.reward or 0.0) + rating.value
+                trajectory.named |= rating.named
+
+    def shape(self, trajectory: Trajectory) -> None:
+        """Change the reward of a long trajectory by `--rollout.overlong`."""
+        rollout = self.config.rollout
+        n_prompt = [*trajectory.loss_mask, True].index(True)
+        limit = self.engine.context - n_prompt
+        if not rollout.function:
+            limit = min(limit, rollout.max_new_tokens)
+        shape_overlong(trajectory, limit, rollout.overlong, rollout.overlong_buffer)
+
+    def packed(self, groups: Iterable[Group], advantages: Sequence[Advantage] = ()) -> list[Batch]:
         """Return trajectories in packed windows on the device, equally many batches on each rank;
         see `to_batches`. Raise `UserError` if an image changed."""
         trajectories, training = list(itertools.chain(*groups)), self.config.training
@@ -253,22 +313,44 @@ class RolloutTrainer(Trainer):
         return [self.post_dataloading_process(batch) for batch in batches]
 
     def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
-        """Measure `reward`, `length` (sampled tokens), `truncated` (the last token is not in
-        `stop_ids`) and percentiles `reward_pN` of the trajectories of all ranks. Return the number
-        of their tokens, with prompts."""
-        own = itertools.chain(*groups) if self.parallel_dims.is_batch_leader else ()
+        """Measure `reward` (of trajectories with a verdict), `length` (sampled tokens), `truncated`
+        (the last token is not in `stop_ids`), `overlong` (the context ended it), `no_verdict` and
+        percentiles `reward_pN` of the trajectories of all ranks, and set `named_means`. Return the
+        number of their tokens, with prompts."""
+        own = list(itertools.chain(*groups)) if self.parallel_dims.is_batch_leader else []
         rows = [
-            (t.reward, sum(t.loss_mask), t.tokens[-1] not in self.stop_ids, len(t.tokens))
+            (
+                math.nan if t.total is None else t.total,
+                sum(t.loss_mask),
+                t.tokens[-1] not in self.stop_ids,
+                t.is_overlong,
+                t.total is None,
+                len(t.tokens),
+            )
             for t in own
         ]
+        gathered = self.ranks.gather((rows, [t.named for t in own]))
         every = torch.tensor(
-            list(itertools.chain(*self.ranks.gather(rows))), dtype=torch.float64
-        ).view(-1, 4)
-        for name, values in zip(("reward", "length", "truncated"), every.T, strict=False):
+            list(itertools.chain(*(rows for rows, _ in gathered))), dtype=torch.float64
+        ).view(-1, 6)
+        rewards = every[:, 0][~every[:, 0].isnan()]
+        self.measure("reward", rewards.sum(), torch.tensor(len(rewards)))
+        names = ("length", "truncated", "overlong", "no_verdict")
+        for name, values in zip(names, every.T[1:], strict=False):
             self.measure(name, values.sum(), torch.tensor(len(every)))
-        for percent in percents if len(every) else ():
-            self.measure(f"reward_p{percent}", every[:, 0].quantile(percent / 100), torch.tensor(1))
-        return int(every[:, 3].sum())
+        for percent in percents if len(rewards) else ():
+            self.measure(f"reward_p{percent}", rewards.quantile(percent / 100), torch.tensor(1))
+        self.named_means = _means(itertools.chain(*(named for _, named in gathered)))
+        return int(every[:, 5].sum())
+
+
+def _means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over those that have it, by the name `rewards/NAME`."""
+    values: dict[str, list[float]] = {}
+    for each in numbers:
+        for name, value in each.items():
+            values.setdefault(f"rewards/{name}", []).append(value)
+    return {name: math.fsum(each) / len(each) for name, each in sorted(values.items())}
 
 
 def huggingface_weights(trainer: Trainer) -> TensorSource:

@@ -1,5 +1,7 @@
 """Entropies of next-token distributions with gradients, without materializing all logits."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -14,12 +16,14 @@ def token_entropies(
     labels_BL: Tensor,
     *,
     transform: LogitTransform = UNCHANGED,
+    temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> Tensor:
     """Return the entropy -Σ p log p of each position's next-token distribution in nats, (B, L) in
     float32; 0 for label -100. Use it as a model's `head`, without tensor parallelism: arguments are
     as of `token_log_probs`. The backward pass recomputes the logits of `chunk_tokens` tokens at a
     time."""
+    transform = replace(transform, temperature=temperature)
     is_labeled_N = labels_BL.flatten() != IGNORE_INDEX
     hidden_ND = hidden_BLD.flatten(0, 1)[is_labeled_N]
 

@@ -317,13 +317,15 @@ def group_advantages(
     """Return how much better each sample is than its group: the reward minus the group's mean
     (centered), divided by the group's deviation plus 1e-4 (normalized) or by the given `deviation`
     of all rewards of the step plus 1e-4 (batch_scaled, arXiv:2508.08221), or minus the mean of the
-    others (leave_one_out); 1 for the first of the best and 0 for the others (best); the reward for
-    advantages of tokens."""
+    others (leave_one_out), each 0 for a single sample; 1 for the first of the best and 0 for the
+    others (best); the reward for advantages of tokens."""
     if kind in ("critic", "returns"):
         return rewards_PG
     if kind == "best":
         best_P1 = rewards_PG.argmax(dim=1, keepdim=True)
         return torch.zeros_like(rewards_PG).scatter(1, best_P1, 1.0)
+    if rewards_PG.shape[1] < 2:  # nothing to compare with
+        return torch.zeros_like(rewards_PG)
     centered_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
     if kind == "normalized":
         return centered_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)

@@ -1,9 +1,11 @@
-"""Rewards: plain functions of prompt, completion and row."""
+"""Rewards: functions of prompt, completion and row, or of those of a whole batch."""
 
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
@@ -14,10 +16,12 @@ from torchtitan.components.rollout.math_reward import MathReward
 from torchtitan.config.code import NamesCode
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
-from torchtitan.tools.user_code import errors_of_user_code
+from torchtitan.tools.user_code import errors_of_user_code, is_canceled
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
-"""Returns one number for prompt, completion and the row of the dataset with the prompt."""
+"""Returns a number for prompt, completion and the row of the dataset with the prompt; several
+numbers by name, of which the reward is the sum; or None for no verdict. It may be asynchronous. A
+function whose first parameter is `prompts` takes lists, and returns one."""
 
 BUILT_IN = ("pattern=", "length=", "reward_model=")
 """Beginnings of built-in rewards with a parameter."""
@@ -89,6 +93,36 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
     return cast(Reward, load_function(name))
 
 
+@dataclass(slots=True)
+class Rating:
+    """Weighted sum of reward functions, and what each has returned."""
+
+    value: float | None = None
+    """None: no verdict."""
+    named: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, weight: float, found: Any, subject: str) -> None:
+        """Add what a function has returned. Raise `UserError` that names the function (`subject`)
+        unless that is a finite number, numbers by name, or None."""
+        if found is None:
+            return
+        parts = found if isinstance(found, Mapping) else {"": found}
+        for part, number in parts.items():
+            try:
+                value = float(number)
+            except Exception:  # of any class, as the value
+                value = math.nan
+            if not math.isfinite(value):
+                needed = "one finite number, finite numbers by name, or None"
+                raise UserError(f"{subject} returned {found!r:.60}, but must return {needed}")
+            self.value = (self.value or 0.0) + weight * value
+            self.named[f"{name}/{part}" if part else name] = value
+
+
+Texts = Sequence[tuple[str, str, Mapping[str, Any]]]
+"""Prompts and completions with their rows."""
+
+
 class Rewards:
     """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong
     number of weights."""
@@ -106,23 +140,87 @@ class Rewards:
             list(weights),
             f"one finite number for each of {len(names)} --rewards",
         )
+        self.names = names
         with errors_of("--rewards"):
-            self._functions = [(name, find_reward(name, open_model)) for name in names]
-        self._weights = weights or [1.0] * len(names)
+            functions = [find_reward(name, open_model) for name in names]
+        shorts = [name.rpartition(":")[2].partition("=")[0] for name in names]
+        if len(set(shorts)) < len(names):
+            shorts = list(names)
+        every = list(zip(names, shorts, weights or [1.0] * len(names), functions, strict=True))
+        self._of_batch = [one for one in every if _rates_batches(one[3])]
+        self._single = [one for one in every if not _rates_batches(one[3])]
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """Return the reward. Raise `UserError` that names the function that fails."""
-        total = 0.0
-        for (name, function), weight in zip(self._functions, self._weights, strict=True):
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float | None:
+        """Return the reward; None without a verdict. Raise `UserError` that names the function that
+        fails or must be awaited."""
+        return self.rated_now(prompt, completion, row).value
+
+    def rated_now(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Rating:
+        """Return the rating by functions that need not be awaited. Raise `UserError` for others."""
+        rating = self._empty()
+        for of_batch, *_ in self._of_batch:
+            raise UserError(f"{of_batch} rates a whole batch; use await engine.rate(text, row)")
+        for name, short, weight, function in self._single:
             subject = f"the reward function {name}"
             with errors_of_user_code(subject):
-                value = function(prompt, completion, row)
-            try:
-                total += weight * float(value)
-            except Exception:  # of any class, as the value
-                total = math.nan
-            if not math.isfinite(total):
+                found = function(prompt, completion, row)
+            if inspect.isawaitable(found):
+                cast(Any, found).close()
+                raise UserError(f"{subject} is asynchronous; use await engine.rate(text, row)")
+            rating.add(short, weight, found, subject)
+        return rating
+
+    async def rate(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Rating:
+        """Return the rating by the functions of single completions. Raise `UserError` that names
+        the function that fails."""
+        rating = self._empty()
+        for name, short, weight, function in self._single:
+            subject = f"the reward function {name}"
+            with errors_of_user_code(subject):
+                found = function(prompt, completion, row)
+            found = await _awaited(found, subject)
+            rating.add(short, weight, found, subject)
+        return rating
+
+    def _empty(self) -> Rating:
+        """Return the rating without functions, 0, or before them, none."""
+        return Rating(None if self.names else 0.0)
+
+    @property
+    def has_batch_functions(self) -> bool:
+        """Whether functions rate a whole batch."""
+        return bool(self._of_batch)
+
+    async def rate_batch(self, texts: Texts) -> list[Rating]:
+        """Return the ratings of texts by the functions of a whole batch. Raise `UserError` that
+        names the function that fails."""
+        ratings = [self._empty() for _ in texts]
+        columns: Any = [list(column) for column in zip(*texts, strict=True)] or [[], [], []]
+        for name, short, weight, function in self._of_batch:
+            subject = f"the reward function {name}"
+            with errors_of_user_code(subject):
+                found = function(*columns)
+            found = await _awaited(found, subject)
+            if not isinstance(found, Sequence) or len(found) != len(texts):
                 raise UserError(
-                    f"{subject} returned {value!r:.60}, but must return one finite number"
+                    f"{subject} returned {found!r:.60}, but must return a list with a value for "
+                    f"each of {len(texts)} completions"
                 )
-        return total
+            for rating, value in zip(ratings, found, strict=True):
+                rating.add(short, weight, value, subject)
+        return ratings
+
+
+async def _awaited(value: Any, subject: str) -> Any:
+    """Return a value, which may have to be awaited, with the errors of the user's code."""
+    try:
+        return await value if inspect.isawaitable(value) else value
+    except BaseException as error:
+        if is_canceled(error):
+            raise
+        with errors_of_user_code(subject):
+            raise
+
+
+def _rates_batches(function: Reward) -> bool:
+    return next(iter(inspect.signature(function).parameters), "") == "prompts"

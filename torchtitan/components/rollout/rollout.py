@@ -5,72 +5,40 @@ import inspect
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, cast
 
-import numpy as np
-import torch
-
-from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
-from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.components.data.finetuning.samples import Windows, pack_windows
-from torchtitan.components.data.plan.packing import first_fit_decreasing, no_packing
-from torchtitan.components.generation import Engine, Generation
+from torchtitan.components.data.finetuning.functions import load_member
+from torchtitan.components.generation import Engine, Generation, Sampling, TextWriter
 from torchtitan.components.images.files import ImageFile
-from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.rollout.chat import Chat, Message, Reply, Tools
+from torchtitan.components.rollout.environment import Environment, messages_of, result_of
+from torchtitan.components.rollout.rewards import Rating, Rewards
+from torchtitan.components.rollout.trajectory import Group, Overlong, Trajectory
 from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.code import CodeReference
-from torchtitan.tools.errors import UserError, errors_of
+from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
 
 
-@dataclass(slots=True)
-class Trajectory:
-    """Tokens of a prompt, the model and its environment, with a reward for the model's tokens."""
+class ContextFull(Exception):
+    """The context has no room for another token of a rollout. If it does not catch this error, its
+    trajectory consists of `tokens`, the text so far, with the reward 0."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each token when the model sampled it; any value for other tokens."""
-    loss_mask: list[bool] = field(default_factory=list)
-    """True for the tokens that the model sampled, which are trained."""
-    reward: float = 0.0
-    images: Sequence[ImageFile] = ()
-    """Images of the prompt at its beginning, which the trainer adds."""
-
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append tokens that the model sampled, or others, such as the prompt and the output of
-        tools."""
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
-        self.loss_mask += [logprobs is not None] * len(tokens)
-
-    def check(self, most: int) -> None:
-        """Raise `UserError` if it cannot be trained, or has more than `most` tokens."""
-        lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
-        if (
-            len(set(lengths)) > 1
-            or not any(self.loss_mask[1:])
-            or lengths[0] > most
-            or not math.isfinite(self.reward)
-        ):
-            found = (
-                f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of "
-                "them true"
-            )
-            needed = f"it needs equal numbers, from 1 to {most}, and a finite reward"
-            raise UserError(f"a trajectory has {found}, and the reward {self.reward}; {needed}")
+    def __init__(self, tokens: Sequence[int], context: int):
+        super().__init__(f"{len(tokens)} tokens fill the context of {context}")
+        self.tokens = list(tokens)
 
 
 @dataclass
 class RolloutEngine:
-    """The parts that a rollout may use: the model, the tokenizer and the rewards."""
+    """The parts that a rollout may use: the model, the tokenizer, the chat template and the
+    rewards."""
 
     engine: Engine | VLLMEngine
-    """Samples by the current weights at temperature 1; another one has the same `context`,
-    `generate` and `run`."""
+    """Samples by the current weights; another one has the same `context`, `generate` and `run`."""
     tokenizer: Tokenizer
     rewards: Rewards
     prompt: list[int]
@@ -81,24 +49,66 @@ class RolloutEngine:
     """Seed of the rollout's random numbers."""
     images: Sequence[ImageFile] = ()
     """Images of the prompt; `decode` of one returns its pixels."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+    """Settings of `--rollout`."""
+    chat: Chat | None = None
+    """The chat template; None: there is none."""
     n_calls: int = 0
+    is_full: bool = False
+    """Whether the context has ended a continuation."""
+    rating: Rating = field(default_factory=Rating)
+    """Numbers of the last `rate`."""
+    to_rate: tuple[str, str, Mapping[str, Any]] | None = None
+    """Prompt, completion and row of the last `rate`, for functions that rate a whole batch."""
+    sampled: list[tuple[list[int], Generation]] = field(default_factory=list)
+    """All continuations, each with the tokens before it."""
 
     async def generate(
-        self, tokens: Sequence[int], max_new_tokens: int | None = None
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int | None = None,
+        *,
+        stop: Sequence[str] = (),
+        **settings: Any,
     ) -> Generation:
-        """Return a sampled continuation, which ends with the end of the turn or within the
-        context. Tokens that begin with the prompt have its images."""
-        most = min(
-            max_new_tokens or self.max_new_tokens,
-            self.max_new_tokens,
-            self.engine.context - len(tokens),
-        )
+        """Return a sampled continuation, which ends with the end of the turn or within the context;
+        `logprobs` are those of the distribution that was sampled from. Tokens that begin with the
+        prompt have its images. Raise `ContextFull` if no token fits.
+
+        Args:
+            stop: texts that end the continuation, which includes them.
+            settings: temperature, top_k, top_p and min_p, instead of those of `--rollout`.
+        """
+        room = self.engine.context - len(tokens)
+        if room < 1:
+            self.is_full = True
+            raise ContextFull(tokens, self.engine.context)
+        wanted = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens)
         self.n_calls += 1
         images = self.images_of(tokens)
         more: dict[str, Any] = {"images": images} if images else {}
-        return await self.engine.generate(
-            tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}", **more
+        if settings:
+            more["sampling"] = replace(self.sampling, **settings)
+        if stop:
+            more |= self._stops(tokens, stop)
+        generation = await self.engine.generate(
+            tokens, max_new_tokens=min(wanted, room), key=f"{self.key}/{self.n_calls}", **more
         )
+        self.is_full |= room < wanted and generation.finish_reason == "length"
+        self.sampled.append((list(tokens), generation))
+        return generation
+
+    def _stops(self, tokens: Sequence[int], stop: Sequence[str]) -> dict[str, Any]:
+        if not isinstance(self.engine, Engine):
+            return {"stop": list(stop)}
+        kept = self.chat.kept if self.chat else {}
+        writer = TextWriter(self.tokenizer, tokens, stop, kept)
+
+        def on_token(token: int) -> bool:
+            writer.push(token)
+            return writer.stopped
+
+        return {"on_token": on_token}
 
     def images_of(self, tokens: Sequence[int]) -> Sequence[ImageFile]:
         """Return the images of a text: those of the prompt if it begins with it."""
@@ -109,12 +119,60 @@ class RolloutEngine:
         """Return text without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
-        """Return the sum of `--rewards` for a completion."""
-        return self.rewards(self.decode(self.prompt), completion, row)
+    def encode(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Return the tokens of a conversation up to the model's turn; see `Chat.encode`."""
+        return self._chat.encode(messages, tools)
+
+    def read(self, turn: Generation, tools: Tools = ()) -> Reply:
+        """Return content, reasoning and calls of a continuation; see `Chat.read`."""
+        before = next((tokens for tokens, other in self.sampled if other is turn), [])
+        return self._chat.read(before, turn.ids, tools)
+
+    def following(
+        self, turn: Generation, messages: Sequence[Message], tools: Tools = ()
+    ) -> list[int]:
+        """Return the tokens from a continuation to the model's next turn; see `Chat.following`."""
+        return self._chat.following(turn.ids, messages, tools)
+
+    @property
+    def stop_texts(self) -> Sequence[str]:
+        """Texts that end a turn because the chat template has no token for it."""
+        return self.chat.stop_texts if self.chat else ()
+
+    @property
+    def _chat(self) -> Chat:
+        if self.chat is None:
+            raise UserError("there is no chat template; set --dataloader.chat_template")
+        return self.chat
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+        """Return the sum of `--rewards` for a completion; None without a verdict. Raise `UserError`
+        if one of them must be awaited; `rate` does so."""
+        self.rating = self.rewards.rated_now(self.decode(self.prompt), completion, row)
+        return self.rating.value
+
+    async def rate(self, completion: str, row: Mapping[str, Any]) -> float | None:
+        """Return what `reward` returns. Functions may be asynchronous; those of a whole batch rate
+        the completion when all rollouts have ended."""
+        self.to_rate = (self.decode(self.prompt), completion, row)
+        self.rating = await self.rewards.rate(*self.to_rate)
+        return self.rating.value
+
+    def trajectory_of(self, tokens: Sequence[int]) -> Trajectory:
+        """Return a trajectory of a text, in which the continuations so far are trained, with the
+        reward 0, or without a verdict if there are none."""
+        trajectory = Trajectory()
+        trajectory.append(tokens)
+        for before, generation in self.sampled:
+            start, end = len(before), len(before) + len(generation.ids)
+            if trajectory.tokens[:end] == [*before, *generation.ids]:
+                trajectory.logprobs[start:end] = generation.logprobs
+                trajectory.loss_mask[start:end] = [True] * len(generation.ids)
+        if not any(trajectory.loss_mask):
+            trajectory.reward = None
+        return trajectory
 
 
-Group = list[Trajectory]  # of one prompt
 # of a row; many run at a time
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
 
@@ -125,17 +183,17 @@ async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajecto
     trajectory.append(engine.prompt)
     answer = await engine.generate(engine.prompt)
     trajectory.append(answer.ids, answer.logprobs)
-    trajectory.reward = engine.reward(engine.decode(answer.ids), row)
+    trajectory.reward = await engine.rate(engine.decode(answer.ids), row)
     return trajectory
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    """Sampling of trajectories, at temperature 1."""
+    """Sampling of trajectories."""
 
     function: CodeReference = ""
-    """Rollout, package.module:function or file.py:function. Empty: one answer, rated by the
-    rewards."""
+    """Rollout, package.module:function or file.py:function, or a class of Environment. Empty: one
+    answer, rated by the rewards."""
 
     group_size: int = 8
     """Trajectories per prompt."""
@@ -146,22 +204,125 @@ class RolloutConfig:
     max_rows: int = 64
     """Texts that a rank generates at a time; a finished one makes room for the next."""
 
+    temperature: float = 1.0
+    """Divisor of the logits, when sampling and in the trained probabilities."""
+
+    top_k: int | None = None
+    """Number of most probable tokens to sample from; None: all."""
+
+    top_p: float | None = None
+    """Sample from the smallest set of most probable tokens with this total probability; None:
+    all."""
+
+    min_p: float | None = None
+    """Sample only from tokens with at least this share of the largest probability; None: all."""
+
+    overlong: Overlong = "mask"
+    """Trajectories that the context ends: mask: not trained; penalty: trained, with a reward that
+    falls by up to 1 in the last tokens before the limit; keep: trained as they are."""
+
+    overlong_buffer: int | None = None
+    """Tokens before the limit in which the penalty rises; None: a fifth of the limit."""
+
     engine: Literal["embedded", "vllm"] = "embedded"
     """embedded: the run's own weights; vllm: a server, which gets the weights before each step."""
 
     url: str = "http://localhost:8000"
     """Server of the engine vllm."""
 
+    @property
+    def sampling(self) -> Sampling:
+        """Settings of sampling."""
+        return Sampling(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
+
+    def validate(self) -> None:
+        """Raise `UserError` for settings that cannot be trained with."""
+        require(
+            0 < self.temperature < math.inf,
+            "--rollout.temperature",
+            self.temperature,
+            "above 0, since the most probable token teaches nothing",
+        )
+        with errors_of("--rollout"):
+            self.sampling.validate()
+        buffer = self.overlong_buffer
+        require(buffer is None or buffer >= 1, "--rollout.overlong_buffer", buffer, "at least 1")
+
     def find_function(self) -> Rollout:
         """Return the rollout. Raise `UserError` if the function does not exist or is not
         asynchronous."""
+        if not self.function:
+            return single_turn
         with errors_of("--rollout.function"):
-            function: Any = load_function(self.function) if self.function else single_turn
-            if not inspect.iscoroutinefunction(function):
+            found = load_member(self.function, _is_rollout)
+            if inspect.isclass(found):
+                return partial(play, cast(type[Environment], found))
+            if not inspect.iscoroutinefunction(found):
                 raise UserError(
                     f"{self.function} must be defined as async def rollout(row, engine)"
                 )
-        return cast(Rollout, function)
+        return cast(Rollout, found)
+
+
+def _is_rollout(member: Any) -> bool:
+    return inspect.isfunction(member) or (
+        inspect.isclass(member) and issubclass(member, Environment)
+    )
+
+
+async def play(
+    environment_class: type[Environment], row: Mapping[str, Any], engine: RolloutEngine
+) -> Trajectory:
+    """Let the model act in an environment until it ends, and rate all texts by `--rewards`, if
+    there are any."""
+    environment = environment_class()
+    trajectory = Trajectory()
+    try:
+        await _play(environment, row, engine, trajectory)
+    finally:
+        await result_of(environment.close())
+    if engine.rewards.names:
+        text = engine.decode(trajectory.tokens[trajectory.loss_mask.index(True) :])
+        own, trajectory.reward = trajectory.reward or 0.0, await engine.rate(text, row)
+        if trajectory.reward is not None:
+            trajectory.reward += own
+    return trajectory
+
+
+async def _play(
+    environment: Environment,
+    row: Mapping[str, Any],
+    engine: RolloutEngine,
+    trajectory: Trajectory,
+) -> None:
+    beginning = messages_of(await result_of(environment.reset(row)))
+    tools = environment.tools
+    if tools and not beginning:
+        raise UserError(
+            f"{type(environment).__name__}.reset returned no messages, but it has tools, which the "
+            "template writes with the first ones; return the prompt's messages"
+        )
+    trajectory.append(engine.encode(beginning, tools) if beginning else engine.prompt)
+    reward = 0.0
+    for number in range(environment.max_turns):
+        try:
+            turn = await engine.generate(trajectory.tokens, stop=engine.stop_texts)
+        except ContextFull:
+            break
+        trajectory.append(turn.ids, turn.logprobs)
+        step = await result_of(environment.step(engine.read(turn, tools)))
+        if environment.rewards_per_turn:
+            trajectory.reward_turn(step.reward)
+        else:
+            reward += step.reward
+        trajectory.named |= step.named
+        if step.is_done or number + 1 == environment.max_turns:
+            break
+        messages = messages_of(step.message)
+        trajectory.append(engine.following(turn, messages, tools))
+    trajectory.reward = reward
 
 
 def log_completions(
@@ -170,79 +331,13 @@ def log_completions(
     """Log the first two trajectories of a step, and return them as lines of `completions.jsonl`."""
     lines = []
     for trajectory in itertools.islice(itertools.chain(*groups), 2):
-        start = trajectory.loss_mask.index(True)
+        start = [*trajectory.loss_mask, True].index(True)
         prompt, completion = map(
             tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:])
         )
-        logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
+        reward = trajectory.total
+        shown = "none" if reward is None else f"{reward:.3f}"
+        logger.info("reward %s: %r -> %r", shown, prompt[-200:], completion[:400])
         texts = {"prompt": prompt, "completion": completion}
-        lines.append(
-            {"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens, **texts}
-        )
+        lines.append({"step": step, "reward": reward, "tokens": trajectory.tokens, **texts})
     return lines
-
-
-def to_batches(
-    samples: Sequence[tuple[Trajectory, float]],
-    seq_len: int,
-    batch_size: int,
-    ranks: Ranks,
-    *,
-    packs: bool = True,
-    make_batch: Callable[[Windows, int], Batch] = pack_windows,
-) -> list[Batch]:
-    """Make batches of trajectories and their advantages, equally many on each rank. Labels also
-    have `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and trajectory numbers,
-    `samples`.
-
-    Args:
-        seq_len: positions of a window at most.
-        packs: pack trajectories into windows; otherwise each has one of its own.
-        make_batch: makes a batch of the trajectories in its windows, whose positions follow one
-            another.
-    """
-    lengths = np.array([len(t.tokens) - 1 for t, _ in samples], np.int64)
-    packed: list[Any]
-    if packs:
-        packed = first_fit_decreasing(lengths, seq_len)
-    else:
-        order = np.argsort(-lengths, kind="stable")  # so that the rows of a batch are similar
-        packed = [order[window] for window in no_packing(lengths[order], seq_len)]
-    n_windows = batch_size * max(ranks.gather(-(-len(packed) // batch_size)))
-    windows = [*packed, *[[]] * (n_windows - len(packed))]
-    return [
-        _batch_of(samples, windows[start : start + batch_size], seq_len, make_batch)
-        for start in range(0, n_windows, batch_size)
-    ]
-
-
-def _batch_of(
-    samples: Sequence[tuple[Trajectory, float]],
-    windows: Sequence[Sequence[int]],
-    seq_len: int,
-    make_batch: Callable[[Windows, int], Batch],
-) -> Batch:
-    """Return a batch of windows with these numbers of samples; see `to_batches`."""
-    batch = make_batch([[_row_of(samples[n][0]) for n in window] for window in windows], seq_len)
-    length = batch["input"].shape[1]
-    columns: dict[str, list[np.ndarray]] = {"logprobs": [], "advantages": [], "samples": []}
-    for window in windows:
-        chosen = [samples[number] for number in window]
-        n_labels = [len(trajectory.tokens) - 1 for trajectory, _ in chosen]
-        values: dict[str, Any] = {
-            "logprobs": [logprob for t, _ in chosen for logprob in t.logprobs[1:]],
-            "advantages": np.repeat([advantage for _, advantage in chosen], n_labels),
-            "samples": np.repeat(np.array(window, np.int64), n_labels),
-        }
-        for name, column in columns.items():
-            kind = np.int64 if name == "samples" else np.float32
-            row = np.zeros(length, kind)
-            row[: len(values[name])] = values[name]
-            column.append(row)
-    batch |= {name: torch.from_numpy(np.stack(rows)) for name, rows in columns.items()}
-    return {**batch, "old_logprobs": torch.zeros_like(batch["logprobs"])}
-
-
-def _row_of(trajectory: Trajectory) -> EncodedRow:
-    sample = EncodedSample(np.array(trajectory.tokens), np.array(trajectory.loss_mask))
-    return EncodedRow((sample,), images=[image.to_json() for image in trajectory.images])

@@ -2,6 +2,7 @@
 on a GPU yet."""
 
 import asyncio
+import functools
 import json
 import urllib.request
 from collections.abc import Coroutine, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Generation
-from torchtitan.components.generation.sampling import generator_of
+from torchtitan.components.generation.sampling import Sampling, generator_of
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
 
@@ -67,28 +68,42 @@ class VLLMEngine:
         stop_ids: AbstractSet[int],
         max_rows: int,
         ranks: Ranks,
+        sampling: Sampling | None = None,
     ):
         self._url = url
         self._ranks = ranks
         self._max_rows = max_rows
         self._stop_ids = sorted(stop_ids)
+        self._sampling = sampling or Sampling(temperature=1.0)
         self._model, self.context, n_workers = check_server(url)
+        if not self._sampling.is_plain:
+            _check_logprobs(url, self._model)
         self._transfer = _transfer(url, weights, ranks.rank, n_workers)
 
-    async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        key: str,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+    ) -> Generation:
         """Return a continuation of token ids, at most `context` with the prompt, with random
-        numbers that depend on `key`; await it in a coroutine that `run` runs."""
-        # Explicit, since the model's generation_config.json changes the server's defaults.
-        sampling = {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
+        numbers that depend on `key`; await it in a coroutine that `run` runs. It ends with the
+        first of the texts `stop`. Other settings than the engine's need a server that returns
+        log-probabilities after them; see `_check_logprobs`."""
+        settings = sampling or self._sampling
+        if not settings.is_plain:
+            await asyncio.to_thread(_check_logprobs, self._url, self._model)
+        sampling_fields = _fields_of(settings) | {
+            "seed": generator_of(key).initial_seed(),
+            "max_tokens": max_new_tokens,
         }
-        sampling |= {"seed": generator_of(key).initial_seed(), "max_tokens": max_new_tokens}
+        if stop:
+            sampling_fields |= {"stop": list(stop), "include_stop_str_in_output": True}
         wanted = {"stop_token_ids": self._stop_ids, "logprobs": 1, "return_token_ids": True}
-        body = {"model": self._model, "prompt": list(prompt), **sampling, **wanted}
+        body = {"model": self._model, "prompt": list(prompt), **sampling_fields, **wanted}
         answer = await asyncio.to_thread(request, self._url, "/v1/completions", body)
         (choice,) = answer["choices"]
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -117,6 +132,33 @@ class VLLMEngine:
         self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))
         self._ranks.all_ranks_or_raise(lambda: asyncio.run(together()))
         return results
+
+
+def _fields_of(sampling: Sampling) -> dict[str, Any]:
+    """Return all settings, since the model's generation_config.json changes the server's
+    defaults."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+@functools.lru_cache
+def _check_logprobs(url: str, model: str) -> None:
+    """Raise `UserError` if a server returns log-probabilities before temperature, top_k, top_p and
+    min_p: the only token that `top_k` 1 leaves must have the probability 1."""
+    settings = _fields_of(Sampling(temperature=1.0, top_k=1))
+    body = {"model": model, "prompt": [1], "max_tokens": 1, "logprobs": 1, **settings}
+    answer = request(url, "/v1/completions", body)
+    (logprob,) = answer["choices"][0]["logprobs"]["token_logprobs"]
+    if abs(logprob) > 1e-6:
+        raise UserError(
+            f"--rollout.url {url}: the server returns log-probabilities of temperature 1, and "
+            "these rollouts have other settings; start it with --logprobs-mode processed_logprobs"
+        )
 
 
 def _is_in_loop() -> bool:

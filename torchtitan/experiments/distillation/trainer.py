@@ -153,7 +153,9 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
     class Config(DistillationTrainer.Config):
         """A whole run of on-policy distillation."""
 
-        rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(group_size=1))
+        rollout: RolloutConfig = field(
+            default_factory=lambda: RolloutConfig(group_size=1, overlong="keep")
+        )
         """Sampling of answers."""
 
         def validate(self) -> None:

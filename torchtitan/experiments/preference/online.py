@@ -18,7 +18,8 @@ from torchtitan.components.data.plan.packing import first_fit_decreasing
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.losses.preference_losses import PreferenceLoss
 from torchtitan.components.rollout.rewards import RewardName, Rewards
-from torchtitan.components.rollout.rollout import Group, RolloutConfig, Trajectory
+from torchtitan.components.rollout.rollout import RolloutConfig
+from torchtitan.components.rollout.trajectory import Group, Trajectory
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
 from torchtitan.tools.errors import SharedError, UserError, require
@@ -142,12 +143,15 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
 
 def pairs_of(groups: Iterable[Group]) -> list[AnswerPair]:
     """Return the best and the worst trajectory of each group, the first of equal ones, for groups
-    with several rewards."""
+    with several rewards. Trajectories without a verdict are left out."""
     pairs = []
     for group in groups:
-        best, worst = (choose(group, key=lambda t: t.reward) for choose in (max, min))
-        if best.reward > worst.reward:
-            pairs.append((best, worst))
+        judged = [(t.total, t) for t in group if t.total is not None]
+        if not judged:
+            continue
+        best, worst = (choose(judged, key=lambda pair: pair[0]) for choose in (max, min))
+        if best[0] > worst[0]:
+            pairs.append((best[1], worst[1]))
     return pairs
 
 

@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +17,10 @@ from torchtitan.components.losses.entropies import token_entropies
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.losses.policy_loss import METHODS, PolicyLoss, group_advantages
+from torchtitan.components.rollout.batches import Advantage
 from torchtitan.components.rollout.rewards import RewardName, Rewards
-from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions
+from torchtitan.components.rollout.rollout import RolloutConfig, log_completions
+from torchtitan.components.rollout.trajectory import Group, advantages_of
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
 from torchtitan.experiments.rl.advantages import estimate_advantages
@@ -94,17 +98,22 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         "reward_p90",
         "length",
         "truncated",
+        "overlong",
+        "no_verdict",
         "entropy",
         "clip_fraction",
         "bound_fraction",
         "kl",
         "importance_weight",
+        "importance_cut",
+        "sampler_gap",
         "value_loss",
     )
 
     def __init__(self, config: Config):
         self.needs_reference = config.policy.beta > 0
         super().__init__(config)
+        self.temperature = config.rollout.temperature
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
         n_parts, n_prompts = config.policy.minibatches, self.prompts_per_rank
         require(
@@ -125,12 +134,18 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             raise SharedError(str(error)) from error
         if n_tokens := self.measure_trajectories(groups, percents=(10, 50, 90)):
             self.tokens_per_step = n_tokens
-        rewards_PG = torch.tensor(
-            [[t.reward for t in group] for group in groups], dtype=torch.float64
+        kind = self.policy.method.advantage
+        if kind in ("critic", "returns") and any(
+            t.token_rewards for group in groups for t in group
+        ):
+            method = f"--policy.method {self.config.policy.method}"
+            raise UserError(f"{method} takes no rewards per turn; use another method")
+        deviation = self.reward_deviation(groups)
+        advantages = advantages_of(
+            groups, partial(group_advantages, kind=kind, deviation=deviation)
         )
-        advantages = self.advantages_of(rewards_PG)
         if (
-            on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages))
+            on_all_ranks(not any(np.abs(advantage).max() > 1e-9 for advantage in advantages))
             and groups
             and self.rank == 0
         ):
@@ -145,24 +160,21 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     def prompts_per_rank(self) -> int:
         return self.gradient_accumulation_steps * self.config.training.local_batch_size
 
-    def advantages_of(self, rewards_PG: Tensor) -> list[float]:
-        """Return the advantages of trajectories, or the rewards, of which `complete_batches` makes
-        advantages of tokens."""
-        own = rewards_PG.flatten().tolist()
+    def reward_deviation(self, groups: list[Group]) -> float:
+        """Return the deviation of the rewards of all ranks, without trajectories that have no
+        verdict."""
+        own = [t.reward for group in groups for t in group if t.reward is not None]
         counted = self.ranks.gather(own if self.parallel_dims.is_batch_leader else [])
         rewards = torch.tensor(list(itertools.chain(*counted)), dtype=torch.float64)
-        if not own:
-            return []
-        kind, deviation = self.policy.method.advantage, rewards.std().item()
-        return group_advantages(rewards_PG, kind, deviation).flatten().tolist()
+        return rewards.std().item() if len(rewards) > 1 else 0.0
 
-    def packed_parts(self, groups: list[Group], advantages: list[float]) -> list[Batch]:
+    def packed_parts(self, groups: list[Group], advantages: list[Advantage]) -> list[Batch]:
         """Return the packed windows of each mini-batch of prompts, one after the other, and record
         their numbers. A method that trains the best only leaves the others out."""
         left = iter(advantages)
         pairs = [[(t, next(left)) for t in group] for group in groups]
         if self.policy.method.advantage == "best":
-            pairs = [[(t, a) for t, a in group if a] for group in pairs]
+            pairs = [[(t, a) for t, a in group if np.any(a)] for group in pairs]
         size = -(-len(pairs) // self.config.policy.minibatches) if pairs else 1
         parts = []
         for number in range(self.config.policy.minibatches):
@@ -184,7 +196,9 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         for number in range(10):
             sampled = self.sample(lambda: load(batches), f"{step}/{number}")
             groups += [
-                group for group in sampled if not resamples or len({t.reward for t in group}) > 1
+                group
+                for group in sampled
+                if not resamples or len({t.total for t in group} - {None}) > 1
             ]
             if not resamples or on_all_ranks(len(groups) >= wanted or not sampled):
                 return groups[:wanted]
@@ -203,6 +217,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         rest = iter(micro_batches)
         parts = [list(itertools.islice(rest, size)) for size in self.part_sizes] or [[]]
         outcome = super().update(parts[0])
+        outcome = dataclasses.replace(outcome, measures={**self.named_means, **outcome.measures})
         n_updates = self.config.policy.updates * len(parts)
         for part in itertools.islice(itertools.cycle(parts), 1, n_updates):
             if not outcome.is_taken or outcome.data_exhausted:
@@ -249,11 +264,13 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     def heads(self) -> dict[str, Head]:
         """Return functions of hidden states, output weights and labels, whose results for each
         position `policy_outputs` adds to the log-probabilities."""
-        return {"entropies": token_entropies} if self.config.policy.entropy_weight else {}
+        entropies = partial(token_entropies, temperature=self.temperature)
+        return {"entropies": entropies} if self.config.policy.entropy_weight else {}
 
     def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the `log_probs` of each label, (B, L), and the results of `heads`."""
-        heads: dict[str, Head] = {"log_probs": token_log_probs, **self.heads()}
+        log_probs = partial(token_log_probs, temperature=self.temperature)
+        heads: dict[str, Head] = {"log_probs": log_probs, **self.heads()}
 
         def head(*outputs: Any, **changes: Any) -> tuple[Tensor, ...]:
             return tuple(each(*outputs, batch["labels"], **changes) for each in heads.values())
@@ -289,7 +306,9 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         except UserError as error:
             raise SharedError(str(error)) from error
         self.measure_trajectories(groups)
-        rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
+        totals = [trajectory.total for (trajectory,) in groups]
+        rewards = torch.tensor([-total for total in totals if total is not None])
+        rewards = rewards.to(self.device)
         return self.local_addend(rewards.sum()), self.local_addend(
-            torch.full_like(rewards.sum(), len(groups))
+            torch.full_like(rewards.sum(), len(rewards))
         )

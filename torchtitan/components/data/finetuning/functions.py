@@ -31,6 +31,11 @@ _LOCKS = (
 def load_function(reference: str) -> RowFunction:
     """Load the function `package.module:function` or `path/to/file.py:function`. Raise `UserError`
     if the file, module or function does not exist, or the import fails."""
+    return load_member(reference, inspect.isfunction)
+
+
+def load_member(reference: str, is_wanted: Callable[[Any], bool]) -> Any:
+    """Load a function, or anything else that is wanted, as `load_function` does."""
     module_name, colon, name = reference.rpartition(":")
     if not colon:  # `CodeReference` must use the same rule to recognize code
         raise UserError(
@@ -38,7 +43,7 @@ def load_function(reference: str) -> RowFunction:
         )
     is_file = module_name.endswith(".py")
     module = (_import_file if is_file else _import_module)(module_name, reference)
-    functions = dict(inspect.getmembers(module, inspect.isfunction))
+    functions = dict(inspect.getmembers(module, is_wanted))
     if name not in functions:
         raise UserError(
             f"{reference!r}: {module_name} has no function {name!r}{suggest(name, functions)}"

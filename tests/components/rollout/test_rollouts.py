@@ -1,0 +1,304 @@
+"""Rollouts outside a trainer: chats as tokens, environments, rewards, long trajectories, credit."""
+
+import asyncio
+import itertools
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from tests.components.generation.test_generation import mixed_model
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.generation import Engine, Generation, Sampling
+from torchtitan.components.losses.policy_loss import group_advantages
+from torchtitan.components.rollout import Environment, Reply, Step
+from torchtitan.components.rollout.chat import Chat
+from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.rollout.rollout import ContextFull, RolloutConfig, RolloutEngine, play
+from torchtitan.components.rollout.trajectory import Trajectory, advantages_of, shape_overlong
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.experiments.rl.environments import Calculator, GuessNumber, calculate
+from torchtitan.tools.errors import UserError
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    added = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    return PretrainedTokenizer.Config(added_tokens=added).build()
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer):
+    return Chat(ChatTemplate(TEMPLATE), tokenizer)
+
+
+class Script:
+    """An engine that writes prepared turns, and ends each within the context."""
+
+    context = 400
+
+    def __init__(self, tokenizer, turns):
+        self.tokenizer = tokenizer
+        self.turns = list(turns)
+        self.prompts: list[list[int]] = []
+        self.settings: list[dict] = []
+
+    async def generate(self, tokens, *, max_new_tokens, key, **settings):
+        await asyncio.sleep(0)
+        self.prompts.append(list(tokens))
+        self.settings.append(settings)
+        ids = self.tokenizer.encode(self.turns.pop(0), add_bos=False, allow_special=True)
+        reason = "stop" if len(ids) <= max_new_tokens else "length"
+        ids = ids[:max_new_tokens]
+        return Generation(ids, [-0.5] * len(ids), reason)
+
+
+def engine_of(tokenizer, chat, turns, rewards=(), **options):
+    script = Script(tokenizer, turns)
+    script.context = options.pop("context", 400)
+    prompt = chat.encode([{"role": "user", "content": "row"}])
+    known = {"max_new_tokens": 60, "key": "k", "chat": chat, **options}
+    return RolloutEngine(script, tokenizer, Rewards(list(rewards), []), prompt, **known), script
+
+
+def call_text(expression: str) -> str:
+    arguments = json.dumps({"expression": expression})
+    return f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call><|im_end|>'
+
+
+def test_turns_of_a_tool_are_the_templates_own_tokens(tokenizer, chat):
+    """The trajectory equals the whole conversation as the template renders it, although it was never
+    rendered again."""
+    engine, script = engine_of(tokenizer, chat, [call_text("2+3"), "5<|im_end|>"])
+    row = {"question": "What is 2+3?", "answer": "5"}
+    trajectory = asyncio.run(play(Calculator, row, engine))
+    call = {"name": "calculate", "arguments": {"expression": "2+3"}}
+    messages = [
+        {"role": "user", "content": "What is 2+3?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+    template = ChatTemplate(TEMPLATE)
+    whole = template.render(messages, tools=Calculator.tools, add_generation_prompt=False)
+    assert tokenizer.decode(trajectory.tokens) == whole.removesuffix("\n")
+    assert trajectory.reward == 1.0 and trajectory.named == {"calls": 1.0}
+    trained = list(itertools.compress(trajectory.tokens, trajectory.loss_mask))
+    assert tokenizer.decode(trained) == call_text("2+3") + "5<|im_end|>"
+    assert script.prompts[1] == trajectory.tokens[: len(script.prompts[1])]
+
+
+def test_a_cut_turn_gets_its_end(tokenizer, chat):
+    ids = tokenizer.encode("I think", add_bos=False)
+    user = [{"role": "user", "content": "Go on."}]
+    cut, ended = chat.following(ids, user), chat.following([*ids, chat.stops.ids()[0]], user)
+    assert tokenizer.decode(cut) == "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n" + (
+        "<|im_start|>assistant\n"
+    )
+    assert [chat.stops.ids()[0], *ended] == cut
+
+
+def test_replies_are_read_by_the_templates_marks(tokenizer, chat):
+    text = "Let me see. " + call_text("6*7").replace("</tool_call>", "</tool_call>")
+    ids = tokenizer.encode(text, add_bos=False, allow_special=True)
+    reply = chat.read([], ids, Calculator.tools)
+    assert reply.content == "Let me see." and not reply.is_cut
+    assert [(c.name, json.loads(c.arguments)) for c in reply.tool_calls] == [
+        ("calculate", {"expression": "6*7"})
+    ]
+    assert reply.to_message()["tool_calls"][0]["function"]["name"] == "calculate"
+    broken = tokenizer.encode("<tool_call>{no JSON", add_bos=False, allow_special=True)
+    assert chat.read([], broken, Calculator.tools).is_cut
+    assert "no JSON" in chat.read([], broken, Calculator.tools).content
+
+
+def test_a_game_ends_by_its_own_rules(tokenizer, chat):
+    row = {"question": "Guess.", "secret": 2}
+    for guesses, reward, answer in (("12", 1.0, "higher"), ("31", 0.0, "lower"), ("2", 1.0, "")):
+        engine, _ = engine_of(tokenizer, chat, [f"{guess}<|im_end|>" for guess in guesses])
+        trajectory = asyncio.run(play(GuessNumber, row, engine))
+        assert trajectory.reward == reward and trajectory.named == {"guesses": len(guesses)}
+        assert answer in tokenizer.decode(trajectory.tokens)
+        assert trajectory.tokens[-1] == chat.stops.ids()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2*(3+4)", "14"), ("1/0", "error"), ("__import__('os')", "error"), ("9**9", "error"),
+     ("1e308*10", "inf"), ("True+1", "error"), ("(" * 300, "error")],
+)  # fmt: skip
+def test_the_calculator_computes_nothing_but_numbers(text, value):
+    assert calculate(text) == value
+
+
+class Counting(Environment):
+    """Waits, rewards each turn, and is closed."""
+
+    rewards_per_turn = True
+    max_turns = 3
+    closed = 0
+
+    async def step(self, reply: Reply) -> Step:
+        await asyncio.sleep(0.001)
+        return Step("more", reward=float(reply.content), is_done=reply.content == "9")
+
+    async def close(self) -> None:
+        Counting.closed += 1
+
+
+def test_rewards_of_turns_stay_at_their_turns(tokenizer, chat):
+    engine, _ = engine_of(tokenizer, chat, ["1<|im_end|>", "2<|im_end|>", "4<|im_end|>"])
+    Counting.closed = 0
+    trajectory = asyncio.run(play(Counting, {}, engine))
+    assert Counting.closed == 1
+    assert list(trajectory.token_rewards.values()) == [1.0, 2.0, 4.0]
+    assert trajectory.total == 7.0 and trajectory.reward == 0.0
+    for place in trajectory.token_rewards:
+        assert trajectory.tokens[place] == chat.stops.ids()[0] and trajectory.loss_mask[place]
+    trajectory.check(400)
+    with pytest.raises(UserError, match="did not sample"):
+        other = Trajectory([1, 2], [0.0, 0.0], [False, True], 0.0, token_rewards={0: 1.0})
+        other.check(400)
+
+
+def test_credit_of_turns_equals_its_definition():
+    """Each token gets the normalized rewards at it and after it."""
+    first = Trajectory([0] * 6, [0.0] * 6, [False, True, True, False, True, True], 1.0)
+    first.token_rewards = {2: 1.0, 5: 3.0}
+    second = Trajectory([0] * 3, [0.0] * 3, [False, True, True], 0.0, token_rewards={2: 2.0})
+    none = Trajectory([0] * 3, [0.0] * 3, [False, True, True], None)
+    of_groups = partial(group_advantages, kind="centered")
+    found = advantages_of([[first, second, none]], of_groups)
+    # whole rewards 1 and 0 have the mean 0.5, rewards of turns 1, 3 and 2 the mean 2
+    assert found[0] == pytest.approx([0.5 - 1 + 1] * 3 + [0.5 + 1] * 3)
+    assert found[1] == pytest.approx([-0.5] * 3) and found[2] == pytest.approx([0.0] * 3)
+    rewards = torch.tensor([[1.0, 0.0, 0.5], [2, 2, 3]], dtype=torch.float64)
+    plain = [[Trajectory(reward=reward) for reward in row] for row in rewards.tolist()]
+    for kind in ("normalized", "centered", "leave_one_out"):
+        expected = group_advantages(rewards, kind).flatten().tolist()
+        assert advantages_of(plain, partial(group_advantages, kind=kind)) == expected
+    some = [[Trajectory(reward=r) for r in (1.0, None, 0.0)]]
+    assert advantages_of(some, of_groups) == [0.5, 0.0, -0.5]
+
+
+def test_dapo_penalty_equals_equation_13():
+    for n_tokens in range(1, 30):
+        trajectory = Trajectory(reward=0.25)
+        trajectory.append([1, 2, 3])
+        trajectory.append([7] * n_tokens, [0.0] * n_tokens)
+        shape_overlong(trajectory, 24, "penalty", 8)
+        if n_tokens <= 16:
+            expected = 0.0
+        else:
+            expected = (16 - n_tokens) / 8 if n_tokens <= 24 else -1.0
+        assert trajectory.reward == pytest.approx(0.25 + expected)
+    for kind, reward in (("mask", None), ("keep", 1.0), ("penalty", 0.0)):
+        trajectory = Trajectory([1, 2], [0.0, 0.0], [False, True], 1.0, is_overlong=True)
+        shape_overlong(trajectory, 24, kind)
+        assert trajectory.reward == reward
+
+
+def test_a_full_context_ends_a_rollout_with_its_tokens(tokenizer, chat):
+    engine, _ = engine_of(tokenizer, chat, ["1<|im_end|>"] * 9, context=60)
+
+    async def forever():
+        tokens = list(engine.prompt)
+        while True:
+            turn = await engine.generate(tokens)
+            tokens += [*turn.ids, *engine.following(turn, [{"role": "user", "content": "more"}])]
+
+    with pytest.raises(ContextFull) as error:
+        asyncio.run(forever())
+    trajectory = engine.trajectory_of(error.value.tokens)
+    n_sampled = sum(len(generation.ids) for _, generation in engine.sampled)
+    assert sum(trajectory.loss_mask) == n_sampled and engine.is_full
+    trajectory.cut(60)
+    assert len(trajectory.tokens) == 60 and trajectory.is_overlong
+    trajectory.check(60)
+
+
+def test_a_long_prompt_has_no_verdict(tokenizer, chat):
+    engine, _ = engine_of(tokenizer, chat, [], context=4)
+    with pytest.raises(ContextFull) as error:
+        asyncio.run(engine.generate(engine.prompt))
+    trajectory = engine.trajectory_of(error.value.tokens)
+    trajectory.cut(4)
+    trajectory.check(4)
+    assert trajectory.reward is None and not any(trajectory.trained)
+
+
+def test_a_rollout_chooses_settings_and_stops(tokenizer):
+    model = mixed_model()
+    sampler = Engine(model, sampling=Sampling(temperature=1.0), logprobs_of="sampling")
+    engine = RolloutEngine(sampler, tokenizer, Rewards([], []), [1, 2], 12, key="k")
+
+    async def roll():
+        greedy = await engine.generate([1, 2], temperature=0.0)
+        stop = tokenizer.decode([greedy.ids[3]])
+        stopped = await engine.generate([1, 2], temperature=0.0, stop=[stop])
+        return greedy, stop, stopped
+
+    ((greedy, stop, stopped),) = sampler.run([roll()])
+    assert greedy.logprobs == [0.0] * 12
+    n = len(stopped.ids)
+    assert stopped.ids == greedy.ids[:n] and n <= 4 and stopped.finish_reason == "stop"
+    assert stop in tokenizer.decode(stopped.ids)
+
+
+REWARDS = """
+import asyncio
+async def judge(prompt, completion, row):
+    await asyncio.sleep(0.01)
+    return {"polite": float("please" in completion), "short": 0.5}
+def unsure(prompt, completion, row):
+    return None
+async def whole(prompts, completions, rows):
+    await asyncio.sleep(0)
+    return [len(text) / max(map(len, completions)) for text in completions]
+def too_few(prompts, completions, rows):
+    return [1.0]
+"""
+
+
+def test_rewards_of_several_kinds(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(REWARDS)
+    names = [f"{file}:{name}" for name in ("judge", "unsure", "whole")]
+    rewards = Rewards(names, [2.0, 1.0, 1.0])
+
+    async def both():
+        many = await asyncio.gather(*(rewards.rate("p", text, {}) for text in ("please", "no")))
+        texts = [("p", "please", {}), ("p", "no", {})]
+        return many, await rewards.rate_batch(texts)
+
+    (first, second), batch = asyncio.run(both())
+    assert first.value == 3.0 and second.value == 1.0
+    assert first.named == {"judge/polite": 1.0, "judge/short": 0.5}
+    assert [rating.value for rating in batch] == pytest.approx([1.0, 1 / 3])
+    assert asyncio.run(Rewards(names[1:2], []).rate("", "", {})).value is None
+    assert Rewards([], [])("", "", {}) == 0.0
+    for name in (names[0], names[2]):
+        with pytest.raises(UserError, match=r"await engine\.rate"):
+            Rewards([name], [])("", "", {})
+    with pytest.raises(UserError, match="a value for each of 2 completions"):
+        asyncio.run(Rewards([f"{file}:too_few"], []).rate_batch([("", "", {})] * 2))
+
+
+def test_wrong_settings_are_refused():
+    for options, message in (
+        ({"temperature": 0.0}, "--rollout.temperature is 0.0, but must be above 0"),
+        ({"top_p": 0.0}, "--rollout: top_p is 0.0"),
+        ({"overlong_buffer": 0}, "--rollout.overlong_buffer is 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            RolloutConfig(**options).validate()

@@ -1,0 +1,77 @@
+"""Tasks of verifiers as environments."""
+
+import asyncio
+import json
+
+import pytest
+
+from torchtitan.components.chat_template.replies import Call
+from torchtitan.components.rollout import Reply
+from torchtitan.tools.errors import UserError
+
+vf = pytest.importorskip("verifiers.v1", reason="pip install 'torchtitan[verifiers]'")
+
+from torchtitan.components.rollout.verifiers import TasksetEnvironment  # noqa: E402
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class Tools(vf.Toolset):
+    @vf.tool
+    async def multiply(self, a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+
+class Product(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.metric
+    async def turns(self, trace) -> float:
+        return float(trace.num_turns)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(vf.ToolsetConfig())]
+
+
+class Products(vf.Taskset[Product, vf.TasksetConfig]):
+    def load(self):
+        for a in range(3):
+            data = Data(
+                prompt=f"What is {a} times 7?", answer=str(a * 7), system_prompt="Be short."
+            )
+            yield Product(data, self.config.task)
+
+
+class Environment(TasksetEnvironment):
+    def make_taskset(self):
+        return Products(vf.TasksetConfig())
+
+
+def test_a_task_has_its_prompt_tools_rewards_and_metrics():
+    async def play():
+        environment = Environment()
+        messages = await environment.reset({"idx": 2})
+        call = Call("abcdefghi", "multiply", json.dumps({"a": 2, "b": 7}))
+        result = await environment.step(Reply("", tool_calls=[call]))
+        last = await environment.step(Reply("14"))
+        unknown = await environment.step(Reply("", tool_calls=[Call("a", "nothing", "{}")]))
+        return environment, messages, result, last, unknown
+
+    environment, messages, result, last, unknown = asyncio.run(play())
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert environment.tools[0]["function"]["name"] == "multiply"
+    assert "a" in environment.tools[0]["function"]["parameters"]["properties"]
+    assert result.message[0]["content"] == "14" and not result.is_done
+    assert last.reward == 2.0 and last.is_done and last.named == {"right": 2.0, "turns": 2.0}
+    assert "nothing" in unknown.message[0]["content"]
+
+
+def test_an_unknown_task_is_refused():
+    with pytest.raises(UserError, match="idx is 3, but the taskset has the tasks 0 to 2"):
+        asyncio.run(Environment().reset({"idx": 3}))

@@ -1,0 +1,63 @@
+"""Environments: what answers the model's turns, and rewards them."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.components.rollout.chat import Message, Reply, Tools
+
+Messages = str | Message | Sequence[Message] | None
+"""A text of the user, a message, or several."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What an environment answers to a turn of the model."""
+
+    message: Messages = None
+    """Text of the user, or messages, such as one of the role `tool` for each call."""
+    reward: float = 0.0
+    is_done: bool = False
+    """Whether the turn was the last one; then no message follows."""
+    named: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log, such as the number of guesses; later ones replace earlier ones."""
+
+
+class Environment:
+    """Subclass it, and name the class in `--rollout.function`. Each trajectory has an object of its
+    own. All methods may be asynchronous; thousands then wait at a time."""
+
+    tools: Tools = ()
+    """JSON schemas of functions that the model may call; `reset` may set them."""
+    max_turns = 16
+    """Turns of the model after which the trajectory ends."""
+    rewards_per_turn = False
+    """Whether the reward of a step is for its turn and those before it; otherwise, for all
+    turns."""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin with a row of the data, and return the first messages (`Messages`). None: the row's
+        prompt."""
+        return None
+
+    def step(self, reply: Reply) -> Any:
+        """Return the `Step` after a turn of the model."""
+        raise NotImplementedError
+
+    def close(self) -> Any:
+        """Free what the environment holds; called once, even after an error."""
+
+
+def messages_of(messages: Messages) -> list[Message]:
+    """Return a list of messages."""
+    if messages is None:
+        return []
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    return [messages] if isinstance(messages, Mapping) else list(messages)
+
+
+async def result_of(value: Any) -> Any:
+    """Return a value, which may have to be awaited."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,69 @@
+"""Environments of OpenEnv 0.10, on servers (extra `openenv`)."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from torchtitan.components.rollout.chat import Reply
+from torchtitan.components.rollout.environment import Environment, Messages, Step
+from torchtitan.tools.errors import UserError
+
+
+class OpenEnvironment(Environment):
+    """One session of a server. Subclass it, and set `url`.
+
+    A session is a WebSocket, on which the server keeps the environment's state; its HTTP requests
+    would each get a new environment. Rollouts beyond `sessions` wait."""
+
+    url = ""
+    """Address of the server, such as http://localhost:8000."""
+    sessions = 1
+    """Sessions at a time: the server's `max_concurrent_envs`, by default one."""
+    _places: ClassVar["WeakKeyDictionary[Any, dict[type, asyncio.Semaphore]]"] = WeakKeyDictionary()
+
+    def to_action(self, reply: Reply) -> Mapping[str, Any]:
+        """Return the action of a turn, with the fields of the server's class of actions. Default:
+        `message`, the content."""
+        return {"message": reply.content}
+
+    def to_messages(self, observation: Mapping[str, Any]) -> Messages:
+        """Return an observation for the model. Default: its JSON."""
+        return json.dumps(observation)
+
+    def reset_options(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of the server's reset for a row, such as `seed`."""
+        return {}
+
+    async def reset(self, row: Mapping[str, Any]) -> Messages:
+        try:
+            from openenv import GenericEnvClient
+        except ImportError as error:
+            raise UserError(
+                f"{type(self).__name__}: {error}; install torchtitan[openenv]"
+            ) from error
+        if not self.url:
+            raise UserError(f"{type(self).__name__}.url is empty; set the address of the server")
+        places = self._places.setdefault(asyncio.get_running_loop(), {})
+        self._place = places.setdefault(type(self), asyncio.Semaphore(self.sessions))
+        await self._place.acquire()
+        self._client = GenericEnvClient(base_url=self.url)
+        try:
+            await self._client.connect()
+            result = await self._client.reset(**self.reset_options(row))
+        except (OSError, RuntimeError, TimeoutError) as error:
+            raise UserError(f"the server of OpenEnv at {self.url} failed: {error}") from error
+        return self.to_messages(result.observation)
+
+    async def step(self, reply: Reply) -> Step:
+        result = await self._client.step(dict(self.to_action(reply)))
+        message = self.to_messages(result.observation)
+        return Step(message, float(result.reward or 0.0), bool(result.done))
+
+    async def close(self) -> None:
+        if hasattr(self, "_client"):
+            try:
+                await self._client.close()
+            finally:
+                self._place.release()
