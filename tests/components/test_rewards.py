@@ -637,7 +637,7 @@ def test_the_text_after_an_answer_is_read_in_parts_of_bounded_length(part, monke
     read = mock.Mock(wraps=answers.number_in_sentence)
     monkeypatch.setattr(answers, "number_in_sentence", read)
     text = r"\boxed{4}" + 200_000 // len(part) * part
-    is_paid = part in ("\nso 4", "\n", ".so")
+    is_paid = part in ("\nso 4", "\n", ".so", r"\boxed{4} ")
     assert paid("number", "4", text) == is_paid
     assert all(len(call.args[0]) <= MAX_CHARACTERS + 1 for call in read.call_args_list)
     assert read.call_count < 10
@@ -672,6 +672,25 @@ def test_the_text_after_an_answer_is_read_in_parts_of_bounded_length(part, monke
 def test_no_pattern_tries_a_repeated_part_in_many_ways(start, part, times, end, pays):
     """Such a pattern would not end for the first text, and take minutes for others."""
     assert paid("number", "4", start + times * part + end) == pays
+
+
+@pytest.mark.parametrize(
+    ("joint", "contents", "pays"),
+    [
+        (" ", range(10_000), False),
+        (", ", range(10_000), False),
+        (" and then ", range(10_000), False),
+        (" is {} and ", [4] * 10_000, False),
+        (" and then ", [4] * 10_000, True),
+    ],
+)
+def test_few_of_many_boxes_are_read(joint, contents, pays):
+    """The last ones decide; 10,000 took 8 seconds of processor time."""
+    read = answers._answer_of_box
+    with mock.patch.object(answers, "_answer_of_box", side_effect=read) as reader:
+        parts = (rf"\boxed{{{n}}}{joint.format(i)}" for i, n in enumerate(contents))
+        assert paid("number", "4", "".join(parts).removesuffix(joint)) == pays
+    assert reader.call_count <= answers._MOST_BOXES
 
 
 def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works(caplog):

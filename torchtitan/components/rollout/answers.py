@@ -6,7 +6,10 @@ never rewarded. docs/post_training.md lists the forms.
 
 import functools
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 from torchtitan.components.rollout.contexts import COUNTS, DOUBTS
@@ -30,6 +33,12 @@ from torchtitan.components.rollout.sentences import (
 from torchtitan.components.rollout.units import find_unit
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
+_EQUAL_BOXES = re.compile(
+    r"(?P<start>(?:\A|\n|[.:] |\bis )[$* ]{0,8})(?P<box>\\boxed\{[^{}\n]{1,100}\})"
+    r"(?:\$?[,;]? ?\$?(?P=box))++(?=[$* .]{0,8}(?:\Z|\n))"
+)
+"""A box that a sentence or line repeats, and nothing else: with other words, or in brackets, it may
+be a list."""
 _TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _THOUGHTS = re.compile(r"\A.*</think(?:ing)?>", re.IGNORECASE | re.DOTALL)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
@@ -110,15 +119,26 @@ class Answer(NamedTuple):
     is_sentence: bool = False
 
 
-class _Statement(NamedTuple):
+@dataclass(frozen=True)
+class _Statement:
     """An answer at a place of a text."""
 
     start: int
     end: int
-    answer: Answer
+    read: Callable[[], Answer]
+
+    @functools.cached_property
+    def answer(self) -> Answer:
+        """The answer, read when it is compared: a text may have thousands of statements, of which
+        the last ones decide."""
+        return self.read()
 
 
 _NONE = Answer("")
+
+
+def _none() -> Answer:
+    return _NONE
 
 
 def final_answer(text: str) -> Answer:
@@ -127,11 +147,12 @@ def final_answer(text: str) -> Answer:
     follows the last "answer is" (or "answer:", "result is") in its sentence; else the whole text,
     as a sentence if it is long. No answer if a later statement is another one, or takes it back."""
     text = without_marks(_THOUGHTS.sub("", text))
+    text = _EQUAL_BOXES.sub(r"\g<start>\g<box>", text)
     for statements in (_tags(text), _boxes(text), _hashes(text), _sentences(text)):
         if not statements:
             continue
         last = statements[-1]
-        if _has_rival(text, statements) or _is_taken_back(text, last):
+        if last.answer == _NONE or _has_rival(text, statements) or _is_taken_back(text, last):
             return _NONE
         return last.answer
     text = text.strip()
@@ -144,7 +165,9 @@ def final_answer(text: str) -> Answer:
 
 def _tags(text: str) -> list[_Statement]:
     return [
-        _Statement(match.start(), match.end(), final_answer(match[1]) if match[2] else _NONE)
+        _Statement(
+            match.start(), match.end(), partial(final_answer, match[1]) if match[2] else _none
+        )
         for match in _TAG.finditer(text)
     ]
 
@@ -153,12 +176,19 @@ def _boxes(text: str) -> list[_Statement]:
     """Return the boxes of a text that contain no others."""
     starts = list(_BOX.finditer(text))
     ends = _ends_of_groups(text) if starts else {}
-    read = functools.cache(_answer_of_box)  # a model may repeat its answer up to its last token
-    found = []
+    n_read = 0
+
+    @functools.cache  # a model may repeat its answer up to its last token
+    def read(before: str, inside: str, after: str) -> Answer:
+        nonlocal n_read
+        n_read += 1
+        return _answer_of_box(before, inside, after) if n_read <= _MOST_BOXES else _NONE
+
+    found: list[_Statement] = []
     for number, match in enumerate(starts):
         end = ends.get(match.end() - 1)
         if end is None:  # cut off: no answer
-            found.append(_Statement(match.start(), len(text), _NONE))
+            found.append(_Statement(match.start(), len(text), _none))
             continue
         is_outer = number + 1 < len(starts) and starts[number + 1].start() < end
         if is_outer:
@@ -167,7 +197,7 @@ def _boxes(text: str) -> list[_Statement]:
         n_characters = MAX_CHARACTERS if is_last else _NEAR
         before = text[max(0, match.start() - n_characters) : match.start()]
         after = text[end + 1 : end + 1 + n_characters]
-        answer = read(before, text[match.end() : end], after)
+        answer = partial(read, before, text[match.end() : end], after)
         found.append(_Statement(match.start(), end + 1, answer))
     return found
 
@@ -184,6 +214,10 @@ def _answer_of_box(before: str, inside: str, after: str) -> Answer:
     value = number.value if number else None
     return _NONE if _is_part(before, after, value) else Answer(inside)
 
+
+_MOST_BOXES = 1000
+"""Boxes with different contents or surroundings that are read; a text with more in one sentence has
+no answer."""
 
 _NEAR = 100
 """Characters around a box that are searched for what makes it a part, except around the last."""
@@ -325,7 +359,7 @@ def _is_continued(after: str, value: Fraction | None) -> bool:
 
 def _hashes(text: str) -> list[_Statement]:
     return [
-        _Statement(match.start(), match.end(), Answer(match[1]))
+        _Statement(match.start(), match.end(), partial(Answer, match[1]))
         for match in _HASHES.finditer(text)
         if read_numbers(match[1])
     ]
@@ -346,7 +380,7 @@ def _sentences(text: str) -> list[_Statement]:
             content = ""
         if content.count("}") > content.count("{"):
             content = content.rstrip("} ")
-        answer = Answer(content, is_sentence=True)
+        answer = partial(Answer, content, is_sentence=True)
         found.append(_Statement(match.start(), match.end() + start + end, answer))
     return found
 

@@ -30,6 +30,9 @@ _SPACE = re.compile(
 _IN_WORDS = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
 )
+_CURRENCY = re.compile(r"(?<![\w$])(US\$|USD|EUR|GBP|JPY|INR) ?(?=[0-9.])(?![0-9.][^\n]*\$)")
+_CURRENCY_SIGNS = {"USD": "$", "US$": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "INR": "₹"}
+_NEGATIVE = re.compile(r"(?:negative|minus) +(?=[0-9.])", re.IGNORECASE)
 ASSIGNMENT = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*")
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
@@ -85,6 +88,7 @@ def clean(text: str) -> str:
     text = _SPACE.sub(" ", _IN_WORDS.sub(r" \1 ", _SPACE.sub(" ", text)))
     text = re.sub(r"(?<=[A-Za-z]) \^(?=\{?[23])", "^", text)
     text = re.sub(r"\\([$%])", r"\1", text)
+    text = _CURRENCY.sub(lambda found: _CURRENCY_SIGNS[found[1]], text)
     text = re.sub(r"<<[^<>]*>>", "", text)  # GSM8K's calculations
     text = re.sub(r"\bper cent\b", "percent", text, flags=re.IGNORECASE)
     return re.sub(r"\s*(?:\^\{?\\circ\}?|\\degree|°)", "°", text)
@@ -144,6 +148,7 @@ def read_numbers(text: str) -> tuple[Number, ...]:
     variable = ""
     if match := ASSIGNMENT.match(plain):
         variable, plain = match[1], plain[match.end() :]
+    plain = _NEGATIVE.sub("-", plain, count=1) if _NEGATIVE.match(plain) else plain
     if number := _whole_number(plain):
         return (replace(number, variable=variable),)
     if variable:

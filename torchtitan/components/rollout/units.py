@@ -60,8 +60,10 @@ _IN_BOTH = set("cent ¢ eurocent pence rad radian fortnight decade century centu
 """Known units that a reference without a unit does not mean."""
 
 _GROUPS = re.compile(
-    r"pairs?|couples?|penny|pennies|twins?|duos?|trios?|triplets?|triples?|doubles?|quartets?|"
-    r"quintets?|quads?|grands?|reams?|brace",
+    r"pairs?|couples?|penny|pennies|nickels?|dimes?|shillings?|guineas?|farthings?|twins?|duos?|"
+    r"trios?|triplets?|triples?|doubles?|quartets?|quintets?|sextets?|septets?|octets?|nonets?|"
+    r"quadruplets?|quadruples?|quintuplets?|quads?|twos|threes|fours|fives|sixes|sevens|eights|"
+    r"nines|twenties|thirties|forties|fifties|grands?|reams?|quires?|brace",
     re.IGNORECASE,
 )
 """Words that count several, or a part, of what a number without a unit counts."""
