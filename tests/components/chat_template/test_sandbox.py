@@ -123,6 +123,25 @@ def test_a_repeated_reference_is_read_once(monkeypatch):
     assert CountedList.n_reads <= 61
 
 
+class CountedText(str):
+    """Text that counts how often texts of this kind are measured."""
+
+    n_reads = 0
+
+    def __len__(self):
+        CountedText.n_reads += 1
+        return super().__len__()
+
+
+def test_items_that_a_long_list_repeats_are_measured_once(monkeypatch):
+    """Lists that double themselves took 3 seconds of each rendering."""
+    monkeypatch.setattr(CountedText, "n_reads", 0)
+    value = [CountedText("abc"), 255, [7]] * 1000
+    sizes = [sandbox._ITEM + size for size in (3, 1, sandbox._ITEM)]
+    assert sandbox.Progress().size(value) == 1000 * sum(sizes)
+    assert CountedText.n_reads == 1
+
+
 def test_sizes_of_nested_values_count_every_part():
     def size_of(value: object) -> int:
         if isinstance(value, dict):

@@ -12,6 +12,7 @@ import math
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -45,6 +46,9 @@ _ITEM = 64
 _GROWTH = 16
 """Prices of a loop iteration or call, a list item, and a character that may be escaped; other
 characters cost 1."""
+
+_LONG = 100
+"""Length of a list from which on each different item is measured once only."""
 
 _MAX_NUMBER = 9999
 """Largest number, such as a width, allowed as an argument of a method."""
@@ -170,6 +174,15 @@ class Progress:
         if id(value) in known:
             return known[id(value)]
         size = _ITEM * len(value)
+        if size > self.budget:
+            raise WorkLimitError
+        if isinstance(value, (list, tuple)) and len(value) > _LONG:
+            # A list that doubles itself holds the same few items millions of times.
+            items = dict(zip(map(id, value), value, strict=True))
+            repeated = Counter(map(id, value)).items()
+            size += sum(number * self._size(items[key], known) for key, number in repeated)
+            known[id(value)] = size
+            return size
         for item in value.items() if isinstance(value, Mapping) else value:
             if isinstance(value, (Mapping, ItemsView)):
                 # Pairs are made as they are read: their ids are used again.
