@@ -9,20 +9,25 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.commands import run_command
+from tests.experiments.test_rl import OPTIONS as RL_OPTIONS
 from tests.experiments.test_rl import folder, train_rl  # noqa: F401 (a fixture)
 from tests.processes import run_processes
 from tests.training import TINY, flags, read_metrics, run, tiny_config, train
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.trainer import Callback, Trainer
+from torchtitan.trainer import Callback, Trainer, agreement
+from torchtitan.trainer.agreement import Agreement
 from torchtitan.trainer.deferred_results import DeferredResults
 
 OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 100, "training__steps": 4}
@@ -367,3 +372,234 @@ def fail_alone(path: Path) -> None:
     FailingAlone.place = ""
     for name in ("straight", *RESUMED):
         train(path / name, trainer_class=FailingAlone, **options, **LAYOUTS["fsdp"])
+
+
+class FailingTogether(Trainer):
+    """Fails on all ranks in step 3, or after it, at a place."""
+
+    place: str = ""
+
+    def __init__(self, config):
+        super().__init__(config)
+        layer = next(iter(self.model_parts[0].layers.values()))
+        layer.register_forward_pre_hook(lambda *_: self.fail("model", in_training=True))
+        layer.register_full_backward_hook(lambda *_: self.fail("backward"))
+        if self.validator:
+            self.validator.sums_of_batch = self.own_validation_sums
+
+    def fail(self, place: str, *, in_training: bool = False) -> None:
+        if self.step == 2 and place == self.place and (not in_training or torch.is_grad_enabled()):
+            raise ZeroDivisionError("mine")
+
+    def own_validation_sums(self, batch):
+        sums = self.validation_sums(batch)
+        self.fail("validation")
+        return sums
+
+    def post_dataloading_process(self, batch):
+        if torch.is_grad_enabled():
+            self.fail("batch")
+        return super().post_dataloading_process(batch)
+
+    def next_micro_batches(self, batches):
+        micro_batches = super().next_micro_batches(batches)
+        self.fail("next_micro_batches")
+        return micro_batches
+
+    def build_loss(self):
+        loss = super().build_loss()
+
+        def failing(*args, **inputs):
+            self.fail("loss", in_training=True)
+            return loss(*args, **inputs)
+
+        return failing
+
+    def train_step(self, batches):
+        self.fail("train_step")
+        return super().train_step(batches)
+
+
+class FailingOwnUpdate(FailingTogether):
+    def update(self, micro_batches):
+        outcome = super().update(micro_batches)
+        self.fail("update")
+        return outcome
+
+    def read_result(self, *sums):
+        self.fail("read_result")
+        if self.place == "weights" and self.step == 2:
+            with torch.no_grad():
+                next(self.model_parts[0].parameters()).add_(1.0)
+            raise ZeroDivisionError("mine")
+        return super().read_result(*sums)
+
+
+TOGETHER = ["model", "backward", "validation", "train_step", "next_micro_batches", "read_result"]
+UNSAVED = ["update", "weights"]
+VALIDATED = {
+    **OPTIONS,
+    "validator__enable": True,
+    "validator__dataset": "stories",
+    "validator__freq": 2,
+    "validator__steps": 1,
+    "metrics__log_freq": 1,
+}
+
+
+def fail_together(path: Path, place: str, **options: object) -> str:
+    """Let a run fail, and return its messages."""
+    FailingTogether.place = place
+    own = place in (*UNSAVED, "read_result")
+    with pytest.raises((ZeroDivisionError, UserError), match="mine"), capture_logs() as logs:
+        train(
+            path,
+            trainer_class=FailingOwnUpdate if own else FailingTogether,
+            **{**VALIDATED, **options},
+        )
+    FailingTogether.place = ""
+    return "\n".join(logs)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> list[tuple[Any, ...]]:
+    """Numbers of a run in one process that does not fail."""
+    path = tmp_path_factory.mktemp("straight")
+    train(path, **VALIDATED)
+    return read_metrics(path, "loss", "grad_norm")
+
+
+@pytest.mark.parametrize("place", TOGETHER)
+def test_an_error_anywhere_before_the_update_saves(tmp_path, straight, place):
+    """In one process; the run resumes with the numbers of one that never stopped."""
+    fail_together(tmp_path, place)
+    assert saved_steps(tmp_path) == [2]
+    train(tmp_path, **VALIDATED)
+    assert read_metrics(tmp_path, "loss", "grad_norm") == straight
+
+
+TENSOR = {**ONE_PART, "parallelism__tensor_parallel_degree": 2}
+FULL = LAYOUTS["fsdp"]
+ON_ALL_RANKS = [
+    *((TENSOR, place) for place in ("loss", "model", "validation")),
+    *((FULL, place) for place in ("model", "validation", "backward")),
+]
+"""Layouts of two ranks, and the place where both fail. The last one resumes."""
+
+
+@pytest.mark.slow
+def test_ranks_that_all_fail_save_together(tmp_path):
+    """The run resumes with the numbers of one that never stopped."""
+    run_processes(fail_on_all_ranks, 2, tmp_path)
+    *paths, resumed = (tmp_path / str(number) for number in range(len(ON_ALL_RANKS)))
+    assert [saved_steps(path) for path in paths] == [[2]] * len(paths)
+    assert saved_steps(resumed) == [2, 4]
+    numbers = [read_metrics(path, "loss", "grad_norm") for path in (resumed, tmp_path / "straight")]
+    assert numbers[0] == numbers[1]
+
+
+def fail_on_all_ranks(path: Path) -> None:
+    for number, (layout, place) in enumerate(ON_ALL_RANKS):
+        fail_together(path / str(number), place, **layout)
+    for name in (str(number), "straight"):
+        train(path / name, **VALIDATED, **layout)
+
+
+OTHER_MODELS = [("dpo", "log_probs"), ("ppo", "compute_loss"), ("ppo", "policy_outputs")]
+"""Methods with another model in a micro-batch, before the trained one or within its pass, and the
+method of the trainer that fails at its end, or at its beginning."""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_completes_the_passes_of_other_models(folder, tmp_path):  # noqa: F811
+    run_processes(fail_with_other_models, 2, folder, tmp_path)
+    for name, method in OTHER_MODELS:
+        assert saved_steps(tmp_path / name / method) == [2], (name, method)
+
+
+def fail_with_other_models(folder: Path, path: Path) -> None:  # noqa: F811
+    for name, method in OTHER_MODELS:
+        trainer = trainer_with_other_models(name, folder, path / name / method)
+        own = getattr(trainer, method)
+
+        def failing(batch, *more, own=own, trainer=trainer, method=method):
+            fails = trainer.step == 2 and trainer.rank == 1 and torch.is_grad_enabled()
+            result = None if fails and method == "compute_loss" else own(batch, *more)
+            if fails:
+                raise ZeroDivisionError("mine")
+            return result
+
+        setattr(trainer, method, failing)
+        with contextlib.closing(trainer), pytest.raises(UserError, match="rank 1 failed: .*mine"):
+            trainer.train()
+
+
+def trainer_with_other_models(name: str, folder: Path, path: Path) -> Any:  # noqa: F811
+    options = {
+        **RL_OPTIONS,
+        "dump_folder": path,
+        "training.steps": 4,
+        "checkpoint.enable": True,
+        "checkpoint.interval": 100,
+        "checkpoint.last_save_in_hf": False,
+        "checkpoint.export_dtype": "None",
+        "parallelism.data_parallel_shard_degree": 2,
+        "validator.enable": False,
+    }
+    if name == "dpo":
+        words = ["--module", "preference", "--config", "dpo_debugmodel"]
+        of_rl = ("rollout.", "rewards", "policy.", "dataloader.")
+        options = {key: value for key, value in options.items() if not key.startswith(of_rl)}
+        options |= {"training.seq_len": 64, "training.global_batch_size": 4}
+    else:
+        words = ["--module", "ppo", "--config", "ppo", "--policy.beta", "0.1"]
+        options |= {
+            "hf_assets_path": folder / "model",
+            "dataloader.dataset": [folder / "prompts.jsonl"],
+            "dataloader.cache_dir": folder / "cache",
+        }
+    config = ConfigManager().parse_args([*words, *flags(options)]).config
+    config.check(world_size=2)
+    return config.build()
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_at_other_steps_do_not_save(tmp_path):
+    run_processes(reach_agreement, 2)
+
+
+def reach_agreement() -> None:
+    ranks = Ranks(torch.distributed.group.WORLD)
+    equal, different, alone = (Agreement(ranks) for _ in range(3))
+    assert equal.reach({"step": 2})
+    assert not different.reach({"step": ranks.rank})
+    with mock.patch.object(agreement, "SECONDS", 0.5):
+        assert ranks.rank or not alone.reach({"step": 2})
+        torch.distributed.barrier()
+        assert not alone.reach({"step": 2})  # the others have left
+
+
+@pytest.mark.parametrize("place", UNSAVED)
+def test_weights_that_any_code_changed_are_not_saved(tmp_path, place):
+    messages = fail_together(tmp_path, place)
+    assert saved_steps(tmp_path) == []
+    assert "between steps 2 and 3, and are not saved" in messages
+
+
+@pytest.mark.parametrize(("place", "saved"), [("batch", [2]), ("loss", [2]), ("backward", [])])
+def test_early_optimizer_steps_are_saved_before_the_first_one(tmp_path, place, saved):
+    """The last layers are updated before the backward pass fails in the first one."""
+    options = {"optimizer__early_step_in_backward": True, "training__max_norm": "inf"}
+    fail_together(tmp_path, place, **options)
+    assert saved_steps(tmp_path) == saved
+
+
+def test_a_failure_in_the_first_step_says_that_nothing_is_saved(tmp_path):
+    class Failing(Trainer):
+        def train_step(self, batches):
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError), capture_logs() as logs:
+        train(tmp_path, trainer_class=Failing, **OPTIONS)
+    assert "nothing is saved, since the run has completed no step" in logs
+    assert saved_steps(tmp_path) == []

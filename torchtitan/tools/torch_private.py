@@ -219,6 +219,12 @@ def write_count(tensor: "Tensor") -> int:
     return tensor._version
 
 
+def n_changes(tensor: "Tensor") -> int:
+    """Return how often a tensor was changed in place; changes through `Tensor.data` do not
+    count."""
+    return tensor._version
+
+
 def process_groups() -> list["dist.ProcessGroup"]:
     """Return all process groups of this process, which PyTorch lists nowhere else."""
     from torch.distributed import distributed_c10d

@@ -1,6 +1,5 @@
 """Step results that the host reads while the device computes the next step."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -165,8 +164,7 @@ class DeferredResults:
         self._reads_next = outcome.stop_requested
         if outcome.failed:
             if self._start is not None:  # its update was skipped
-                updates = self._trainer.optimizer.n_updates
-                self._trainer.step_start = dataclasses.replace(self._start, n_updates=updates)
+                self._trainer.step_start = self._start.after_skipped_update(self._trainer)
             self._trainer.is_step_complete = False
             self._trainer.step_failure.end_run()
         if not outcome.is_taken:

@@ -2,12 +2,14 @@
 
 A callback that fails on one of several ranks does not stop its step, after which all ranks save and
 end. After an error in the data or the loss, they do so before the update (`StepFailure`). After any
-other error on one rank nothing can be saved: the others wait for it in the step's collectives.
+other error, they save if all ranks have failed at the same step (`Agreement`), as by a mistake in
+code that each of them runs. If one of them fails alone, nothing can be saved: the others wait for
+it in the step's collectives.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.components.checkpoint import RandomState, list_checkpoints
@@ -23,6 +25,7 @@ class StepStart:
     step's result late: position in the data, random numbers, counts, learning rate."""
 
     n_updates: int
+    versions: Sequence[int]
     counts: Mapping[str, Any]
     data: Callable[[], Mapping[str, Any]]
     random: Mapping[str, Any]
@@ -32,11 +35,22 @@ class StepStart:
     def of(cls, trainer: Any) -> "StepStart":
         return cls(
             n_updates=trainer.optimizer.n_updates,
+            versions=trainer.optimizer.versions(),
             counts=trainer.state_dict(),
             data=trainer.dataloader.present_state(),
             random=RandomState().state_dict(),
             schedule=trainer.lr_scheduler.state_dict(),
         )
+
+    def after_skipped_update(self, trainer: Any) -> "StepStart":
+        """Return the state if the device has skipped all updates since."""
+        optimizer = trainer.optimizer
+        return replace(self, n_updates=optimizer.n_updates, versions=optimizer.versions())
+
+    def has_weights_of(self, trainer: Any) -> bool:
+        """Return whether the weights are still those of this state."""
+        optimizer = trainer.optimizer
+        return self.n_updates == optimizer.n_updates and self.versions == optimizer.versions()
 
     def restore(self, trainer: Any) -> None:
         """Undo what a step has changed before its update."""
@@ -48,18 +62,20 @@ class StepStart:
 
 def save_last_step(trainer: Any, error: BaseException) -> None:
     """Save the last complete step of a `Trainer` that an error of the user's code or data ends.
-    With several ranks, save only after a `SharedError`, since the others wait elsewhere. If the
-    weights are between two steps, save nothing and warn. Also warn if the save fails."""
+    With several ranks, save only after a `SharedError`, or if all ranks have failed at the same
+    step, since the others wait elsewhere. Say so if there is nothing to save, if the weights are
+    between two steps, or if the save fails."""
     is_mendable = is_of_user(error) or error is trainer.step_failure.error
-    if not trainer.step or not trainer.config.checkpoint.saves or not is_mendable:
+    if not trainer.config.checkpoint.saves or not is_mendable:
         return
-    if is_lost_rank(error) or (world_size() > 1 and not isinstance(error, SharedError)):
-        _name_newest(trainer)
+    if not trainer.step:
+        logger.warning("nothing is saved, since the run has completed no step")
         return
     start, trainer.step_start = trainer.step_start, None
-    if not trainer.is_step_complete and (
-        start is None or start.n_updates != trainer.optimizer.n_updates
-    ):
+    is_complete = trainer.is_step_complete or (start is not None and start.has_weights_of(trainer))
+    if not isinstance(error, SharedError) and not _save_together(trainer, error, is_complete):
+        return
+    if not is_complete:
         logger.warning(
             "the weights are between steps %d and %d, and are not saved",
             trainer.step,
@@ -82,19 +98,35 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
         )
 
 
-def _name_newest(trainer: Any) -> None:
-    """Log the newest checkpoint if it is older than the run's last step."""
-    try:
-        checkpoints = list_checkpoints(trainer.checkpointer.folder)
-    except Exception:  # the error that ends the run is the one to report
-        return
-    saved = [info.step for info in checkpoints if info.is_complete]
+def _save_together(trainer: Any, error: BaseException, is_complete: bool) -> bool:
+    """Return whether all ranks have failed at the same step, so that they can save it. Log the
+    newest checkpoint if they have not, and that step is in none."""
+    if world_size() == 1:
+        return True
+    saved = _saved_steps(trainer)
     if trainer.step in saved:
-        return
+        return False
+    state = {
+        "step": trainer.step,
+        "is_complete": is_complete,
+        "is_pending": trainer.deferred.pending is not None,
+    }
+    if not is_lost_rank(error) and trainer.agreement.reach(state):
+        return True
     newest = f"the newest checkpoint is of step {max(saved)}" if saved else "there is no checkpoint"
     logger.error(
         "step %d is not saved, since the ranks cannot save together; %s", trainer.step, newest
     )
+    return False
+
+
+def _saved_steps(trainer: Any) -> list[int]:
+    """Return the steps of the complete checkpoints; none if they cannot be listed."""
+    try:
+        checkpoints = list_checkpoints(trainer.checkpointer.folder)
+    except Exception:  # the error that ends the run is the one to report
+        return []
+    return [info.step for info in checkpoints if info.is_complete]
 
 
 def is_user_class(part: object) -> bool:

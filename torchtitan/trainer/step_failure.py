@@ -47,7 +47,7 @@ class StepFailure:
         self._batch: Batch | None = None  # the last one that was processed
         self._before: Sequence[_Pass] = ()  # through the models, in the last micro-batch
         self._passes: list[_Pass] | None = None  # in this micro-batch; None outside of one
-        self._n_begun = 0
+        self._open: list[_Pass] = []  # of them, those in progress
         self._stage = _FORWARD
 
     @property
@@ -106,7 +106,7 @@ class StepFailure:
             yield
             return
         self._passes = []
-        self._n_begun = 0
+        self._open = []
         self._stage = _FORWARD
         try:
             yield
@@ -126,8 +126,7 @@ class StepFailure:
         if not is_of_user(error) or is_lost_rank(error):
             return False
         if self._stage == _FORWARD:
-            is_between_passes = self._n_begun == len(self._passes or ())
-            return bool(self._before) and is_between_passes
+            return bool(self._before) and not self._open
         return self._stage == _COMPLETE
 
     def _keep(self, error: BaseException, part: str) -> None:
@@ -166,23 +165,24 @@ class StepFailure:
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._passes is None:
             return None
-        self._n_begun += 1
-        if not _computes_loss(kwargs):
-            return None
-        return args, {**kwargs, "head": self.guarded(kwargs["head"])}
+        # The head may hold large tensors, such as the states of a teacher.
+        head = {"head": _zero_loss} if _computes_loss(kwargs) else {}
+        kept_args, kept_kwargs = _detached((args, {**kwargs, **head}))
+        begun = _Pass(model, kept_args, kept_kwargs, torch.is_grad_enabled())
+        # In the order of their beginnings: a head may begin a pass, such as of a critic, within
+        # another one.
+        self._passes.append(begun)
+        self._open.append(begun)
+        return (args, {**kwargs, "head": self.guarded(kwargs["head"])}) if head else None
 
     def _end_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if self._passes is None:
             return
-        # The head may hold large tensors, such as the states of a teacher.
-        head = {"head": _zero_loss} if _computes_loss(kwargs) else {}
-        args, kwargs = _detached((args, {**kwargs, **head}))
-        done = _Pass(model, args, kwargs, torch.is_grad_enabled())
+        done = self._open.pop()
         for output in tree_iter(result):
             if isinstance(output, Tensor) and output.requires_grad:
                 done.ends.append((get_gradient_edge(output), _zeros_like(output)))
                 done.ends[-1][0].node.register_prehook(self._begin_backward)
-        self._passes.append(done)
 
     def _begin_backward(self, *gradients: Any) -> None:
         if self._stage == _FORWARD:
@@ -279,8 +279,13 @@ def _zeros_like(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _detached(arguments: Any) -> Any:
-    """Return arguments without their graphs, which would stay in memory."""
-    return tree_map_only(Tensor, Tensor.detach, arguments)
+    """Return arguments without their graphs, which would stay in memory. Whether they have
+    gradients stays, since it decides when FSDP sends the gradients of weights."""
+    return tree_map_only(Tensor, _without_graph, arguments)
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _describe(error: BaseException) -> str:

@@ -56,6 +56,7 @@ from torchtitan.tools.process import StopRequest
 from torchtitan.tools.user_code import exits_as_errors
 from torchtitan.trainer import builder, run_state
 from torchtitan.trainer.accounting import Accounting
+from torchtitan.trainer.agreement import Agreement
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.data_progress import DataProgress
@@ -149,6 +150,8 @@ class Trainer(Configurable):
     """Failure of a user's callback on this rank, which ends the run after the step."""
     step_failure: StepFailure
     """Failure of this rank's data or loss, which ends the run before the step's update."""
+    agreement: Agreement
+    """Decides whether ranks that have all failed save together."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -206,6 +209,7 @@ class Trainer(Configurable):
         self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.step_failure = StepFailure(self)
+        self.agreement = Agreement(self.ranks)
         self.pipeline = self.build_pipeline()
         if not self.pipeline:
             for model in self.models.values():

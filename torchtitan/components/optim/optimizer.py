@@ -23,6 +23,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
+from torchtitan.tools.torch_private import n_changes
 from torchtitan.tools.torchao import check_torchao
 
 
@@ -212,6 +213,12 @@ class Optimizer(Configurable):
             if skip is not None or self.can_skip:
                 optimizer.found_inf = skip  # type: ignore[attr-defined]  # read by the step, as for a `GradScaler`
             optimizer.step()
+
+    def versions(self) -> list[int]:
+        """Return how often each parameter was changed in place, by this class or other code.
+        PyTorch does not count changes through `Tensor.data`."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [n_changes(parameter) for group in groups for parameter in group["params"]]
 
     def zero_grad(self) -> None:
         self._row_norms.clear()

@@ -1,0 +1,58 @@
+"""Agreement of the ranks of a run that have all failed, such as by a mistake in code that each of
+them runs.
+
+The ranks may have left a step at different collectives, so the groups of training cannot be used.
+They agree through the store, and then save with the checkpointer's own group.
+"""
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.tools.torch_private import default_store
+
+SECONDS = 10.0
+"""Time that a failed rank waits for the others to fail too. Ranks that run the same code leave it
+at the same layer, so only the time between two collectives separates them."""
+
+_POLL_SECONDS = 0.2
+
+
+class Agreement:
+    """A meeting of all ranks of a run, which each attends at most once, after its failure. All
+    ranks construct it together."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._store: dist.Store | None = None
+        # The store may outlive the run, in the same processes and in others.
+        name = ranks.broadcast_from_rank0(lambda: uuid.uuid4().hex)
+        if ranks.group is not None:
+            self._store = dist.PrefixStore(f"agreement {name}", default_store())
+
+    def reach(self, state: Mapping[str, Any]) -> bool:
+        """Return whether all ranks call this with the same state within `SECONDS`. All that call it
+        get the same result, unless the store is gone: then False."""
+        if self._store is None:
+            return True
+        with contextlib.suppress(dist.DistError):
+            return self._reach(self._store, json.dumps(state, sort_keys=True))
+        return False
+
+    def _reach(self, store: dist.Store, state: str) -> bool:
+        store.set(f"state/{self._ranks.rank}", state)
+        if store.add("number", 1) == self._ranks.size:
+            states = {store.get(f"state/{rank}") for rank in range(self._ranks.size)}
+            store.compare_set("decision", "", "equal" if len(states) == 1 else "different")
+        deadline = time.monotonic() + SECONDS
+        while not store.check(["decision"]):
+            if time.monotonic() > deadline:
+                store.compare_set("decision", "", "alone")
+            time.sleep(_POLL_SECONDS)
+        return store.get("decision") == b"equal"
