@@ -204,7 +204,12 @@ OTHERS = {
     "sys": {"_current_frames"},
     "pickle": {"_Unpickler"},
     "named tuples": {"_replace", "_asdict", "_fields"},
-    "torchao": {"_tensor"},
+    "torchao": {
+        "_tensor",
+        "_new_buffer",
+        "_to_mxfp8_then_scaled_mm",
+        "_to_mxfp8_then_scaled_grouped_mm",
+    },
     "transformers": {
         "_adjust_missing_and_unexpected_keys",
         "_decode_special_floats",

@@ -35,7 +35,7 @@ FIGURES: dict[str, list[tuple[str, list[tuple[str, str, str]]]]] = {
 """File → panels, each a title and lines: run, metric and label."""
 
 WIDTH, HEIGHT, MARGIN = 360, 240, 44
-COLORS = ("#1f77b4", "#d62728")
+COLORS = ("#1f77b4", "#d62728", "#2ca02c")
 
 
 def points(folder: Path, metric: str) -> list[tuple[float, float]]:

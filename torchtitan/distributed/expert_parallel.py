@@ -25,6 +25,7 @@ from torch.distributed.tensor import (
 )
 
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
+from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
@@ -98,10 +99,22 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
 def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
         dim = experts.hidden_dims.get(name)
+        if dim is not None and mesh.ndim > 1:
+            _check_parts(experts, name, parameter.shape[dim], mesh["tp"].size())
         placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
         sharded = distribute_tensor(parameter, mesh, placements[: mesh.ndim], src_data_rank=None)
         experts.register_parameter(
             name, nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        )
+
+
+def _check_parts(experts: StackedExperts, name: str, size: int, degree: int) -> None:
+    multiple = experts.part_multiple
+    if multiple > 1 and size % (degree * multiple):
+        raise UserError(
+            f"--parallelism.expert_tensor_parallel_degree {degree} cannot split the {size} "
+            f"features of the experts' {name} into multiples of {multiple}; exclude the experts "
+            f"(--model_converters.{converter_of(experts)}.exclude), or choose another degree"
         )
 
 

@@ -32,6 +32,9 @@ class StackedExperts(nn.Module):
     None: every rank has the whole parameter. Parameters not listed are biases of results: each rank
     adds its share to the sum."""
 
+    part_multiple: int = 1
+    """Divisor of a rank's part of the width."""
+
     exchange: Exchange | None = None
     """Set by expert parallelism. None: this rank has all experts."""
 

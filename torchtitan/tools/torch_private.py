@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _SOURCES = {
     # PyTorch documents these only in private modules.
+    "FakeTensor": "torch._subclasses.fake_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor",
     "OpOverload": "torch._ops",
     "TorchDispatchMode": "torch.utils._python_dispatch",

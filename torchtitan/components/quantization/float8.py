@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.components.quantization.wide_layers import NarrowConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.initialize import canonical_name, local_part
-from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import initializers_of, with_initializers
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import check_torchao, import_torchao
 
@@ -34,13 +34,13 @@ _CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8 products (Ada)."""
 
 
-class Float8LinearConverter(LayerConverter):
+class Float8LinearConverter(NarrowConverter):
     """Computes the forward product and both backward products of linear layers in float8. On a GPU,
     train with `--compile.enable`: casts that are not fused with other operations cost more than the
     products save."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(LayerConverter.Config):
+    class Config(NarrowConverter.Config):
         """Layers to convert and scaling of their tensors."""
 
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
@@ -56,11 +56,8 @@ class Float8LinearConverter(LayerConverter):
         the gather, not after. In float32, results are bitwise identical; in bfloat16, weights are
         rounded once instead of twice. Tensorwise only; no effect without FSDP."""
 
-        min_features: int = 2048
-        """Skip layers with fewer inputs or outputs: casting costs more than their products gain."""
-
         def validate(self) -> None:
-            LayerConverter.Config.validate(self)
+            NarrowConverter.Config.validate(self)
             option = self.option
             if self.fsdp_float8_all_gather and self.recipe != "tensorwise":
                 raise UserError(
@@ -68,9 +65,6 @@ class Float8LinearConverter(LayerConverter):
                     f"{self.recipe}: its products round the same weights in two ways; set recipe "
                     "tensorwise"
                 )
-            require(
-                self.min_features >= 0, f"{option}.min_features", self.min_features, "at least 0"
-            )
 
         def check_run(
             self,
@@ -104,22 +98,12 @@ class Float8LinearConverter(LayerConverter):
                 )
 
     config: Config
-    layer_types = (nn.Linear, StackedExperts)
+    alignment = _ALIGNMENT
 
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         if isinstance(layer, StackedExperts):
             return "routed experts (torchao has their products only in prototypes for GPUs)"
-        assert isinstance(layer, nn.Linear)
-        sides = (layer.in_features, layer.out_features)
-        if any(side % _ALIGNMENT for side in sides):
-            return f"inputs or outputs not a multiple of {_ALIGNMENT}"
-        config = self.config
-        is_small = min(sides) < config.min_features
-        return (
-            f"fewer than {config.min_features} inputs or outputs ({config.option}.min_features)"
-            if is_small
-            else ""
-        )
+        return NarrowConverter.reason_to_skip(self, name, layer)
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         float8 = import_torchao("torchao.float8")

@@ -5,6 +5,7 @@ import dataclasses
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.narrow import MXFP8, NVFP4
 from torchtitan.components.quantization.qat import QAT
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import CompileConfig
@@ -36,6 +37,22 @@ def llama3_debugmodel_float8() -> Trainer.Config:
     time or memory."""
     config = llama3_debugmodel()
     config.model_converters = [Float8LinearConverter.Config(emulate=True, min_features=16)]
+    return config
+
+
+def llama3_debugmodel_mxfp8() -> Trainer.Config:
+    """The small model with linear layers in MXFP8, emulated without the instructions."""
+    config = llama3_debugmodel()
+    config.model_converters = [MXFP8.Config(min_features=32)]
+    return config
+
+
+def llama3_debugmodel_nvfp4() -> Trainer.Config:
+    """The small model with linear layers in NVFP4, emulated without the instructions; the last
+    block stays wide."""
+    config = llama3_debugmodel()
+    last = config.model_spec.model.n_layers - 1
+    config.model_converters = [NVFP4.Config(min_features=16, exclude=[rf"layers\.{last}\."])]
     return config
 
 
@@ -78,6 +95,25 @@ def llama3_8b_float8() -> Trainer.Config:
         llama3_8b(),
         model_converters=[Float8LinearConverter.Config(fsdp_float8_all_gather=True)],
         # Without compilation, casts are not fused and cost more than the matrix products save.
+        compile=CompileConfig(enable=True),
+    )
+
+
+def llama3_8b_mxfp8() -> Trainer.Config:
+    """Llama 3.1 8B with linear layers in MXFP8: for GPUs of compute capability 10."""
+    return dataclasses.replace(
+        llama3_8b(),
+        model_converters=[MXFP8.Config(min_features=1024)],
+        compile=CompileConfig(enable=True),
+    )
+
+
+def llama3_8b_nvfp4() -> Trainer.Config:
+    """Llama 3.1 8B with linear layers in NVFP4, except those of the last four blocks: for GPUs of
+    compute capability 10."""
+    return dataclasses.replace(
+        llama3_8b(),
+        model_converters=[NVFP4.Config(min_features=1024, exclude=[r"layers\.(28|29|30|31)\."])],
         compile=CompileConfig(enable=True),
     )
 

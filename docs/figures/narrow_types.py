@@ -1,0 +1,109 @@
+"""Runs, table and figure of docs/quantization.md:
+
+    python docs/figures/narrow_types.py train FOLDER TEXT [MODEL/TYPE ...]
+    python docs/figures/narrow_types.py draw FOLDER
+
+`train` trains a small Llama and a small mixture of experts on nine tenths of a text file, in each
+type with the same seed, and validates them on the rest. `draw` prints the table of the runs in FOLDER
+and writes the figure.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from statistics import mean
+
+from post_training import draw, points
+
+from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.narrow import MXFP8, NVFP4
+from torchtitan.models import llama3, qwen3_moe
+from torchtitan.models.common.moe.layer import MoEConfig
+from torchtitan.models.common.recipes import small_run
+from torchtitan.trainer import Trainer
+
+STEPS = 300
+SIZES = {"dim": 64, "n_layers": 3, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 192}
+EXPERTS = MoEConfig(n_experts=4, top_k=2, ffn_dim=96)
+MODELS = {
+    "Llama": (llama3.model_registry, {}),
+    "experts": (qwen3_moe.model_registry, {"head_dim": 32, "moe": EXPERTS}),
+}
+LAST = r"layers\.2\."
+TYPES = {
+    "float32": [],
+    "bfloat16": [],
+    "float8": [Float8LinearConverter.Config(emulate=True, min_features=16)],
+    "MXFP8": [MXFP8.Config(emulate=True, min_features=32)],
+    "NVFP4": [NVFP4.Config(emulate=True, min_features=16, exclude=[LAST])],
+    "NVFP4, last block too": [NVFP4.Config(emulate=True, min_features=16)],
+}
+
+
+def configuration(model: str, kind: str, folder: Path) -> Trainer.Config:
+    """Return the configuration of a run."""
+    registry, sizes = MODELS[model]
+    spec = registry("debugmodel")
+    config = small_run(
+        dataclasses.replace(spec, model=dataclasses.replace(spec.model, **SIZES, **sizes))
+    )
+    config.dump_folder = str(folder / model / kind)
+    training, validator = config.training, config.validator
+    training.steps, training.seq_len, training.local_batch_size = STEPS, 64, 4
+    training.mixed_precision_param = "bfloat16" if kind == "bfloat16" else "float32"
+    config.dataloader = PretrainDataLoader.Config(dataset=[str(folder / "train.txt")])
+    validator.dataset, validator.freq, validator.steps = [str(folder / "held_out.txt")], 150, 20
+    config.metrics.log_freq = 1
+    config.model_converters = TYPES[kind]
+    return config
+
+
+def train(folder: Path, text: Path, chosen: list[str]) -> None:
+    """Train every model in every type, or the chosen ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = text.read_text()
+    cut = len(whole) * 9 // 10
+    (folder / "train.txt").write_text(whole[:cut])
+    (folder / "held_out.txt").write_text(whole[cut:])
+    for model in MODELS:
+        for kind in TYPES:
+            if chosen and f"{model}/{kind}" not in chosen:
+                continue
+            config = configuration(model, kind, folder)
+            config.check(1)
+            trainer = config.build()
+            trainer.train()
+            trainer.close()
+
+
+def last_losses(folder: Path) -> tuple[float, float]:
+    """Return the mean training loss of the last 50 steps, and the last validation loss."""
+    losses = [loss for step, loss in points(folder, "loss") if step > STEPS - 50]
+    return mean(losses), points(folder, "validation_loss")[-1][1]
+
+
+def main(action: str, folder: str, *others: str) -> None:
+    if action == "train":
+        return train(Path(folder), Path(others[0]), list(others[1:]))
+    panels = []
+    for model in MODELS:
+        of_bfloat16 = last_losses(Path(folder) / model / "bfloat16")
+        lines = []
+        for kind in TYPES:
+            run = Path(folder) / model / kind
+            if not (run / "metrics.jsonl").exists():
+                continue
+            cells = [
+                f"{loss:.4f} ({100 * (loss / base - 1):+.2f} %)"
+                for loss, base in zip(last_losses(run), of_bfloat16, strict=True)
+            ]
+            print(f"| {model} | {kind} | {' | '.join(cells)} |")
+            if kind in ("bfloat16", "MXFP8", "NVFP4"):
+                lines.append((kind, points(run, "loss")))
+        panels.append((f"training loss: {model}", lines))
+    (Path(__file__).parent / "narrow_types.svg").write_text(draw(panels))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,261 @@
+"""`MXFP8` and `NVFP4`: linear layers and routed experts with products in 8 and 4 bits.
+
+Where torchao has the kernels (GPUs of compute capability 10, such as B200), its training paths
+compute them; elsewhere they are emulated (`narrow_products`). Weights, gradients, optimizer and
+checkpoints stay as in the plain model.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchtitan.components.quantization.block_formats import MXFP8_BLOCK, NVFP4_BLOCK, SIGNS
+from torchtitan.components.quantization.narrow_products import (
+    EmulatedProducts,
+    MXFP8Products,
+    NarrowLinear,
+    NVFP4Products,
+    Products,
+    narrow_experts,
+)
+from torchtitan.components.quantization.wide_layers import NarrowConverter
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configurable import builds, config_key
+from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.initializer import initializers_of, with_initializers
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.torchao import check_torchao, import_torchao
+
+_CAPABILITY = 10
+"""Major CUDA compute capability of torchao's kernels (B200, B300). Consumer cards with the number
+formats (12) need other kernels."""
+
+
+class BlockConverter(NarrowConverter):
+    """Base class of converters to block formats."""
+
+    multiple_of_tokens: ClassVar[int]
+    """Divisor of a rank's tokens that the kernels require."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(NarrowConverter.Config):
+        """Layers to convert."""
+
+        emulate: bool = False
+        """Round like the narrow format, but multiply in float32, also on a device with the
+        instructions. On other devices, products are always emulated."""
+
+        @builds(lambda: BlockConverter)
+        def build(self) -> Any:
+            """Build the converter."""
+
+        def check_run(
+            self,
+            *,
+            training: TrainingConfig,
+            parallelism: ParallelismConfig,
+            compile: CompileConfig,
+        ) -> None:
+            if self.emulate or reason_to_emulate():
+                return
+            check_torchao(self.option)
+            if training.mixed_precision_param != "bfloat16":
+                raise UserError(
+                    f"{self.option}: kernels multiply in bfloat16, and "
+                    f"--training.mixed_precision_param is {training.mixed_precision_param}; set "
+                    f"bfloat16 or {self.option}.emulate"
+                )
+            pipelined = parallelism.pipeline_parallel_degree > 1
+            sequences = (
+                parallelism.pipeline_parallel_microbatch_size
+                if pipelined
+                else training.local_batch_size
+            )
+            tokens = sequences * training.seq_len // parallelism.context_parallel_degree
+            owner = self._owner
+            assert issubclass(owner, BlockConverter)
+            if tokens % owner.multiple_of_tokens:
+                raise UserError(
+                    f"{self.option}: kernels sum over multiples of {owner.multiple_of_tokens} "
+                    f"tokens, and a rank has {tokens} at a time; change --training.seq_len "
+                    f"{training.seq_len}, or set {self.option}.emulate"
+                )
+
+    config: Config
+
+    @property
+    def emulates(self) -> bool:
+        """True if products are computed with PyTorch's operations."""
+        return self.config.emulate or reason_to_emulate() is not None
+
+    def convert(self, model: nn.Module) -> None:
+        super().convert(model)
+        option = f"{self.config.option}.emulate"
+        reason = option if self.config.emulate else reason_to_emulate()
+        how = f"emulated in float32 ({reason})" if reason else "computed by torchao's kernels"
+        logger.info("%s: products are %s", config_key(self.config), how)
+
+    def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
+        if isinstance(layer, StackedExperts):
+            return narrow_experts(layer, self.products_of_experts(), self.alignment)
+        assert isinstance(layer, nn.Linear)
+        converted = NarrowLinear(layer, self.products(), self.alignment)
+        return with_initializers(converted, **initializers_of(layer))
+
+    @abstractmethod
+    def products(self) -> Products:
+        """Return how linear layers multiply."""
+
+    def products_of_experts(self) -> Products:
+        """Return how routed experts multiply."""
+        return self.products()
+
+
+class MXFP8(BlockConverter):
+    """Computes the forward product and both backward products in MXFP8: E4M3 numbers in blocks of
+    32 along the sum, with a power of 2 as scale."""
+
+    alignment = MXFP8_BLOCK
+    multiple_of_tokens = MXFP8_BLOCK
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BlockConverter.Config):
+        """Layers to convert and recipe."""
+
+        recipe: Literal["mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp"] = "mxfp8_rceil"
+        """torchao's recipes: scales rounded up to a power of 2; `wgrad_with_hp` computes the
+        weights' gradient from unrounded operands."""
+
+    config: Config
+
+    def products(self) -> Products:
+        wide = self.config.recipe == "mxfp8_rceil_wgrad_with_hp"
+        return MXFP8Products(wide) if self.emulates else _MXFP8Kernels(wide)
+
+
+class NVFP4(BlockConverter):
+    """Computes the forward product and both backward products in NVFP4: E2M1 numbers in blocks of
+    16 along the sum, with scales in E4M3 and a scale of the whole tensor. Weights have blocks of 16
+    × 16. Exclude the last layers to keep the loss near bfloat16's (arXiv:2509.25149, section
+    4.1)."""
+
+    alignment = NVFP4_BLOCK
+    multiple_of_tokens = 128
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BlockConverter.Config):
+        """Layers to convert and parts of the recipe."""
+
+        stochastic_rounding: bool = True
+        """Round gradients to a random neighbor, so that their expected value is exact."""
+
+        hadamard_transforms: bool = True
+        """Multiply both operands of the weights' gradient with a random Hadamard matrix, which
+        spreads outliers."""
+
+        def check_run(
+            self,
+            *,
+            training: TrainingConfig,
+            parallelism: ParallelismConfig,
+            compile: CompileConfig,
+        ) -> None:
+            BlockConverter.Config.check_run(
+                self, training=training, parallelism=parallelism, compile=compile
+            )
+            whole = self.stochastic_rounding and self.hadamard_transforms
+            if not (whole or self.emulate or reason_to_emulate()):
+                raise UserError(
+                    f"{self.option}: torchao's kernels have stochastic rounding and Hadamard "
+                    f"transforms; set {self.option}.emulate to train without"
+                )
+
+    config: Config
+
+    def products(self) -> Products:
+        return self._emulated() if self.emulates else _NVFP4Kernels()
+
+    def products_of_experts(self) -> Products:
+        """Return emulated products: torchao has no grouped ones with gradients."""
+        return self._emulated()
+
+    def reason_to_skip(self, name: str, layer: nn.Module) -> str:
+        multiple = _KERNEL_SIDES
+        if not self.emulates and isinstance(layer, nn.Linear):
+            if any(side % multiple for side in (layer.in_features, layer.out_features)):
+                return f"inputs or outputs not a multiple of {multiple}"
+        return super().reason_to_skip(name, layer)
+
+    def _emulated(self) -> EmulatedProducts:
+        return NVFP4Products(self.config.stochastic_rounding, self.config.hadamard_transforms)
+
+
+_KERNEL_SIDES = 128
+"""Divisor that torchao's NVFP4 kernels require of inputs and outputs."""
+
+
+class _MXFP8Kernels:
+    """torchao's products in MXFP8."""
+
+    def __init__(self, wide_weight_gradient: bool):
+        self.options = {
+            "kernel_preference": import_torchao(
+                "torchao.quantization.quantize_.common.kernel_preference"
+            ).KernelPreference.AUTO,
+            "scale_calculation_mode": import_torchao(
+                "torchao.prototype.mx_formats.config"
+            ).ScaleCalculationMode.RCEIL,
+            "wgrad_with_hp": wide_weight_gradient,
+        }
+
+    def multiply(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None = None
+    ) -> Tensor:
+        library = import_torchao("torchao.prototype.moe_training.mxfp8_linear")
+        y_NO: Tensor = library._to_mxfp8_then_scaled_mm(x_NI, weight_OI, **self.options)
+        return y_NO
+
+    def multiply_experts(
+        self, rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, group: ProcessGroup | None
+    ) -> Tensor:
+        library = import_torchao("torchao.prototype.moe_training.mxfp8_grouped_mm")
+        y_RO: Tensor = library._to_mxfp8_then_scaled_grouped_mm(
+            rows_RI, weight_EOI.mT, ends_E, pad_token_groups_for_grouped_mm=True, **self.options
+        )
+        return y_RO
+
+
+class _NVFP4Kernels:
+    """torchao's products in NVFP4. Stochastic rounding draws from the device's generator, which is
+    in checkpoints; under tensor parallelism, each shard has its own scale of the tensor."""
+
+    def multiply(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None = None
+    ) -> Tensor:
+        library = import_torchao("torchao.prototype.moe_training.nvfp4_training.nvfp4_linear")
+        seed = torch.zeros(1, dtype=torch.int64, device=x_NI.device)
+        y_NO: Tensor = library.nvfp4_linear(x_NI, weight_OI, sign_vector=SIGNS, sr_seed=seed)
+        return y_NO
+
+    def multiply_experts(
+        self, rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, group: ProcessGroup | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+def reason_to_emulate() -> str | None:
+    """Return the reason why this machine has no kernels for block formats; None if it has."""
+    if not torch.cuda.is_available():
+        return "this machine has no GPU"
+    capability = torch.cuda.get_device_capability()
+    return (
+        f"{torch.cuda.get_device_name()} has compute capability "
+        f"{'.'.join(map(str, capability))}, and torchao's kernels need {_CAPABILITY}"
+        if capability[0] != _CAPABILITY
+        else None
+    )

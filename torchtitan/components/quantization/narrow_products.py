@@ -1,0 +1,232 @@
+"""The three products of a linear layer with both operands in a block format (`block_formats`).
+
+N tokens, I inputs, O outputs. Each product sums over blocks, so each operand is cast along another
+dimension in each product. Products of the narrow values are exact in float32; their sums, and the
+rounding of the result to the type of the inputs, are not.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torchtitan.components.quantization.block_formats import (
+    MXFP8_BLOCK,
+    NVFP4_BLOCK,
+    Blocks,
+    hadamard,
+    mxfp8,
+    nvfp4,
+    padded,
+)
+from torchtitan.protocols.experts import StackedExperts
+from torchtitan.tools.torch_private import FakeTensor
+
+
+class Products(Protocol):
+    """The products of a layer. `group`: ranks with other parts of a sharded weight."""
+
+    def multiply(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None = None
+    ) -> Tensor:
+        """Return `x weightᵀ` (N, O), with gradients."""
+
+    def multiply_experts(
+        self, rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, group: ProcessGroup | None
+    ) -> Tensor:
+        """Return the products (R, O) of rows with the matrices of their experts."""
+
+
+class EmulatedProducts:
+    """Casts of a recipe, computed with PyTorch's operations; products of pairs of `Blocks` in
+    float32."""
+
+    def forward_operands(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        """Return (N, I) and (O, I)."""
+        raise NotImplementedError
+
+    def input_gradient_operands(
+        self, gradient_NO: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        """Return (N, O) and (I, O)."""
+        raise NotImplementedError
+
+    def weight_gradient_operands(
+        self, gradient_NO: Tensor, x_NI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks] | None:
+        """Return (O, N) and (I, N), with N padded to whole blocks; None: this product is not
+        narrow."""
+        raise NotImplementedError
+
+    def multiply(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None = None
+    ) -> Tensor:
+        y_NO: Tensor = _Emulated.apply(x_NI, weight_OI, self, group)
+        return y_NO
+
+    def multiply_experts(
+        self, rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, group: ProcessGroup | None
+    ) -> Tensor:
+        """Waits for the numbers of rows. Blocks along rows end with the expert's rows."""
+        counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+        parts = zip(rows_RI.split(counts), weight_EOI.unbind(0), strict=True)
+        return torch.cat([self.multiply(rows, weight, group) for rows, weight in parts])
+
+
+@dataclass(frozen=True)
+class MXFP8Products(EmulatedProducts):
+    """Blocks of 32 along the sum of each product, as in torchao's recipes."""
+
+    wide_weight_gradient: bool = False
+    """Leave the operands of the weight's gradient in their type."""
+
+    def forward_operands(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        return mxfp8(x_NI), mxfp8(weight_OI)
+
+    def input_gradient_operands(
+        self, gradient_NO: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        return mxfp8(gradient_NO), mxfp8(weight_OI.T)
+
+    def weight_gradient_operands(
+        self, gradient_NO: Tensor, x_NI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks] | None:
+        if self.wide_weight_gradient:
+            return None
+        return mxfp8(padded(gradient_NO.T, MXFP8_BLOCK)), mxfp8(padded(x_NI.T, MXFP8_BLOCK))
+
+
+@dataclass(frozen=True)
+class NVFP4Products(EmulatedProducts):
+    """The recipe of arXiv:2509.25149, section 4: weights in blocks of 16 × 16, so that both
+    products round them equally; stochastic rounding of gradients; random Hadamard transforms of
+    both operands of the weight's gradient."""
+
+    stochastic: bool = True
+    transforms: bool = True
+
+    def forward_operands(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        return nvfp4(x_NI, group=group), nvfp4(weight_OI, square_blocks=True, group=group)
+
+    def input_gradient_operands(
+        self, gradient_NO: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        gradient = nvfp4(gradient_NO, stochastic=self.stochastic, group=group)
+        return gradient, nvfp4(weight_OI.T, square_blocks=True, group=group)
+
+    def weight_gradient_operands(
+        self, gradient_NO: Tensor, x_NI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks] | None:
+        gradient_ON, x_IN = (padded(each.T, NVFP4_BLOCK) for each in (gradient_NO, x_NI))
+        if self.transforms:
+            gradient_ON, x_IN = hadamard(gradient_ON), hadamard(x_IN)
+        gradient = nvfp4(gradient_ON, stochastic=self.stochastic, group=group)
+        return gradient, nvfp4(x_IN, group=group)
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer that multiplies with `products`. It keeps the parameters of the plain
+    layer."""
+
+    def __init__(self, linear: nn.Linear, products: Products, part_multiple: int):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.products = products
+        self.part_multiple = part_multiple
+        """Divisor of the inputs and outputs of a rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, I) to (…, O). Under tensor parallelism, each rank multiplies its shard."""
+        y = self._shards(x, self.weight) if isinstance(x, DTensor) else self._local(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def _local(self, x: Tensor, weight: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        if isinstance(x, FakeTensor):  # a dry run counts the products of a device that has them
+            return F.linear(x, weight)
+        return self.products.multiply(x.flatten(0, -2), weight, group).unflatten(0, x.shape[:-1])
+
+    def _shards(self, x: DTensor, weight: Tensor) -> Tensor:
+        assert isinstance(weight, DTensor)
+        (of_weight,), last = weight.placements, Shard(x.ndim - 1)
+        # by the shard of the weight: of the input, its gradient, and the output
+        of_x, of_gradient, of_y = {
+            Shard(0): (Replicate(), Partial(), last),
+            Shard(1): (last, last, Partial()),
+            Replicate(): (Replicate(), Replicate(), Replicate()),
+        }[of_weight]
+        assert x.placements == (of_x,), f"{x.placements} times {weight.placements}"
+        group = None if of_weight.is_replicate() else weight.device_mesh.get_group()
+        y = self._local(x.to_local(grad_placements=[of_gradient]), weight.to_local(), group)
+        return DTensor.from_local(y, weight.device_mesh, [of_y], run_check=False)
+
+
+class NarrowExperts(StackedExperts):
+    """A mixin before a class of experts, which multiplies their `matrices` with `products`."""
+
+    products: Products
+
+    def product(self, rows_RI: Tensor, name: str, ends_E: Tensor) -> Tensor:
+        if isinstance(rows_RI, FakeTensor):
+            return super().product(rows_RI, name, ends_E)
+        weight_EOI = getattr(self, name).flatten(1, -2)
+        return self.products.multiply_experts(rows_RI, weight_EOI, ends_E, self.width_group)
+
+
+def narrow_experts(
+    experts: StackedExperts, products: Products, part_multiple: int
+) -> NarrowExperts:
+    """Make experts multiply with `products`, in place, and return them."""
+    kind = type(f"Narrow{type(experts).__name__}", (NarrowExperts, type(experts)), {})
+    experts.__class__ = kind
+    assert isinstance(experts, NarrowExperts)
+    experts.products, experts.part_multiple = products, part_multiple
+    experts.device_type = "cuda"  # its algorithm calls `product`
+    return experts
+
+
+class _Emulated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        products: EmulatedProducts,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.products, ctx.group = products, group
+        if not x_NI.numel():  # an expert without tokens; nothing has a largest value
+            return x_NI.new_zeros(len(x_NI), len(weight_OI))
+        return _product(*products.forward_operands(x_NI, weight_OI, group)).to(x_NI.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_NO,), (x_NI, weight_OI) = gradients, ctx.saved_tensors
+        products, group = ctx.products, ctx.group
+        if not x_NI.numel():
+            return torch.zeros_like(x_NI), torch.zeros_like(weight_OI), None, None
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            operands = products.input_gradient_operands(gradient_NO, weight_OI, group)
+            grad_x = _product(*operands).to(x_NI.dtype)
+        if ctx.needs_input_grad[1]:
+            operands = products.weight_gradient_operands(gradient_NO, x_NI, group)
+            grad_weight = _product(*operands) if operands else gradient_NO.T @ x_NI
+            grad_weight = grad_weight.to(weight_OI.dtype)
+        return grad_x, grad_weight, None, None
+
+
+def _product(a: Blocks, b: Blocks) -> Tensor:
+    """Return `a bᵀ` in float32."""
+    return (a.operand() @ b.operand().T) * (a.tensor_scale * b.tensor_scale)
