@@ -19,6 +19,7 @@ from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.observe.profiling import Profiler
+from torchtitan.components.optim.bf16_weights import check_rounding
 from torchtitan.components.optim.ema import WeightAverage
 from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optim.optimizer import Optimizer, check_early_step
@@ -283,7 +284,9 @@ class RunConfig(Configurable.Config):
             check_c_compiler(
                 "--parallelism.context_parallel_degree above 1 computes with FlexAttention, which"
             )
-        check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
+        optimizer = self.optimizer
+        check_rounding(optimizer.name, optimizer.rounding, self.training.dtype)
+        check_early_step(optimizer, self.training, self.parallelism, dims.dp_degree)
         if self.training.batch_schedule and getattr(self.dataloader, "weight_schedule", None):
             raise UserError(
                 "--training.batch_schedule cannot be combined with --dataloader.weight_schedule, "

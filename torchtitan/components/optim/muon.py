@@ -11,6 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan.components.optim.bf16_weights import (
+    Rounding,
+    add_rounding_state,
+    wide_weight,
+    write_weight,
+)
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices
 from torchtitan.tools.torch_private import adjusted_lr, dtensor_like, orthogonalize
@@ -24,8 +30,9 @@ class Muon(torch.optim.Muon):
     process does.
     """
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, *args: Any, rounding: Rounding = "nearest", **options: Any):
         super().__init__(*args, **options)
+        self.rounding = rounding
         # Found by computations on tensors, which have no values during a dry run's step.
         matrices = [matrix for group in self.param_groups for matrix in group["params"]]
         self._own_parts = {
@@ -62,10 +69,15 @@ class Muon(torch.optim.Muon):
             )
         for index, matrix in enumerate(matrices):
             part = _shared(update if index == own else None, matrix, index)[self._own_parts[matrix]]
-            local = local_part(matrix)
-            local.mul_(1 - group["lr"] * group["weight_decay"])
             rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
-            local.add_(part.to(local.device), alpha=-rate)
+            state = self.state[matrix]
+            is_rounded = self.rounding != "nearest"
+            weight = wide_weight(matrix, state) if is_rounded else local_part(matrix)
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(part.to(weight.device), alpha=-rate)
+            if is_rounded:
+                state["step"] += 1
+                write_weight(matrix, weight, state, self.rounding)
 
     def _moment(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the matrix's moment, and return the whole matrix of Nesterov's moment
@@ -75,6 +87,8 @@ class Muon(torch.optim.Muon):
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
+            if self.rounding != "nearest":
+                add_rounding_state(state, matrix, self.rounding)
         moment = local_part(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(moment, group["momentum"])
         if not isinstance(matrix, DTensor):

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.optim.adamw_8bit import make_adamw_8bit
+from torchtitan.components.optim.adamw_few_bits import make_adamw_few_bits
 from torchtitan.components.optim.adamw_offload import AdamWOffload
+from torchtitan.components.optim.bf16_weights import RoundedAdamW, Rounding
 from torchtitan.components.optim.muon import Muon
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import builds
@@ -47,6 +48,10 @@ class ParamGroup:
     """Factor of the weight decay of these parameters, given here or the optimizer's."""
 
 
+_BITS: dict[str, Literal[4, 8]] = {"AdamW8bit": 8, "AdamW4bit": 4}
+"""Optimizers with moments in few bits."""
+
+
 def _default_param_groups() -> dict[str, ParamGroup]:
     return {"no_decay": ParamGroup(pattern=r"norm|bias|tok_embeddings", weight_decay=0.0)}
 
@@ -68,10 +73,12 @@ class Optimizer(Configurable):
     class Config(Configurable.Config):
         """Optimizer."""
 
-        name: Literal["AdamW", "AdamW8bit", "AdamWOffload", "Adam", "SGD", "Muon"] = "AdamW"
-        """AdamW8bit keeps moments in 8 bits, and needs torchao. AdamWOffload keeps moments in CPU
-        memory, and computes updates there. Muon applies to the matrices inside the layers, with
-        AdamW for all other parameters."""
+        name: Literal["AdamW", "AdamW8bit", "AdamW4bit", "AdamWOffload", "Adam", "SGD", "Muon"] = (
+            "AdamW"
+        )
+        """AdamW8bit and AdamW4bit keep moments in 8 or 4 bits, and need torchao. AdamWOffload keeps
+        moments in CPU memory, and computes updates there. Muon applies to the matrices inside the
+        layers, with AdamW for all other parameters."""
 
         lr: float = 8e-4
         """Peak learning rate."""
@@ -95,7 +102,13 @@ class Optimizer(Configurable):
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
         """Computation of updates: in one kernel, in batches over parameters, or parameter by
         parameter. SGD uses foreach instead of fused; for Muon, this applies only to the parameters
-        of AdamW; for AdamW8bit and AdamWOffload, not at all."""
+        of AdamW; for AdamW8bit, AdamW4bit, AdamWOffload and `rounding`, not at all."""
+
+        rounding: Rounding = "nearest"
+        """How updates change weights in bfloat16 (`--training.dtype bfloat16`), which have no copy
+        in float32: "nearest" loses updates below half a step of a weight; "stochastic" rounds to a
+        random neighbor; "kahan" keeps the rounding error in a second bfloat16 number. The moments
+        of AdamW are then in float32. For AdamW, AdamW8bit, AdamW4bit and Muon."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
         """Settings of parameters selected by name; a parameter belongs to the first group whose
@@ -132,10 +145,10 @@ class Optimizer(Configurable):
                 require(0 <= decay < 1, f"--optimizer.{name}", decay, "in [0, 1)")
             # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
             require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
-            if self.name == "AdamW8bit":
-                check_torchao("--optimizer.name AdamW8bit")
+            if self.name in _BITS:
+                check_torchao(f"--optimizer.name {self.name}")
                 check_c_compiler(
-                    "--optimizer.name AdamW8bit updates weights in compiled code, which"
+                    f"--optimizer.name {self.name} updates weights in compiled code, which"
                 )
             if self.momentum is not None and self.name.startswith("Adam"):
                 raise UserError(
@@ -201,6 +214,7 @@ class Optimizer(Configurable):
         return (
             self.config.name in ("AdamW", "Adam")
             and self.config.implementation == "fused"
+            and self.config.rounding == "nearest"
             and not has_own
         )
 
@@ -287,7 +301,13 @@ class Optimizer(Configurable):
             if muon:
                 # Updates are scaled to AdamW's size, so that both can use the same learning rate.
                 optimizers.append(
-                    Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+                    Muon(
+                        muon,
+                        lr=config.lr,
+                        momentum=momentum,
+                        adjust_lr_fn="match_rms_adamw",
+                        rounding=config.rounding,
+                    )
                 )
             if rest:
                 optimizers.append(self._make_adam(torch.optim.AdamW, rest))
@@ -300,11 +320,12 @@ class Optimizer(Configurable):
             # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
             foreach = config.implementation != "for-loop"
             return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
-        if config.name in ("AdamW8bit", "AdamWOffload"):
-            make = make_adamw_8bit if config.name == "AdamW8bit" else AdamWOffload
-            return [
-                make(settings, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-            ]
+        adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        if config.name == "AdamWOffload":
+            return [AdamWOffload(settings, **adam)]
+        if config.name in _BITS:
+            bits = _BITS[config.name]
+            return [make_adamw_few_bits(settings, bits=bits, rounding=config.rounding, **adam)]
         return [
             self._make_adam(
                 torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings
@@ -315,6 +336,9 @@ class Optimizer(Configurable):
         self, kind: type[torch.optim.AdamW] | type[torch.optim.Adam], groups: list[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         betas = (self.config.beta1, self.config.beta2)
+        if self.config.rounding != "nearest":
+            settings = {"lr": self.config.lr, "betas": betas, "eps": self.config.eps}
+            return RoundedAdamW(groups, rounding=self.config.rounding, **settings)
         flags = {name: self.config.implementation == name for name in ("fused", "foreach")}
         return kind(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, **flags)
 

@@ -1,33 +1,41 @@
-"""AdamW with moments in 8 bits (Dettmers et al. 2021, arXiv:2110.02861), computed by torchao."""
+"""AdamW with moments in 8 bits (Dettmers et al. 2021, arXiv:2110.02861) or 4 bits (Li et al. 2023,
+arXiv:2309.01507), computed by torchao."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan.components.optim.bf16_weights import RoundedUpdates, Rounding
 from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import import_torchao
 
 
-def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return torchao's `AdamW8bit`, with learning rates that are numbers.
+def make_adamw_few_bits(
+    groups: list[dict[str, Any]], *, bits: Literal[4, 8], rounding: Rounding, **settings: Any
+) -> torch.optim.Optimizer:
+    """Return torchao's `AdamW8bit` or `AdamW4bit`, with learning rates that are numbers, and
+    `rounding` of bfloat16 weights.
 
     Its state dict has moments in float32, which any layout can load. Each rank quantizes its shard
-    again, in blocks of 256 values, to the same codes if the blocks are the same. As in torchao, a
-    shard of fewer than 4,096 values, or with an incomplete block, keeps full precision.
+    again, in blocks of 256 (4 bits: 128) values, to the same codes if the blocks are the same. As
+    in torchao, a shard of fewer than 4,096 values, or with an incomplete block, keeps full
+    precision.
     """
-    base: Any = import_torchao("torchao.optim").AdamW8bit
+    base: Any = getattr(import_torchao("torchao.optim"), f"AdamW{bits}bit")
 
-    class AdamW8bit(base):
+    bases = (base,) if rounding == "nearest" else (_Rounded, base)
+
+    class AdamWFewBits(*bases):  # type: ignore[misc]
         """torchao's optimizer with the corrections above."""
 
         @staticmethod
         def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
             moment = base._subclass_zeros(p, signed, block_size)
             if signed:
-                # in torchao -0.993, which shrinks a negative extreme each time
+                # in torchao -0.993 (4 bits: -0.8875), which shrinks a negative extreme each time
                 moment.qmap[0] = -1.0
             return moment
 
@@ -64,16 +72,42 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
                     local_part(own[name]).copy_(local_part(state_dict["state"][key][name]))
                     self.state[parameter][name] = own[name]
 
-    optimizer = AdamW8bit(groups, **settings)
+    optimizer: torch.optim.Optimizer = AdamWFewBits(groups, **settings)
+    if isinstance(optimizer, RoundedUpdates):
+        optimizer.rounding = rounding
     for group in optimizer.param_groups:
         group["lr"] = float(group["lr"])
     return optimizer
 
 
+class _Rounded(RoundedUpdates):
+    """The step of `RoundedUpdates` with torchao's update and moments."""
+
+    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+        # In float32, if not in few bits.
+        like = parameter.detach().float()
+        moments = {"exp_avg": True, "exp_avg_sq": False}
+        return {
+            "step": torch.tensor(0.0),
+            **{name: self._new_buffer(like, signed) for name, signed in moments.items()},  # type: ignore[attr-defined]
+        }
+
+    def update_wide(
+        self, wide: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        update: Any = import_torchao("torchao.optim.adam").single_param_adam
+        state["step"] += 1
+        moments = (local_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+        torch.compile(update, fullgraph=True, dynamic=False)(
+            *(wide, gradient, state["step"], *moments, None, group["lr"], *group["betas"]),
+            *(group["weight_decay"], group["eps"], True, False),
+        )
+
+
 def _plain(value: Any) -> Any:
     """Return a moment in float32; other values are unchanged."""
-    local = local_part(value) if isinstance(value, Tensor) else value
+    local: Any = local_part(value) if isinstance(value, Tensor) else value
     if not hasattr(local, "dequantize") or type(local) is Tensor:
         return value
-    plain = local.dequantize()
+    plain = local.dequantize(torch.float32)
     return dtensor_like(plain, value) if isinstance(value, DTensor) else plain

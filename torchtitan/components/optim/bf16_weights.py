@@ -1,0 +1,169 @@
+"""Updates of bfloat16 weights, which have no copy in a wider type.
+
+An update is usually smaller than half a step of a bfloat16 weight (2⁻⁹ of it), so that rounding to
+the nearest number loses it. Two ways keep it: rounding to a random neighbor, with the probabilities
+that make the expected weight exact (Gupta et al. 2015, arXiv:1502.02551), or a second bfloat16
+number with the rounding error of the weight, added before the next update (Kahan 1965).
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from torchtitan.distributed.initialize import local_part
+from torchtitan.tools.errors import UserError
+
+Rounding = Literal["nearest", "stochastic", "kahan"]
+
+_ROUNDING_OPTIMIZERS = ("AdamW", "AdamW8bit", "AdamW4bit", "Muon")
+
+_LOW_BITS = 0xFFFF
+"""Bits of a float32 number that bfloat16 does not have."""
+
+
+def check_rounding(name: str, rounding: Rounding, dtype: str) -> None:
+    """Raise `UserError` if `rounding` of weights in `dtype` would do nothing, or the optimizer
+    `name` cannot do it."""
+    if rounding == "nearest":
+        return
+    option = f"--optimizer.rounding {rounding}"
+    if dtype != "bfloat16":
+        raise UserError(
+            f"{option} is for weights in bfloat16, and --training.dtype is {dtype}; set bfloat16, "
+            "or nearest"
+        )
+    if name not in _ROUNDING_OPTIMIZERS:
+        raise UserError(
+            f"{option} is not supported by --optimizer.name {name}; set one of "
+            f"{', '.join(_ROUNDING_OPTIMIZERS)}"
+        )
+
+
+def add_rounding_state(state: dict[str, Any], parameter: Tensor, rounding: Rounding) -> None:
+    """Add what `rounding` needs to the state of a parameter: the number of updates, or the rounding
+    error, like the parameter."""
+    state.setdefault("step", torch.tensor(0.0))
+    if rounding == "kahan":
+        state["compensation"] = torch.zeros_like(parameter)
+
+
+def wide_weight(parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return this rank's part of a parameter with its rounding error, in a new float32 tensor."""
+    wide = local_part(parameter).to(torch.float32, copy=True)
+    if "compensation" in state:
+        wide += local_part(state["compensation"])
+    return wide
+
+
+def write_weight(
+    parameter: Tensor, wide: Tensor, state: dict[str, Any], rounding: Rounding
+) -> None:
+    """Round the new value, float32, to this rank's part of a parameter. `state["step"]` is the
+    number of the update."""
+    local = local_part(parameter)
+    if rounding == "stochastic" and local.dtype == torch.bfloat16:
+        local.copy_(rounded_stochastically(wide, state["step"]))
+        return
+    local.copy_(wide)
+    if "compensation" in state:
+        local_part(state["compensation"]).copy_(wide.sub_(local))
+
+
+def rounded_stochastically(wide: Tensor, step: Tensor) -> Tensor:
+    """Round float32 numbers to one of their two neighbors in bfloat16. The choice is a hash of the
+    number and the step: it does not depend on the layout, and needs no generator to be saved.
+    Infinities and NaN are kept."""
+    bits = wide.view(torch.int32)
+    key = step.to(wide.device).long() * 0x632BE5AB  # an odd number
+    mixed = _mix32(bits.long() + key & 0xFFFFFFFF)
+    # to the neighbor away from 0 if the sum of the low bits reaches it
+    moved = (bits + (mixed & _LOW_BITS).int()) & ~_LOW_BITS
+    return torch.where(wide.isfinite(), moved.view(torch.float32), wide).bfloat16()
+
+
+def _mix32(z: Tensor) -> Tensor:
+    """Return 32 random bits for each number of 32 bits, both in int64 (MurmurHash3's finalizer)."""
+    z = (z ^ (z >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    z = (z ^ (z >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return z ^ (z >> 16)
+
+
+class RoundedUpdates(torch.optim.Optimizer):
+    """A mixin before an optimizer class, which updates one float32 copy of a weight after another,
+    in `update_wide`, and rounds it."""
+
+    rounding: Rounding
+
+    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before its first update."""
+        raise NotImplementedError
+
+    def update_wide(
+        self, wide: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Update a float32 tensor and the state in place, with a float32 gradient."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(self.new_state(parameter))
+                    add_rounding_state(state, parameter, self.rounding)
+                wide = wide_weight(parameter, state)
+                self.update_wide(wide, local_part(parameter.grad).float(), state, group)
+                write_weight(parameter, wide, state, self.rounding)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of parameters that have one. PyTorch would cast moments to the type of the
+        parameters."""
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        states = {parameter: dict(self.state[parameter]) for parameter in own}
+        super().load_state_dict({**state_dict, "state": {}})
+        for key, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                local_part(states[parameter][name]).copy_(local_part(value))
+        self.state.update(states)
+
+
+class RoundedAdamW(RoundedUpdates, torch.optim.AdamW):
+    """AdamW of bfloat16 weights, with moments in float32."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, rounding: Rounding, **settings: Any):
+        super().__init__(groups, **settings)
+        self.rounding = rounding
+
+    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+        return {
+            "step": torch.zeros((), device=local_part(parameter).device),
+            "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+        }
+
+    def update_wide(
+        self, wide: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            [wide],
+            [gradient],
+            [local_part(state["exp_avg"])],
+            [local_part(state["exp_avg_sq"])],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
