@@ -28,6 +28,7 @@ from torchtitan.foresight.time import (
     Message,
     bubble_seconds,
     collective_seconds,
+    kernel_seconds,
     step_parts,
 )
 from torchtitan.tools.cpu_products import onednn_products
@@ -353,7 +354,21 @@ def test_speed_of_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pyt
 def test_gpus_by_name():
     assert device_of_gpu("NVIDIA H100 80GB HBM3") == DEVICE
     assert device_of_gpu("NVIDIA H200") == DEVICES["h200"]
+    assert device_of_gpu("NVIDIA GeForce RTX 4090") == DEVICES["rtx4090"]
+    assert device_of_gpu("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     assert device_of_gpu("NVIDIA H100 PCIe") is None and device_of_gpu("NVIDIA H200 NVL") is None
+
+
+def test_products_in_narrow_types_take_their_own_time():
+    """Each type at the rate of its data sheet; an A100 has no 4-bit units."""
+    times = {}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float4_e2m1fn_x2):
+        kernel = Kernel("product", "forward", dtype, 10**15, 0)
+        times[dtype] = kernel_seconds(DEVICES["b200"], kernel, is_compiled=False)
+    eight, four = times[torch.float8_e4m3fn], times[torch.float4_e2m1fn_x2]
+    assert eight == 2 * four and times[torch.bfloat16] > eight
+    with pytest.raises(UserError, match="A100 SXM 80 GB has no 4-bit units"):
+        kernel_seconds(DEVICES["a100"], kernel, is_compiled=False)
 
 
 def test_auto_needs_the_launcher(tmp_path: Path):

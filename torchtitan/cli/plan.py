@@ -33,7 +33,8 @@ def plan(args: Sequence[str]) -> int:
     parser.add_argument(
         "--device",
         default="h100",
-        help="h100, h100_96gb, h200, b200, or cpu: this machine, measured",
+        help="a device of the table in docs/foresight.md, such as h100, or cpu: this machine, "
+        "measured",
     )
     parser.add_argument(
         "--device_file",

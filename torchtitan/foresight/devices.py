@@ -21,6 +21,8 @@ class Device:
     float8_flops: float
     """Peak of dense matrix products, as the data sheet gives it. Equal to `bfloat16_flops` without
     float8 units."""
+    float4_flops: float = 0.0
+    """Of products in NVFP4. 0: no 4-bit units."""
     product_efficiency: float = 0.7
     """Part of the peak that large bfloat16 products reach: 0.6 to 0.8 on GPUs, limited by power."""
     attention_efficiency: float = 0.35
@@ -82,8 +84,107 @@ DEVICES = {
         float32_flops=80e12,
         bfloat16_flops=2250e12,
         float8_flops=4500e12,
+        float4_flops=9000e12,
         memory_bandwidth=8e12,
         link_bandwidth=900e9,  # NVLink 5
+    ),
+    # "HGX B300": 8 GPUs have 36 PFLOP/s in bfloat16 and 72 in float8, with sparsity, and 105 in
+    # NVFP4, dense.
+    "b300": replace(
+        _H100,
+        name="B300 SXM 270 GB",
+        memory_gib=268.0,
+        float32_flops=75e12,
+        bfloat16_flops=2250e12,
+        float8_flops=4500e12,
+        float4_flops=13_125e12,
+        memory_bandwidth=8e12,
+        link_bandwidth=900e9,
+        network_bandwidth=100e9,  # 800 Gbit/s
+    ),
+    # "GB200 NVL72", divided by 72 GPUs.
+    "gb200": replace(
+        _H100,
+        name="GB200 NVL72 186 GB",
+        memory_gib=184.0,
+        float32_flops=80e12,
+        bfloat16_flops=2500e12,
+        float8_flops=5000e12,
+        float4_flops=10_000e12,
+        memory_bandwidth=8e12,
+        link_bandwidth=900e9,
+    ),
+    # "A100 80GB SXM"
+    "a100": replace(
+        _H100,
+        name="A100 SXM 80 GB",
+        float32_flops=19.5e12,
+        bfloat16_flops=312e12,
+        float8_flops=312e12,
+        memory_bandwidth=2.039e12,
+        link_bandwidth=300e9,  # NVLink 3
+        network_bandwidth=25e9,  # 200 Gbit/s
+    ),
+    # "L40S". Cards without NVLink exchange data over PCIe: half of its rate in both directions.
+    "l40s": replace(
+        _H100,
+        name="L40S 48 GB",
+        memory_gib=44.5,
+        float32_flops=91.6e12,
+        bfloat16_flops=362e12,
+        float8_flops=733e12,
+        memory_bandwidth=864e9,
+        link_bandwidth=32e9,  # PCIe 4 x16
+        network_bandwidth=25e9,
+    ),
+    # White papers "NVIDIA Ada GPU Architecture" (appendix A) and "NVIDIA RTX Blackwell GPU
+    # Architecture" (appendix A): tensor cores with sums in float32, dense.
+    "rtx4090": replace(
+        _H100,
+        name="GeForce RTX 4090 24 GB",
+        memory_gib=23.5,
+        float32_flops=82.6e12,
+        bfloat16_flops=165.2e12,
+        float8_flops=330.3e12,
+        memory_bandwidth=1.008e12,
+        link_bandwidth=32e9,  # PCIe 4 x16
+        network_bandwidth=12.5e9,
+    ),
+    "rtx5090": replace(
+        _H100,
+        name="GeForce RTX 5090 32 GB",
+        memory_gib=31.3,
+        float32_flops=104.8e12,
+        bfloat16_flops=209.5e12,
+        float8_flops=419e12,
+        float4_flops=1676e12,
+        memory_bandwidth=1.792e12,
+        link_bandwidth=64e9,  # PCIe 5 x16
+        network_bandwidth=12.5e9,
+    ),
+    # White paper "NVIDIA RTX Blackwell PRO GPU Architecture", Workstation Edition.
+    "rtxpro6000": replace(
+        _H100,
+        name="RTX PRO 6000 Blackwell 96 GB",
+        memory_gib=95.0,
+        float32_flops=126e12,
+        bfloat16_flops=503.8e12,
+        float8_flops=1007.6e12,
+        float4_flops=2015.2e12,
+        memory_bandwidth=1.792e12,
+        link_bandwidth=64e9,  # PCIe 5 x16
+        network_bandwidth=50e9,
+    ),
+    # AMD's data sheet "Instinct MI300X"; seven Infinity Fabric links of 64 GB/s in one direction.
+    "mi300x": replace(
+        _H100,
+        name="Instinct MI300X 192 GB",
+        memory_gib=191.0,
+        float32_flops=163.4e12,
+        bfloat16_flops=1307.4e12,
+        float8_flops=2614.9e12,
+        memory_bandwidth=5.3e12,
+        link_bandwidth=448e9,
     ),
 }
 
@@ -106,11 +207,11 @@ def device_named(name: str | Device, world_size: int) -> Device:
 
 def device_of_gpu(name: str) -> Device | None:
     """Return the device of the table with a GPU's own name, such as NVIDIA H100 80GB HBM3. The
-    table has no PCIe cards, which are slower (H100 PCIe, H100 NVL)."""
-    words = set(name.upper().split())
+    table has no slower cards of the same name (H100 PCIe, H100 NVL, RTX 4090 D, laptops)."""
+    words = set(name.upper().replace("RTX ", "RTX").split())
     return (
         None
-        if words & {"PCIE", "NVL"}
+        if words & {"PCIE", "NVL", "LAPTOP", "D"}
         else next((DEVICES[key] for key in DEVICES if key.upper() in words), None)
     )
 

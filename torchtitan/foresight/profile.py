@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.narrow import MXFP8, NVFP4
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fitting import with_mode
@@ -118,25 +119,31 @@ def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
         del layer["gathered"]
     rest = weighted_sum((1, few), (-facts.n_special, layer))
     for one in config.model_converters:
+        # all but the head, which is in `rest`
         if isinstance(one, Float8LinearConverter.Config) and not one.emulate:
-            layer = _in_float8(layer, one)  # all but the head, which is in `rest`
+            layer = _narrowed(layer, torch.float8_e4m3fn, one.fsdp_float8_all_gather)
+        elif isinstance(one, MXFP8.Config | NVFP4.Config) and not one.emulate:
+            is_mxfp8 = isinstance(one, MXFP8.Config)
+            layer = _narrowed(layer, torch.float8_e4m3fn if is_mxfp8 else torch.float4_e2m1fn_x2)
     return Profile(layer, rest, facts, split.sequences)
 
 
-def _in_float8(layer: Portion, converter: Float8LinearConverter.Config) -> Portion:
-    """Return a layer with its products in bfloat16 replaced by products in float8, and kernels that
-    cast."""
+_NARROWER = {torch.float8_e4m3fn: 2, torch.float4_e2m1fn_x2: 4}
+"""How often a type fits into bfloat16."""
+
+
+def _narrowed(layer: Portion, dtype: torch.dtype, gathers_float8: bool = False) -> Portion:
+    """Return a layer with its products in bfloat16 replaced by products in a narrow type, and
+    kernels that cast; with the option, FSDP gathers float8."""
     changed: Portion = Counter()
     for one, count in layer.items():
         if isinstance(one, Kernel) and one.kind == "product" and one.dtype == torch.bfloat16:
             changed[
                 one._replace(kind="other", flops=0, n_bytes=round(FLOAT8_CASTS * one.n_bytes))
             ] += count
-            one = one._replace(dtype=torch.float8_e4m3fn, n_bytes=one.n_bytes // 2)
+            one = one._replace(dtype=dtype, n_bytes=one.n_bytes // _NARROWER[dtype])
         elif isinstance(one, Message) and one.role == "FSDP" and one.kind == "all-gather":
-            one = one._replace(
-                n_bytes=one.n_bytes // (2 if converter.fsdp_float8_all_gather else 1)
-            )
+            one = one._replace(n_bytes=one.n_bytes // (2 if gathers_float8 else 1))
         changed[one] += count
     return changed
 

@@ -11,6 +11,7 @@ import torch
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device
+from torchtitan.tools.errors import UserError
 
 Role = Literal["FSDP", "tensor parallel", "context parallel", "expert parallel", "replicas"]
 """Reason why ranks communicate."""
@@ -115,15 +116,25 @@ def kernel_seconds(device: Device, kernel: Kernel, *, is_compiled: bool) -> floa
             CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic
         )
     if kernel.kind == "product":
-        in_float8 = kernel.dtype.itemsize == 1
-        rate = (
-            device.float8_flops * FLOAT8_EFFICIENCY
-            if in_float8
-            else peak * device.product_efficiency
-        )
+        rate = _narrow_rate(device, kernel.dtype) or peak * device.product_efficiency
         return max(kernel.flops / rate, traffic)
     is_fused = is_compiled and kernel.kind == "other" and kernel.phase != "update"
     return traffic * (FUSED_TRAFFIC if is_fused else 1.0)
+
+
+def _narrow_rate(device: Device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s of large products in 8 or 4 bits; None for wider types. Raise `UserError`
+    for a device without 4-bit units."""
+    if dtype.itemsize > 1:
+        return None
+    if dtype != torch.float4_e2m1fn_x2:
+        return device.float8_flops * FLOAT8_EFFICIENCY
+    if not device.float4_flops:
+        raise UserError(
+            f"{device.name} has no 4-bit units (float4_flops is 0) for the converter nvfp4; choose "
+            "another device or converter"
+        )
+    return device.float4_flops * FLOAT8_EFFICIENCY
 
 
 def step_parts(
