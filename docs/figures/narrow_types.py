@@ -4,8 +4,8 @@
     python docs/figures/narrow_types.py draw FOLDER
 
 `train` trains a small Llama and a small mixture of experts on nine tenths of a text file, in each
-type with the same seed, and validates them on the rest. `draw` prints the table of the runs in FOLDER
-and writes the figure.
+type with the same seed, and validates them on the rest. `draw` prints the table of the runs in
+FOLDER and writes the figure.
 """
 
 import dataclasses
@@ -77,10 +77,16 @@ def train(folder: Path, text: Path, chosen: list[str]) -> None:
             trainer.close()
 
 
-def last_losses(folder: Path) -> tuple[float, float]:
-    """Return the mean training loss of the last 50 steps, and the last validation loss."""
-    losses = [loss for step, loss in points(folder, "loss") if step > STEPS - 50]
-    return mean(losses), points(folder, "validation_loss")[-1][1]
+def row(run: Path, reference: Path) -> list[str]:
+    """Return the steps of a run, its mean loss over the last 50, the difference from a reference at
+    the same steps, and the last validation loss if the run is complete."""
+    losses, others = dict(points(run, "loss")), dict(points(reference, "loss"))
+    last = max(losses)
+    own, base = (
+        mean(x for step, x in each.items() if last - 50 < step <= last) for each in (losses, others)
+    )
+    validation = f"{points(run, 'validation_loss')[-1][1]:.4f}" if last == STEPS else ""
+    return [str(last), f"{own:.4f}", f"{100 * (own / base - 1):+.2f} %", validation]
 
 
 def main(action: str, folder: str, *others: str) -> None:
@@ -88,16 +94,12 @@ def main(action: str, folder: str, *others: str) -> None:
         return train(Path(folder), Path(others[0]), list(others[1:]))
     panels = []
     for model in MODELS:
-        of_bfloat16 = last_losses(Path(folder) / model / "bfloat16")
         lines = []
         for kind in TYPES:
             run = Path(folder) / model / kind
             if not (run / "metrics.jsonl").exists():
                 continue
-            cells = [
-                f"{loss:.4f} ({100 * (loss / base - 1):+.2f} %)"
-                for loss, base in zip(last_losses(run), of_bfloat16, strict=True)
-            ]
+            cells = row(run, Path(folder) / model / "bfloat16")
             print(f"| {model} | {kind} | {' | '.join(cells)} |")
             if kind in ("bfloat16", "MXFP8", "NVFP4"):
                 lines.append((kind, points(run, "loss")))
