@@ -61,7 +61,7 @@ class PretrainDataLoader(TokenizingDataLoader):
         .zst), a folder, a glob pattern, or a folder written by `torchtitan data prepare` or
         `datasets.save_to_disk`; a URL of files or prepared data (s3://…); or token files of
         Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder); or a
-        dataset on the Hugging Face Hub, org/name[:config][@revision][split], which is streamed if
+        dataset on the Hugging Face Hub, `org/name[:config][@revision][split]`, which is streamed if
         it is the only one."""
         weights: list[float] = field(default_factory=list)
         """Relative share of each dataset in the tokens; empty: read all datasets equally often."""

@@ -62,7 +62,7 @@ class SFTDataLoader(PlannedDataLoader):
         """Datasets, each `chats` (built in), a registered name, or a local path: a file (json,
         jsonl, csv, parquet, txt, md, optionally .gz or .zst), a folder, a glob pattern, or a folder
         written by `datasets.save_to_disk`; or a dataset on the Hugging Face Hub,
-        org/name[:config][@revision][split]."""
+        `org/name[:config][@revision][split]`."""
         train_on: TrainOn = "assistant"
         """Turns to train on: assistant (all of its turns), last_assistant, or all. Weights in a row
         take precedence."""
