@@ -16,9 +16,16 @@ from torchtitan.foresight import scaling
 from torchtitan.foresight.devices import device_named
 from torchtitan.foresight.dial import DialTrainer
 from torchtitan.foresight.sizes import parameters_per_token, sized, small_flavor
-from torchtitan.foresight.transfer import initial_scale, on_meta, param_groups, transfers
+from torchtitan.foresight.transfer import (
+    initial_scale,
+    on_meta,
+    param_groups,
+    transfers,
+    transfers_depth,
+)
 from torchtitan.models.common.recipes import balanced
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 _DEFAULT_LAYERS = 6
@@ -58,7 +65,13 @@ def dial(
         tokens = budget / (6 * parameters_per_token(model_of(layers)))
     model = model_of(layers)
     base = sized(flavor, scaling.base_sizes(width_per_layer))
-    found = transfers(on_meta(model), on_meta(dataclasses.replace(base, vocab_size=vocabulary)))
+    largest = on_meta(model)
+    found = transfers(largest, on_meta(dataclasses.replace(base, vocab_size=vocabulary)))
+    if not transfers_depth(largest):
+        logger.warning(
+            "the best learning rate may change with depth: the residual branches of this family "
+            "end with norms that add one to their weights, which cannot scale the branches"
+        )
     seq_len = scaling.window(model.dim)
     plan = scaling.schedule(parameters_per_token(model), tokens, seq_len, devices)
     config = DialTrainer.Config(
