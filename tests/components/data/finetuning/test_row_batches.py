@@ -167,6 +167,7 @@ def test_errors_name_the_first_row(tmp_path: Path) -> None:
 
     for texts, message in (
         (["a", "b!", *LETTERS[:3]], "a.jsonl:2: a text"),
+        (["a", "b!", *LETTERS[:6], "c!", *LETTERS], "a.jsonl:2: a text"),
         (LETTERS, "too early"),
     ):
         batches = encoded_batches(

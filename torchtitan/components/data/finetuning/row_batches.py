@@ -218,13 +218,16 @@ def _in_processes(
     problem: UserError | None = None
     with forked_calls(partial(_encode_pickled, encoder), n_processes, _prepare_process) as call:
         try:
-            try:
-                for batch in batches:
-                    pending.append(_submitted(batch, call, encoder))
-                    if len(pending) == BATCHES_AHEAD * n_processes:
-                        yield _result(pending.popleft(), told)
-            except UserError as error:  # earlier rows may also have one
-                problem = error
+            while True:
+                try:
+                    batch = next(batches, None)
+                except UserError as error:  # earlier rows may also have one
+                    problem, batch = error, None
+                if batch is None:
+                    break
+                pending.append(_submitted(batch, call, encoder))
+                if len(pending) == BATCHES_AHEAD * n_processes:
+                    yield _result(pending.popleft(), told)
             while pending:
                 yield _result(pending.popleft(), told)
         except BrokenProcessPool:
