@@ -311,7 +311,7 @@ class TestMistakes:
             ),
             (
                 ["--config", "zzz"],
-                r"there are: llama3_1b, [^;]*; with --hf_assets_path DIR: lora, [a-z_, ]*\)$",
+                r"there are: dial, llama3_1b, [^;]*; with --hf_assets_path DIR: lora, [a-z_, ]*\)$",
             ),
             (["--config", "lorra"], "did you mean 'lora'"),
             (["--module", "preference", "--config", "zzz"], r"there are: dpo, [^;]*\)$"),
