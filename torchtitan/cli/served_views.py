@@ -44,7 +44,9 @@ class RunsView:
 
     def read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the curves: metric → its points, [step, value], thinned out."""
-        file = self._files()[name]
+        file = self._files().get(name)
+        if file is None:
+            raise RequestError(f"the run {name} was removed", status=404, param="name")
         try:
             lines = [*json_lines(file, is_metrics, [])]
         except UserError as error:

@@ -187,7 +187,7 @@ def _objects_around(text: str, place: int) -> Iterator[tuple[int, int, dict[str,
     while start >= 0:
         try:
             value, end = _DECODER.raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             value, end = None, -1
         if isinstance(value, dict) and _NAME in value.values() and end > place:
             yield start, end, value
