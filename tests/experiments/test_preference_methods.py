@@ -290,6 +290,20 @@ def test_the_reference_follows_the_model(folder, tmp_path):  # noqa: F811
     )
     with pytest.raises(UserError, match=r"--reference\.update_every 2 copies the trained weights"):
         train(folder, tmp_path / "lora", "dpo_lora", **options)
+    rounded = {"training__mixed_precision_param": "bfloat16", "reference__update_share": 0.01}
+    with pytest.raises(UserError, match=r"--reference\.update_share 0\.01: .* type bfloat16"):
+        train(folder, tmp_path / "bfloat16", "dpo", **options, **rounded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["simpo", "orpo", "cpo"])
+def test_long_answers_may_count_less_without_a_reference(kind, folder, tmp_path):  # noqa: F811
+    rows = []
+    for share in (1.0, 0.3):
+        dump = tmp_path / str(share)
+        train(folder, dump, "dpo", loss__kind=kind, loss__verbose_weight=share, **STEP)
+        rows += read_metrics(dump, "loss", "grad_norm")
+    assert len(rows) == 2 and rows[0] != rows[1]
 
 
 PROMPTS = [{"prompt": f"Is {i} " + "very " * (i % 3) + "big?"} for i in range(8)]

@@ -211,6 +211,13 @@ class ReferenceTrainer(FrozenModelTrainer):
                     "model of the same kind: use --reference.kind model, without adapters and "
                     "--reference.offload"
                 )
+            precision = self.training.mixed_precision_param
+            if every and share < 1 and precision != "float32":
+                raise UserError(
+                    f"--reference.update_share {share:g}: the reference has the type {precision}, "
+                    "which would round small changes away; set --training.mixed_precision_param "
+                    "float32, or a share of 1"
+                )
             has_weights = self.reference.path or self.reference.offload
             if self.reference.kind == "adapters_off" and (has_weights or not has_adapters):
                 remedy = (

@@ -158,6 +158,19 @@ def test_entropies_equal_float64(has_weight):
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+def test_impossible_tokens_add_nothing_to_entropies():
+    """Neither a logit of -inf nor a probability that underflows."""
+    logits = torch.tensor([[[0.0, 1.0, -200.0], [0.0, 1.0, -math.inf]]], requires_grad=True)
+    entropies = token_entropies(logits, None, torch.tensor([[0, 1]]), temperature=0.5)
+    p = torch.tensor([0.0, 2.0], dtype=F64).softmax(-1)
+    expected = -(p * p.log()).sum().item()
+    assert entropies.tolist() == [[pytest.approx(expected)] * 2]
+    (gradient,) = torch.autograd.grad(entropies.sum(), logits)
+    slope = -p * (p.log() + expected) / 0.5  # dH/dx = -p (log p + H), by the temperature
+    for found in gradient[0].tolist():
+        assert found == [*map(pytest.approx, slope.tolist()), 0.0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -30,7 +30,8 @@ def token_entropies(
     def of_chunk(hidden: Tensor, weight: Tensor | None) -> Tensor:
         logits = hidden if weight is None else hidden @ weight.T
         log_p = transform(logits.float()).log_softmax(dim=-1)
-        return -torch.special.xlogy(log_p.exp(), log_p.exp()).sum(dim=-1)
+        # Of a token without probability, 0 is added: the limit of p log p, also in the gradient.
+        return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)
 
     values = [
         checkpoint(of_chunk, hidden, weight_VD, use_reentrant=False)

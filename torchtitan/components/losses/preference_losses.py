@@ -135,7 +135,12 @@ def aot_loss(upper: Tensor, lower: Tensor, is_pair: Tensor, beta: float) -> Tens
     that the distribution of `upper` comes to lie above that of `lower` (AOT, Melnyk et al.,
     arXiv:2406.05882, with the logistic loss); 0 where there is no pair. The n-th loss is of the
     n-th smallest values."""
-    gap = upper[is_pair].sort().values - lower[is_pair].sort().values
+    # Places without a pair come last. Shapes do not depend on values, which dry runs lack.
+    uppers, lowers = (
+        values.masked_fill(~is_pair, math.inf).flatten().sort().values for values in (upper, lower)
+    )
+    is_known = torch.arange(len(uppers), device=uppers.device) < is_pair.sum()
+    gap = torch.where(is_known, uppers - lowers, 0.0)
     return torch.zeros_like(upper).masked_scatter(is_pair, -F.logsigmoid(beta * gap))
 
 

@@ -223,4 +223,8 @@ async def _awaited(value: Any, subject: str) -> Any:
 
 
 def _rates_batches(function: Reward) -> bool:
-    return next(iter(inspect.signature(function).parameters), "") == "prompts"
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it has no signature, or only its name was checked
+        return False
+    return next(iter(parameters), "") == "prompts"

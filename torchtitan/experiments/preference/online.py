@@ -21,7 +21,7 @@ from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.components.rollout.trajectory import Group, Trajectory
 from torchtitan.distributed.process_group import on_all_ranks
-from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
+from torchtitan.experiments.reward.trainer import batch_reward_function, check_reward_model
 from torchtitan.tools.errors import SharedError, UserError, require
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
@@ -75,7 +75,7 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.rewards = Rewards(config.rewards, config.reward_weights, reward_function)
+        self.rewards = Rewards(config.rewards, config.reward_weights, batch_reward_function)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample answers to the next prompts, and return their pairs in packed windows, equally

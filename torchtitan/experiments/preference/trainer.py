@@ -72,7 +72,8 @@ class PreferenceTrainer(ReferenceTrainer):
         if (alpha := self.loss.verbose_weight) < 1:
             is_verbose_BW = beyond_the_shorter(is_trained_BW, sequences_BW, lengths)
             weights_BW = torch.where(is_verbose_BW, alpha, 1.0)
-            log_probs_BW, reference = log_probs_BW * weights_BW, reference * weights_BW
+            log_probs_BW = log_probs_BW * weights_BW
+            reference = reference * weights_BW if self.needs_reference else reference
         if self.needs_reference:
             reference = sum_answers(reference, sequences_BW)
         return Answers(sum_answers(log_probs_BW, sequences_BW), reference, lengths)

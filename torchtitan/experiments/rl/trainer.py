@@ -22,7 +22,7 @@ from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import RolloutConfig, log_completions
 from torchtitan.components.rollout.trajectory import Group, advantages_of
 from torchtitan.distributed.process_group import on_all_ranks
-from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
+from torchtitan.experiments.reward.trainer import batch_reward_function, check_reward_model
 from torchtitan.experiments.rl.advantages import estimate_advantages
 from torchtitan.tools.errors import SharedError, UserError, require
 from torchtitan.tools.logging import logger
@@ -32,6 +32,9 @@ from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 Head = Callable[..., Tensor]
 """See `token_log_probs`."""
+
+_OF_WHOLE_ANSWERS = ("critic", "returns", "batch_scaled", "best")
+"""Advantages that compare whole answers only, not their turns."""
 
 
 class RLTrainer(ReferenceTrainer, RolloutTrainer):
@@ -122,7 +125,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             n_parts,
             f"a divisor of {n_prompts}, the prompts of a step on each rank",
         )
-        self.rewards = Rewards(config.rewards, config.reward_weights, reward_function)
+        self.rewards = Rewards(config.rewards, config.reward_weights, batch_reward_function)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample trajectories for the next prompts, and return them in packed windows, equally many
@@ -135,12 +138,15 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         if n_tokens := self.measure_trajectories(groups, percents=(10, 50, 90)):
             self.tokens_per_step = n_tokens
         kind = self.policy.method.advantage
-        if kind in ("critic", "returns") and any(
-            t.token_rewards for group in groups for t in group
-        ):
-            method = f"--policy.method {self.config.policy.method}"
-            raise UserError(f"{method} takes no rewards per turn; use another method")
-        deviation = self.reward_deviation(groups)
+        if kind in _OF_WHOLE_ANSWERS:
+            has_turns = any(t.token_rewards for group in groups for t in group)
+            if not on_all_ranks(not has_turns):
+                method = f"--policy.method {self.config.policy.method}"
+                raise SharedError(
+                    f"{method} with the advantage {kind} takes no rewards per turn; use another "
+                    "method or --policy.advantage"
+                )
+        deviation = self.reward_deviation(groups) if kind == "batch_scaled" else 1.0
         advantages = advantages_of(
             groups, partial(group_advantages, kind=kind, deviation=deviation)
         )
