@@ -1,23 +1,28 @@
 """The configuration `dial`: the transfer of hyper-parameters over width and depth, and the rules."""
 
+import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import torchtitan.models.deepseek_v3
 import torchtitan.models.gemma
 import torchtitan.models.granite
 import torchtitan.models.llama3
 import torchtitan.models.mixtral
 import torchtitan.models.olmo
 import torchtitan.models.qwen3
+import torchtitan.models.qwen3_5
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
 from torchtitan.foresight import scaling
 from torchtitan.foresight.config_registry import dial
-from torchtitan.foresight.sizes import parameters_per_token
+from torchtitan.foresight.sizes import parameters_per_token, sized, small_flavor
+from torchtitan.foresight.transfer import on_meta, transfers
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -29,6 +34,9 @@ FAMILIES = [
     torchtitan.models.olmo,
     torchtitan.models.mixtral,
 ]
+OF_SEVERAL_KINDS = [torchtitan.models.qwen3_5, torchtitan.models.deepseek_v3]
+"""Families whose first layer does not have all parameters, or has numbered parts."""
+
 VOCABULARY = 61
 
 
@@ -81,6 +89,15 @@ def test_updates_have_the_same_effect_at_every_width(family):
     assert last < 1.3 * first
 
 
+@pytest.mark.slow
+def test_layers_of_all_kinds_transfer():
+    """The same for Qwen 3.5, whose fourth layer is the first one with full attention, over a factor
+    of 4 in width. If that layer kept the rates of the base, the change would grow by 1.43."""
+    family = torchtitan.models.qwen3_5
+    (_, narrow), (_, wide) = (changes_of_logits(family, width, 4) for width in (64, 256))
+    assert 1 / 1.25 < wide / narrow < 1.25
+
+
 def test_without_transfer_updates_grow_with_width():
     narrow, wide = (
         changes_of_logits(torchtitan.models.llama3, width, transfers=False)[1]
@@ -98,31 +115,39 @@ def test_updates_have_the_same_effect_at_every_depth():
     assert 1 / 1.8 < deep / shallow < 1.8
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "family", FAMILIES + OF_SEVERAL_KINDS, ids=lambda family: family.__name__.split(".")[-1]
+)
 def test_every_parameter_is_in_one_group_and_decays_alike(family):
     config = dial(dial=4, family=family)
     model = config.model_spec.model
     model.vocab_size = VOCABULARY
     with torch.device("meta"):
-        names = [name for name, _ in model.build().named_parameters()]
+        parameters = dict(model.build().named_parameters())
     groups = config.optimizer.param_groups.values()
-    for name in names:
+    for name, parameter in parameters.items():
         (group,) = [one for one in groups if re.search(one.pattern, name)]
-        if re.search("norm|bias|tok_embeddings", name):
+        if parameter.dim() == 1 or re.search("bias|tok_embeddings", name):
             assert group.weight_decay_factor == 0.0
         else:  # AdamW multiplies weights by 1 - rate x decay
             assert group.lr_factor * group.weight_decay_factor == pytest.approx(1.0)
+
+
+def rates_of(config: Trainer.Config) -> Callable[[str], float]:
+    """Return a function from a parameter's name to the factor of its rate."""
+
+    def rate(name: str) -> float:
+        groups = config.optimizer.param_groups.values()
+        return next(one.lr_factor for one in groups if re.search(one.pattern, name))
+
+    return rate
 
 
 def test_rates_are_those_of_the_tables():
     """Four layers of width 256, against a base of 2 layers of width 128: by muP's table 3 and
     CompleteP's table 1, with the multiplier of the branch in its last matrix."""
     config = dial(dial=4, family=torchtitan.models.llama3)
-
-    def rate(name: str) -> float:
-        groups = config.optimizer.param_groups.values()
-        return next(one.lr_factor for one in groups if re.search(one.pattern, name))
-
+    rate = rates_of(config)
     assert rate("tok_embeddings.weight") == rate("layers.3.ffn_norm.weight") == 1.0
     assert rate("layers.0.attention.wq.weight") == rate("head.output.weight") == 1 / 2
     assert rate("layers.3.attention.wo.weight") == rate("layers.0.feed_forward.w2.weight") == 1 / 4
@@ -133,16 +158,65 @@ def test_rates_are_those_of_the_tables():
     config.model_converters[0].build().convert(built)
     initialize_weights(built, seed=0)
     stds = {name: float(parameter.detach().std()) for name, parameter in built.named_parameters()}
-    # the family's own: 0.02 inside, 0.02 / sqrt(2) last in layer 0, 1 / (4 sqrt(width)) for logits
-    assert stds["layers.0.attention.wq.weight"] == pytest.approx(0.02 / math.sqrt(2), rel=0.05)
-    assert stds["layers.0.attention.wo.weight"] == pytest.approx(0.02 / 2 / 2, rel=0.05)
+    # the family's own: 0.02 inside, 0.02 / sqrt(2) in w2, w3 and wo of layer 0, and less in deeper
+    # layers, which would be a second factor of depth; 1 / (4 sqrt(width)) for logits
+    for layer in range(4):
+        for name, std in {"attention.wq": 0.02, "feed_forward.w3": 0.02 / math.sqrt(2)}.items():
+            found = stds[f"layers.{layer}.{name}.weight"]
+            assert found == pytest.approx(std / math.sqrt(2), rel=0.05)
+        for name in ("attention.wo", "feed_forward.w2"):
+            assert stds[f"layers.{layer}.{name}.weight"] == pytest.approx(0.02 / 2 / 2, rel=0.05)
     assert stds["head.output.weight"] == pytest.approx(1 / 4 / math.sqrt(128) / 2, rel=0.05)
 
 
+def test_a_layer_that_the_smallest_model_lacks_is_transferred():
+    """Qwen 3.5's fourth layer is its first one with full attention; here width 256, 4 layers."""
+    rate = rates_of(dial(dial=4, family=torchtitan.models.qwen3_5))
+    assert rate("layers.3.attention.wq.weight") == rate("layers.0.attention.in_z.weight") == 1 / 2
+    assert rate("layers.3.attention.wo.weight") == rate("layers.0.attention.out.weight") == 1 / 4
+
+
+def test_numbered_parts_of_a_layer_keep_their_own_rates():
+    """DeepSeek's queries: a matrix to a latent of constant width, its norm, and a matrix from it,
+    whose inputs do not grow."""
+    config = dial(dial=4, family=torchtitan.models.deepseek_v3)
+    rate = rates_of(config)
+    assert rate("layers.0.attention.q_latent.0.weight") == 1 / 2
+    assert rate("layers.0.attention.q_latent.1.weight") == 1.0
+    assert rate("layers.0.attention.q_latent.2.weight") == 1.0
+
+
 def test_the_base_size_is_the_family_itself():
+    """Except for later layers, which start like the first."""
     config = dial(dial=2, family=torchtitan.models.llama3)
-    assert config.model_converters[0].scales == {}
+    (scale,) = config.model_converters[0].scales.values()
+    assert scale.std == pytest.approx(0.02 / math.sqrt(2)) and scale.factor == 1.0
+    matches = [name for name in ("wq", "wo", "w1", "w2", "w3") if name in scale.pattern]
+    assert matches == ["wo", "w2", "w3"]
     assert {group.lr_factor for group in config.optimizer.param_groups.values()} == {1.0}
+
+
+def models_of(family, width_per_layer: int = 64):
+    """Return a model of 2 layers and its base, without memory."""
+    sizes = [scaling.sizes(2, width_per_layer), scaling.base_sizes(2, width_per_layer)]
+    flavor = dataclasses.replace(small_flavor(family), vocab_size=VOCABULARY)
+    return [on_meta(sized(flavor, one)) for one in sizes]
+
+
+def test_a_parameter_without_counterpart_is_refused():
+    model, _ = models_of(torchtitan.models.qwen3)
+    _, base = models_of(torchtitan.models.llama3)
+    with pytest.raises(UserError, match="no layers.0.attention.q_norm.weight at the base size"):
+        transfers(model, base)
+
+
+def test_a_branch_whose_last_matrix_is_unknown_is_refused():
+    models = models_of(torchtitan.models.llama3)
+    for model in models:
+        block = model.layers["1"]
+        block.mixer, block.attention = block.attention, torch.nn.Identity()
+    with pytest.raises(UserError, match=r"residual branch layers.1.mixer; it knows attention.wo"):
+        transfers(*models)
 
 
 def test_a_budget_is_used_by_the_largest_model_that_it_pays():

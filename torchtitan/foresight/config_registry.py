@@ -64,7 +64,8 @@ def dial(
         layers = _largest(model_of, budget, tokens_per_parameter)
         tokens = budget / (6 * parameters_per_token(model_of(layers)))
     model = model_of(layers)
-    base = sized(flavor, scaling.base_sizes(width_per_layer))
+    # with as many layers, so that each kind of layer has a counterpart
+    base = sized(flavor, scaling.base_sizes(layers, width_per_layer))
     largest = on_meta(model)
     found = transfers(largest, on_meta(dataclasses.replace(base, vocab_size=vocabulary)))
     if not transfers_depth(largest):

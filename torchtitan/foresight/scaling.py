@@ -101,11 +101,11 @@ def sizes(layers: int, width_per_layer: int = WIDTH_PER_LAYER) -> Sizes:
     return Sizes(layers, heads * head_width, heads, head_width)
 
 
-def base_sizes(width_per_layer: int = WIDTH_PER_LAYER) -> Sizes:
-    """Return the base size, with heads as wide as a dial's."""
+def base_sizes(layers: int, width_per_layer: int = WIDTH_PER_LAYER) -> Sizes:
+    """Return the base width with another number of layers, and heads as wide as a dial's."""
     head_width = sizes(1, width_per_layer).head_width
     heads = max(1, BASE_WIDTH // head_width)
-    return Sizes(BASE_LAYERS, heads * head_width, heads, head_width)
+    return Sizes(layers, heads * head_width, heads, head_width)
 
 
 def window(width: int) -> int:

@@ -1,12 +1,14 @@
 """Transfer of hyper-parameters over width and depth: initial values and rates of each parameter
 relative to a base model of the same family.
 
-Roles follow from shapes, as in muP (Yang et al. 2022, arXiv:2203.03466, table 3): a matrix whose
-inputs grow by r gets the rate 1 / r, and initial values of 1 / sqrt(r) if its outputs grow too,
-else of 1 / r (output head, routers). The multiplier 1 / depth of a residual branch (CompleteP, Dey
-et al. 2025, arXiv:2505.01618) is part of its last matrix, whose initial values and rate it
-multiplies, so a model computes as before and exports need no new key. Rate times weight decay is
-the same at every size.
+Factors of width follow from shapes, as in muP (Yang et al. 2022, arXiv:2203.03466, table 3): a
+matrix whose inputs grow by r gets the rate 1 / r, and initial values of 1 / sqrt(r) if its outputs
+grow too, else of 1 / r (output head, routers). The multiplier 1 / depth of a residual branch
+(CompleteP, Dey et al. 2025, arXiv:2505.01618) is part of its last matrix, whose initial values and
+rate it multiplies, so a model computes as before and exports need no new key. All layers start
+alike: a family's own fall of initial values with the layer's number would be a second factor of
+depth.
+Rate times weight decay is the same at every size.
 """
 
 import math
@@ -20,24 +22,40 @@ from torch import nn
 
 from torchtitan.components.optim.initial_scale import InitialScale, Scale
 from torchtitan.components.optim.optimizer import ParamGroup
+from torchtitan.foresight.scaling import BASE_LAYERS
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of
+from torchtitan.tools.errors import UserError
 
-_LAST_OF_BRANCH = re.compile(
-    r"\.(attention\.(wo|out)\.|feed_forward\.w2\.|moe\.shared\.w2\.|moe\.experts\.(w2|bias2)$)"
+_LAST_MATRICES = (
+    "attention.wo",
+    "attention.out",
+    "feed_forward.w2",
+    "moe.shared.w2",
+    "moe.experts.w2",
+    "moe.experts.bias2",
 )
-_LAST_NORM = re.compile(r"\.(attention_post_norm|ffn_post_norm)\.")
-"""Norm after a branch, which undoes a factor before it."""
+"""Last matrix of each residual branch of a layer, and biases with names of their own."""
 
-_NO_DECAY = re.compile(r"norm|bias|tok_embeddings")
+_POST_NORMS = {
+    "attention": "attention_post_norm",
+    "feed_forward": "ffn_post_norm",
+    "moe": "ffn_post_norm",
+}
+"""Branch → norm after it, which undoes a factor before it."""
+
+_LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 class Transfer(NamedTuple):
-    """Factors of a parameter relative to the base model."""
+    """Initial values and rate of a parameter, in all layers."""
 
-    init: float
-    """Factor of the family's own initial values."""
+    std: float | None
+    """Standard deviation of the initial values; None: the family's."""
+    factor: float
+    """Multiplies the family's initial values."""
     lr: float
+    """Factor of the rate."""
     decays: bool
 
 
@@ -48,42 +66,106 @@ class _Facts(NamedTuple):
     constant: float | None
     is_embedding: bool
 
+    @property
+    def decays(self) -> bool:
+        """Norms, biases and embeddings do not decay."""
+        return len(self.shape) > 1 and self.constant is None and not self.is_embedding
+
 
 def transfers(model: BaseModel, base: BaseModel) -> dict[str, Transfer]:
-    """Return name, with `*` for the layer's number → factors relative to `base`, a model of the
-    same family. Both may be on the meta device."""
+    """Return name, with `*` for the layer's number → transfer relative to `base`.
+
+    Args:
+        base: the same family and number of layers, at the base width. Both models may be on the
+            meta device.
+
+    Raises:
+        UserError: for a parameter that `base` lacks or that transfers differently from layer to
+            layer, and for a residual branch whose last matrix is unknown.
+    """
     facts, base_facts = _facts_of(model), _facts_of(base)
-    depth = base.config.n_layers / model.config.n_layers  # type: ignore[attr-defined]
-    post_norms = [name for name in facts if _LAST_NORM.search(name)]
-    last = _LAST_NORM if post_norms else _LAST_OF_BRANCH
-    found = {}
+    depth = BASE_LAYERS / model.config.n_layers  # type: ignore[attr-defined]
+    ends = _ends_of_branches(facts)
+    first: dict[str, _Facts] = {}
+    found: dict[str, Transfer] = {}
+    starts_alike: dict[str, bool] = {}
     for name, own in facts.items():
-        init, lr = _over_width(own, base_facts.get(name, own))
+        if name not in base_facts:
+            raise UserError(
+                f"--config dial: the family has no {name} at the base size, so its rate and "
+                "initial values are unknown; choose another family"
+            )
+        role, of_base = _LAYER.sub("layers.*.", name), base_facts[name]
+        start = first.setdefault(role, of_base).std
+        transfer = _over_width(own, of_base, start)
         # A norm whose gain starts at 0 adds one to it: no factor of its weight scales the branch.
-        if last.search(name) and own.constant != 0.0:
-            init, lr = init * depth, lr * depth
-        elif last is _LAST_OF_BRANCH and last.search(name):
-            lr *= depth  # a bias
-        found[name] = Transfer(init, lr, not _NO_DECAY.search(name))
-    return found
+        if name in ends and not (own.constant == 0.0 and "norm" in name):
+            transfer = _over_depth(transfer, depth, own)
+        if found.setdefault(role, transfer) != transfer:
+            raise UserError(
+                f"--config dial: {name} grows with the width in another way than in other layers; "
+                "choose another family"
+            )
+        is_alike = transfer.std is None or math.isclose(transfer.std, own.std or 0.0)
+        starts_alike[role] = starts_alike.get(role, True) and is_alike
+    return {
+        role: one._replace(std=None) if starts_alike[role] else one for role, one in found.items()
+    }
 
 
 def transfers_depth(model: BaseModel) -> bool:
     """Return whether residual branches can be scaled: not if norms that add one end them."""
     facts = _facts_of(model)
-    return all(facts[name].constant != 0.0 for name in facts if _LAST_NORM.search(name))
+    ends = _ends_of_branches(facts)
+    return not any(facts[name].constant == 0.0 and "norm" in name for name in ends)
 
 
-def _over_width(own: _Facts, base: _Facts) -> tuple[float, float]:
-    """Return the factors of initial values and rate."""
-    if own.std is None or base.std is None:
-        return 1.0, 1.0
+def _over_width(own: _Facts, base: _Facts, start: float | None) -> Transfer:
+    """Return the transfer without depth. `start`: standard deviation in the base's first layer with
+    the parameter."""
+    if own.std is None or base.std is None or start is None:
+        return Transfer(None, 1.0, 1.0, own.decays)
     if own.is_embedding:  # times what the family multiplies it by, it is the same at every width
-        return 1.0, own.std / base.std
+        return Transfer(None, 1.0, own.std / base.std, own.decays)
     r_in = own.shape[-1] / base.shape[-1]
     r_out = own.shape[-2] / base.shape[-2]
-    std = base.std / (r_in if r_out == 1 else math.sqrt(r_in))
-    return std / own.std, 1 / r_in
+    return Transfer(start / (r_in if r_out == 1 else math.sqrt(r_in)), 1.0, 1 / r_in, own.decays)
+
+
+def _over_depth(transfer: Transfer, depth: float, own: _Facts) -> Transfer:
+    """Return the transfer of a parameter that ends a residual branch."""
+    lr = transfer.lr * depth
+    if transfer.std is not None:
+        return transfer._replace(std=transfer.std * depth, lr=lr)
+    return transfer._replace(factor=depth if own.constant else 1.0, lr=lr)  # a norm, or a bias of 0
+
+
+def _ends_of_branches(facts: Mapping[str, _Facts]) -> set[str]:
+    """Return the parameters that multiply the result of a residual branch: its last matrix, or the
+    norm after it. Raise `UserError` for a branch with neither."""
+    branches = defaultdict(list)
+    for name, one in facts.items():
+        if number := _LAYER.match(name):
+            part = name[number.end() :].partition(".")[0]
+            branches[number[0], part].append((name, one))
+    ends: set[str] = set()
+    for (layer, part), parameters in branches.items():
+        if all(one.std is None for _, one in parameters):
+            continue  # a norm
+        post_norm = f"{layer}{_POST_NORMS.get(part)}.weight"
+        names = [name for name, _ in parameters if _is_last(name.removeprefix(layer))]
+        found = [post_norm] if post_norm in facts else names
+        if not found:
+            raise UserError(
+                f"--config dial does not know the last matrix of the residual branch {layer}{part};"
+                f" it knows {', '.join(_LAST_MATRICES)}"
+            )
+        ends.update(found)
+    return ends
+
+
+def _is_last(name: str) -> bool:
+    return any(name == last or name.startswith(f"{last}.") for last in _LAST_MATRICES)
 
 
 def _facts_of(model: nn.Module) -> dict[str, _Facts]:
@@ -92,25 +174,24 @@ def _facts_of(model: nn.Module) -> dict[str, _Facts]:
         initializers = initializers_of(module)
         for name, parameter in module.named_parameters(recurse=False):
             initializer = initializers.get(name)
-            facts = _Facts(
+            found[f"{prefix}.{name}"] = _Facts(
                 tuple(parameter.shape),
                 initializer.std if isinstance(initializer, TruncatedNormal) else None,
                 initializer.value if isinstance(initializer, Constant) else None,
                 isinstance(module, nn.Embedding),
             )
-            found.setdefault(re.sub(r"\.\d+\.", ".*.", f"{prefix}.{name}"), facts)
     return found
 
 
 def initial_scale(found: Mapping[str, Transfer]) -> InitialScale.Config:
     """Return the converter that sets the initial values."""
-    by_factor = defaultdict(list)
+    by_values = defaultdict(list)
     for name, one in found.items():
-        if not math.isclose(one.init, 1.0):
-            by_factor[one.init].append(name)
+        if one.std is not None or not math.isclose(one.factor, 1.0):
+            by_values[one.std, one.factor].append(name)
     scales = {
-        f"scale_{number}": Scale(pattern=_pattern(names), factor=factor)
-        for number, (factor, names) in enumerate(by_factor.items(), 1)
+        f"scale_{number}": Scale(pattern=_pattern(names), std=std, factor=factor)
+        for number, ((std, factor), names) in enumerate(by_values.items(), 1)
     }
     return InitialScale.Config(scales=scales)
 

@@ -38,9 +38,27 @@ def test_other_distributions_are_refused():
     every = InitialScale.Config(scales={"all": Scale(pattern="conv", factor=2.0)})
     with pytest.raises(UserError, match=r"of layers.0.attention.conv.weight are Uniform"):
         every.build().convert(model)
-    wrong = InitialScale.Config(scales={"all": Scale(pattern=".", factor=0.0)})
-    with pytest.raises(UserError, match=r"scales.all.factor is 0.0"):
-        wrong.validate()
+    norms = InitialScale.Config(scales={"all": Scale(pattern="ffn_norm", std=0.1)})
+    with pytest.raises(UserError, match=r"of layers.0.ffn_norm.weight are Constant; only normal"):
+        norms.build().convert(model)
+    for name in ("factor", "std"):
+        wrong = InitialScale.Config(scales={"all": Scale(pattern=".", **{name: 0.0})})
+        with pytest.raises(UserError, match=rf"scales.all.{name} is 0.0"):
+            wrong.validate()
+
+
+def test_a_standard_deviation_can_be_set():
+    plain, scaled = llama_config().build(), llama_config().build()
+    scales = {"outputs": Scale(pattern="attention.wo", std=0.04, factor=0.5)}
+    InitialScale.Config(scales=scales).build().convert(scaled)
+    for model in (plain, scaled):
+        initialize_weights(model, seed=4)
+    theirs = dict(plain.named_parameters())
+    for name, values in scaled.named_parameters():
+        if "attention.wo" in name:  # 4,096 values or more: within 3 standard errors
+            assert float(values.detach().std()) == pytest.approx(0.02, rel=0.04)
+        else:
+            torch.testing.assert_close(values, theirs[name], rtol=0.0, atol=0.0)
 
 
 def test_factors_follow_the_rate_and_the_decay_of_the_optimizer():

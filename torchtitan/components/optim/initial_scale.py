@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -22,13 +21,16 @@ from torchtitan.tools.patterns import check_pattern
 
 @dataclass(kw_only=True, slots=True)
 class Scale:
-    """A factor of the initial values of the parameters whose names match a pattern."""
+    """Initial values of the parameters whose names match a pattern."""
 
     pattern: str
     """Regular expression, searched in the parameter's name (layers.0.attention.wq.weight)."""
 
-    factor: float
+    factor: float = 1.0
     """Multiplies the standard deviation of a normal distribution, or a constant."""
+
+    std: float | None = None
+    """Standard deviation of a normal distribution, before `factor`. None: the family's."""
 
 
 class InitialScale(ModelConverter):
@@ -48,36 +50,38 @@ class InitialScale(ModelConverter):
             for key, scale in self.scales.items():
                 option = f"{self.option}.scales.{key}"
                 check_pattern(f"{option}.pattern", scale.pattern)
-                is_valid = 0 < scale.factor < math.inf
-                require(is_valid, f"{option}.factor", scale.factor, "a number above 0")
+                for name, value in {"factor": scale.factor, "std": scale.std}.items():
+                    is_valid = value is None or 0 < value < math.inf
+                    require(is_valid, f"{option}.{name}", value, "a number above 0")
 
     config: Config
 
     def convert(self, model: nn.Module) -> None:
         """Multiply the initial values. Raise `UserError` for a distribution that is neither normal
-        nor constant."""
+        nor constant, and for the standard deviation of a constant."""
         scales = list(self.config.scales.values())
         for module_name, module in model.named_modules():
             initializers = initializers_of(module)
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{module_name}.{name}"
-                if (factor := _factor_of(full_name, scales)) != 1.0 and name in initializers:
-                    initializers[name] = _scaled(initializers[name], factor, full_name)
+                scale = next((one for one in scales if re.search(one.pattern, full_name)), None)
+                if scale is None or (scale.factor, scale.std) == (1.0, None):
+                    continue
+                if name in initializers:
+                    initializers[name] = _scaled(initializers[name], scale, full_name)
             if initializers:
                 with_initializers(module, **initializers)
 
 
-def _factor_of(name: str, scales: Sequence[Scale]) -> float:
-    return next((scale.factor for scale in scales if re.search(scale.pattern, name)), 1.0)
-
-
-def _scaled(initializer: Initializer, factor: float, name: str) -> Initializer:
+def _scaled(initializer: Initializer, scale: Scale, name: str) -> Initializer:
     match initializer:
         case TruncatedNormal():
-            return dataclasses.replace(initializer, std=initializer.std * factor)
-        case Constant():
-            return Constant(initializer.value * factor)
+            std = initializer.std if scale.std is None else scale.std
+            return dataclasses.replace(initializer, std=std * scale.factor)
+        case Constant() if scale.std is None:
+            return Constant(initializer.value * scale.factor)
+    possible = "normal and constant ones can be scaled" if scale.std is None else "normal ones can"
     raise UserError(
         f"--model_converters.initialscale: the initial values of {name} are "
-        f"{type(initializer).__name__}; only normal and constant ones can be scaled"
+        f"{type(initializer).__name__}; only {possible}"
     )
