@@ -21,6 +21,7 @@ from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
 from torchtitan.foresight import scaling
 from torchtitan.foresight.config_registry import dial
+from torchtitan.foresight.dial import cost_of, values_of
 from torchtitan.foresight.sizes import parameters_per_token, sized, small_flavor
 from torchtitan.foresight.transfer import on_meta, transfers
 from torchtitan.tools.errors import UserError
@@ -240,6 +241,22 @@ def test_hours_are_a_budget():
     assert parse("--budget", str(budget), "--devices", "2").training == config.training
 
 
+def test_the_batch_follows_the_window():
+    """In tokens, it is the same; and a table row names the rule's number when devices round it."""
+    plain, longer = parse("--dial", "3"), parse("--dial", "3", "--window", "1024")
+    assert longer.training.seq_len == 1024
+    tokens = [one.training.seq_len * one.training.global_batch_size for one in (plain, longer)]
+    assert tokens[1] == pytest.approx(tokens[0], rel=1 / 16)  # a window of more or less
+    many = parse("--dial", "3", "--devices", "512")
+    many.model_spec.model.vocab_size = 2048
+    cost = cost_of(many, 512)
+    batch = values_of(many, cost, 512)["batch"]
+    assert batch.startswith("512 windows, 131,072 tokens (by the rule ")
+    assert f"{scaling.batch_tokens(cost.tokens):,.0f}" in batch
+    with pytest.raises(UserError, match="--window is 0"):
+        parse("--window", "0")
+
+
 def test_values_can_be_overridden_and_saved(tmp_path):
     words = ["--module", "llama3", "--config", "dial", "--dial", "3", "--width_per_layer", "32"]
     resolved = ConfigManager().parse_args([*words, "--optimizer.lr", "1e-3"])
@@ -259,6 +276,8 @@ def test_the_schedule_of_the_sources():
     assert timescale == pytest.approx(1.084 * 20**-0.527)
     assert plan.warmup_steps == pytest.approx(0.05 * plan.steps, rel=0.01)
     assert plan.windows % plan.local_windows == 0
+    short = scaling.schedule(1e9, 1e9, seq_len=2048)  # T is 1.084, and a run is no longer than 1
+    assert short.rate * short.weight_decay * short.steps == pytest.approx(1.0)
     shared = scaling.schedule(1e9, 2e10, seq_len=2048, devices=8)
     assert shared.windows % (8 * shared.local_windows) == 0
 

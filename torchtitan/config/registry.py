@@ -33,6 +33,7 @@ NUMBER_PARAMETERS = {
     "devices": int,
     "tokens_per_parameter": float,
     "width_per_layer": int,
+    "window": int,
 }
 """Further parameters of a configuration function that computes the configuration from options of
 the same names, which the configuration has, too."""

@@ -17,6 +17,7 @@ from torchtitan.foresight.devices import device_named
 from torchtitan.foresight.dial import DialTrainer
 from torchtitan.foresight.sizes import parameters_per_token, sized, small_flavor
 from torchtitan.foresight.transfer import (
+    Transfer,
     initial_scale,
     on_meta,
     param_groups,
@@ -40,6 +41,7 @@ def dial(
     devices: int = 1,
     tokens_per_parameter: float = scaling.TOKENS_PER_PARAMETER,
     width_per_layer: int = scaling.WIDTH_PER_LAYER,
+    window: int | None = None,
     family: ModuleType | None = None,
 ) -> Trainer.Config:
     """Pre-train a model of `--dial` layers, or the largest one for `--budget` FLOPs or `--hours` on
@@ -47,6 +49,7 @@ def dial(
     if family is None or not hasattr(family, "FLAVORS"):
         raise UserError("--config dial needs a family of models, such as --module llama3")
     _check(dial, budget, hours, device, devices, tokens_per_parameter, width_per_layer)
+    require(window is None or window >= 1, "--window", window, "at least 1 token")
     vocabulary = PretrainedTokenizer.Config().build(path=hf_assets_path).vocab_size
     flavor = small_flavor(family)
     if hours is not None:
@@ -64,16 +67,10 @@ def dial(
         layers = _largest(model_of, budget, tokens_per_parameter)
         tokens = budget / (6 * parameters_per_token(model_of(layers)))
     model = model_of(layers)
-    # with as many layers, so that each kind of layer has a counterpart
+    # with the same number of layers, so that each kind of layer has a counterpart
     base = sized(flavor, scaling.base_sizes(layers, width_per_layer))
-    largest = on_meta(model)
-    found = transfers(largest, on_meta(dataclasses.replace(base, vocab_size=vocabulary)))
-    if not transfers_depth(largest):
-        logger.warning(
-            "the best learning rate may change with depth: the residual branches of this family "
-            "end with norms that add one to their weights, which cannot scale the branches"
-        )
-    seq_len = scaling.window(model.dim)
+    found = _transfers(model, dataclasses.replace(base, vocab_size=vocabulary))
+    seq_len = scaling.window(model.dim) if window is None else window
     plan = scaling.schedule(parameters_per_token(model), tokens, seq_len, devices)
     config = DialTrainer.Config(
         hf_assets_path=hf_assets_path,
@@ -84,6 +81,7 @@ def dial(
         devices=devices,
         tokens_per_parameter=tokens_per_parameter,
         width_per_layer=width_per_layer,
+        window=window,
         model_spec=family.model_spec(dataclasses.replace(model, vocab_size=None), "dial"),
         model_converters=[initial_scale(found)],
         training=TrainingConfig(
@@ -104,6 +102,17 @@ def dial(
         checkpoint=CheckpointManager.Config(enable=True, interval=500, keep_latest_k=2),
     )
     return balanced(config) if hasattr(model, "moe") else config
+
+
+def _transfers(model: Any, base: Any) -> dict[str, Transfer]:
+    """Return name → transfer for the configuration of a model, and warn of depth."""
+    largest = on_meta(model)
+    if not transfers_depth(largest):
+        logger.warning(
+            "the best learning rate may change with depth: the residual branches of this family "
+            "end with norms that add one to their weights, which cannot scale the branches"
+        )
+    return transfers(largest, on_meta(base))
 
 
 def _check(

@@ -52,6 +52,10 @@ class DialTrainer(Trainer):
         width_per_layer: int = scaling.WIDTH_PER_LAYER
         """Width of the model, per layer."""
 
+        window: int | None = None
+        """Tokens of a window, which the batch follows. None: 256 below a width of 512, else
+        2048."""
+
         ladder: str = ""
         """Folder of `torchtitan ladder`, whose fit forecasts the loss. Empty: no forecast."""
 
@@ -116,6 +120,7 @@ def values_of(config: Trainer.Config, cost: Cost, world_size: int) -> dict[str, 
     training, schedule = config.training, config.lr_scheduler
     windows = training.resolve_global_batch_size(world_size)
     ratio = cost.tokens / cost.parameters
+    by_rule = f"by the rule {scaling.batch_tokens(cost.tokens):,.0f}"
     decay = "the rest" if schedule.decay_ratio is None else f"{schedule.decay_ratio:g} of the run"
     return {
         "layers": f"{model.n_layers}",
@@ -124,7 +129,7 @@ def values_of(config: Trainer.Config, cost: Cost, world_size: int) -> dict[str, 
         "feed-forward width": f"{model.ffn_dim}",
         "window": f"{training.seq_len:,} tokens",
         "tokens": f"{cost.tokens:,} ({ratio:.3g} per parameter), {training.steps:,} steps",
-        "batch": f"{windows} windows, {windows * training.seq_len:,} tokens",
+        "batch": f"{windows} windows, {windows * training.seq_len:,} tokens ({by_rule})",
         "learning rate": f"{config.optimizer.lr:.3g} ({_range_of_rates(config.optimizer)})",
         "weight decay": f"{config.optimizer.weight_decay:.3g}",
         "warm-up": f"{schedule.warmup_steps} {schedule.unit}",

@@ -22,41 +22,44 @@ _OURS = "this project"
 
 RULES = (
     Rule("layers", "--dial", "the dial, or the most that the budget allows", _OURS),
-    Rule("width", "--model.dim", "64 per layer (--width_per_layer)", "nanochat; arXiv:2006.12467"),
+    Rule("width", "--model.dim", "64 per layer (--width_per_layer)", "nanochat"),
     Rule(
-        "heads", "--model.n_heads", "width / 64, so that heads keep their width", "muP, 2203.03466"
+        "heads",
+        "--model.n_heads",
+        "width / 64, so that heads keep their width",
+        "muP, arXiv:2203.03466; 64: this project",
     ),
     Rule("feed-forward width", "--model.ffn_dim", "the ratio of the family's debugmodel", _OURS),
-    Rule("window", "--training.seq_len", "256 below a width of 512, else 2048", _OURS),
+    Rule("window", "--window", "256 below a width of 512, else 2048", _OURS),
     Rule(
         "tokens",
         "--training.steps",
         "20 per parameter that multiplies every token (--tokens_per_parameter)",
-        "Chinchilla, arXiv:2203.15556; with the head: arXiv:2406.19146",
+        "20: Chinchilla, arXiv:2203.15556; the head counts: arXiv:2406.19146",
     ),
     Rule(
         "batch",
         "--training.global_batch_size",
-        "0.58 x tokens^0.571 tokens, in whole windows",
-        "Step Law, arXiv:2503.04715",
+        "0.58 x tokens^0.571 tokens, rounded to equal numbers of windows per device",
+        "both numbers: Step Law, arXiv:2503.04715; rounding: this project",
     ),
     Rule(
         "learning rate",
         "--optimizer.lr",
-        "one rate of width 128 and 2 layers, for every size",
-        "transfer: muP, 2203.03466, and CompleteP, 2505.01618; the rate itself: this project",
+        "4e-3 at width 128 and 2 layers, transferred to every size",
+        "transfer: muP, arXiv:2203.03466, and CompleteP, arXiv:2505.01618; 4e-3: this project",
     ),
     Rule(
         "weight decay",
         "--optimizer.weight_decay",
-        "1 / (rate x steps x T), T = 1.084 x (tokens per parameter)^-0.527",
-        "Power Lines, arXiv:2505.13738",
+        "1 / (rate x steps x min(1, T)), T = 1.084 x (tokens per parameter)^-0.527",
+        "both numbers: Power Lines, arXiv:2505.13738; min(1, T): this project",
     ),
     Rule(
         "warm-up",
         "--lr_scheduler.warmup_steps",
         "a token per parameter, at most a tenth of the run",
-        "arXiv:2406.19146; CompleteP, arXiv:2505.01618",
+        "token per parameter: arXiv:2406.19146; tenth: CompleteP, arXiv:2505.01618",
     ),
     Rule("decay", "--lr_scheduler.decay_ratio", "linear to zero", "arXiv:2502.15938"),
 )
@@ -113,6 +116,12 @@ def window(width: int) -> int:
     return _SHORT if width < _NARROW else _LONG
 
 
+def batch_tokens(tokens: float) -> float:
+    """Return the tokens of a global batch before it is rounded to windows (Step Law,
+    arXiv:2503.04715). `tokens`: length of the run."""
+    return 0.58 * tokens**0.571
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Batch, length, rate and weight decay of a run."""
@@ -132,9 +141,11 @@ def schedule(parameters: float, tokens: float, seq_len: int, devices: int = 1) -
         parameters: parameters that multiply every token, with the output head.
         tokens: length of the run; it is rounded up to whole steps.
         seq_len: tokens of a window.
-        devices: data-parallel ranks, which share the windows of a step equally.
+        devices: data-parallel ranks, which share the windows of a step equally. Each has at least
+            one window, and whole local batches if it has several: on many devices, a step may have
+            several times the tokens of `batch_tokens`.
     """
-    local, most = 0.58 * tokens**0.571 / seq_len / devices, max(1, _LOCAL_TOKENS // seq_len)
+    local, most = batch_tokens(tokens) / seq_len / devices, max(1, _LOCAL_TOKENS // seq_len)
     per_device = max(1, round(local) if local <= most else most * round(local / most))
     windows = per_device * devices
     steps = max(1, math.ceil(tokens / (windows * seq_len)))
