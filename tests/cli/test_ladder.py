@@ -15,12 +15,21 @@ from torchtitan.cli import ladder as command
 from torchtitan.cli.main import main
 from torchtitan.cli.report import RunRecord, page, sections
 from torchtitan.components.observe.run_events import read_events
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.manager import ConfigManager
-from torchtitan.foresight.dial import FORECAST, announce, cost_of
+from torchtitan.foresight.dial import FORECAST, DialTrainer, announce, cost_of, setting_of
 from torchtitan.foresight.loss_law import read_ladder
+from torchtitan.tools.errors import UserError
 
 SMALL = ["--module", "llama3", "--width_per_layer", "16"]
 GRID = ["--sizes", "2", "1", "3", "--tokens_per_parameter", "1", "2", "3"]
+
+
+def parsed(words: list[str]) -> tuple[DialTrainer.Config, Tokenizer]:
+    """Return the configuration with the vocabulary of its tokenizer, and that."""
+    config = ConfigManager().parse_args(words).config
+    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+    return config.resolve(tokenizer), tokenizer
 
 
 def words_of(out: Path, *words: str) -> list[str]:
@@ -35,8 +44,8 @@ def finish_all(out: Path, commands: Path) -> None:
     """Write the files of finished runs, with losses of a known law."""
     for line in commands.read_text().splitlines():
         words = shlex.split(line)[2:]
-        config = ConfigManager().parse_args(words).config
-        cost = cost_of(config.resolve(config.tokenizer.build(path="")))
+        config, _ = parsed(words)
+        cost = cost_of(config)
         folder = Path(config.dump_folder)
         folder.mkdir(parents=True)
         lines = [
@@ -64,7 +73,7 @@ def test_the_plan_tells_the_cost_first(tmp_path, capsys):
 
 
 def test_the_law_of_the_runs_is_found(finished):
-    fitted = read_ladder(finished)
+    fitted = read_ladder(finished, setting_of(*parsed([*SMALL, "--config", "dial"])))
     assert len(fitted.points) == 9
     # the losses are exact, and the form is the law's: what is left is the end of the descent
     assert fitted.law.loss(5e5, 5e6) == pytest.approx(law(5e5, 5e6), rel=5e-3)
@@ -83,12 +92,13 @@ def test_done_runs_are_skipped_and_other_commands_refused(finished, capsys, monk
 
 def test_a_forecast_run_shows_forecast_and_outcome(finished, tmp_path, capsys):
     words = [*SMALL, "--config", "dial", "--dial", "4", "--ladder", str(finished)]
-    config = ConfigManager().parse_args([*words, "--dump_folder", str(tmp_path)]).config
-    config.predict = False
-    config.model_spec.model.vocab_size = 2048
-    announce(config, 1)
+    config, tokenizer = parsed([*words, "--predict", "false", "--dump_folder", str(tmp_path)])
+    announce(config, tokenizer, 1)
     printed = capsys.readouterr().out
     assert "Step Law" in printed and "by 9 runs of" in printed
+    assert f"(by the rule {0.58 * cost_of(config).tokens ** 0.571:,.0f})" in " ".join(
+        printed.split()
+    )
     forecast = json.loads((tmp_path / FORECAST).read_text())
     outcome = 1.01 * forecast["loss"]
     metrics = {"step": 10, "loss": 3.0, "validation_loss": outcome}
@@ -101,6 +111,75 @@ def test_a_forecast_run_shows_forecast_and_outcome(finished, tmp_path, capsys):
     assert "forecast validation loss" in page([run])
     (tmp_path / FORECAST).write_text('{"loss": "high"}')
     assert not [part for part in sections([RunRecord(tmp_path)]) if part.title == "Forecast"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--window", "2048"], r"another window \(--window\): 256, and this run has 2048"),
+        (["--module", "qwen3"], r"another family \(--module\): torchtitan.models.llama3, and"),
+        (["--width_per_layer", "32"], "another width per layer"),
+        (["--dataloader.dataset", "other.txt"], r"another data .*: \['stories'\], and"),
+        (["--validator.dataset", "other.txt"], "another held out data"),
+        (["--tokenizer.added_tokens", "<new>"], r"another tokenizer \(--hf_assets_path\)"),
+    ],
+)
+def test_a_ladder_of_another_setting_is_refused(finished, tmp_path, words, message):
+    own = [*SMALL, "--config", "dial", "--dial", "4", "--ladder", str(finished), *words]
+    config, tokenizer = parsed([*own, "--predict", "false", "--dump_folder", str(tmp_path)])
+    with pytest.raises(UserError, match=message):
+        announce(config, tokenizer, 1)
+    assert not (tmp_path / FORECAST).exists()
+
+
+def test_all_runs_have_the_window_of_the_largest_size(tmp_path, monkeypatch):
+    """Dial 7 has a width of 448 and by the rule 256 tokens; dial 8 has 512 and 2,048."""
+    rungs = []
+    monkeypatch.setattr(command, "_show", rungs.extend)
+
+    def windows_of(*words: str) -> set[tuple[int, int]]:
+        rungs.clear()
+        sizes = ["--sizes", "2", "7", "--tokens_per_parameter", "20", "--out", str(tmp_path)]
+        assert main(["ladder", "--module", "llama3", *sizes, "--plan", *words]) == 0
+        configs = [parsed(rung.words)[0] for rung in rungs]
+        assert [rung.setting.window for rung in rungs] == [c.training.seq_len for c in configs]
+        return {(config.window, config.training.seq_len) for config in configs}
+
+    assert windows_of() == {(256, 256)}
+    assert windows_of("--forecast", "8") == {(2048, 2048)}
+    assert windows_of("--forecast", "8", "--window", "512") == {(512, 512)}
+
+
+@pytest.fixture
+def one_run(tmp_path) -> tuple[list[str], Path]:
+    """Words of a ladder of one finished run, and the folder of that run."""
+    sizes = ["--sizes", "1", "--tokens_per_parameter", "2"]
+    words = ["ladder", *SMALL, *sizes, "--out", str(tmp_path / "ladder")]
+    assert main([*words, "--commands", str(tmp_path / "jobs.sh")]) == 0
+    finish_all(tmp_path / "ladder", tmp_path / "jobs.sh")
+    return words, tmp_path / "ladder" / "dial-1_tokens-2"
+
+
+def test_a_run_without_a_finite_loss_is_refused_by_name(one_run, capsys):
+    words, folder = one_run
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    last = {**json.loads(lines[-1]), "validation_loss": None}  # as a run writes NaN
+    (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
+    assert main([*words, "--fit"]) == 2
+    assert f"'{folder}' has no finite validation_loss" in capsys.readouterr().err
+    assert not (folder / command.FINISHED).exists()
+
+
+def test_a_run_of_another_tokenizer_is_not_counted(one_run, capsys):
+    """The command is the same, but the files of its tokenizer have changed."""
+    words, folder = one_run
+    assert main([*words, "--fit"]) == 2
+    assert "1 finished runs" in capsys.readouterr().err
+    record = json.loads((folder / command.FINISHED).read_text())
+    record["setting"]["tokenizer"] = "0" * 64
+    (folder / command.FINISHED).write_text(json.dumps(record))
+    assert main([*words, "--fit"]) == 2
+    assert "was trained with another setting" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path, capsys):

@@ -6,11 +6,20 @@ import math
 import numpy
 import pytest
 
-from torchtitan.foresight.loss_law import LADDER, Ladder, Law, Point, read_ladder
+from torchtitan.foresight.loss_law import (
+    LADDER,
+    Ladder,
+    Law,
+    Point,
+    Setting,
+    read_ladder,
+    write_ladder,
+)
 from torchtitan.tools.errors import UserError
 
 # arXiv:2404.10102, a replication of Chinchilla's fit
 CHINCHILLA = Law(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
+SETTING = Setting("torchtitan.models.llama3", 64, "a digest", 256, ["text"], [])
 GRID = [(n, n * ratio) for n in (1e5, 3e5, 1e6, 3e6) for ratio in (10, 20, 40)]
 
 
@@ -101,11 +110,21 @@ def test_too_little_is_refused(runs, irreducible, message):
 
 def test_a_ladder_is_read_from_its_folder(tmp_path):
     with pytest.raises(UserError, match="has no ladder.json"):
-        read_ladder(tmp_path)
-    rows = [point._asdict() for point in points()]
-    (tmp_path / LADDER).write_text(json.dumps({"points": rows, "irreducible": 1.5}))
-    assert read_ladder(tmp_path) == Ladder(points(), 1.5)
-    rows[0]["loss"] = -1.0
-    (tmp_path / LADDER).write_text(json.dumps({"points": rows}))
+        read_ladder(tmp_path, SETTING)
+    write_ladder(tmp_path, Ladder(points(), 1.5), SETTING)
+    assert read_ladder(tmp_path, SETTING) == Ladder(points(), 1.5)
+    with pytest.raises(UserError, match=r"another window \(--window\): 256, and this run has 512"):
+        read_ladder(tmp_path, SETTING._replace(window=512))
+    document = json.loads((tmp_path / LADDER).read_text())
+    document["points"][0]["tokens"] = -1.0
+    (tmp_path / LADDER).write_text(json.dumps(document))
     with pytest.raises(UserError, match="damaged"):
-        read_ladder(tmp_path)
+        read_ladder(tmp_path, SETTING)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 0.0])
+def test_a_loss_that_is_not_a_number_is_refused_by_name(loss):
+    runs = points()
+    runs[2] = runs[2]._replace(loss=loss, name="dial-2_tokens-10")
+    with pytest.raises(UserError, match=rf"of the run 'dial-2_tokens-10' is {loss}, but must"):
+        Ladder(runs)

@@ -26,6 +26,7 @@ from torchtitan.tools.redact import redacted
 
 if TYPE_CHECKING:
     from torchtitan.foresight.dial import Cost
+    from torchtitan.foresight.loss_law import Setting
 
 _CHOSEN = ("--config", "--dial", "--budget", "--hours", "--dump_folder", "--config_file")
 
@@ -45,6 +46,7 @@ class Rung:
     """Command line of `torchtitan train`, without the command."""
     steps: int
     cost: "Cost"
+    setting: "Setting"
 
     @property
     def command(self) -> str:
@@ -52,25 +54,39 @@ class Rung:
 
     def measured(self) -> float | None:
         """Return the validation loss after the last step, and record it; None: the run has not
-        finished. Raise `UserError` if it finished with another command."""
-        words, path = redacted(self.words), self.folder / FINISHED
+        finished. Raise `UserError` if it finished with another command, tokenizer or data, or
+        without a finite loss."""
+        own = {"command": redacted(self.words), "setting": self.setting._asdict()}
+        path = self.folder / FINISHED
         record = read_object(path)
         if not record and (loss := self._last_loss()) is not None:
-            record = {"command": words, "loss": loss}
+            record = {**own, "loss": loss}
             durable.write(path, json.dumps(record) + "\n")
         if not record:
             return None
-        if record.get("command") != words or type(record.get("loss")) is not float:
-            raise UserError(
-                f"'{self.folder}' was trained with another command; remove it, or set another --out"
-            )
+        for name, value in own.items():
+            if record.get(name) != value:
+                raise UserError(
+                    f"'{self.folder}' was trained with another {name} ({record.get(name)}); repeat "
+                    "that, remove the folder, or set another --out"
+                )
+        if type(record.get("loss")) is not float:
+            raise UserError(f"'{path}' is damaged; remove '{self.folder}'")
         return float(record["loss"])
 
     def _last_loss(self) -> float | None:
         lines = json_lines(self.folder / "metrics.jsonl", bool, [])
-        losses = [line.get("validation_loss") for line in lines if line.get("step") == self.steps]
-        measured = [loss for loss in losses if type(loss) is float]
-        return measured[-1] if measured else None
+        key = "validation_loss"
+        losses = [line[key] for line in lines if line.get("step") == self.steps and key in line]
+        if not losses:
+            return None
+        if type(losses[-1]) is not float:  # null: NaN or infinite
+            raise UserError(
+                f"'{self.folder}' has no finite {key} after its last step, {self.steps}: the "
+                "run has diverged, or its held-out text has no tokens; remove it, and change its "
+                "options or leave out its size"
+            )
+        return losses[-1]
 
 
 def ladder(args: Sequence[str]) -> int:
@@ -93,6 +109,13 @@ def ladder(args: Sequence[str]) -> int:
         default=[10.0, 20.0, 40.0],
         metavar="R",
         help="lengths of the runs of each size (default: 10 20 40)",
+    )
+    add(
+        "--window",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a window in all runs and the forecast (default: by the rule for the "
+        "largest of --sizes and --forecast)",
     )
     add("--out", type=Path, required=True, metavar="DIR", help="folder of all runs")
     add(
@@ -132,6 +155,7 @@ def _ladder(options: argparse.Namespace, words: list[str]) -> int:
     for size, ratio in itertools.product(options.sizes, options.tokens_per_parameter):
         require(size >= 1, "--sizes", size, "at least 1")
         require(0 < ratio < 1e6, "--tokens_per_parameter", ratio, "above 0")
+    words = ["--window", str(_window(options, words)), *words]
     rungs = [
         _rung(options.out, words, size, ratio)
         for size, ratio in itertools.product(
@@ -159,7 +183,20 @@ def _ladder(options: argparse.Namespace, words: list[str]) -> int:
     return 0
 
 
+def _window(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Return the window of all runs: loss falls with the context, and a law of runs with different
+    windows would attribute that to the size. By default it is the largest size's, since the ladder
+    forecasts runs of at least that size."""
+    if options.window is not None:
+        return int(options.window)
+    largest = max(*options.sizes, options.forecast or 0)
+    window: int = _config(["--config", "dial", "--dial", str(largest), *words]).training.seq_len
+    return window
+
+
 def _rung(out: Path, words: Sequence[str], dial: int, ratio: float) -> Rung:
+    from torchtitan.foresight.dial import cost_of, setting_of
+
     folder = out / f"dial-{dial}_tokens-{ratio:g}"
     own = ["--config", "dial", "--dial", str(dial), "--tokens_per_parameter", f"{ratio:g}"]
     # the ladder tells the cost of all runs at once
@@ -167,20 +204,16 @@ def _rung(out: Path, words: Sequence[str], dial: int, ratio: float) -> Rung:
     config = _config(all_words)
     if not (config.validator.enable and config.checkpoint.enable):
         raise UserError("a ladder needs the validation and the checkpoints of its runs")
-    return Rung(dial, ratio, folder, all_words, config.training.steps, _cost(config))
+    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+    cost = cost_of(config.resolve(tokenizer), config.devices)
+    setting = setting_of(config, tokenizer)
+    return Rung(dial, ratio, folder, all_words, config.training.steps, cost, setting)
 
 
 def _config(words: Sequence[str]) -> Any:
     from torchtitan.config.manager import ConfigManager
 
     return ConfigManager("torchtitan ladder").parse_args(words).config
-
-
-def _cost(config: Any) -> "Cost":
-    from torchtitan.foresight.dial import cost_of
-
-    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
-    return cost_of(config.resolve(tokenizer), config.devices)
 
 
 def _show(rungs: Sequence[Rung]) -> None:
@@ -239,15 +272,14 @@ def _run(rung: Rung) -> int:
 
 def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None) -> None:
     from torchtitan.cli.pages import render
-    from torchtitan.foresight.loss_law import LADDER, Ladder, Point
+    from torchtitan.foresight.loss_law import Ladder, Point, write_ladder
 
     done = [(rung, loss) for rung in rungs if (loss := rung.measured()) is not None]
     points = [
         Point(rung.cost.parameters, rung.cost.tokens, loss, rung.folder.name) for rung, loss in done
     ]
     fitted = Ladder(points, options.irreducible)
-    document = {"irreducible": options.irreducible, "points": [one._asdict() for one in points]}
-    durable.write(options.out / LADDER, json.dumps(document, indent=1) + "\n")
+    write_ladder(options.out, fitted, rungs[0].setting)
     facts = {"law": f"L(N, D) = {fitted.law}, nats per token"}
     facts["largest residual"] = f"{max(abs(fitted.residuals)):.2%}"
     error = fitted.measured_error

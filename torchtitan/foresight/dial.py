@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.foresight import scaling
 from torchtitan.foresight.devices import Device, device_named, device_of_gpu
-from torchtitan.foresight.loss_law import read_ladder
+from torchtitan.foresight.loss_law import Setting, read_ladder
 from torchtitan.foresight.prediction import predict
 from torchtitan.foresight.sizes import parameters_per_token
 from torchtitan.tools import durable
@@ -71,7 +72,7 @@ class DialTrainer(Trainer):
                     "for AdamW only; choose it, or another configuration"
                 )
             preflight = Trainer.Config.check(self, world_size, dry_run=dry_run)
-            announce(self.resolve(preflight.tokenizer), world_size)
+            announce(self.resolve(preflight.tokenizer), preflight.tokenizer, world_size)
             return preflight
 
     config: Config
@@ -99,7 +100,20 @@ def cost_of(config: Trainer.Config, world_size: int = 1) -> Cost:
     return Cost(parameters, tokens, per_token * tokens)
 
 
-def announce(config: DialTrainer.Config, world_size: int) -> None:
+def setting_of(config: DialTrainer.Config, tokenizer: Tokenizer) -> Setting:
+    """Return the properties that a run shares with its ladder."""
+    loader: Any = config.dataloader
+    return Setting(
+        family=config.model_spec.module,
+        width_per_layer=config.width_per_layer,
+        tokenizer=tokenizer.fingerprint,
+        window=config.training.seq_len,
+        data=loader.dataset,
+        held_out_data=config.validator.dataset,
+    )
+
+
+def announce(config: DialTrainer.Config, tokenizer: Tokenizer, world_size: int) -> None:
     """Print the numbers of a run with their rules, and the predictions; write the forecast."""
     cost = cost_of(config, world_size)
     rules = {rule.quantity: rule for rule in scaling.RULES}
@@ -110,7 +124,8 @@ def announce(config: DialTrainer.Config, world_size: int) -> None:
     console = open_console()
     columns = ("quantity", "value", "option", "rule", "source")
     print_table(console, "The dial", columns, rows)
-    for name, text in _predictions(config, cost, world_size).items():
+    setting = setting_of(config, tokenizer)
+    for name, text in _predictions(config, cost, setting, world_size).items():
         console.print(f"predicted {name}: {text}", soft_wrap=True)
 
 
@@ -142,13 +157,15 @@ def _range_of_rates(optimizer: Optimizer.Config) -> str:
     return f"x {min(factors):.3g} to {max(factors):.3g}"
 
 
-def _predictions(config: DialTrainer.Config, cost: Cost, world_size: int) -> dict[str, str]:
+def _predictions(
+    config: DialTrainer.Config, cost: Cost, setting: Setting, world_size: int
+) -> dict[str, str]:
     vocabulary: Any = config.model_spec.model.vocab_size
     share = vocabulary * config.model_spec.model.dim / cost.parameters
     size = f"{cost.parameters:,.0f} parameters per token, {share:.0%} of them the output head"
     found = {"cost": f"{cost.flops:.3g} FLOPs; {size}"}
     found |= _time_and_memory(config, world_size) if config.predict else {}
-    found["loss"] = _loss(config, cost)
+    found["loss"] = _loss(config, cost, setting)
     return found
 
 
@@ -175,10 +192,10 @@ def _device(name: str, world_size: int) -> Device:
     return device
 
 
-def _loss(config: DialTrainer.Config, cost: Cost) -> str:
+def _loss(config: DialTrainer.Config, cost: Cost, setting: Setting) -> str:
     if not config.ladder:
         return "none without a ladder of smaller runs (--ladder DIR, torchtitan ladder)"
-    ladder = read_ladder(Path(config.ladder))
+    ladder = read_ladder(Path(config.ladder), setting)
     forecast = ladder.forecast(cost.parameters, cost.tokens)
     record = {"ladder": config.ladder, **forecast._asdict()}
     path = Path(config.dump_folder) / FORECAST

@@ -7,6 +7,7 @@ ladder's own largest size when it is fitted without that size.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 
@@ -38,6 +40,43 @@ _LEVEL = 0.95
 _ROUGH = 1e-4
 """Tolerance of a fit to resampled data: far below the differences between these."""
 _LEAST_LOG = -30.0
+
+
+class Setting(NamedTuple):
+    """Everything that is equal in all runs of a ladder, and must be in a run that it forecasts."""
+
+    family: str
+    """Import path of the family's package."""
+    width_per_layer: int
+    tokenizer: str
+    """Fingerprint (`Tokenizer.fingerprint`)."""
+    window: int
+    """Tokens."""
+    data: list[str]
+    """Training data, as configured."""
+    held_out_data: list[str]
+
+    def check(self, own: "Setting", folder: Path) -> None:
+        """Raise `UserError` if a run's setting, `own`, differs from this one, of the ladder in
+        `folder`."""
+        for name, theirs, ours in zip(self._fields, self, own, strict=True):
+            if theirs != ours:
+                raise UserError(
+                    f"--ladder '{folder}' was trained with another {name.replace('_', ' ')} "
+                    f"({_OPTIONS[name]}): {theirs}, and this run has {ours}. Its law does not hold "
+                    "for this run; set the same, or train another ladder"
+                )
+
+
+_OPTIONS = {
+    "family": "--module",
+    "width_per_layer": "--width_per_layer",
+    "tokenizer": "--hf_assets_path",
+    "window": "--window",
+    "data": "--dataloader.dataset",
+    "held_out_data": "--validator.dataset",
+}
+"""Field of `Setting` → option."""
 
 
 class Point(NamedTuple):
@@ -103,13 +142,19 @@ class Ladder:
         irreducible: E; None: it is fitted too.
 
     Raises:
-        UserError: for too few points.
+        UserError: for too few points, and for a loss that is not a finite number above 0.
     """
 
     points: Sequence[Point]
     irreducible: float | None = None
 
     def __post_init__(self) -> None:
+        for point in self.points:
+            if not 0 < point.loss < math.inf:
+                raise UserError(
+                    f"the loss of the run '{point.name}' is {point.loss}, but must be a finite "
+                    "number above 0; remove the run"
+                )
         least, least_sizes = (6, 3) if self.irreducible is None else (5, 2)
         n_sizes = len({point.parameters for point in self.points})
         n_lengths = len({point.tokens for point in self.points})
@@ -178,21 +223,36 @@ class Ladder:
         return Forecast(loss, min(low, loss - error), max(high, loss + error))
 
 
-def read_ladder(folder: Path) -> Ladder:
+def write_ladder(folder: Path, ladder: Ladder, setting: Setting) -> None:
+    """Write the ladder for `read_ladder`."""
+    document = {
+        "irreducible": ladder.irreducible,
+        "setting": setting._asdict(),
+        "points": [point._asdict() for point in ladder.points],
+    }
+    durable.write(folder / LADDER, json.dumps(document, indent=1) + "\n")
+
+
+def read_ladder(folder: Path, setting: Setting) -> Ladder:
     """Return the ladder in a folder of `torchtitan ladder`. Raise `UserError` if it has no, broken
-    or too few finished runs."""
+    or too few finished runs, and if it has another setting than the run to forecast."""
     path = folder / LADDER
     if not path.is_file():
         raise UserError(f"'{folder}' has no {LADDER}; name a folder of torchtitan ladder")
     document = read_object(path)
     try:
         points = [Point(**row) for row in document["points"]]
-        numbers = [number for point in points for number in point[:3]]
+        theirs = Setting(**document["setting"])
+        numbers = [number for point in points for number in point[:2]]
         is_valid = all(0 < number < 1e40 for number in numbers)
+        is_valid &= all(type(point.loss) is float for point in points)
     except (KeyError, TypeError):
         is_valid = False
     if not is_valid:
-        raise UserError(f"'{path}' is damaged; run torchtitan ladder again")
+        raise UserError(
+            f"'{path}' is damaged or of an earlier version; run torchtitan ladder again"
+        )
+    theirs.check(setting, folder)
     return Ladder(points, document.get("irreducible"))
 
 
