@@ -234,6 +234,13 @@ def test_a_budget_is_used_by_the_largest_model_that_it_pays():
     assert 6 * 10 * parameters_per_token(larger) ** 2 > 1e15
 
 
+def test_the_named_device_decides_the_precision():
+    planned = parse("--hours", "0.001", "--device", "h100")
+    assert planned.training.mixed_precision_param == "bfloat16" and planned.compile.enable
+    here = parse("--dial", "2", "--device", "cpu")
+    assert here.training.mixed_precision_param == "float32" and not here.compile.enable
+
+
 def test_hours_are_a_budget():
     words = ("--hours", "0.001", "--device", "h100", "--devices", "2")
     config = parse(*words)

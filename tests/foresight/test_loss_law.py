@@ -83,6 +83,18 @@ def test_intervals_hold_the_outcome():
     assert sum(one.high - one.low < 2 * fall for one in forecasts) >= 4
 
 
+def test_runs_that_lie_low_widen_the_interval_downwards():
+    """Two of twelve runs lie 2 % below the law, or above it."""
+    for factor, is_low in ((0.98, True), (1.02, False)):
+        runs = [
+            run._replace(loss=run.loss * factor) if number in (1, 6) else run
+            for number, run in enumerate(points())
+        ]
+        forecast = Ladder(runs).forecast(1.2e7, 2.4e8)
+        below, above = forecast.loss - forecast.low, forecast.high - forecast.loss
+        assert (below > 2 * above) == is_low and (above > 2 * below) != is_low
+
+
 def test_the_error_for_the_largest_size_is_measured_without_it():
     runs = points()
     assert Ladder(runs).measured_error == pytest.approx(0.0, abs=1e-5)

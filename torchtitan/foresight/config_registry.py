@@ -71,6 +71,7 @@ def dial(
     base = sized(flavor, scaling.base_sizes(layers, width_per_layer))
     found = _transfers(model, dataclasses.replace(base, vocab_size=vocabulary))
     seq_len = scaling.window(model.dim) if window is None else window
+    on_gpu = device != "cpu" if device else torch.cuda.is_available()
     plan = scaling.schedule(parameters_per_token(model), tokens, seq_len, devices)
     config = DialTrainer.Config(
         hf_assets_path=hf_assets_path,
@@ -89,7 +90,7 @@ def dial(
             seq_len=seq_len,
             local_batch_size=plan.local_windows,
             global_batch_size=plan.windows,
-            mixed_precision_param="bfloat16" if torch.cuda.is_available() else "float32",
+            mixed_precision_param="bfloat16" if on_gpu else "float32",
         ),
         optimizer=Optimizer.Config(
             lr=plan.rate, weight_decay=plan.weight_decay, param_groups=param_groups(found)
@@ -97,7 +98,7 @@ def dial(
         lr_scheduler=LRScheduler.Config(warmup_steps=plan.warmup_steps),
         activation_checkpoint=ActivationCheckpointConfig(mode="auto"),
         # On a CPU, compilation takes longer than a short run gains.
-        compile=CompileConfig(enable=torch.cuda.is_available()),
+        compile=CompileConfig(enable=on_gpu),
         validator=Validator.Config(enable=True, freq=max(1, plan.steps // 4)),
         checkpoint=CheckpointManager.Config(enable=True, interval=500, keep_latest_k=2),
     )

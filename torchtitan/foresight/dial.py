@@ -42,7 +42,8 @@ class DialTrainer(Trainer):
         """Hours of the run on the devices, instead of `dial`."""
 
         device: str = ""
-        """Kind of device: h100, h100_96gb, h200, b200 or cpu. Empty: this machine's."""
+        """Kind of device, such as h100, as `torchtitan plan` takes it; also decides precision and
+        compilation. Empty: this machine's."""
 
         devices: int = 1
         """Data-parallel ranks."""
@@ -66,7 +67,7 @@ class DialTrainer(Trainer):
         def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
             """Check the configuration as every run's, and print the numbers of the run. Raise
             `UserError` for an optimizer without transfer."""
-            if self.optimizer.name not in ("AdamW", "AdamW8bit", "AdamWOffload"):
+            if self.optimizer.name not in ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWOffload"):
                 raise UserError(
                     f"--optimizer.name {self.optimizer.name}: the rates of --config dial transfer "
                     "for AdamW only; choose it, or another configuration"

@@ -208,8 +208,9 @@ class Ladder:
         loss = self.law.loss(parameters, tokens)
         random = numpy.random.default_rng(0)
         n_points, n_fitted = len(self.points), len(self._theta)
-        spread = self.residuals * math.sqrt(n_points / (n_points - n_fitted))
         fitted = self._data.log_loss + self.residuals
+        noise = self.residuals.mean() - self.residuals  # measured over fitted, around 0
+        spread = noise * math.sqrt(n_points / (n_points - n_fitted))
         losses = []
         for _ in range(_RESAMPLES):
             drawn = random.choice(spread, n_points + 1)
