@@ -37,8 +37,9 @@ def migrate(args: Sequence[str]) -> int:
     parser.add_argument(
         "--devices",
         type=int,
-        default=1,
-        help="processes that the run had, which multiply the batch of its file (default: 1)",
+        default=None,
+        help="processes that the run had, which multiply the batch of its file (default: those "
+        "that its command starts, or 1)",
     )
     parser.add_argument(
         "--method", choices=METHODS, default="", help="TRL's trainer (default: by the names)"
@@ -53,7 +54,7 @@ def migrate(args: Sequence[str]) -> int:
 def _migrate(options: argparse.Namespace, command: Sequence[str]) -> None:
     if (options.file is None) == (not command):
         raise UserError("name a FILE, or write a command line after --")
-    if options.devices < 1:
+    if options.devices is not None and options.devices < 1:
         raise UserError(f"--devices is {options.devices}, but must be at least 1")
     if options.out is not None and options.out.exists():
         raise UserError(f"--out {options.out} exists; choose another name, or remove it")
@@ -62,7 +63,7 @@ def _migrate(options: argparse.Namespace, command: Sequence[str]) -> None:
         if options.file
         else read_command(command, options.kind)
     )
-    migration = migrated(foreign, devices=options.devices, method=options.method)
+    migration = migrated(foreign, devices=options.devices or 0, method=options.method)
     text = yaml.safe_dump(migration.document(), sort_keys=False, allow_unicode=True)
     print(presentable(_table(migration)))
     out = options.out or Path("config.yaml")

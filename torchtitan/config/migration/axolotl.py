@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.config.migration import hugging_face
+from torchtitan.config.migration import alignment, hugging_face
 from torchtitan.config.migration.outcome import (
     Migration,
     Rule,
     as_list,
-    dataset_name,
     missing,
     to,
     unneeded,
@@ -30,13 +29,11 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 _METHODS = {
-    "dpo": ("preference", "dpo"),
-    "ipo": ("preference", "ipo"),
-    "simpo": ("preference", "simpo"),
-    "orpo": ("preference", "dpo"),
-    "kto": ("preference", "kto"),
-    "grpo": ("rl", "grpo"),
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), "dpo"),
+    "kto": "kto",
+    "grpo": "grpo",
 }
+"""Value of rl → method; its losses of pairs are kinds of DPO's loss."""
 _TEMPLATES = ("chatml", "llama3", "alpaca")
 _OWN_TEMPLATE = ("tokenizer_default", "tokenizer_default_fallback_chatml")
 _FIELDS = {
@@ -65,18 +62,12 @@ _HARMLESS = (
 
 def migrate_axolotl(migration: Migration) -> None:
     """Read a file of axolotl."""
-    _select(migration)
+    method = _select(migration)
     migration.use_model("base_model", str(migration.get("revision_of_model") or ""))
     if migration.get("revision_of_model") is not None:
         migration.drop("revision_of_model", "the command of the download has it")
     _data(migration)
-    if migration.get("batch_size") is not None and "micro_batch_size" in migration.given:
-        size = int(migration.get("batch_size"))
-        migration.take("micro_batch_size", "training.local_batch_size")
-        migration.drop("gradient_accumulation_steps", "batch_size is given")
-        migration.take("batch_size", "training.global_batch_size", size * migration.devices)
-    else:
-        hugging_face.batch(migration, "micro_batch_size", "gradient_accumulation_steps")
+    _batch(migration, method)
     hugging_face.length(migration, "num_epochs")
     _default_warmup(migration)
     hugging_face.schedule(migration, "lr_scheduler")
@@ -86,41 +77,68 @@ def migrate_axolotl(migration: Migration) -> None:
     hugging_face.saving(migration)
     hugging_face.evaluation(migration, _held_out(migration))
     migration.apply(RULES)
-    hugging_face.on_quantized(migration)
+    hugging_face.finish_adapters(migration)
 
 
-def _select(migration: Migration) -> None:
-    adapter, method = migration.get("adapter"), migration.get("rl")
+def _batch(migration: Migration, method: str) -> None:
+    keys = ("micro_batch_size", "gradient_accumulation_steps")
+    if method == "grpo":
+        for key, value in alignment.GRPO_DEFAULTS.items():
+            migration.default(f"trl.{key}", value)
+        alignment.group_batch(migration, *keys, alignment.grpo(migration, "trl."))
+    elif migration.get("batch_size") is not None and "micro_batch_size" in migration.given:
+        size = int(migration.get("batch_size"))
+        migration.take("micro_batch_size", "training.local_batch_size")
+        migration.drop("gradient_accumulation_steps", "batch_size is given")
+        migration.take("batch_size", "training.global_batch_size", size * migration.devices)
+    else:
+        hugging_face.batch(migration, *keys)
+
+
+def _select(migration: Migration) -> str:
+    """Choose the configuration, and return the method."""
+    adapter, loss = migration.get("adapter"), migration.get("rl")
     if adapter not in (None, False, "lora", "qlora"):
         raise UserError(f"adapter {adapter}: adapters here are lora and qlora")
-    config = str(adapter or "sft")
-    if method is not None:
-        if method not in _METHODS:
-            raise UserError(f"rl {method}: methods here are {', '.join(_METHODS)}")
-        migration.module, config = _METHODS[method]
-        if adapter and config == "dpo":
-            config = "dpo_lora"
-        if method == "orpo":
-            migration.set(loss__kind="orpo")
-    elif migration.get("reward_model"):
-        migration.module, config = "reward", "bradley_terry"
-    elif migration.get("pretraining_dataset") is not None:
-        config = "pretrain"
-    migration.config = config
-    for key in ("adapter", "rl", "load_in_4bit", "load_in_8bit", "reward_model"):
-        value = migration.get(key)
-        if value is None:
-            continue
-        if not value:
+    if loss is not None and loss not in _METHODS:
+        raise UserError(f"rl {loss}: methods here are {', '.join(_METHODS)}")
+    method = "reward" if migration.get("reward_model") else _METHODS.get(loss, "sft")
+    in_4_bits = adapter == "qlora" or bool(adapter and migration.get("load_in_4bit"))
+    alignment.select(migration, method, adapters=bool(adapter), in_4_bits=in_4_bits)
+    if method == "sft" and not adapter and migration.get("pretraining_dataset") is not None:
+        migration.config = "pretrain"
+    for key in ("rl", "reward_model"):
+        if migration.get(key):
+            migration.change(key, f"--module {migration.module} --config {migration.config}")
+        elif migration.get(key) is not None:
             migration.drop(key, "it is off")
-        elif key == "load_in_8bit":
-            migration.miss(key, "frozen weights are kept in 16 bits, or in 4 with --config qlora")
-        else:
-            migration.change(key, f"--module {migration.module} --config {config}")
-    if migration.get("rl_beta") is not None:
+    if adapter == "qlora" and migration.config != "qlora":
+        migration.miss("adapter", f"weights of {migration.config} are not kept in 4 bits")
+    elif adapter is not None:
+        alignment.note_adapters(migration, "adapter", wanted=bool(adapter))
+    for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if migration.get(key) is not None:
+            alignment.note_bits(migration, key, bits=bits * bool(migration.get(key)))
+    _preference_loss(migration, str(loss), method)
+    return method
+
+
+def _preference_loss(migration: Migration, loss: str, method: str) -> None:
+    """Set the loss of pairs. TRL, which axolotl calls, has a beta of 0.1 and a gamma of 0.5."""
+    for key, value in {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0}.items():
+        migration.default(key, value)
+    if method == "dpo":
+        migration.set(loss__kind=loss)
+    if loss == "orpo":
+        key = "orpo_alpha" if migration.get("orpo_alpha") is not None else "rl_beta"
+        alignment.orpo_weight(migration, key)
+    elif method in ("dpo", "kto"):
         migration.take("rl_beta", "loss.beta", float(migration.get("rl_beta")))
-    if adapter and "lora" not in config:
-        migration.miss("lora_r", f"{config} trains whole models")
+    if loss == "simpo":
+        gamma = float(migration.get("simpo_gamma"))
+        migration.take("simpo_gamma", "loss.gamma", gamma)
+        if migration.get("cpo_alpha") != 0:
+            migration.miss("cpo_alpha", "the likelihood of chosen answers is not added")
 
 
 def _data(migration: Migration) -> None:
@@ -130,7 +148,7 @@ def _data(migration: Migration) -> None:
     sets = migration.get(key)
     sets = [{"path": sets}] if isinstance(sets, str) else list(sets)
     sets = [{"path": one} if isinstance(one, str) else dict(one) for one in sets]
-    names = [name for one in sets for name in _names(one)]
+    names = [name for one in sets for name in _names(migration, one)]
     columns = sorted({column for one in sets for column in _columns(one)})
     unread = sorted(
         {field for one in sets for field in one}
@@ -148,14 +166,20 @@ def _data(migration: Migration) -> None:
         why = f"not read: {', '.join(unread)}" if unread else "formats are found by the columns"
         migration.change(key, why, dataloader__dataset=names)
     if migration.config == "pretrain":
+        migration.drop("sample_packing", "documents always fill windows")
         return
     _template(migration, [_kind(one) for one in sets])
     is_packed = bool(migration.get("sample_packing"))
     if migration.module == "auto":
         migration.take("sample_packing", "dataloader.packing", "ffd" if is_packed else "none")
+    elif is_packed and migration.module != "rl":
+        why = "a batch counts pairs"
+        migration.take("sample_packing", "dataloader.packing", "none", why)
     else:
-        migration.drop("sample_packing", "answers are always packed without padding")
-    if migration.get("train_on_inputs") is not None:
+        migration.drop("sample_packing", "it is off")
+    if migration.get("train_on_inputs") is not None and migration.module != "auto":
+        migration.drop("train_on_inputs", "only answers are compared")
+    elif migration.get("train_on_inputs") is not None:
         value = "all" if migration.get("train_on_inputs") else "assistant"
         migration.take("train_on_inputs", "dataloader.train_on", value)
 
@@ -165,13 +189,13 @@ def _kind(dataset: Mapping[str, Any]) -> str:
     return "custom" if isinstance(kind, Mapping) else str(kind)
 
 
-def _names(dataset: Mapping[str, Any]) -> list[str]:
+def _names(migration: Migration, dataset: Mapping[str, Any]) -> list[str]:
     """Return the dataset strings: of the data files, or of the folder or repository."""
     path = str(dataset.get("path"))
     if dataset.get("data_files") and path in ("json", "csv", "parquet", "text", "arrow"):
         return [str(file) for file in as_list(dataset["data_files"])]
     name, revision, split = (dataset.get(part) for part in ("name", "revision", "split"))
-    return [dataset_name(path, name, revision, split)]
+    return [migration.dataset(path, name, revision, split)]
 
 
 def _columns(dataset: Mapping[str, Any]) -> list[str]:
@@ -213,8 +237,8 @@ def _default_warmup(migration: Migration) -> None:
         )
 
 
-def _held_out(migration: Migration) -> str:
-    """Read the held-out data, and return its name; "" for a part of the training data."""
+def _held_out(migration: Migration) -> list[str]:
+    """Read the held-out data, and return its names; none for a part of the training data."""
     if size := migration.get("val_set_size"):
         migration.miss(
             "val_set_size",
@@ -222,11 +246,11 @@ def _held_out(migration: Migration) -> str:
             "--validator.enable --validator.dataset FILE",
         )
     if sets := migration.get("test_datasets"):
-        names = [name for one in sets for name in _names(one)]
+        names = [name for one in sets for name in _names(migration, one)]
         why = "rows in the format of the training data"
         migration.change("test_datasets", why, validator__enable=True, validator__dataset=names)
-        return names[0]
-    return ""
+        return names
+    return []
 
 
 def _wandb(migration: Migration, key: str) -> None:
@@ -240,6 +264,16 @@ def _wandb(migration: Migration, key: str) -> None:
 def _per_epoch(migration: Migration, key: str) -> None:
     option = "--validator.freq" if key.startswith("eval") else "--checkpoint.interval"
     migration.miss(key, f"set {option} in steps")
+
+
+def _too_long(migration: Migration, key: str) -> None:
+    value = migration.get(key)
+    if value in ("drop", "raise"):
+        migration.take(key, "dataloader.too_long", {"drop": "drop", "raise": "error"}[value])
+    elif value == "truncate" and migration.module == "auto" and migration.config != "pretrain":
+        migration.take(key, "dataloader.too_long", "truncate_right")
+    else:
+        migration.miss(key, "longer samples are not cut at the end; see --dataloader.too_long")
 
 
 _ATTENTION = unneeded("attention of a packed window is exact without an option")
@@ -300,9 +334,7 @@ RULES: Mapping[str, Rule] = {
     "shuffle_merged_datasets": unneeded("datasets are always mixed and shuffled"),
     "loss_watchdog_threshold": missing("--spikes.threshold skips steps with a spike of the loss"),
     "loss_watchdog_patience": missing("--spikes.max_in_a_row"),
-    "excess_length_strategy": to(
-        "dataloader.too_long", {"drop": "drop", "truncate": "truncate_right"}.get
-    ),
+    "excess_length_strategy": _too_long,
     "special_tokens.pad_token": unneeded("padding is never trained"),
     "special_tokens.eos_token": missing("the tokenizer's folder names it"),
     "special_tokens.bos_token": unneeded("the tokenizer's folder names it"),

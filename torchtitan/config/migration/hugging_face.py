@@ -3,11 +3,12 @@
 Names and defaults come from the documentation of transformers 5, TRL 1.16 and PEFT 0.21.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.config.migration.outcome import (
     Migration,
+    Row,
     Rule,
     as_list,
     missing,
@@ -46,7 +47,6 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "constant": {"decay_ratio": 0.0},
     "constant_with_warmup": {"decay_ratio": 0.0},
     "cosine_with_min_lr": {"decay_type": "cosine"},
-    "warmup_stable_decay": {"decay_type": "linear"},
 }
 """Name of a schedule → our options, besides `min_lr_factor`."""
 
@@ -87,20 +87,45 @@ def schedule(migration: Migration, key: str = "lr_scheduler_type") -> None:
     """Set the curve of the learning rate and its warm-up, which begins with a step of rate 0."""
     name = str(migration.get(key))
     migration.set(lr_scheduler__warmup_from_zero=True, lr_scheduler__min_lr_factor=0.0)
-    if name not in _SCHEDULES:
+    if name == "warmup_stable_decay":
+        _stable_and_decay(migration, key)
+    elif name not in _SCHEDULES:
         migration.set(lr_scheduler__decay_type="cosine")
         migration.miss(key, "the file has a cosine instead, which --lr_scheduler.decay_type sets")
     else:
         options = {f"lr_scheduler__{part}": value for part, value in _SCHEDULES[name].items()}
-        migration.change(key, "it ends at rate 0", lr_scheduler__min_lr_factor=0.0, **options)
+        why = "" if name.startswith("constant") else "it ends at rate 0"
+        migration.change(key, why, lr_scheduler__min_lr_factor=0.0, **options)
     _floor(migration)
     _warmup(migration, is_off=name == "constant")
+
+
+def _stable_and_decay(migration: Migration, key: str) -> None:
+    """Set the decay at the end of the run, whose length in steps transformers has."""
+    prefix = "lr_scheduler_kwargs."
+    n_decay, n_steps = migration.get(f"{prefix}num_decay_steps"), migration.get("max_steps")
+    curve = str(migration.get(f"{prefix}decay_type", "cosine"))
+    options: dict[str, Any] = {}
+    if curve in ("linear", "cosine"):
+        options = {"lr_scheduler__decay_type": curve}
+        if migration.get(f"{prefix}decay_type") is not None:
+            migration.take(f"{prefix}decay_type", "lr_scheduler.decay_type", curve)
+    # hugging_face.length has read max_steps.
+    n_steps = migration.options.get("training.steps") if n_steps is None else n_steps
+    if n_decay is None or n_steps is None or int(n_steps) < int(n_decay) or not options:
+        migration.set(lr_scheduler__decay_ratio=0.0)
+        migration.miss(key, "the file has a constant rate; set --lr_scheduler.decay_ratio")
+        return
+    ratio = int(n_decay) / int(n_steps)
+    migration.change(key, "", lr_scheduler__decay_ratio=ratio, **options)
+    migration.take(f"{prefix}num_decay_steps", "lr_scheduler.decay_ratio", ratio)
 
 
 def _floor(migration: Migration) -> None:
     rate = float(migration.get("learning_rate") or 1)
     for key, factor in (
         ("lr_scheduler_kwargs.min_lr_rate", 1.0),
+        ("lr_scheduler_kwargs.min_lr_ratio", 1.0),
         ("lr_scheduler_kwargs.min_lr", 1 / rate),
         ("cosine_min_lr_ratio", 1.0),
     ):
@@ -162,13 +187,13 @@ def decay(migration: Migration) -> None:
 
 def precision(migration: Migration) -> None:
     """Set the type of the computation."""
-    half = migration.get("bf16") in (True, "auto", "full")
+    in_bfloat16 = migration.get("bf16") in (True, "auto", "full")
     for key in ("bf16", "fp16"):
         value = migration.get(key)
         if value is None:
             continue
         if key == "bf16":
-            name = "bfloat16" if half else "float32"
+            name = "bfloat16" if in_bfloat16 else "float32"
             migration.take(key, "training.mixed_precision_param", name)
         elif value:
             why = "float16 is not supported"
@@ -197,8 +222,8 @@ def saving(migration: Migration) -> None:
         migration.miss("save_steps", "a part of the run; set --checkpoint.interval in steps")
 
 
-def evaluation(migration: Migration, held_out: str = "") -> None:
-    """Set validation on the data set `held_out`, if there is one."""
+def evaluation(migration: Migration, held_out: Sequence[str] = ()) -> None:
+    """Set validation on the datasets `held_out`, if there are some."""
     keys = ("eval_strategy", "evaluation_strategy", "do_eval")
     wanted = {key: migration.get(key) for key in keys if migration.get(key) is not None}
     is_on = any(value not in ("no", False) for value in wanted.values())
@@ -209,7 +234,7 @@ def evaluation(migration: Migration, held_out: str = "") -> None:
         else:
             migration.miss(key, "name held-out data: --validator.enable --validator.dataset FILE")
     if is_on and held_out:
-        migration.set(validator__enable=True, validator__dataset=[held_out])
+        migration.set(validator__enable=True, validator__dataset=list(held_out))
     if steps is not None and float(steps) >= 1:
         migration.take("eval_steps", "validator.freq", int(steps))
     elif steps is not None:
@@ -250,7 +275,7 @@ def learning_rate(migration: Migration, key: str) -> None:
     migration.take(key, "optimizer.lr", float(migration.get(key)))
 
 
-_SETS_OF_PROCESSES = "FSDP is the default with several processes (NGPU=8)"
+_SHARDING = "FSDP shards the weights over all processes by default (NGPU=8)"
 _KERNELS = "attention, norms and losses need no option here"
 _HUB = "`torchtitan convert` and `hf upload` publish a model"
 
@@ -294,8 +319,8 @@ RULES: Mapping[str, Rule] = {
     "tf32": unneeded("--training.mixed_precision_param sets the type"),
     "use_cache": unneeded("no cache in training"),
     "gradient_checkpointing_kwargs.use_reentrant": unneeded("always without reentry"),
-    "deepspeed": unneeded(_SETS_OF_PROCESSES),
-    "fsdp": unneeded(_SETS_OF_PROCESSES),
+    "deepspeed": unneeded(_SHARDING),
+    "fsdp": unneeded(_SHARDING),
     "torch_compile": to("compile.enable"),
     "torch_compile_backend": to("compile.backend"),
     "push_to_hub": missing(_HUB),
@@ -318,10 +343,23 @@ RULES: Mapping[str, Rule] = {
 """Keys that need only themselves."""
 
 
-def on_quantized(migration: Migration) -> None:
-    """Rename the options of adapters for the configuration that keeps the weights in 4 bits."""
+_LORA = "model_converters.lora."
+
+
+def finish_adapters(migration: Migration) -> None:
+    """Adapt the new head of a reward model too, and rename the options of adapters for the
+    configuration that keeps the weights in 4 bits."""
+    layers = migration.options.get(include := f"{_LORA}include")
+    if migration.config == "reward_lora" and layers is not None:
+        migration.options[include] = [*layers, r"^head\.output$"]
+    if migration.config == "reward_lora" and migration.options.get(dropout := f"{_LORA}dropout"):
+        value = str(migration.options[dropout])
+        migration.options[dropout] = 0.0
+        migration.rows = [row for row in migration.rows if row.key != "lora_dropout"]
+        why = "the new head takes no dropout"
+        migration.rows.append(Row("lora_dropout", value, "without a counterpart", why))
     if migration.config == "qlora":
         migration.options = {
-            key.replace("model_converters.lora.", "model_converters.qlora."): value
+            key.replace(_LORA, "model_converters.qlora."): value
             for key, value in migration.options.items()
         }

@@ -5,13 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.migration.outcome import Migration, Rule, missing, to, unneeded
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import DOWNLOADS
 
-DEFAULTS: Mapping[str, Any] = {
+FINE_TUNING: Mapping[str, Any] = {
     "train.global_batch_size": 16,
     "train.micro_batch_size": 1,
     "train.lr_warmup_steps": 100,
     "seed": 1337,
+}
+_PRE_TRAINING: Mapping[str, Any] = {
+    "train.global_batch_size": 512,
+    "train.micro_batch_size": 4,
+    "train.lr_warmup_steps": 2000,
+    "train.max_tokens": 3_000_000_000_000,
+    "train.max_norm": 1.0,
+    "train.min_lr": 4e-5,
+    "seed": 42,
 }
 _TARGETS = {
     "lora_query": "q_proj",
@@ -23,7 +33,7 @@ _TARGETS = {
 }
 _ON_BY_DEFAULT = ("lora_query", "lora_value")
 _HUB_DATA = {
-    "Alpaca": "tatsu-lab/alpaca",
+    "Alpaca": "yahma/alpaca-cleaned",
     "Alpaca2k": "mhenrichsen/alpaca_2k_test",
     "AlpacaGPT4": "vicgalle/alpaca-gpt4",
     "Deita": "HuggingFaceH4/deita-10k-v0-sft[train_sft]",
@@ -36,16 +46,37 @@ _HUB_DATA = {
 _PRETRAINING = ("TextFiles", "TinyLlama", "TinyStories", "OpenWebText", "LitData")
 
 
+def defaults(given: Mapping[str, Any], command: str) -> Mapping[str, Any]:
+    """Return the values that a command uses for absent keys."""
+    words = command.split()
+    return _PRE_TRAINING if _pretrains(given, " ".join(words[1:2])) else FINE_TUNING
+
+
+def _kind_of_data(given: Mapping[str, Any]) -> str:
+    return str(given.get("data.class_path") or given.get("data") or "Alpaca").rpartition(".")[2]
+
+
+def _pretrains(given: Mapping[str, Any], command: str) -> bool:
+    """Return whether a command, or the keys without a command, are of pre-training."""
+    if command:
+        return command == "pretrain"
+    is_named = (
+        given.get("model_name") is not None or given.get("initial_checkpoint_dir") is not None
+    )
+    return is_named or _kind_of_data(given) in _PRETRAINING
+
+
 def migrate_litgpt(migration: Migration) -> None:
     """Read a file of litgpt, of `finetune_full`, `finetune_lora` or `pretrain`."""
-    kind = str(migration.get("data.class_path") or migration.get("data") or "Alpaca")
-    kind = kind.rpartition(".")[2]
-    is_pretraining = (
-        "model_name" in migration.given
-        or "initial_checkpoint_dir" in migration.given
-        or kind in _PRETRAINING
+    words = migration.command.split()
+    command = words[1] if words[:1] == ["litgpt"] and len(words) > 1 else ""
+    if "adapter" in command:
+        raise UserError(f"litgpt {command}: only LoRA adapters are trained here")
+    kind = _kind_of_data(migration.given)
+    is_pretraining = _pretrains(migration.given, command)
+    has_adapters = command in ("finetune", "finetune_lora") or (
+        not command and any(key.startswith("lora_") for key in migration.given)
     )
-    has_adapters = any(key.startswith("lora_") for key in migration.given)
     quantized = migration.get("quantize")
     if is_pretraining:
         migration.config = "pretrain"
@@ -158,7 +189,12 @@ def _training(migration: Migration) -> None:
     if seq_len is not None:
         migration.take("train.max_seq_length", "training.seq_len", int(seq_len))
     else:
-        why = "samples have no limit there; longer ones are cut, and counted"
+        pretrains = migration.config in ("pretrain", "scratch")
+        why = (
+            "windows have the length of the model's context there"
+            if pretrains
+            else "samples have no limit there; longer ones are cut, and counted"
+        )
         migration.change("train.max_seq_length", why, training__seq_len=2048)
     if steps is not None:
         migration.take("train.max_steps", "training.steps", int(steps))

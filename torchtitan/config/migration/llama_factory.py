@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.migration import hugging_face
+from torchtitan.config.migration import alignment, hugging_face
 from torchtitan.config.migration.hugging_face import TRAINING_DEFAULTS
 from torchtitan.config.migration.outcome import (
     Migration,
     Rule,
     as_list,
-    dataset_name,
     missing,
     to,
     unneeded,
@@ -23,8 +22,13 @@ DEFAULTS: Mapping[str, Any] = {
     "cutoff_len": 2048,
     "finetuning_type": "lora",
     "stage": "sft",
-    "gradient_checkpointing": True,
+    "disable_gradient_checkpointing": False,
+    "pref_loss": "sigmoid",
+    "pref_beta": 0.1,
+    "simpo_gamma": 0.5,
 }
+_LISTED = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
+"""Stage → method."""
 
 _LIST = "dataset_info.json"
 _TEMPLATES = {
@@ -54,9 +58,10 @@ _COLUMNS = {
 
 def migrate_llama_factory(migration: Migration) -> None:
     """Read a file of LLaMA-Factory."""
-    _select(migration)
+    stage = _select(migration)
     migration.use_model("model_name_or_path", str(migration.get("model_revision") or ""))
-    _data(migration)
+    held_out = _held_out(migration)
+    _data(migration, stage)
     if "lora" in migration.config:
         _adapters(migration)
     hugging_face.batch(migration, "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -66,69 +71,56 @@ def migrate_llama_factory(migration: Migration) -> None:
     hugging_face.decay(migration)
     hugging_face.precision(migration)
     hugging_face.saving(migration)
-    hugging_face.evaluation(migration, _held_out(migration))
+    hugging_face.evaluation(migration, held_out)
     migration.apply(RULES)
-    hugging_face.on_quantized(migration)
+    hugging_face.finish_adapters(migration)
 
 
-def _select(migration: Migration) -> None:
+def _select(migration: Migration) -> str:
+    """Choose the configuration, and return the stage."""
     stage, kind = str(migration.get("stage")), str(migration.get("finetuning_type"))
     bits = migration.get("quantization_bit")
     if kind not in ("lora", "full"):
         raise UserError(f"finetuning_type {kind}: here are lora and full")
-    adapted = "qlora" if bits else "lora"
-    config = "sft" if kind == "full" else adapted
-    if stage == "pt" and kind == "full":
-        config = "pretrain"
-    elif stage == "dpo":
-        migration.module, config = "preference", "dpo_lora" if kind == "lora" else "dpo"
-        loss = str(migration.get("pref_loss", "sigmoid"))
-        if loss in _PREFERENCE_LOSSES:
-            migration.take("pref_loss", "loss.kind", _PREFERENCE_LOSSES[loss])
-        else:
-            migration.miss("pref_loss", "the file has dpo instead")
-        if loss == "simpo" and migration.get("simpo_gamma") is not None:
-            migration.take("simpo_gamma", "loss.gamma", float(migration.get("simpo_gamma")))
-        migration.take("pref_beta", "loss.beta", float(migration.get("pref_beta", 0.1)))
-    elif stage == "kto":
-        migration.module, config = "preference", "kto"
-    elif stage == "rm":
-        migration.module, config = "reward", "bradley_terry"
-    elif stage not in ("sft", "pt"):
+    if stage not in _LISTED:
         raise UserError(f"stage {stage}: here are pt, sft, rm, dpo and kto")
-    migration.config = config
-    migration.change("stage", f"--module {migration.module} --config {config}")
-    if kind == "lora" and "lora" not in config:
-        migration.miss("finetuning_type", f"{config} trains whole models")
+    in_4_bits = bits is not None and int(bits) <= 4
+    alignment.select(migration, _LISTED[stage], adapters=kind == "lora", in_4_bits=in_4_bits)
+    if stage == "pt" and kind == "full":
+        migration.config = "pretrain"
+    elif stage == "dpo":
+        _preference_loss(migration)
+    elif stage == "kto":
+        migration.take("pref_beta", "loss.beta", float(migration.get("pref_beta")))
+    migration.change("stage", f"--module {migration.module} --config {migration.config}")
+    if kind == "lora":
+        alignment.note_adapters(migration, "finetuning_type", wanted=True)
     else:
-        migration.change("finetuning_type", f"--config {config}")
+        migration.change("finetuning_type", f"--config {migration.config}")
     if bits is not None:
-        kept = "in 4 bits" if config == "qlora" else "in 16 bits"
-        migration.change("quantization_bit", f"frozen weights are kept {kept}")
+        alignment.note_bits(migration, "quantization_bit", bits=int(bits))
+    return stage
 
 
-def _data(migration: Migration) -> None:
-    found = _known_datasets(migration)
-    names: list[str] = []
-    unknown: list[str] = []
-    columns: set[str] = set()
-    for name in as_list(migration.get("dataset") or []):
-        if name not in found:
-            unknown.append(name)
-            names.append(name)
-            continue
-        entry, folder = found[name]
-        if file := entry.get("file_name"):
-            names.append(str(folder / file))
-        else:
-            hub = str(entry.get("hf_hub_url") or entry.get("ms_hub_url"))
-            names.append(dataset_name(hub, entry.get("subset"), None, entry.get("split")))
-        renamed = entry.get("columns") or {}
-        columns |= {
-            f"{_COLUMNS[ours]}={theirs}"
-            for ours, theirs in renamed.items()
-            if ours in _COLUMNS and theirs != _COLUMNS[ours]
-        }
+def _preference_loss(migration: Migration) -> None:
+    loss = str(migration.get("pref_loss"))
+    if loss in _PREFERENCE_LOSSES:
+        migration.take("pref_loss", "loss.kind", _PREFERENCE_LOSSES[loss])
+    else:
+        migration.miss("pref_loss", "the file has dpo instead")
+    if loss == "simpo":
+        gamma = float(migration.get("simpo_gamma"))
+        migration.take("simpo_gamma", "loss.gamma", gamma)
+    elif "simpo_gamma" in migration.given:
+        migration.drop("simpo_gamma", f"pref_loss is {loss}")
+    if loss == "orpo":
+        alignment.orpo_weight(migration, "pref_beta")
+    else:
+        migration.take("pref_beta", "loss.beta", float(migration.get("pref_beta")))
+
+
+def _data(migration: Migration, stage: str) -> None:
+    names, unknown, columns = _sources(migration, "dataset")
     migration.set(dataloader__dataset=names)
     if columns:
         migration.set(dataloader__columns=sorted(columns))
@@ -144,7 +136,8 @@ def _data(migration: Migration) -> None:
         return
     _template(migration)
     if migration.module == "auto":
-        is_packed = bool(migration.get("packing") or migration.get("neat_packing"))
+        wanted = migration.get("packing", stage == "pt")
+        is_packed = bool(wanted or migration.get("neat_packing"))
         migration.set(dataloader__packing="ffd" if is_packed else "none")
         migration.set(dataloader__too_long="truncate_right")
         for key in ("packing", "neat_packing"):
@@ -153,6 +146,33 @@ def _data(migration: Migration) -> None:
         if migration.get("train_on_prompt") is not None:
             value = "all" if migration.get("train_on_prompt") else "assistant"
             migration.take("train_on_prompt", "dataloader.train_on", value)
+
+
+def _sources(migration: Migration, key: str) -> tuple[list[str], list[str], set[str]]:
+    """Return the datasets that a key names, the names that are not listed, and the columns that
+    are renamed."""
+    found = _known_datasets(migration)
+    names: list[str] = []
+    unknown: list[str] = []
+    columns: set[str] = set()
+    for name in as_list(migration.get(key) or []):
+        if name not in found:
+            unknown.append(name)
+            names.append(name)
+            continue
+        entry, folder = found[name]
+        if file := entry.get("file_name"):
+            names.append(str(folder / file))
+        else:
+            hub = str(entry.get("hf_hub_url") or entry.get("ms_hub_url"))
+            names.append(migration.dataset(hub, entry.get("subset"), None, entry.get("split")))
+        renamed = entry.get("columns") or {}
+        columns |= {
+            f"{_COLUMNS[ours]}={theirs}"
+            for ours, theirs in renamed.items()
+            if ours in _COLUMNS and theirs != _COLUMNS[ours]
+        }
+    return names, unknown, columns
 
 
 def _known_datasets(migration: Migration) -> dict[str, tuple[dict[str, Any], Path]]:
@@ -186,7 +206,7 @@ def _adapters(migration: Migration) -> None:
         hugging_face.target_modules(migration, "lora_target")
 
 
-def _held_out(migration: Migration) -> str:
+def _held_out(migration: Migration) -> list[str]:
     if migration.get("val_size"):
         migration.miss(
             "val_size",
@@ -194,15 +214,11 @@ def _held_out(migration: Migration) -> str:
             "--validator.dataset FILE",
         )
     if migration.get("eval_dataset") is None:
-        return ""
-    found = _known_datasets(migration)
-    names = []
-    for name in as_list(migration.get("eval_dataset")):
-        entry, folder = found.get(name, ({}, Path()))
-        file = entry.get("file_name")
-        names.append(str(folder / file) if file else str(entry.get("hf_hub_url", name)))
-    migration.take("eval_dataset", "validator.dataset", names)
-    return names[0]
+        return []
+    names, unknown, _ = _sources(migration, "eval_dataset")
+    why = f"{', '.join(unknown)}: write the path of each file" if unknown else ""
+    migration.take("eval_dataset", "validator.dataset", names, why)
+    return names
 
 
 RULES: Mapping[str, Rule] = {
@@ -218,7 +234,11 @@ RULES: Mapping[str, Rule] = {
     "quantization_type": unneeded("nf4"),
     "double_quantization": unneeded("always"),
     "upcast_layernorm": unneeded("norms are computed in float32"),
-    "disable_gradient_checkpointing": unneeded("--activation_checkpoint.mode"),
+    "disable_gradient_checkpointing": to(
+        "activation_checkpoint.mode", lambda value: "none" if value else "full"
+    ),
+    "kto_chosen_weight": to("loss.desirable_weight", float),
+    "kto_rejected_weight": to("loss.undesirable_weight", float),
     "save_only_model": to("checkpoint.last_save_model_only"),
     "loraplus_lr_ratio": missing("a group of parameters has a rate of its own: param_groups"),
     "buffer_size": unneeded("data is copied before training"),

@@ -20,16 +20,17 @@ _LIBRARIES = {
     "torchtitan": _Library(migrate_torchtitan, {}),
     "axolotl": _Library(axolotl.migrate_axolotl, axolotl.DEFAULTS),
     "llama_factory": _Library(llama_factory.migrate_llama_factory, llama_factory.DEFAULTS),
-    "litgpt": _Library(litgpt.migrate_litgpt, litgpt.DEFAULTS),
+    "litgpt": _Library(litgpt.migrate_litgpt, litgpt.FINE_TUNING),
+    "transformers": _Library(trl.migrate_transformers, trl.TRANSFORMERS_DEFAULTS),
 }
 
 
-def migrated(foreign: ForeignConfig, *, devices: int = 1, method: str = "") -> Migration:
+def migrated(foreign: ForeignConfig, *, devices: int = 0, method: str = "") -> Migration:
     """Return the configuration, and what became of each value.
 
     Args:
         foreign: the configuration of another library.
-        devices: number of processes that it ran with.
+        devices: number of processes that it ran with; 0: those that its command starts, or 1.
         method: method of TRL's trainer, one of `trl.METHODS`; "" to find it by the names.
 
     Raises:
@@ -37,20 +38,24 @@ def migrated(foreign: ForeignConfig, *, devices: int = 1, method: str = "") -> M
             can be trained.
     """
     values = dict(foreign.values)
+    devices = devices or foreign.devices
     try:
-        if foreign.kind == "trl":
+        if foreign.kind == "torchtune":
+            values = torchtune.resolved(values)
+        if foreign.kind == "trl" or method:
             method = method or trl.method_of(values, foreign.command)
-            migration = Migration(values, trl.defaults(method), devices)
+            migration = Migration(values, trl.defaults(method), devices, foreign.command)
             trl.migrate_trl(migration, method)
         else:
             library = _LIBRARIES[foreign.kind]
-            if foreign.kind == "torchtune":
-                values = torchtune.resolved(values)
-            migration = Migration(values, library.defaults, devices)
+            defaults = library.defaults
+            if foreign.kind == "litgpt":
+                defaults = litgpt.defaults(values, foreign.command)
+            migration = Migration(values, defaults, devices, foreign.command)
             library.read(migration)
+        migration.finish()
     except (TypeError, AttributeError, LookupError, ValueError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"a value is not as {foreign.kind} has it: {error}") from error
-    migration.finish()
     return migration

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.values import nested
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import DOWNLOADS
 
 Outcome = Literal["taken over", "changed", "without a counterpart", "not needed"]
@@ -25,7 +27,9 @@ class Row(NamedTuple):
 
 
 _SAME = object()
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+_SPLIT = re.compile(r"[\w.-]+")
+_MOST_DIGITS = 100
 _PATH_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".md", ".gz", ".zst", ".arrow")
 
 
@@ -36,6 +40,7 @@ class Migration:
         given: dotted key → value, as the file has it; values of None count as absent.
         defaults: values that the other library uses for absent keys.
         devices: number of processes that the other library ran with.
+        command: words before the arguments of a command line, in lower case.
     """
 
     def __init__(
@@ -43,10 +48,12 @@ class Migration:
         given: Mapping[str, Any],
         defaults: Mapping[str, Any] | None = None,
         devices: int = 1,
+        command: str = "",
     ):
         self.given = {key: value for key, value in given.items() if value is not None}
         self._values = {**(defaults or {}), **self.given}
         self.devices = devices
+        self.command = command
         self.module, self.config = "auto", "sft"
         self.options: dict[str, Any] = {}
         self.rows: list[Row] = []
@@ -56,6 +63,10 @@ class Migration:
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, and leave it to be read."""
         return self._values.get(key, default)
+
+    def default(self, key: str, value: Any) -> None:
+        """Fill in the value that the other library uses for an absent key."""
+        self._values.setdefault(key, value)
 
     def keys(self) -> list[str]:
         """Return the keys that have not been read."""
@@ -98,8 +109,8 @@ class Migration:
         """Read the keys that are left: by the table of other names, or as unknown."""
         for key in self.keys():
             value = self._values[key]
-            if value in (False, "", [], {}) and key not in OTHER_NAMES:
-                self.drop(key, "it is off")
+            if value in ("", [], {}) and key not in OTHER_NAMES:
+                self.drop(key, "it is empty")
             elif option := option_of(key):
                 self.take(key, option)
             elif key in self.given:
@@ -111,7 +122,7 @@ class Migration:
         """Train the model of a folder, or the one with this name on the hub, which is downloaded
         first."""
         path = str(self._values.get(key))
-        if _HUB_NAME.fullmatch(path) and not path.startswith(("./", "../")):
+        if _HUB_NAME.fullmatch(path) and not Path(path).exists():
             folder = str(DOWNLOADS / path.rpartition("/")[2])
             suffix = f" --revision {revision}" if revision else ""
             self.commands.append(f"torchtitan download {path}{suffix}")
@@ -119,10 +130,35 @@ class Migration:
         else:
             self.take(key, "hf_assets_path", path)
 
+    def dataset(
+        self, path: str, config: Any = None, revision: Any = None, split: Any = None
+    ) -> str:
+        """Return the dataset string of a repository on the hub, `org/name:config@revision[split]`,
+        or of a local path. List a split that such a string cannot name."""
+        if is_local(path):
+            if split not in (None, "", "train"):
+                self._miss_split(path, split, "a file has no splits; write these rows to a file")
+            return path
+        if split and not _SPLIT.fullmatch(str(split)):
+            self._miss_split(path, split, "the split is read in full; write these rows to a file")
+            split = re.split(r"[^\w.-]", str(split))[0]
+        if "/" not in path:
+            why = f"write its owner, as in owner/{path}"
+            self._list(Row(f"name of {path}", path, "without a counterpart", why))
+        parts = [path, f":{config}" if config else "", f"@{revision}" if revision else ""]
+        return "".join(parts) + (f"[{split}]" if split and split != "train" else "")
+
     def document(self) -> dict[str, Any]:
         """Return the configuration file."""
         selection = {"module": self.module, "config": self.config}
         return {**selection, **nested(self.options)}
+
+    def _miss_split(self, path: str, split: Any, why: str) -> None:
+        self._list(Row(f"split {split} of {path}", _shown(split), "without a counterpart", why))
+
+    def _list(self, row: Row) -> None:
+        if row not in self.rows:
+            self.rows.append(row)
 
     def _note(self, key: str, outcome: Outcome, named: str, why: str) -> None:
         label = key if key in self.given else f"{key} (default)"
@@ -167,18 +203,10 @@ def option_of(key: str) -> str:
     return match[1] if match else ""
 
 
-def dataset_name(path: str, config: Any = None, revision: Any = None, split: Any = None) -> str:
-    """Return the dataset string of a repository on the hub, `org/name:config@revision[split]`, or
-    of a local path."""
-    if is_local(path):
-        return path
-    parts = [path, f":{config}" if config else "", f"@{revision}" if revision else ""]
-    return "".join(parts) + (f"[{split}]" if split and split != "train" else "")
-
-
 def is_local(path: str) -> bool:
-    """Return whether a dataset is a file or folder, by its name."""
-    return path.startswith(("/", "./", "../", "~")) or path.endswith(_PATH_ENDINGS)
+    """Return whether a dataset is a file or folder: it exists, or has such a name."""
+    is_path = path.startswith(("/", "./", "../", "~")) or path.endswith(_PATH_ENDINGS)
+    return is_path or Path(path).exists()
 
 
 def as_list(value: Any) -> list[Any]:
@@ -190,15 +218,28 @@ def as_list(value: Any) -> list[Any]:
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return dotted key → value; texts that spell numbers or booleans become them, as in the other
-    libraries."""
+    libraries. Raise `UserError` for a number of more than 100 digits."""
     found: dict[str, Any] = {}
     for name, value in document.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             found |= flat(value, f"{key}.")
         else:
+            _check_size(key, value)
             found[key] = plain(value)
     return found
+
+
+def _check_size(key: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_size(key, item)
+    spelled = isinstance(value, str) and len(value) > _MOST_DIGITS
+    spelled = spelled and re.fullmatch(r"\s*[+-]?[\d_]+\s*", value) is not None
+    if spelled or (isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS):
+        raise UserError(f"{key} has a number of more than {_MOST_DIGITS} digits")
 
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "": None}

@@ -8,15 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.config.migration.outcome import flat
+from torchtitan.config.migration.outcome import flat, plain
 from torchtitan.config.migration.torchtitan_files import values_in_python
+from torchtitan.config.migration.trl import method_of_command
 from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import regular_file
 
-KINDS = ("torchtune", "torchtitan", "axolotl", "llama_factory", "trl", "litgpt")
+KINDS = ("torchtune", "torchtitan", "axolotl", "llama_factory", "trl", "transformers", "litgpt")
 
 _MOST_BYTES = 2**20
+
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "torch.distributed.run")
+_PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
+_HOSTS = ("nnodes", "num_nodes")
+
+_BEFORE_OPERATOR = re.compile(
+    r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\$\([^)]*\)|`[^`]*`|\\.|[^'"`\\|;&<>])*""", re.DOTALL
+)
+"""Words up to an operator of the shell outside of quotes."""
 
 
 class ForeignConfig(NamedTuple):
@@ -27,6 +37,9 @@ class ForeignConfig(NamedTuple):
     """Dotted key → value."""
     command: str
     """Words before the arguments of a command line, in lower case; "" for other files."""
+
+    devices: int = 1
+    """Processes that the command starts."""
 
 
 def read_foreign(path: Path, kind: str = "", name: str = "") -> ForeignConfig:
@@ -55,22 +68,64 @@ def read_foreign(path: Path, kind: str = "", name: str = "") -> ForeignConfig:
 def read_command(words: Sequence[str], kind: str = "") -> ForeignConfig:
     """Read a command line. A YAML file that it names (`--config`, or the only word) is read
     first."""
-    start = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    words, launcher = _without_launcher(words)
+    start = _first_option(words)
     command = " ".join(words[:start])
     for word in words[:start]:
         name, is_variable, value = word.partition("=")
         if is_variable and name in ("MODULE", "CONFIG"):
             words = [*words, f"--{name.lower()}", value]
+        elif is_variable and name == "NGPU":
+            launcher["nproc_per_node"] = plain(value)
     given = _arguments(words[start:])
+    command = command.lower()
+    if words[:1] == ["litgpt"] and len(words[:start]) > 2:
+        name = "model_name" if words[1] == "pretrain" else "checkpoint_dir"
+        given.setdefault(name, words[2])
+    if _runs_trl(command) and "num_processes" in given:
+        launcher["num_processes"] = given.pop("num_processes")
+    devices = _devices(launcher)
     files = [word for word in words[:start] if word.endswith((".yaml", ".yml", ".json"))]
     if str(given.get("config", "")).endswith((".yaml", ".yml")):
         files.append(str(given.pop("config")))
+    kind = kind or _kind_of_command(command)
     for file in files:
         base = read_foreign(Path(file), kind)
-        return ForeignConfig(kind or base.kind, {**base.values, **given}, command.lower())
-    if not kind:
-        kind = _kind_of_command(command.lower()) or kind_of(given, "the command")
-    return ForeignConfig(kind, given, command.lower())
+        return ForeignConfig(kind or base.kind, {**base.values, **given}, command, devices)
+    return ForeignConfig(kind or kind_of(given, "the command"), given, command, devices)
+
+
+def _first_option(words: Sequence[str]) -> int:
+    return next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+
+
+def _without_launcher(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the words from the script or module on that a launcher such as torchrun starts, and
+    the launcher's own arguments."""
+    before = [word.rpartition("/")[2] for word in words[: _first_option(words)]]
+    if not set(before) & set(_LAUNCHERS):
+        return list(words), {}
+    for place, word in enumerate(words):
+        is_module = word in ("-m", "--module") and words[place + 1 : place + 2] not in (
+            ["torch.distributed.run"],
+            ["accelerate.commands.launch"],
+            [],
+        )
+        if word.endswith(".py") or is_module:
+            return list(words[place + is_module :]), _arguments(words[:place])
+    return list(words), {}
+
+
+def _devices(launcher: Mapping[str, Any]) -> int:
+    """Return the processes that a launcher starts, on all hosts. accelerate counts all of them."""
+    processes = {key: launcher[key] for key in _PROCESSES if key in launcher}
+    hosts = {key: launcher[key] for key in _HOSTS if key in launcher}
+    if "num_processes" in processes:
+        hosts = {}
+    for key, number in {**processes, **hosts}.items():
+        if type(number) is not int or number < 1:
+            raise UserError(f"--{key} {number}: write a number, which multiplies the batch")
+    return max([1, *processes.values()]) * max([1, *hosts.values()])
 
 
 def kind_of(values: Mapping[str, Any], name: str) -> str:
@@ -86,12 +141,29 @@ def kind_of(values: Mapping[str, Any], name: str) -> str:
         return "litgpt"
     if {"job", "training", "model"} <= sections or {"training", "parallelism"} <= sections:
         return "torchtitan"
+    if _TRL_NAMES & sections:
+        return "trl"
     trainer = {"per_device_train_batch_size", "num_train_epochs", "learning_rate", "max_steps"}
     if "model_name_or_path" in values or len(trainer & sections) > 1:
-        return "trl"
+        return "transformers"
     raise UserError(
         f"{name} has the names of none of {', '.join(KINDS)}; name its library with --from"
     )
+
+
+_TRL_NAMES = {
+    *("use_peft", "load_in_4bit", "dataset_mixture", "dataset_mixer", "max_length"),
+    *("assistant_only_loss", "completion_only_loss", "packing", "dataset_text_field"),
+    *("beta", "loss_type", "num_generations", "reward_funcs", "reward_model_path"),
+    *("max_completion_length", "max_prompt_length", "max_seq_length", "chat_template_path"),
+}
+"""Arguments of TRL that transformers lacks."""
+
+
+def _runs_trl(command: str) -> bool:
+    """Return whether a command starts TRL, or a script that is named after a method of TRL."""
+    scripts = " ".join(word for word in command.split() if word.endswith(".py"))
+    return re.search(r"\btrl\b", command) is not None or method_of_command(scripts) != ""
 
 
 def _kind_of_command(command: str) -> str:
@@ -101,13 +173,13 @@ def _kind_of_command(command: str) -> str:
         "litgpt": "litgpt",
         "run_train.sh": "torchtitan",
         "torchtitan": "torchtitan",
-        "trl ": "trl",
     }
-    return next((kind for mark, kind in marks.items() if mark in command), "")
+    found = next((kind for mark, kind in marks.items() if mark in command), "")
+    return found or ("trl" if _runs_trl(command) else "")
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `--key value ...`, `--key=value` and `--switch`."""
+    """Return the values of `--key value ...`, `--key=value`, `--switch` and `--no_switch`."""
     values: dict[str, list[str]] = {}
     key = ""
     for word in words:
@@ -118,8 +190,11 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
         elif key:
             values[key].append(word)
     single = {key: found[0] for key, found in values.items() if len(found) == 1}
-    switches = {key: True for key, found in values.items() if not found}
-    return flat({**values, **single, **switches})
+    switches = [key for key, found in values.items() if not found]
+    on = {key: True for key in switches if not key.startswith("no_")}
+    off = {key.removeprefix("no_"): False for key in switches if key.startswith("no_")}
+    several = {key: found for key, found in values.items() if len(found) > 1}
+    return flat({**several, **single, **off, **on})
 
 
 def _text(path: Path) -> str:
@@ -151,11 +226,27 @@ def _words(text: str, path: Path) -> list[str]:
     """Return the words of the first command with arguments."""
     joined = re.sub(r"\\\n", " ", text)
     lines = [line for line in joined.splitlines() if not line.lstrip().startswith("#")]
-    command = next((line for line in lines if " --" in line), "")
-    command = command or next((line for line in lines if re.search(r"\.ya?ml\b", line)), "")
+    commands = [command for line in lines for command in _commands(line)]
+    command = next((one for one in commands if " --" in one), "")
+    command = command or next((one for one in commands if re.search(r"\.ya?ml\b", one)), "")
     if not command:
         raise UserError(f"{path} has no command with arguments such as --learning_rate 1e-4")
     try:
         return shlex.split(command, comments=True)
     except ValueError as error:
         raise UserError(f"{path}: the command is not closed: {error}") from error
+
+
+def _commands(line: str) -> list[str]:
+    """Return the commands between the operators of a line, such as | or 2>&1."""
+    found, place = [], 0
+    while place < len(line):
+        match = _BEFORE_OPERATOR.match(line, place)
+        end = match.end() if match else place
+        if line[end : end + 1] in ("'", '"', "`"):
+            end = len(line)  # a quote that is not closed
+        is_redirection = line[end : end + 1] in ("<", ">")
+        command = line[place:end]
+        found.append(re.sub(r"\s\d$", "", command) if is_redirection else command)
+        place = end + 1
+    return found

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +38,6 @@ _KEYS = {
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
     "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
     "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
-    "experimental.pipeline_parallel_microbatches": (
-        "parallelism.pipeline_parallel_microbatch_size"
-    ),
     "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
     "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
@@ -53,6 +51,7 @@ def migrate_torchtitan(migration: Migration) -> None:
     """Read torchtitan's own options, whose names ours mostly are."""
     _model(migration)
     _data(migration)
+    _batch(migration)
     options = _known_options(migration)
     migration.apply(RULES)
     for key in migration.keys():
@@ -61,6 +60,9 @@ def migrate_torchtitan(migration: Migration) -> None:
         if renamed not in options:
             continue
         value = migration.get(key)
+        if isinstance(value, _Expression):
+            migration.miss(key, "the file computes it; write the value")
+            continue
         if key == "parallelism.enable_loss_parallel":
             value = not value
         if options[renamed] is str and not isinstance(value, bool):
@@ -92,8 +94,10 @@ def _model(migration: Migration) -> None:
             migration.change(key, f"--module {module} --config {found}")
     for key in ("model.tokenizer_path", "model.hf_assets_path", "hf_assets_path"):
         if migration.get(key) is not None:
-            path = str(migration.get(key))
-            if path.endswith(("tokenizer.model", "tokenizer.json")):
+            path = str(value := migration.get(key))
+            if isinstance(value, _Expression):
+                migration.miss(key, "the file computes it: --hf_assets_path DIR")
+            elif path.endswith(("tokenizer.model", "tokenizer.json")):
                 folder = path.rpartition("/")[0] or "."
                 migration.take(key, "hf_assets_path", folder, "the folder of the file")
             else:
@@ -118,6 +122,42 @@ def _data(migration: Migration) -> None:
             migration.take(key, option, [name] if isinstance(name, str) else name)
 
 
+def _batch(migration: Migration) -> None:
+    """Set the global batch that accumulation gives, and the windows of a pipeline's micro-batch,
+    where the file has the number of micro-batches."""
+    keys = ("training.local_batch_size", "training.batch_size")
+    given = next((migration.get(key) for key in keys if migration.get(key) is not None), None)
+    size = given if type(given) is int else 0
+    ranks, rest = divmod(migration.devices, _ranks_of_a_batch(migration))
+    if (passes := migration.get(key := "training.gradient_accumulation_steps")) is not None:
+        if migration.get("training.global_batch_size") not in (None, -1):
+            migration.drop(key, "training.global_batch_size is given")
+        elif not size or rest:
+            migration.miss(key, "set --training.global_batch_size; --devices gives the devices")
+        else:
+            total = size * int(passes) * ranks
+            why = f"{size} x {passes} x {ranks} data-parallel ranks"
+            migration.change(key, why, training__global_batch_size=total)
+    for section in ("experimental", "parallelism"):
+        key = f"{section}.pipeline_parallel_microbatches"
+        if (number := migration.get(key)) is None:
+            continue
+        if not size or int(number) < 1 or size % int(number):
+            why = "the local batch by it: --parallelism.pipeline_parallel_microbatch_size"
+            migration.miss(key, why)
+        else:
+            windows = size // int(number)
+            why = f"the local batch of {size} by {number} micro-batches"
+            migration.change(key, why, parallelism__pipeline_parallel_microbatch_size=windows)
+
+
+def _ranks_of_a_batch(migration: Migration) -> int:
+    """Return the devices that compute one local batch together."""
+    names = tuple(f".{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context"))
+    degrees = (migration.get(key) for key in migration.keys() if key.endswith(names))
+    return math.prod(max(1, int(degree)) for degree in degrees)
+
+
 def _known_options(migration: Migration) -> dict[str, Any]:
     known = known_configuration(migration.module, migration.config)
     assert known is not None
@@ -125,7 +165,6 @@ def _known_options(migration: Migration) -> dict[str, Any]:
 
 
 _FLOAT8 = "use a configuration with float8 (llama3_debugmodel_float8), or write one"
-_NO_SCALES = unneeded("the loss is a mean over all tokens of a step")
 
 RULES: Mapping[str, Rule] = {
     "model.converters": missing(_FLOAT8),
@@ -148,10 +187,13 @@ RULES: Mapping[str, Rule] = {
     "float8.precompute_float8_dynamic_scale_for_fsdp": missing(_FLOAT8),
     "float8.filter_fqns": missing(_FLOAT8),
     "float8.enable_float8_linear": missing(_FLOAT8),
-    "training.gradient_accumulation_steps": _NO_SCALES,
     "training.enable_fused_rmsnorm": unneeded("norms need no option here"),
     "training.fsdp_reshard_after_forward": to("parallelism.fsdp_reshard_after_forward"),
 }
+
+
+class _Expression(str):
+    """Source text of a value that the file computes."""
 
 
 def values_in_python(text: str, name: str, path: str) -> dict[str, Any]:
@@ -210,5 +252,7 @@ def _keywords(call: ast.Call) -> dict[str, Any]:
             try:
                 values[keyword.arg] = ast.literal_eval(value)
             except ValueError:
-                values[keyword.arg] = f"<{ast.unparse(value)}>"
+                values[keyword.arg] = _Expression(f"<{ast.unparse(value)}>")
+            except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
+                raise UserError(f"{keyword.arg} has no value: {error}") from error
     return values

@@ -10,7 +10,6 @@ from torchtitan.config.migration.outcome import (
     Migration,
     Rule,
     as_list,
-    dataset_name,
     missing,
     to,
     unneeded,
@@ -29,7 +28,7 @@ _DATASETS: Mapping[str, tuple[str, str, bool]] = {
     "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", True),
     "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "", False),
     "chat_dataset": ("", "", False),
-    "instruct_dataset": ("", "alpaca", False),
+    "instruct_dataset": ("", "", False),
     "text_completion_dataset": ("", "", True),
     "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "", False),
     "preference_dataset": ("", "", False),
@@ -94,7 +93,7 @@ def migrate_torchtune(migration: Migration) -> None:
     _precision(migration)
     migration.apply(RULES)
     _drop_sections(migration)
-    hugging_face.on_quantized(migration)
+    hugging_face.finish_adapters(migration)
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +155,7 @@ def _adapters(migration: Migration) -> None:
 def _data(migration: Migration) -> None:
     if isinstance(migration.get("dataset"), list):
         sets = migration.get("dataset")
-        names = [_source(one) for one in sets]
+        names = [_source(migration, one) for one in sets]
         migration.change("dataset", "mixed by size", dataloader__dataset=names)
         functions = [_last(one.get("_component_")) for one in sets]
         migration.set(dataloader__packing="none")
@@ -167,7 +166,10 @@ def _data(migration: Migration) -> None:
             if key.startswith("dataset.")
         }
         functions = [_last(one.get("_component_"))]
-        migration.change("dataset._component_", "", dataloader__dataset=[_source(one)])
+        has_prompt = functions != ["instruct_dataset"]
+        why = "" if has_prompt else "without a template there; here with the one of the folder"
+        source = _source(migration, one)
+        migration.change("dataset._component_", why, dataloader__dataset=[source])
         _options_of(migration, one)
     if migration.module == "auto":
         _, template, on_prompt = _DATASETS.get(functions[0], ("", "", False))
@@ -191,7 +193,7 @@ def _data(migration: Migration) -> None:
         migration.take("shuffle", "dataloader.sampler.shuffle")
 
 
-def _source(dataset: Mapping[str, Any]) -> str:
+def _source(migration: Migration, dataset: Mapping[str, Any]) -> str:
     function = _last(dataset.get("_component_"))
     files, source = dataset.get("data_files"), dataset.get("source")
     if files:
@@ -203,7 +205,7 @@ def _source(dataset: Mapping[str, Any]) -> str:
             "recipe's dataset to a file"
         )
     split = dataset.get("split")
-    return dataset_name(name, dataset.get("name") or dataset.get("subset"), None, split)
+    return migration.dataset(name, dataset.get("name") or dataset.get("subset"), None, split)
 
 
 def _options_of(migration: Migration, dataset: Mapping[str, Any]) -> None:
@@ -235,7 +237,8 @@ def _length(migration: Migration) -> None:
     limit, epochs = migration.get("max_steps_per_epoch"), int(migration.get("epochs"))
     if limit is not None:
         steps = int(limit) * epochs
-        migration.change("max_steps_per_epoch", f"times {epochs} epochs", training__steps=steps)
+        why = f"times {epochs} epochs; an epoch with fewer steps ends earlier there"
+        migration.change("max_steps_per_epoch", why, training__steps=steps)
         migration.drop("epochs", "max_steps_per_epoch limits them")
     else:
         migration.take("epochs", "training.epochs", epochs)

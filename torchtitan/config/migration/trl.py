@@ -1,14 +1,15 @@
 """Arguments of TRL's scripts and of transformers' `TrainingArguments`."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.config.migration import hugging_face
+from torchtitan.config.migration import alignment, hugging_face
 from torchtitan.config.migration.hugging_face import TRAINING_DEFAULTS
 from torchtitan.config.migration.outcome import (
     Migration,
+    Row,
     Rule,
-    dataset_name,
     is_local,
     missing,
     to,
@@ -23,36 +24,81 @@ _TRL = {
 }
 _RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "grpo": 1e-6, "reward": 1e-4}
 METHODS = tuple(_RATES)
+TRANSFORMERS_DEFAULTS: Mapping[str, Any] = {**TRAINING_DEFAULTS, "bf16": False}
 _PREFERENCE_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
 
 
 def defaults(method: str) -> dict[str, Any]:
     """Return the values that the trainer of a method uses for absent keys."""
-    lengths = {} if method == "grpo" else {"max_length": 1024}
-    return {**_TRL, **lengths, "learning_rate": _RATES[method]}
+    own = alignment.GRPO_DEFAULTS if method == "grpo" else {"max_length": 1024}
+    return {**_TRL, **own, "learning_rate": _RATES[method]}
 
 
 def method_of(given: Mapping[str, Any], command: str) -> str:
     """Return the method that the name of a script, or the keys, tell."""
-    for method in METHODS:
-        if f"{method}.py" in command or f"{method}_" in command or f"trl {method}" in command:
-            return method
+    if found := method_of_command(command):
+        return found
     if {"num_generations", "reward_funcs", "reward_model_path"} & set(given):
         return "grpo"
     return "dpo" if {"beta", "max_prompt_length"} & set(given) else "sft"
 
 
+def method_of_command(command: str) -> str:
+    """Return the method that the last part of a word names, as in trl/scripts/dpo.py; "" if none
+    does."""
+    for word in command.split():
+        parts = re.split(r"[/.]", word.removesuffix(".py"))[-1].split("_")
+        for method in METHODS:
+            if method in parts:
+                return method
+    return ""
+
+
 def migrate_trl(migration: Migration, method: str) -> None:
     """Read arguments of a method's trainer."""
-    has_adapters = bool(migration.get("use_peft") or migration.get("load_in_4bit"))
-    _select(migration, method, has_adapters)
+    _select(migration, method)
+    held_out = _model_and_data(migration)
+    if method == "sft":
+        _samples(migration)
+    elif method != "grpo" and migration.get("max_length") is not None:
+        why = "longer pairs are dropped, and counted"
+        migration.take("max_length", "training.seq_len", int(migration.get("max_length")), why)
+    if alignment.has_adapters(migration):
+        _adapters(migration)
+    if method == "grpo":
+        group_size = alignment.grpo(migration)
+        alignment.group_batch(migration, *_BATCH, group_size)
+    _training(migration, held_out)
+
+
+def migrate_transformers(migration: Migration) -> None:
+    """Read arguments of transformers' `TrainingArguments`, of a script that fine-tunes."""
+    if "run_clm" in migration.command:
+        migration.config = "pretrain"
+        if (length := migration.get("block_size")) is not None:
+            migration.take("block_size", "training.seq_len", int(length))
+    else:
+        why = "scripts differ in the samples that they make of rows; see --dataloader.train_on"
+        migration.rows.append(Row("samples", "", "without a counterpart", why))
+        migration.set(dataloader__packing="none")
+    _training(migration, _model_and_data(migration))
+
+
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def _model_and_data(migration: Migration) -> list[str]:
+    """Read the model and the data, and return the held-out data."""
     migration.use_model("model_name_or_path", str(migration.get("model_revision") or ""))
     if migration.get("model_revision") is not None:
         migration.drop("model_revision", "the command of the download has it")
-    held_out = _data(migration, method)
-    if has_adapters:
-        _adapters(migration)
-    hugging_face.batch(migration, "per_device_train_batch_size", "gradient_accumulation_steps")
+    return _data(migration)
+
+
+def _training(migration: Migration, held_out: list[str]) -> None:
+    """Read the options of all methods."""
+    if migration.get(_BATCH[0]) is not None:
+        hugging_face.batch(migration, *_BATCH)
     hugging_face.length(migration, "num_train_epochs")
     hugging_face.schedule(migration)
     hugging_face.optimizer(migration)
@@ -61,29 +107,23 @@ def migrate_trl(migration: Migration, method: str) -> None:
     hugging_face.saving(migration)
     hugging_face.evaluation(migration, held_out)
     migration.apply(RULES)
-    hugging_face.on_quantized(migration)
+    hugging_face.finish_adapters(migration)
 
 
-def _select(migration: Migration, method: str, has_adapters: bool) -> None:
+def _select(migration: Migration, method: str) -> None:
     in_4_bits = bool(migration.get("load_in_4bit"))
-    adapted = "qlora" if in_4_bits else "lora"
-    for key in ("use_peft", "load_in_4bit", "load_in_8bit"):
+    # 4 bits without adapters would freeze all that TRL trains.
+    adapters = bool(migration.get("use_peft") or in_4_bits)
+    alignment.select(migration, method, adapters=adapters, in_4_bits=in_4_bits)
+    if migration.get("use_peft") is not None:
+        alignment.note_adapters(migration, "use_peft", wanted=bool(migration.get("use_peft")))
+    for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         if migration.get(key) is not None:
-            migration.change(key, f"the configuration {adapted if has_adapters else 'sft'}")
-    if method == "sft":
-        migration.config = adapted if has_adapters else "sft"
-    elif method == "dpo":
-        migration.module, migration.config = "preference", "dpo_lora" if has_adapters else "dpo"
+            alignment.note_bits(migration, key, bits=bits * bool(migration.get(key)))
+    if method == "dpo":
         _preference_loss(migration)
-    else:
-        modules = {
-            "kto": ("preference", "kto"),
-            "grpo": ("rl", "grpo"),
-            "reward": ("reward", "bradley_terry"),
-        }
-        migration.module, migration.config = modules[method]
-        if has_adapters:
-            migration.miss("lora_r", f"{migration.config} trains whole models")
+    elif method == "kto" and migration.get("beta") is not None:
+        migration.take("beta", "loss.beta", float(migration.get("beta")))
 
 
 def _preference_loss(migration: Migration) -> None:
@@ -100,17 +140,17 @@ def _preference_loss(migration: Migration) -> None:
         migration.drop("precompute_ref_log_probs", "--reference.kind chooses the reference")
 
 
-def _data(migration: Migration, method: str) -> str:
-    """Read the data, and return its held-out part, or ""."""
-    name, held_out = migration.get("dataset_name"), ""
+def _data(migration: Migration) -> list[str]:
+    """Read the data, and return its held-out part."""
+    name, held_out = migration.get("dataset_name"), []
     config = migration.get("dataset_config") or migration.get("dataset_config_name")
     if name is not None:
         train = migration.get("dataset_train_split")
-        dataset = dataset_name(str(name), config, None, train)
+        dataset = migration.dataset(str(name), config, None, train)
         migration.take("dataset_name", "dataloader.dataset", [dataset])
         if not is_local(str(name)):  # a file has no splits
             test = migration.get("dataset_test_split", "test")
-            held_out = dataset_name(str(name), config, None, test)
+            held_out = [migration.dataset(str(name), config, None, test)]
         for key in ("dataset_config", "dataset_config_name"):
             if migration.get(key) is not None:
                 migration.drop(key, "part of the name of the dataset")
@@ -119,21 +159,24 @@ def _data(migration: Migration, method: str) -> str:
                 migration.drop(key, "in brackets after the name of the dataset")
     elif (mixer := _mixer(migration)) is not None:
         migration.set(dataloader__dataset=mixer)
-    if method == "sft":
-        _loss_mask(migration)
-        is_packed = bool(migration.get("packing"))
-        migration.set(dataloader__packing="ffd" if is_packed else "none")
-        if migration.get("packing") is not None:
-            migration.take("packing", "dataloader.packing", "ffd" if is_packed else "none")
-        migration.set(dataloader__too_long="truncate_right")
     return held_out
+
+
+def _samples(migration: Migration) -> None:
+    """Set the samples that fine-tuning makes of rows."""
+    _loss_mask(migration)
+    is_packed = bool(migration.get("packing"))
+    migration.set(dataloader__packing="ffd" if is_packed else "none")
+    if migration.get("packing") is not None:
+        migration.take("packing", "dataloader.packing", "ffd" if is_packed else "none")
+    migration.set(dataloader__too_long="truncate_right")
 
 
 def _mixer(migration: Migration) -> list[str] | None:
     """Read the mixtures of the alignment handbook."""
     if isinstance(sets := migration.get("dataset_mixture.datasets"), list):
         names = [
-            dataset_name(str(one.get("id")), one.get("config"), None, one.get("split"))
+            migration.dataset(str(one.get("id")), one.get("config"), None, one.get("split"))
             for one in sets
         ]
         weights = sorted({float(one.get("weight", 1)) for one in sets})
@@ -149,12 +192,13 @@ def _mixer(migration: Migration) -> list[str] | None:
     found = [key.removeprefix(prefix) for key in migration.keys() if key.startswith(prefix)]
     splits = migration.get("dataset_splits")
     train = next((name for name in splits or [] if "train" in str(name)), None)
+    names = [migration.dataset(name, split=train) for name in found]
     for name in found:
         why = "" if float(migration.get(prefix + name)) == 1 else "the dataset is read in full"
-        migration.take(prefix + name, "dataloader.dataset", dataset_name(name, split=train), why)
+        migration.take(prefix + name, "dataloader.dataset", names, why)
     if splits and found:
         migration.drop("dataset_splits", "in brackets after the name of the dataset")
-    return [dataset_name(name, split=train) for name in found] or None
+    return names or None
 
 
 def _loss_mask(migration: Migration) -> None:
@@ -192,9 +236,7 @@ RULES: Mapping[str, Rule] = {
     "max_length": to("training.seq_len", int),
     "max_seq_length": to("training.seq_len", int),
     "max_prompt_length": missing("prompt and answer share --training.seq_len"),
-    "max_completion_length": to("rollout.max_new_tokens", int),
-    "num_generations": to("rollout.group_size", int),
-    "temperature": to("rollout.sampling.temperature", float),
+    "max_completion_length": missing("prompt and answer share --training.seq_len"),
     "dataset_text_field": to("dataloader.columns", lambda name: [f"text={name}"]),
     "dataset_streaming": missing("data for fine-tuning is copied before training"),
     "chat_template_path": to("dataloader.chat_template"),
@@ -205,7 +247,6 @@ RULES: Mapping[str, Rule] = {
     "eos_token": unneeded("the template and the tokenizer have it"),
     "pad_token": unneeded("padding is never trained"),
     "report_to": hugging_face.report_to,
-    "reward_funcs": missing("write a function: --rewards my_rewards.py:score"),
     "bnb_4bit_quant_type": unneeded("nf4"),
     "use_bnb_nested_quant": unneeded("always"),
 }
