@@ -1,37 +1,15 @@
 """A rollout with a tool: the model writes <calc>2*3</calc>, and reads the result before it
 continues."""
 
-import ast
-import operator
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory
+from torchtitan.experiments.rl.environments import calculate
 
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 CALL = re.compile(r"<calc>([^<]*)</calc>$")
 MOST_CALLS = 4
-
-
-def calculate(text: str) -> str:
-    """Return the value of an expression of numbers and + - * /, or an error as text."""
-
-    def value(node: ast.expr) -> float:
-        if isinstance(node, ast.BinOp):
-            return OPERATORS[type(node.op)](value(node.left), value(node.right))
-        assert isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-        return node.value
-
-    try:
-        return f"{value(ast.parse(text.strip(), mode='eval').body):g}"
-    except (SyntaxError, KeyError, AssertionError, ZeroDivisionError):
-        return "error"
 
 
 async def rollout(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:

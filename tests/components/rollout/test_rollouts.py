@@ -135,7 +135,8 @@ def test_a_game_ends_by_its_own_rules(tokenizer, chat):
 @pytest.mark.parametrize(
     ("text", "value"),
     [("2*(3+4)", "14"), ("1/0", "error"), ("__import__('os')", "error"), ("9**9", "error"),
-     ("1e308*10", "inf"), ("True+1", "error"), ("(" * 300, "error")],
+     ("1234567+1", "1234568"), ("-3*-(2+1)", "9"), ("+.1+.2", "0.3"), ("~1", "error"),
+     ("not 1", "error"), ("1e308*10", "inf"), ("True+1", "error"), ("(" * 300, "error")],
 )  # fmt: skip
 def test_the_calculator_computes_nothing_but_numbers(text, value):
     assert calculate(text) == value

@@ -8,21 +8,25 @@ from typing import Any
 
 from torchtitan.components.rollout import Environment, Reply, Step
 
-_OPERATORS: dict[type, Callable[[float, float], float]] = {
+_OPERATORS: dict[type, Callable[..., float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
 }
 _LONGEST = 200  # characters of an expression
 
 
 def calculate(text: str) -> str:
-    """Return the value of an expression of numbers and + - * /, or `error`."""
+    """Return the value of an expression of numbers and + - * /, with 15 digits, or `error`."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp):
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return _OPERATORS[type(node.op)](value(node.operand))
         number = node.value if isinstance(node, ast.Constant) else None
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError(text)
@@ -31,7 +35,7 @@ def calculate(text: str) -> str:
     try:
         if len(text) > _LONGEST:
             raise ValueError(text)
-        return f"{value(ast.parse(text.strip(), mode='eval').body):g}"
+        return f"{value(ast.parse(text.strip(), mode='eval').body):.15g}"
     except (SyntaxError, KeyError, ValueError, ArithmeticError, RecursionError):
         return "error"
 
