@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from tests.experiments.test_rl import folder, train_rl  # noqa: F401
+from tests.experiments.test_rl import folder, train_on_ranks, train_rl  # noqa: F401
+from tests.processes import run_processes
 from tests.training import read_metrics
 
 SHORT = {"training__steps": 2, "checkpoint__interval": 100}
@@ -95,3 +96,28 @@ def test_no_verdict_is_not_trained(folder, tmp_path):  # noqa: F811
     )  # fmt: skip
     assert {row[1] for row in rows} <= {0, 0.25, 0.5, 0.75} and any(row[1] for row in rows)
     assert all(row[2] == 1 and row[3] == pytest.approx(row[4] + 1) for row in rows)
+
+
+LATE = """
+import asyncio, os
+async def late(prompt, completion, row):
+    await asyncio.sleep(0.05 * (int(os.environ["RANK"]) + row["number"] % 2))
+    return float(len(completion))
+"""
+
+
+@pytest.mark.slow
+def test_awaited_rewards_of_tensor_parallel_ranks(folder, tmp_path, monkeypatch):  # noqa: F811
+    """Rewards are awaited after the only text of a rollout, so ranks may wait differently long;
+    tolerances as in test_two_processes_write_the_same."""
+    file = folder / "late.py"
+    file.write_text(LATE)
+    monkeypatch.setenv("RANK", "0")
+    options = {**SHORT, "training__local_batch_size": 4, "rewards": [f"{file}:late"]}
+    train_rl(folder, tmp_path / "one", **options)
+    options["parallelism__tensor_parallel_degree"] = 2
+    options["parallelism__data_parallel_shard_degree"] = 1
+    run_processes(train_on_ranks, 2, folder, tmp_path / "two", options)
+    one, two = (read_metrics(tmp_path / name, "loss", "reward") for name in ("one", "two"))
+    for row, expected in zip(two, one, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)

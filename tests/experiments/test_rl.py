@@ -923,6 +923,14 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
             {"parallelism__pipeline_parallel_degree": 2},
             r"--parallelism\.pipeline_parallel_degree 2 cannot be combined",
         ),
+        (
+            {
+                "rollout__function": "tests.experiments.calculator:rollout",
+                "parallelism__tensor_parallel_degree": 2,
+            },
+            r"--parallelism\.tensor_parallel_degree 2 cannot be combined with --rollout\.function, "
+            r"since its processes must compute the same texts in the same pass",
+        ),
     ],
 )
 def test_invalid_options_are_rejected(folder, tmp_path, options, message):

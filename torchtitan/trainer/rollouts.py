@@ -70,6 +70,12 @@ def check_rollouts(config: Any) -> None:
         "context", "pipeline", user="rollouts, which the run's own weights generate"
     )
     limit = f"at most --training.seq_len {training.seq_len}, since a window also holds the prompt"
+    if rollout.function:
+        why = (
+            "since its processes must compute the same texts in the same pass, and a rollout may "
+            "wait for anything in between"
+        )
+        parallelism.require_one("tensor", user="--rollout.function", why=why)
     require(
         rollout.max_new_tokens <= training.seq_len,
         "--rollout.max_new_tokens",

@@ -158,7 +158,9 @@ class Engine:
         use_cache: use a key/value cache; otherwise every token needs a forward pass over all
             previous tokens.
         group: processes that run forward passes together (FSDP, tensor parallelism) until all texts
-            are finished. Their texts may differ, except under tensor parallelism.
+            are finished. Their texts may differ, except under tensor parallelism: its processes
+            must await the same texts in the same order, so before its last text a coroutine may
+            await nothing else.
         reader: reads the images of prompts, for a class of transformers that is not sharded by
             tensor parallelism. The tokens of images also end a text, since no model writes images.
     """
