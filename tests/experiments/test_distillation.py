@@ -489,6 +489,11 @@ def test_on_policy_distillation_compares_the_models_on_the_students_own_answers(
     assert loss == pytest.approx(total / n_tokens, rel=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert any(line.get("validation_divergence", 0) > 0 for line in lines)
+    assert any(line.get("validation_length") == 6 for line in lines)
+    ((_, *measured),) = read_metrics(tmp_path / "run", "length", "truncated", "overlong")
+    assert measured == [6, 1, 0]
+    completions = (tmp_path / "run/completions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in completions] == [1, 1]
     seconds = read_events(tmp_path / "run")[-1]["seconds"]
     assert seconds["rollouts"] > seconds["data"]  # sampling is no wait for data
     distill(folder, tmp_path / "self", "on_policy", **options, teacher__path=folder / "student")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -355,7 +356,12 @@ def test_online_pairs_are_the_best_and_the_worst_answers(folder, tmp_path, monke
             for c, r in found
         )
     assert len(expected) >= 2
-    assert read_metrics(tmp_path, "pairs")[0][1] == len(expected) / len(groups)
+    names = ("pairs", "overlong", "no_verdict", "rewards/length", "reward")
+    ((_, pairs, overlong, no_verdict, named, reward),) = read_metrics(tmp_path, *names)
+    assert pairs == len(expected) / len(groups) and (overlong, no_verdict) == (0, 0)
+    assert named == reward == pytest.approx(mean(t.reward for group in groups for t in group))
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens"] for line in lines] == [t.tokens for t in groups[0][:2]]
 
 
 @pytest.mark.slow

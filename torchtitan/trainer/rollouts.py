@@ -28,7 +28,7 @@ from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.components.rollout.batches import Advantage, to_batches
 from torchtitan.components.rollout.chat import Chat
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import ContextFull, RolloutEngine
+from torchtitan.components.rollout.rollout import ContextFull, RolloutEngine, log_completions
 from torchtitan.components.rollout.trajectory import Group, Trajectory, shape_overlong
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
@@ -40,6 +40,7 @@ from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import is_canceled, is_ctrl_c, user_frames, with_place
 from torchtitan.trainer.callbacks import Callback, Recorder
+from torchtitan.trainer.step_result import StepResult
 from torchtitan.trainer.trainer import Trainer
 
 
@@ -69,7 +70,6 @@ def check_rollouts(config: Any) -> None:
     parallelism.require_one(
         "context", "pipeline", user="rollouts, which the run's own weights generate"
     )
-    limit = f"at most --training.seq_len {training.seq_len}, since a window also holds the prompt"
     if rollout.function:
         why = (
             "since its processes must compute the same texts in the same pass, and a rollout may "
@@ -269,23 +269,34 @@ class RolloutTrainer(Trainer):
     def rate_batch(
         self, trajectories: Sequence[Trajectory], engines: Sequence[RolloutEngine]
     ) -> None:
-        """Add the ratings of functions that rate a whole batch, this rank's completions of a step.
-        Raise `UserError` if one fails on any rank."""
+        """Add the ratings of functions that rate a whole batch: the completions of this rank's
+        trajectories, in order. Raise `UserError` if one fails on any rank."""
         if not self.rewards.has_batch_functions:
             return
-        rated = [
-            (trajectory, engine.to_rate)
-            for trajectory, engine in zip(trajectories, engines, strict=True)
-            if engine.to_rate is not None
-        ]
-        texts = [text for _, text in rated]
-        ratings = self.ranks.all_ranks_or_raise(
-            lambda: asyncio.run(self.rewards.rate_batch(texts))
-        )[self.rank]
-        for (trajectory, _), rating in zip(rated, ratings, strict=True):
-            if rating.value is not None:
-                trajectory.reward = (trajectory.reward or 0.0) + rating.value
-                trajectory.named |= rating.named
+
+        def rate() -> None:
+            texts = [engine.to_rate for engine in engines if engine.to_rate is not None]
+            ratings = iter(asyncio.run(self.rewards.rate_batch(texts)))
+            for trajectory, engine in zip(trajectories, engines, strict=True):
+                if engine.to_rate is not None:
+                    engine.add_rating(trajectory, next(ratings))
+
+        self.ranks.all_ranks_or_raise(rate)
+
+    def take_rewards(self, trajectories: Sequence[Trajectory], leader: int) -> None:
+        """Take the rewards of the first rank with the same prompts. The ranks of a tensor-parallel
+        group sample the same tokens, but a reward may draw random numbers. Raise `UserError` if a
+        trajectory of any rank cannot be trained now, such as one that another rollout has
+        changed."""
+
+        def own() -> list[tuple[float | None, dict[int, float]]]:
+            for trajectory in trajectories:
+                trajectory.check(self.engine.context)
+            return [(trajectory.reward, trajectory.token_rewards) for trajectory in trajectories]
+
+        rewards = self.ranks.all_ranks_or_raise(own)[leader]
+        for trajectory, found in zip(trajectories, rewards, strict=True):
+            trajectory.reward, trajectory.token_rewards = found
 
     def shape(self, trajectory: Trajectory) -> None:
         """Change the reward of a long trajectory by `--rollout.overlong`."""
@@ -320,6 +331,17 @@ class RolloutTrainer(Trainer):
 
     def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
         """Measure `reward` (of trajectories with a verdict), `length` (sampled tokens), `truncated`
+    def update(self, micro_batches: list[Batch]) -> StepResult:
+        """Update the weights, and log `named_means`."""
+        outcome = super().update(micro_batches)
+        return replace(outcome, measures={**self.named_means, **outcome.measures})
+
+    def write_completions(self, groups: Iterable[Group]) -> None:
+        """Log the first trajectories, and append them to `completions.jsonl`, on rank 0 in a step
+        that is logged."""
+        if self.rank == 0 and self.metrics.should_log(self.step + 1):
+            self.completions.write(log_completions(self.step + 1, groups, self.tokenizer))
+
         (the last token is not in `stop_ids`), `overlong` (the context ended it), `no_verdict` and
         percentiles `reward_pN` of the trajectories of all ranks, and set `named_means`. Return the
         number of their tokens, with prompts."""

@@ -84,7 +84,7 @@ class DistillationTrainer(FrozenModelTrainer):
     config: Config
     loss: DistillationLoss
     frozen = "teacher"
-    measures_named = ("cross_entropy", "divergence")
+    measures_named: tuple[str, ...] = ("cross_entropy", "divergence")
 
     def build_models(self) -> dict[str, RunModel]:
         config, spec = self.config.teacher, self.config.teacher_spec()
@@ -117,7 +117,7 @@ class DistillationTrainer(FrozenModelTrainer):
                 **images,
             )
         n_tokens = (labels_BL != IGNORE_INDEX).sum()
-        for name, total in zip(self.measures_named, sums[1:], strict=True):
+        for name, total in zip(DistillationTrainer.measures_named, sums[1:], strict=True):
             self.measure(name, total, n_tokens)
         return sums[0], n_tokens
 
@@ -165,11 +165,15 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
                 raise UserError("--teacher.cache has no scores of new answers; leave it out")
 
     config: Config
+    measures_named = (*DistillationTrainer.measures_named, *RolloutTrainer.trajectory_measures)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         prompts = super().next_micro_batches(batches)
         self.watchdog.phase("rollouts")
-        answers = self.packed(self.sample(lambda: prompts, str(self.step + 1)))
+        groups = self.sample(lambda: prompts, str(self.step + 1))
+        self.measure_trajectories(groups)
+        self.write_completions(groups)
+        answers = self.packed(groups)
         self.tokens_per_step = (
             sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
         )
@@ -177,6 +181,8 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sums over one answer to each held-out prompt."""
-        answers = self.packed(self.sample(lambda: [batch], "validation", size=1))
+        groups = self.sample(lambda: [batch], "validation", size=1)
+        self.measure_trajectories(groups)
+        answers = self.packed(groups)
         losses, weights = zip(*map(super().validation_sums, answers), strict=True)
         return torch.stack(losses).sum(), torch.stack(weights).sum()

@@ -71,7 +71,11 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
 
     config: Config
     dataloader: PromptDataLoader
-    measures_named = (*PreferenceTrainer.measures_named, "reward", "length", "truncated", "pairs")
+    measures_named = (
+        *PreferenceTrainer.measures_named,
+        *RolloutTrainer.trajectory_measures,
+        "pairs",
+    )
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -97,6 +101,7 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
             )
         if n_tokens := self.measure_pairs(groups, pairs):
             self.tokens_per_step = n_tokens
+        self.write_completions(groups)
         return self.packed_pairs(pairs)
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.losses.policy_loss import METHODS, PolicyLoss, group_advantages
 from torchtitan.components.rollout.batches import Advantage
 from torchtitan.components.rollout.rewards import RewardName, Rewards
-from torchtitan.components.rollout.rollout import RolloutConfig, log_completions
+from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.components.rollout.trajectory import Group, advantages_of
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import batch_reward_function, check_reward_model
@@ -95,14 +95,10 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     config: Config
     has_critic = False
     measures_named = (
-        "reward",
+        *RolloutTrainer.trajectory_measures,
         "reward_p10",
         "reward_p50",
         "reward_p90",
-        "length",
-        "truncated",
-        "overlong",
-        "no_verdict",
         "entropy",
         "clip_fraction",
         "bound_fraction",
@@ -158,8 +154,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             logger.warning(
                 "all rewards in each group are equal, so this step has no learning signal"
             )
-        if self.rank == 0 and self.metrics.should_log(self.step + 1):
-            self.completions.write(log_completions(self.step + 1, groups, self.tokenizer))
+        self.write_completions(groups)
         return self.packed_parts(groups, advantages)
 
     @property
@@ -223,7 +218,6 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         rest = iter(micro_batches)
         parts = [list(itertools.islice(rest, size)) for size in self.part_sizes] or [[]]
         outcome = super().update(parts[0])
-        outcome = dataclasses.replace(outcome, measures={**self.named_means, **outcome.measures})
         n_updates = self.config.policy.updates * len(parts)
         for part in itertools.islice(itertools.cycle(parts), 1, n_updates):
             if not outcome.is_taken or outcome.data_exhausted:
