@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import json
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torchtitan.components.generation import Engine, Generation, Sampling
 from torchtitan.components.losses.policy_loss import group_advantages
 from torchtitan.components.rollout import Environment, Reply, Step
 from torchtitan.components.rollout.chat import Chat
+from torchtitan.components.rollout.openenv import OpenEnvironment
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import ContextFull, RolloutConfig, RolloutEngine, play
 from torchtitan.components.rollout.trajectory import Trajectory, advantages_of, shape_overlong
@@ -303,3 +306,22 @@ def test_wrong_settings_are_refused():
     ):
         with pytest.raises(UserError, match=message):
             RolloutConfig(**options).validate()
+
+
+def test_a_session_that_does_not_open_frees_its_place(monkeypatch):
+    def no_client(base_url):
+        raise ValueError(base_url)
+
+    monkeypatch.setitem(sys.modules, "openenv", SimpleNamespace(GenericEnvClient=no_client))
+
+    class Session(OpenEnvironment):
+        url = "nowhere"
+
+    async def twice():
+        for _ in range(2):
+            session = Session()
+            with pytest.raises(ValueError, match="nowhere"):
+                await asyncio.wait_for(session.reset({}), 5)
+            await session.close()
+
+    asyncio.run(twice())

@@ -15,12 +15,16 @@ class OpenEnvironment(Environment):
     """One session of a server. Subclass it, and set `url`.
 
     A session is a WebSocket, on which the server keeps the environment's state; its HTTP requests
-    would each get a new environment. Rollouts beyond `sessions` wait."""
+    would each get a new environment. Rollouts beyond `sessions` wait. Processes do not know of one
+    another's sessions."""
 
     url = ""
     """Address of the server, such as http://localhost:8000."""
     sessions = 1
-    """Sessions at a time: the server's `max_concurrent_envs`, by default one."""
+    """Sessions of each process at a time: the server's `max_concurrent_envs`, by default one,
+    divided by the number of processes that sample."""
+    _place: asyncio.Semaphore | None = None
+    _client: Any = None
     _places: ClassVar["WeakKeyDictionary[Any, dict[type, asyncio.Semaphore]]"] = WeakKeyDictionary()
 
     def to_action(self, reply: Reply) -> Mapping[str, Any]:
@@ -46,8 +50,9 @@ class OpenEnvironment(Environment):
         if not self.url:
             raise UserError(f"{type(self).__name__}.url is empty; set the address of the server")
         places = self._places.setdefault(asyncio.get_running_loop(), {})
-        self._place = places.setdefault(type(self), asyncio.Semaphore(self.sessions))
-        await self._place.acquire()
+        place = places.setdefault(type(self), asyncio.Semaphore(self.sessions))
+        await place.acquire()
+        self._place = place
         self._client = GenericEnvClient(base_url=self.url)
         try:
             await self._client.connect()
@@ -62,8 +67,9 @@ class OpenEnvironment(Environment):
         return Step(message, float(result.reward or 0.0), bool(result.done))
 
     async def close(self) -> None:
-        if hasattr(self, "_client"):
-            try:
+        try:
+            if self._client is not None:
                 await self._client.close()
-            finally:
+        finally:
+            if self._place is not None:
                 self._place.release()
