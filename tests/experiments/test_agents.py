@@ -24,6 +24,10 @@ class Talks(Environment):
     def step(self, reply):
         return Step("again " * 40)
 
+class Fills(Environment):
+    def reset(self, row):
+        return "again " * 200
+
 async def forever(row, engine):
     tokens = list(engine.prompt)
     while True:
@@ -72,7 +76,8 @@ def test_an_environment_that_waits_delays_no_other(folder, tmp_path):  # noqa: F
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "kind"), [("Talks", "mask"), ("forever", "mask"), ("Talks", "penalty")]
+    ("function", "kind"),
+    [("Talks", "mask"), ("forever", "mask"), ("Talks", "penalty"), ("Fills", "mask")],
 )
 def test_long_trajectories_do_not_end_the_run(folder, tmp_path, function, kind):  # noqa: F811
     file = folder / "own.py"

@@ -76,6 +76,7 @@ def check_rollouts(config: Any) -> None:
             "wait for anything in between"
         )
         parallelism.require_one("tensor", user="--rollout.function", why=why)
+    limit = f"at most --training.seq_len {training.seq_len}, since a window also holds the prompt"
     require(
         rollout.max_new_tokens <= training.seq_len,
         "--rollout.max_new_tokens",
@@ -141,6 +142,10 @@ class RolloutTrainer(Trainer):
     rewards = Rewards([], [])
     engine: Engine | VLLMEngine
     completions: Completions
+    trajectory_measures = ("reward", "length", "truncated", "overlong", "no_verdict")
+    """For `measures_named`: means of the rewards of trajectories with a verdict, of the numbers of
+    sampled tokens, and of whether the last token is not in `stop_ids`, the context ended the
+    trajectory, and it has no verdict."""
     named_means: Mapping[str, float] = MappingProxyType({})
     """Means of the numbers that the reward functions and environments of a step have named."""
 
@@ -228,11 +233,8 @@ class RolloutTrainer(Trainer):
         with self.mixed_precision():
             trajectories = self.engine.run(texts)
         self.rate_batch(trajectories, engines)
-        # The ranks of a tensor-parallel group sample the same tokens, but a reward may draw random
-        # numbers.
-        rewards = self.ranks.gather([trajectory.reward for trajectory in trajectories])[leader]
-        for trajectory, reward in zip(trajectories, rewards, strict=True):
-            trajectory.reward = reward
+        self.take_rewards(trajectories, leader)
+        for trajectory in trajectories:
             self.shape(trajectory)
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
 
@@ -329,8 +331,6 @@ class RolloutTrainer(Trainer):
         self.ranks.all_ranks_or_raise(make)
         return [self.post_dataloading_process(batch) for batch in batches]
 
-    def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
-        """Measure `reward` (of trajectories with a verdict), `length` (sampled tokens), `truncated`
     def update(self, micro_batches: list[Batch]) -> StepResult:
         """Update the weights, and log `named_means`."""
         outcome = super().update(micro_batches)
@@ -342,9 +342,9 @@ class RolloutTrainer(Trainer):
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
             self.completions.write(log_completions(self.step + 1, groups, self.tokenizer))
 
-        (the last token is not in `stop_ids`), `overlong` (the context ended it), `no_verdict` and
-        percentiles `reward_pN` of the trajectories of all ranks, and set `named_means`. Return the
-        number of their tokens, with prompts."""
+    def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
+        """Measure `trajectory_measures` and percentiles `reward_pN` of the trajectories of all
+        ranks, and set `named_means`. Return the number of their tokens, with prompts."""
         own = list(itertools.chain(*groups)) if self.parallel_dims.is_batch_leader else []
         rows = [
             (
@@ -363,8 +363,7 @@ class RolloutTrainer(Trainer):
         ).view(-1, 6)
         rewards = every[:, 0][~every[:, 0].isnan()]
         self.measure("reward", rewards.sum(), torch.tensor(len(rewards)))
-        names = ("length", "truncated", "overlong", "no_verdict")
-        for name, values in zip(names, every.T[1:], strict=False):
+        for name, values in zip(self.trajectory_measures[1:], every.T[1:], strict=False):
             self.measure(name, values.sum(), torch.tensor(len(every)))
         for percent in percents if len(rewards) else ():
             self.measure(f"reward_p{percent}", rewards.quantile(percent / 100), torch.tensor(1))

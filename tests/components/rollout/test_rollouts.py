@@ -12,6 +12,7 @@ import torch
 
 from tests.components.generation.test_generation import mixed_model
 from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Engine, Generation, Sampling
 from torchtitan.components.losses.policy_loss import group_advantages
 from torchtitan.components.rollout import Environment, Reply, Step
@@ -23,6 +24,7 @@ from torchtitan.components.rollout.trajectory import Trajectory, advantages_of, 
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.experiments.rl.environments import Calculator, GuessNumber, calculate
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer.rollouts import RolloutTrainer
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -308,6 +310,99 @@ def test_wrong_settings_are_refused():
             RolloutConfig(**options).validate()
 
 
+BATCH_REWARDS = """
+def halves(prompts, completions, rows):
+    return [0.5 if "good" in text else None for text in completions]
+def longest(prompts, completions, rows):
+    most = max(map(len, completions))
+    return [float(len(text) == most) for text in completions]
+def sure(prompt, completion, row):
+    return 2.0
+def unsure(prompt, completion, row):
+    return None
+"""
+
+
+def rated(engine, trajectory):
+    """Rate a trajectory as the trainer does when all rollouts have ended."""
+    trainer = SimpleNamespace(rewards=engine.rewards, engine=engine.engine, rank=0, ranks=Ranks())
+    RolloutTrainer.rate_batch(trainer, [trajectory], [engine])
+    RolloutTrainer.take_rewards(trainer, [trajectory], 0)
+    return trajectory
+
+
+@pytest.fixture
+def batch_rewards(tmp_path):
+    file = tmp_path / "batch.py"
+    file.write_text(BATCH_REWARDS)
+    return lambda *names: [f"{file}:{name}" for name in names]
+
+
+def test_an_environments_own_reward_is_added_to_those_of_a_batch(tokenizer, chat, batch_rewards):
+    """The game is won (1); a batch's function pays 0.5, or has no verdict."""
+    row = {"question": "Guess.", "secret": 2}
+    for names, text, reward in (
+        (["halves"], "2", None),
+        (["halves", "sure"], "2", 3.0),
+        (["halves", "unsure"], "2", None),
+        (["longest"], "2", 2.0),
+        (["longest", "sure"], "2", 4.0),
+    ):
+        engine, _ = engine_of(tokenizer, chat, [f"{text}<|im_end|>"], batch_rewards(*names))
+        trajectory = asyncio.run(play(GuessNumber, row, engine))
+        assert rated(engine, trajectory).reward == reward
+
+
+def test_a_rollout_without_verdict_stays_so(tokenizer, chat, batch_rewards):
+    """Whatever the functions of a batch say."""
+    engine, _ = engine_of(tokenizer, chat, ["good<|im_end|>"], batch_rewards("halves"))
+
+    async def roll(gives_up: bool) -> Trajectory:
+        trajectory = Trajectory()
+        trajectory.append(engine.prompt)
+        turn = await engine.generate(engine.prompt)
+        trajectory.append(turn.ids, turn.logprobs)
+        trajectory.reward = await engine.rate(engine.decode(turn.ids), {})
+        if gives_up:
+            trajectory.reward = None
+        return trajectory
+
+    assert rated(engine, asyncio.run(roll(True))).reward is None
+    engine, _ = engine_of(tokenizer, chat, ["good<|im_end|>"], batch_rewards("halves"))
+    assert rated(engine, asyncio.run(roll(False))).reward == 0.5
+
+
+@pytest.mark.parametrize("names", [[], ["sure"], ["longest"]])
+def test_first_messages_that_fill_the_context_give_no_verdict(
+    tokenizer, chat, batch_rewards, names
+):
+    engine, _ = engine_of(tokenizer, chat, [], batch_rewards(*names), context=4)
+    row = {"question": "Guess " * 9, "secret": 2}
+    trajectory = asyncio.run(play(GuessNumber, row, engine))
+    trajectory.cut(4)
+    trajectory.check(4)
+    assert engine.is_full and trajectory.is_overlong and rated(engine, trajectory).reward is None
+
+
+def test_a_trajectory_has_tokens(tokenizer, chat, batch_rewards):
+    for kind in ("mask", "penalty", "keep"):
+        for short in (Trajectory(reward=None), Trajectory([1], [0.0], [False], None)):
+            with pytest.raises(UserError, match="from 2 to 8"):
+                short.check(8)
+        unsampled = Trajectory([1, 2], [0.0, 0.0], [False, False], 1.0)
+        shape_overlong(unsampled, 8, kind)
+        assert unsampled.reward == 1.0
+    engine, _ = engine_of(tokenizer, chat, ["2<|im_end|>"], batch_rewards("longest"))
+    trajectory = asyncio.run(play(GuessNumber, {"question": "", "secret": 2}, engine))
+    trajectory.tokens.clear()  # while others waited
+    with pytest.raises(UserError, match="a trajectory has"):
+        rated(engine, trajectory)
+
+
+def test_functions_of_a_batch_get_texts(batch_rewards):
+    assert asyncio.run(Rewards(batch_rewards("longest"), []).rate_batch([])) == []
+
+
 def test_a_session_that_does_not_open_frees_its_place(monkeypatch):
     def no_client(base_url):
         raise ValueError(base_url)
@@ -325,3 +420,13 @@ def test_a_session_that_does_not_open_frees_its_place(monkeypatch):
             await session.close()
 
     asyncio.run(twice())
+
+
+def test_ranks_with_the_same_prompts_take_the_rewards_of_the_first():
+    """Of the whole, and of turns."""
+    own = Trajectory([1, 2, 3], [0.0] * 3, [False, True, True], 1.0, token_rewards={1: 1.0})
+    first, other = [(0.5, {2: 3.0})], [(7.0, {})]
+    ranks = SimpleNamespace(all_ranks_or_raise=lambda make: [first, make(), other, make()])
+    trainer = SimpleNamespace(ranks=ranks, engine=SimpleNamespace(context=4))
+    RolloutTrainer.take_rewards(trainer, [own], 0)
+    assert own.reward == 0.5 and own.token_rewards == {2: 3.0}

@@ -193,9 +193,11 @@ class Rewards:
 
     async def rate_batch(self, texts: Texts) -> list[Rating]:
         """Return the ratings of texts by the functions of a whole batch. Raise `UserError` that
-        names the function that fails."""
+        names the function that fails. Without texts, call none."""
+        if not texts:
+            return []
         ratings = [self._empty() for _ in texts]
-        columns: Any = [list(column) for column in zip(*texts, strict=True)] or [[], [], []]
+        columns: Any = [list(column) for column in zip(*texts, strict=True)]
         for name, short, weight, function in self._of_batch:
             subject = f"the reward function {name}"
             with errors_of_user_code(subject):

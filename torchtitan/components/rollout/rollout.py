@@ -152,11 +152,22 @@ class RolloutEngine:
         return self.rating.value
 
     async def rate(self, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Return what `reward` returns. Functions may be asynchronous; those of a whole batch rate
-        the completion when all rollouts have ended."""
+        """Return what `reward` returns. Functions may be asynchronous. If some rate a whole batch,
+        return the sum of the others, 0 without a verdict: `add_rating` adds the rest when all
+        rollouts have ended."""
         self.to_rate = (self.decode(self.prompt), completion, row)
         self.rating = await self.rewards.rate(*self.to_rate)
-        return self.rating.value
+        is_complete = not self.rewards.has_batch_functions
+        return self.rating.value if is_complete else self.rating.value or 0.0
+
+    def add_rating(self, trajectory: Trajectory, rating: Rating) -> None:
+        """Add the rating of the last `rate` by functions of a whole batch. The trajectory has no
+        verdict if no function has one, or if the rollout has set none."""
+        trajectory.named |= rating.named
+        if rating.value is None and self.rating.value is None:
+            trajectory.reward = None
+        if trajectory.reward is not None:
+            trajectory.reward += rating.value or 0.0
 
     def trajectory_of(self, tokens: Sequence[int]) -> Trajectory:
         """Return a trajectory of a text, in which the continuations so far are trained, with the
@@ -276,18 +287,20 @@ async def play(
     environment_class: type[Environment], row: Mapping[str, Any], engine: RolloutEngine
 ) -> Trajectory:
     """Let the model act in an environment until it ends, and rate all texts by `--rewards`, if
-    there are any."""
+    there are any. Without a turn of the model, since the first messages fill the context, there is
+    no verdict."""
     environment = environment_class()
     trajectory = Trajectory()
     try:
-        await _play(environment, row, engine, trajectory)
+        reward = trajectory.reward = await _play(environment, row, engine, trajectory)
     finally:
         await result_of(environment.close())
-    if engine.rewards.names:
+    if not any(trajectory.loss_mask):
+        trajectory.reward = None
+    elif engine.rewards.names:
         text = engine.decode(trajectory.tokens[trajectory.loss_mask.index(True) :])
-        own, trajectory.reward = trajectory.reward or 0.0, await engine.rate(text, row)
-        if trajectory.reward is not None:
-            trajectory.reward += own
+        rated = await engine.rate(text, row)
+        trajectory.reward = None if rated is None else reward + rated
     return trajectory
 
 
@@ -296,7 +309,8 @@ async def _play(
     row: Mapping[str, Any],
     engine: RolloutEngine,
     trajectory: Trajectory,
-) -> None:
+) -> float:
+    """Append the tokens of all turns, and return the reward of the whole."""
     beginning = messages_of(await result_of(environment.reset(row)))
     tools = environment.tools
     if tools and not beginning:
@@ -322,7 +336,7 @@ async def _play(
             break
         messages = messages_of(step.message)
         trajectory.append(engine.following(turn, messages, tools))
-    trajectory.reward = reward
+    return reward
 
 
 def log_completions(

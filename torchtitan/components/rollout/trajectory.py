@@ -65,11 +65,12 @@ class Trajectory:
             self.token_rewards = {n: r for n, r in self.token_rewards.items() if n < most}
 
     def check(self, most: int) -> None:
-        """Raise `UserError` if it cannot be trained, or has more than `most` tokens."""
+        """Raise `UserError` if it cannot be trained or packed, or has more than `most` tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
         rewards = [*self.token_rewards.values(), self.reward or 0.0]
         if (
             len(set(lengths)) > 1
+            or lengths[0] < 2
             or not (any(self.loss_mask[1:]) or self.reward is None)
             or lengths[0] > most
             or not all(map(math.isfinite, rewards))
@@ -78,7 +79,7 @@ class Trajectory:
                 f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of "
                 "them true"
             )
-            needed = f"it needs equal numbers, from 1 to {most}, and a finite reward"
+            needed = f"it needs equal numbers, from 2 to {most}, and a finite reward"
             raise UserError(f"a trajectory has {found}, and the reward {self.reward}; {needed}")
         unsampled = [n for n in self.token_rewards if not (0 <= n < lengths[0] and self.trained[n])]
         if unsampled and self.reward is not None:
@@ -106,7 +107,7 @@ def shape_overlong(
     """
     if kind == "mask" and trajectory.is_overlong:
         trajectory.reward = None
-    if kind == "penalty" and trajectory.reward is not None:
+    if kind == "penalty" and trajectory.reward is not None and any(trajectory.loss_mask):
         n_tokens = len(trajectory.tokens) - trajectory.loss_mask.index(True)
         buffer = min(max(limit // 5, 1) if buffer is None else buffer, limit)
         penalty = max(-1.0, min(0.0, (limit - buffer - n_tokens) / buffer))
