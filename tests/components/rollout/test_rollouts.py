@@ -403,6 +403,12 @@ def test_functions_of_a_batch_get_texts(batch_rewards):
     assert asyncio.run(Rewards(batch_rewards("longest"), []).rate_batch([])) == []
 
 
+def test_rewards_are_logged_by_their_kinds():
+    rewards = Rewards([r"pattern=final: (\d+)", "length=4", "number"], [])
+    rating = rewards.rated_now("", "final: 4", {"answer": "4"})
+    assert list(rating.named) == ["pattern", "length", "number"]
+
+
 def test_a_session_that_does_not_open_frees_its_place(monkeypatch):
     def no_client(base_url):
         raise ValueError(base_url)

@@ -143,7 +143,7 @@ class Rewards:
         self.names = names
         with errors_of("--rewards"):
             functions = [find_reward(name, open_model) for name in names]
-        shorts = [name.rpartition(":")[2].partition("=")[0] for name in names]
+        shorts = [_short(name) for name in names]
         if len(set(shorts)) < len(names):
             shorts = list(names)
         every = list(zip(names, shorts, weights or [1.0] * len(names), functions, strict=True))
@@ -211,6 +211,12 @@ class Rewards:
             for rating, value in zip(ratings, found, strict=True):
                 rating.add(short, weight, value, subject)
         return ratings
+
+
+def _short(name: str) -> str:
+    """Return the name of a function, or the kind of a built-in reward, whose parameter may contain
+    anything."""
+    return name.partition("=")[0] if name.startswith(BUILT_IN) else name.rpartition(":")[2]
 
 
 async def _awaited(value: Any, subject: str) -> Any:
