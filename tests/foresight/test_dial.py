@@ -245,7 +245,7 @@ def test_hours_are_a_budget():
     words = ("--hours", "0.001", "--device", "h100", "--devices", "2")
     config = parse(*words)
     budget = 0.001 * 3600 * 2 * 0.4 * 989e12
-    assert parse("--budget", str(budget), "--devices", "2").training == config.training
+    assert parse("--budget", str(budget), *words[2:]).training == config.training
 
 
 def test_the_batch_follows_the_window():

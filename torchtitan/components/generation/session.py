@@ -33,7 +33,7 @@ class Session:
 
     def __enter__(self) -> "Session":
         self._run = self._engine.begin_session(self)
-        if _is_in_loop():
+        if is_in_loop():
             self._engine.leave_session()
             self._engine.end_session()
             raise UserError(_IN_A_LOOP)
@@ -51,7 +51,7 @@ class Session:
     @property
     def is_here(self) -> bool:
         """Whether the code that asks runs in a coroutine of this session."""
-        return _is_in_loop() and asyncio.get_running_loop() is self._loop
+        return is_in_loop() and asyncio.get_running_loop() is self._loop
 
     def start(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> "list[asyncio.Task[ResultT]]":
         """Return tasks of coroutines, which run in `finish`."""
@@ -134,7 +134,7 @@ async def _results(tasks: "Iterable[asyncio.Task[Any]]") -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _is_in_loop() -> bool:
+def is_in_loop() -> bool:
     """Return whether an asyncio loop runs in this thread."""
     try:
         asyncio.get_running_loop()

@@ -27,9 +27,8 @@ def to_batches(
     make_batch: Callable[[Windows, int], Batch] = pack_windows,
 ) -> list[Batch]:
     """Make batches of trajectories and their advantages, one of each or of each token, equally many
-    on each rank. Labels also
-    have `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and trajectory numbers,
-    `samples`.
+    on each rank. Labels also have `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and
+    trajectory numbers, `samples`.
 
     Args:
         seq_len: positions of a window at most.

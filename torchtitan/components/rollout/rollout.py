@@ -216,7 +216,8 @@ class RolloutConfig:
     """Texts that a rank generates at a time; a finished one makes room for the next."""
 
     temperature: float = 1.0
-    """Divisor of the logits, when sampling and in the trained probabilities."""
+    """Divisor of the logits when sampling; in reinforcement learning, also in the trained
+    probabilities."""
 
     top_k: int | None = None
     """Number of most probable tokens to sample from; None: all."""

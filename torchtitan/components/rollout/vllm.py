@@ -15,6 +15,7 @@ from torch import Tensor
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Generation
 from torchtitan.components.generation.sampling import Sampling, generator_of
+from torchtitan.components.generation.session import is_in_loop
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
 
@@ -56,10 +57,11 @@ def check_server(url: str) -> tuple[str, int, int]:
 
 
 class VLLMEngine:
-    """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at
-    temperature 1, with at most `max_rows` requests at a time; `stop_ids` end a text. `weights` have
-    Hugging Face's names, and are sent in the types of their specifications; all ranks read them in
-    one order. Raises as `check_server` and `request`."""
+    """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), with at
+    most `max_rows` requests at a time; `stop_ids` end a text. `weights` have Hugging Face's names,
+    and are sent in the types of their specifications; all ranks read them in one order. `sampling`
+    has the settings of each text, by default temperature 1. Raises as `check_server`, `request` and
+    `_check_logprobs`."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class VLLMEngine:
         """Send the weights, then return the results, in order, of coroutines that await `generate`,
         in an asyncio loop of its own. All processes call this together, and raise the error of any.
         Raise `UserError` in a loop."""
-        if _is_in_loop():
+        if is_in_loop():
             for text in texts:
                 text.close()
             raise UserError(
@@ -159,15 +161,6 @@ def _check_logprobs(url: str, model: str) -> None:
             f"--rollout.url {url}: the server returns log-probabilities of temperature 1, and "
             "these rollouts have other settings; start it with --logprobs-mode processed_logprobs"
         )
-
-
-def _is_in_loop() -> bool:
-    """Return whether an asyncio loop runs in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any:
