@@ -80,6 +80,9 @@ _SOURCES = {
     # Global compiler settings; `torch.compile(options=…)` takes only inductor's.
     "functorch_config": "torch._functorch.config:",
     "inductor_config": "torch._inductor.config:",
+    # The compiler's limit is for a function with changing inputs; torchao's optimizers compile one
+    # function for each shape, and lift the limit in the same way.
+    "disable_cache_limit": "torch._dynamo.utils",
     # Test whether inductor can compile on this machine; `torch.compile` would fail later.
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "InvalidCxxCompiler": "torch._inductor.exc",

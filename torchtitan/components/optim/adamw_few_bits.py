@@ -40,6 +40,8 @@ def make_adamw_few_bits(
             return moment
 
         def step(self, closure: Any = None) -> None:
+            from torchtitan.tools.torch_private import disable_cache_limit  # loads the compiler
+
             rates = [group["lr"] for group in self.param_groups]
             for group, rate in zip(self.param_groups, rates, strict=True):
                 # torchao compiles it as an input
@@ -47,7 +49,8 @@ def make_adamw_few_bits(
             parameters = (parameter for group in self.param_groups for parameter in group["params"])
             # On a CPU, compiling would take longer than it saves, and needs a compiler.
             compiles = next(parameters).is_cuda
-            with torch.compiler.set_stance("default" if compiles else "force_eager"):
+            stance = torch.compiler.set_stance("default" if compiles else "force_eager")
+            with stance, disable_cache_limit():  # each shape is compiled
                 super().step(closure)
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
