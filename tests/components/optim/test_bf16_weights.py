@@ -1,15 +1,22 @@
 """Weights in bfloat16 without a wide copy: rounding of updates, drift over 2,000 steps against
 float64, memory, and resumption."""
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.processes import run_processes
 from tests.training import read_metrics, tiny_config, train
-from torchtitan.components.optim.bf16_weights import rounded_stochastically
+from torchtitan.components.optim.adamw_few_bits import make_adamw_few_bits
+from torchtitan.components.optim.bf16_weights import RoundedAdamW, rounded_stochastically
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.config import ConfigManager
 from torchtitan.dry_run import dry_run
@@ -26,30 +33,84 @@ def test_stochastic_rounding_gives_neighbors_with_the_right_mean():
     base = torch.tensor([1.0, -1.0, 2.0**-126, 3.3e38]).bfloat16().float()
     gap = torch.tensor([2.0**-7, -(2.0**-7), 2.0**-133, 2.0**120])
     wide = (base[:, None] + fractions * gap[:, None]).flatten()
+    places = torch.arange(16)
     draws = torch.stack(
-        [rounded_stochastically(wide, torch.tensor(float(step))) for step in range(n)]
+        [rounded_stochastically(wide, torch.tensor(float(step)), places) for step in range(n)]
     )
     assert draws.dtype == torch.bfloat16
-    places = (draws.double() - base.double().repeat_interleave(4)) / gap.double().repeat_interleave(
+    chosen = (draws.double() - base.double().repeat_interleave(4)) / gap.double().repeat_interleave(
         4
     )
-    assert set(places.unique().tolist()) == {0.0, 1.0}
+    assert set(chosen.unique().tolist()) == {0.0, 1.0}
     exact = (wide.double().view(4, 4) - base[:, None]) / gap[:, None]
-    assert (places.mean(dim=0).view(4, 4) - exact).abs().max() <= 5 * 0.5 / n**0.5
+    assert (chosen.mean(dim=0).view(4, 4) - exact).abs().max() <= 5 * 0.5 / n**0.5
     # numbers of bfloat16, infinities and NaN are kept
     kept = torch.tensor([1.0, -0.0, torch.inf, -torch.inf, torch.nan])
-    rounded = rounded_stochastically(kept, torch.tensor(1.0)).float()
+    rounded = rounded_stochastically(kept, torch.tensor(1.0), torch.arange(5)).float()
     assert torch.equal(rounded[:4], kept[:4]) and rounded[4].isnan()
 
 
 def test_choices_do_not_depend_on_the_layout():
     wide, step = torch.randn(64, 48), torch.tensor(7.0)
-    whole = rounded_stochastically(wide, step)
-    assert torch.equal(whole[10:20], rounded_stochastically(wide[10:20].clone(), step))
-    assert not torch.equal(whole, rounded_stochastically(wide, torch.tensor(8.0)))
+    places = torch.arange(64 * 48).view(64, 48)
+    whole = rounded_stochastically(wide, step, places)
+    part = rounded_stochastically(wide[10:20].clone(), step, places[10:20])
+    assert torch.equal(whole[10:20], part)
+    assert not torch.equal(whole, rounded_stochastically(wide, torch.tensor(8.0), places))
     neighbors = (whole.float() - wide)[:, 1:] * (whole.float() - wide)[:, :-1]
     spread = neighbors.std() / neighbors.numel() ** 0.5
     assert neighbors.mean().abs() < 5 * spread
+
+
+def test_equal_weights_choose_independently():
+    """A quarter of 10,000 equal numbers moves up, within 5 standard errors; at the next step, a
+    quarter of those."""
+    numbers = torch.full((100, 100), 1 + 2.0**-9)
+    indices = torch.arange(10_000).view(100, 100)
+    first, second = (
+        rounded_stochastically(numbers, torch.tensor(step), indices) > 1 for step in (1.0, 2.0)
+    )
+    for moved_up, share in ((first, 1 / 4), (second, 1 / 4), (first & second, 1 / 16)):
+        assert moved_up.double().mean().item() == pytest.approx(share, abs=5 * 0.5 / 100)
+
+
+def shards_of_a_step(folder: Path) -> None:
+    """Update a sharded matrix of equal weights, and write it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    for dim in (0, 1):
+        start = distribute_tensor(torch.ones(10, 6).bfloat16(), mesh, [Shard(dim)])
+        weight = nn.Parameter(start)
+        weight.grad = torch.ones_like(weight)
+        RoundedAdamW([{"params": [weight]}], rounding="stochastic", lr=1e-3).step()
+        whole = weight.detach().full_tensor()
+        if rank == 0:
+            torch.save(whole, folder / f"{size}_{dim}.pt")
+
+
+@pytest.mark.slow
+def test_shards_are_rounded_as_the_whole(tmp_path: Path):
+    for size in (1, 2):
+        run_processes(shards_of_a_step, size, tmp_path)
+    files = [torch.load(tmp_path / f"{size}_{dim}.pt") for size in (1, 2) for dim in (0, 1)]
+    assert len(files[0].unique()) == 2 and all(torch.equal(files[0], each) for each in files)
+
+
+@pytest.mark.slow
+def test_many_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, with a compiler's backend that generates no code."""
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    weights = [nn.Parameter(torch.ones(n, 3).bfloat16()) for n in range(1, 11)]
+    optimizer = make_adamw_few_bits(
+        [{"params": weights}], bits=8, rounding="stochastic", lr=1e-2, weight_decay=0.0
+    )
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert all((weight < 1).any() for weight in weights)
+    torch.compiler.reset()
 
 
 class Matrix(nn.Module):

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from torchtitan.distributed.initialize import local_part
+from torchtitan.distributed.initialize import local_part, local_slices
+from torchtitan.protocols.tensor_source import full_slices
 from torchtitan.tools.errors import UserError
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
@@ -64,29 +66,45 @@ def write_weight(
     number of the update."""
     local = local_part(parameter)
     if rounding == "stochastic" and local.dtype == torch.bfloat16:
-        local.copy_(rounded_stochastically(wide, state["step"]))
+        local.copy_(rounded_stochastically(wide, state["step"], _indices(parameter)))
         return
     local.copy_(wide)
     if "compensation" in state:
         local_part(state["compensation"]).copy_(wide.sub_(local))
 
 
-def rounded_stochastically(wide: Tensor, step: Tensor) -> Tensor:
-    """Round float32 numbers to one of their two neighbors in bfloat16. The choice is a hash of the
-    number and the step: it does not depend on the layout, and needs no generator to be saved.
-    Infinities and NaN are kept."""
+def rounded_stochastically(wide: Tensor, step: Tensor, indices: Tensor) -> Tensor:
+    """Round float32 numbers to one of their two neighbors in bfloat16. Infinities and NaN are kept.
+
+    The choice is a hash of the number, the step and the number's index in the whole tensor, int64:
+    it does not depend on the layout, and needs no generator to be saved. Without the index, equal
+    numbers, such as the first weights of norms, would all move in one direction.
+    """
     bits = wide.view(torch.int32)
-    key = step.to(wide.device).long() * 0x632BE5AB  # an odd number
-    mixed = _mix32(bits.long() + key & 0xFFFFFFFF)
+    of_step = _mix32(step.to(wide.device).long())
+    key = bits.long() + indices * 0x9E3779B1 + of_step  # an odd number keeps indices apart
+    mixed = _mix32(key & 0xFFFFFFFF)
     # to the neighbor away from 0 if the sum of the low bits reaches it
     moved = (bits + (mixed & _LOW_BITS).int()) & ~_LOW_BITS
     return torch.where(wide.isfinite(), moved.view(torch.float32), wide).bfloat16()
 
 
+def _indices(parameter: Tensor) -> Tensor:
+    """Return the index of each element of this rank's part of a parameter, in the order of the
+    whole parameter, int64."""
+    is_sharded = isinstance(parameter, DTensor)
+    slices = local_slices(parameter) if is_sharded else full_slices(parameter.shape)
+    indices = torch.zeros((), dtype=torch.int64, device=local_part(parameter).device)
+    for part, size in zip(slices, parameter.shape, strict=True):
+        along = torch.arange(part.start, part.stop, device=indices.device)
+        indices = indices[..., None] * size + along
+    return indices
+
+
 def _mix32(z: Tensor) -> Tensor:
     """Return 32 random bits for each number of 32 bits, both in int64 (MurmurHash3's finalizer)."""
-    z = (z ^ (z >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
-    z = (z ^ (z >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    z = ((z ^ (z >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    z = ((z ^ (z >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return z ^ (z >> 16)
 
 
