@@ -62,6 +62,8 @@ class Kernel(NamedTuple):
     flops: int
     n_bytes: int
     """Bytes of its tensor arguments and results, each read or written once."""
+    is_causal: bool = True
+    """False: attention of every token to every token. Masks are taken for causal ones."""
 
 
 Work = Counter[Kernel | Transfer]
@@ -99,6 +101,7 @@ class WorkTracker(Observer):
                 _dtype_of((operation.args, result)),
                 flops,
                 _count_bytes(inputs) + written,
+                _is_causal(operation),
             )
             self.work[kernel] += 1
 
@@ -143,6 +146,16 @@ def _kind_of(operation: Operation, flops: int) -> KernelKind:
     if operation.name.startswith(_ATTENTION):
         return "attention"
     return "product" if flops else "other"
+
+
+def _is_causal(operation: Operation) -> bool:
+    """Return False for attention with neither a causal nor another mask."""
+    if not operation.name.startswith(_ATTENTION):
+        return True
+    names = (argument.name for argument in operation.func._schema.arguments)
+    given = {**dict(zip(names, operation.args, strict=False)), **operation.kwargs}
+    masks = (given.get("attn_mask"), given.get("attn_bias"))
+    return bool(given.get("is_causal")) or any(mask is not None for mask in masks)
 
 
 def _group_in(values: list[Any]) -> dist.ProcessGroup:

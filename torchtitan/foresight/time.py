@@ -112,9 +112,8 @@ def kernel_seconds(device: Device, kernel: Kernel, *, is_compiled: bool) -> floa
     peak = device.float32_flops if is_float32 else device.bfloat16_flops
     if kernel.kind == "attention":
         passes = ATTENTION_BACKWARD if kernel.phase == "backward" else 1.0
-        return max(
-            CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic
-        )
+        computed = kernel.flops * (CAUSAL_PART if kernel.is_causal else 1.0)
+        return max(passes * computed / (peak * device.attention_efficiency), traffic)
     if kernel.kind == "product":
         rate = _narrow_rate(device, kernel.dtype) or peak * device.product_efficiency
         return max(kernel.flops / rate, traffic)
