@@ -125,6 +125,8 @@ def configuration(run: Run, folder: str) -> Trainer.Config:
         from torchtitan.models.llama3.config_registry import llama3_8b_float8
 
         config.model_converters = llama3_8b_float8().model_converters
+    for converter in config.model_converters:
+        converter.min_features = 0  # the fitted constants stand for all layers but the head
     loss = CompiledLoss if run.id in COMPILED_LOSS else WholeLogitsLoss
     config.model_spec.loss = loss.Config(chunk_tokens=0)
     return config

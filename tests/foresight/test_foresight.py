@@ -5,20 +5,25 @@ import os
 import timeit
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 
 from tests.foresight.published import FITTED, prediction_of, published_runs
 from tests.training import read_metrics
 from torchtitan.cli.auto_layout import layout_words
 from torchtitan.cli.main import main
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.narrow import MXFP8, NVFP4
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run import dry_run
-from torchtitan.dry_run.work_tracker import Kernel
+from torchtitan.dry_run.observer import observing
+from torchtitan.dry_run.work_tracker import Kernel, WorkTracker
 from torchtitan.foresight import plan, predict
 from torchtitan.foresight.devices import DEVICES, device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.planning import MESH, option_words
@@ -167,6 +172,77 @@ def test_other_models_and_optimizers_have_the_products_of_a_dry_run(
 
 
 @pytest.mark.slow
+def test_narrow_products_are_those_of_the_selected_layers(tmp_path: Path):
+    """Of the flavor's 32 blocks, 28 are narrow, each with the same products; in the head, nothing.
+    The rates follow from single kernels. The products of a dry run are the same."""
+    device = dataclasses.replace(DEVICES["b200"], launch_seconds=0.0, memory_bandwidth=1e30)
+    wide, narrow = (
+        predict(configuration(tmp_path, config=name), 8, device).parts["products"]
+        for name in ("llama3_8b", "llama3_8b_nvfp4")
+    )
+    kernels = (Kernel("product", "forward", dtype, 10**15, 0) for dtype in _TYPES)
+    of_bfloat16, of_float4 = (kernel_seconds(device, one, is_compiled=False) for one in kernels)
+    in_layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    share = 28 / 32 * in_layers / (in_layers + 4096 * 128256)
+    assert narrow / wide == pytest.approx(1 - share + share * of_float4 / of_bfloat16, rel=1e-3)
+
+
+_TYPES = (torch.bfloat16, torch.float4_e2m1fn_x2)
+
+
+@pytest.mark.slow
+def test_a_dry_run_has_the_narrow_products_of_a_plan(tmp_path: Path):
+    config = configuration(tmp_path, config="debugmodel")
+    config.model_spec.model.vocab_size = 2048
+    config.model_converters = [NVFP4.Config(min_features=16, exclude=[r"layers\.1\."])]
+    device = dataclasses.replace(DEVICES["b200"], launch_seconds=0.0, memory_bandwidth=1e30)
+    whole = predict_from_reports(config, dry_run(config, 2), 2, device, 8)
+    few = predict(config, 2, device)
+    assert few.parts["products"] == pytest.approx(whole.parts["products"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "converter", "message"),
+    [
+        ("a100", Float8LinearConverter.Config(), "A100 .* no kernels for float8 .for: none"),
+        ("h100", MXFP8.Config(), "H100 .* no kernels for mxfp8 .for: float8"),
+        ("rtx5090", NVFP4.Config(), "RTX 5090 .* no kernels for nvfp4"),
+        ("b200", MXFP8.Config(emulate=True), "mxfp8.emulate is set"),
+    ],
+)
+def test_narrow_types_without_kernels_are_refused(
+    tmp_path: Path, device: str, converter: Any, message: str
+):
+    config = configuration(tmp_path, config="debugmodel")
+    config.model_converters = [converter]
+    for function in (plan, predict, lambda *args: predict_from_reports(config, [], 2, args[2], 8)):
+        with pytest.raises(UserError, match=message):
+            function(config, 2, DEVICES[device])
+
+
+def test_experts_that_every_device_emulates_are_refused(tmp_path: Path):
+    words = ["--module=qwen3_moe", "--config=debugmodel", f"--dump_folder={tmp_path}"]
+    config = ConfigManager().parse_args(words).config
+    config.model_converters = [NVFP4.Config(min_features=16)]
+    with pytest.raises(UserError, match=r"layers\.0\.moe\.experts is emulated on every device"):
+        predict(config, 1, "b200")
+
+
+def test_attention_without_a_mask_computes_the_whole_square():
+    counts = {}
+    for is_causal in (True, False):
+        tracker = WorkTracker()
+        x = torch.randn(1, 2, 64, 32, dtype=torch.bfloat16, requires_grad=True)
+        with observing(tracker):
+            F.scaled_dot_product_attention(x, x, x, is_causal=is_causal).sum().backward()
+        work = [(one, calls) for one, calls in tracker.work.items() if one.kind == "attention"]
+        assert len(work) == 2  # forward and backward
+        device = dataclasses.replace(DEVICE, memory_bandwidth=1e30, is_asynchronous=False)
+        counts[is_causal] = step_parts(device, work)["attention"]
+    assert counts[False] == pytest.approx(2 * counts[True])
+
+
+@pytest.mark.slow
 def test_activations_count_if_another_peak_is_higher_in_few_layers(tmp_path: Path):
     """With one window, few layers need most memory for the gradient of the embedding, and all of
     them when activations wait for the backward pass."""
@@ -270,7 +346,10 @@ def test_devices(tmp_path: Path):
     own = dataclasses.asdict(DEVICE)
     path.write_text(yaml.safe_dump(own))
     assert device_in_file(path) == DEVICE
+    path.write_text(yaml.safe_dump({**own, "float4_flops": 0}))
+    assert device_in_file(path).float4_flops == 0
     for text, message in {
+        yaml.safe_dump({**own, "narrow_formats": ["fp8"]}): "narrow_formats is fp8, but must be",
         "[": "is not valid YAML",
         "3": "must map names",
         "name: x": "missing keys memory_gib",
@@ -351,12 +430,38 @@ def test_speed_of_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pyt
     assert device_named("cpu", 4) == device and len(list(tmp_path.iterdir())) == 1
 
 
-def test_gpus_by_name():
-    assert device_of_gpu("NVIDIA H100 80GB HBM3") == DEVICE
-    assert device_of_gpu("NVIDIA H200") == DEVICES["h200"]
-    assert device_of_gpu("NVIDIA GeForce RTX 4090") == DEVICES["rtx4090"]
-    assert device_of_gpu("NVIDIA GeForce RTX 4090 Laptop GPU") is None
-    assert device_of_gpu("NVIDIA H100 PCIe") is None and device_of_gpu("NVIDIA H200 NVL") is None
+@pytest.mark.parametrize(
+    ("name", "key"),
+    {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H200": "h200",
+        "NVIDIA B200": "b200",
+        "NVIDIA B300 SXM6 AC": "b300",
+        "NVIDIA GB200": "gb200",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "A100-SXM4-80GB": "a100",  # older drivers
+        "NVIDIA L40S": "l40s",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA GeForce RTX 5090": "rtx5090",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000",
+        "AMD Instinct MI300X": "mi300x",
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA H100 NVL": None,
+        "NVIDIA H200 NVL": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+        "NVIDIA A100-SXM4-40GB": None,
+        "NVIDIA A100 80GB PCIe": None,
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb": None,
+        "NVIDIA L40": None,
+        "NVIDIA GeForce RTX 4090 D": None,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition": None,
+        "AMD Instinct MI300X VF": None,
+    }.items(),
+)
+def test_gpus_by_name(name: str, key: str | None):
+    assert device_of_gpu(name) == (DEVICES[key] if key else None)
 
 
 def test_products_in_narrow_types_take_their_own_time():
@@ -378,5 +483,7 @@ def test_auto_needs_the_launcher(tmp_path: Path):
 
 
 def test_hosts_are_whole(tmp_path):
+    with pytest.raises(UserError, match="80 devices do not fill hosts of 72"):
+        plan(configuration(tmp_path, config="debugmodel"), 80, "gb200")
     with pytest.raises(UserError, match="12 devices do not fill hosts of 8"):
         plan(configuration(tmp_path, config="debugmodel"), 12)

@@ -44,8 +44,7 @@ def plan(args: Sequence[str]) -> int:
     parser.add_argument(
         "--devices_per_host",
         type=int,
-        default=8,
-        help="devices that fast links connect (default 8)",
+        help="devices that fast links connect (default 8; 72 of gb200)",
     )
     parser.add_argument("--seq_len", type=int, help="tokens of a window (--training.seq_len)")
     parser.add_argument(
@@ -72,7 +71,6 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     from torchtitan.foresight.devices import device_in_file, device_named
 
     n_devices = options.devices
-    per_host = options.devices_per_host
     path = options.apply
     for name in ("devices", "devices_per_host", "best", "seq_len", "global_batch_size"):
         require_at_least(1, **{name: getattr(options, name)})
@@ -86,6 +84,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
         if options.device_file
         else device_named(options.device, n_devices)
     )
+    per_host = options.devices_per_host or device.devices_per_host
     resolved = ConfigManager("torchtitan plan").parse_args(words)
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves

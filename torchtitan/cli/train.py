@@ -99,10 +99,13 @@ def _dry_run(config: Any) -> None:
     name = os.environ.get("DEVICE", "h100")
     is_file = name.endswith((".yaml", ".yml"))
     device = device_in_file(Path(name)) if is_file else device_named(name, world_size)
-    per_host = environment_number("DEVICES_PER_HOST", default=8)
-    prediction = predict_from_reports(
-        config, dry_run(config, world_size), world_size, device, per_host
-    )
+    per_host = environment_number("DEVICES_PER_HOST", default=device.devices_per_host)
+    reports = dry_run(config, world_size)
+    try:
+        prediction = predict_from_reports(config, reports, world_size, device, per_host)
+    except UserError as error:  # after the report, which does not depend on the device
+        print(f"No time is predicted: {presentable(str(error))} (DEVICE)")
+        return
     print(presentable(str(prediction)))
     numbers = {  # by metric name, for the comparison in `torchtitan report`
         "step_time": prediction.seconds,

@@ -1,6 +1,7 @@
 """Device speeds for predictions, from data sheets, a user's file, or measured on this machine."""
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -23,6 +24,9 @@ class Device:
     float8 units."""
     float4_flops: float = 0.0
     """Of products in NVFP4. 0: no 4-bit units."""
+    narrow_formats: tuple[str, ...] = ()
+    """Formats that torchao has kernels for: `float8`, `mxfp8`, `nvfp4`. Predictions refuse
+    others."""
     product_efficiency: float = 0.7
     """Part of the peak that large bfloat16 products reach: 0.6 to 0.8 on GPUs, limited by power."""
     attention_efficiency: float = 0.35
@@ -36,6 +40,8 @@ class Device:
     """Between devices of a host."""
     network_bandwidth: float
     """Of each device to other hosts."""
+    devices_per_host: int = 8
+    """Devices that fast links connect, unless `--devices_per_host` says otherwise."""
     link_efficiency: float = 0.8
     """Part of a link that large collectives use; nccl-tests report 360 of 450 GB/s on an H100
     (all-gather)."""
@@ -52,21 +58,28 @@ class Device:
     of them, and communication overlaps with computation."""
 
 
+FORMATS = ("float8", "mxfp8", "nvfp4")
+"""Narrow types of products."""
+
 _H100 = Device(
     name="H100 SXM 80 GB",
     memory_gib=79.2,
     float32_flops=67e12,
     bfloat16_flops=989e12,
     float8_flops=1979e12,
+    narrow_formats=("float8",),
     memory_bandwidth=3.35e12,
     link_bandwidth=450e9,  # NVLink 4
     network_bandwidth=50e9,  # 400 Gbit/s
 )
 
 DEVICES = {
-    # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "DGX B200"; dense
-    # numbers, half of those "with sparsity". float32 is TF32's peak without sparsity / 7.5:
-    # training does not use TF32.
+    # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "HGX B200"; dense
+    # numbers, half of those "with sparsity". float32 without tensor cores: training does not use
+    # TF32. Efficiencies and latencies were compared with measurements on H100, H200 and B200 only
+    # (docs/foresight.md); all other rows have those of the H100. In particular, nobody measured
+    # them on the MI300X, nor on RTX cards, whose copies pass through host memory if the driver
+    # allows no direct ones.
     "h100": _H100,
     # The device of published measurements: slower memory, and 500 W instead of 700 W.
     "h100_96gb": replace(
@@ -81,11 +94,12 @@ DEVICES = {
         _H100,
         name="B200 SXM 180 GB",
         memory_gib=178.4,
-        float32_flops=80e12,
+        float32_flops=75e12,
         bfloat16_flops=2250e12,
         float8_flops=4500e12,
         float4_flops=9000e12,
-        memory_bandwidth=8e12,
+        narrow_formats=FORMATS,
+        memory_bandwidth=7.7e12,
         link_bandwidth=900e9,  # NVLink 5
     ),
     # "HGX B300": 8 GPUs have 36 PFLOP/s in bfloat16 and 72 in float8, with sparsity, and 105 in
@@ -98,11 +112,12 @@ DEVICES = {
         bfloat16_flops=2250e12,
         float8_flops=4500e12,
         float4_flops=13_125e12,
+        narrow_formats=FORMATS,
         memory_bandwidth=8e12,
         link_bandwidth=900e9,
         network_bandwidth=100e9,  # 800 Gbit/s
     ),
-    # "GB200 NVL72", divided by 72 GPUs.
+    # "GB200 NVL72", divided by 72 GPUs, all of which NVLink connects.
     "gb200": replace(
         _H100,
         name="GB200 NVL72 186 GB",
@@ -111,8 +126,10 @@ DEVICES = {
         bfloat16_flops=2500e12,
         float8_flops=5000e12,
         float4_flops=10_000e12,
+        narrow_formats=FORMATS,
         memory_bandwidth=8e12,
         link_bandwidth=900e9,
+        devices_per_host=72,
     ),
     # "A100 80GB SXM"
     "a100": replace(
@@ -121,6 +138,7 @@ DEVICES = {
         float32_flops=19.5e12,
         bfloat16_flops=312e12,
         float8_flops=312e12,
+        narrow_formats=(),
         memory_bandwidth=2.039e12,
         link_bandwidth=300e9,  # NVLink 3
         network_bandwidth=25e9,  # 200 Gbit/s
@@ -205,15 +223,28 @@ def device_named(name: str | Device, world_size: int) -> Device:
     return DEVICES[name]
 
 
+_GPU_NAMES = {
+    "H100 80GB HBM3": "h100",
+    "H200": "h200",
+    "B200": "b200",
+    "B300( SXM6 AC)?": "b300",
+    "GB200": "gb200",
+    "A100-SXM4-80GB": "a100",
+    "L40S": "l40s",
+    "GeForce RTX 4090": "rtx4090",
+    "GeForce RTX 5090": "rtx5090",
+    "RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000",
+    "Instinct MI300X( OAM)?": "mi300x",
+}
+"""Whole names that drivers report, without the vendor → device. Others are slower cards (PCIe, NVL,
+Max-Q, D, laptops), with less memory, or a part of a device (MIG, virtual functions)."""
+
+
 def device_of_gpu(name: str) -> Device | None:
-    """Return the device of the table with a GPU's own name, such as NVIDIA H100 80GB HBM3. The
-    table has no slower cards of the same name (H100 PCIe, H100 NVL, RTX 4090 D, laptops)."""
-    words = set(name.upper().replace("RTX ", "RTX").split())
-    return (
-        None
-        if words & {"PCIE", "NVL", "LAPTOP", "D"}
-        else next((DEVICES[key] for key in DEVICES if key.upper() in words), None)
-    )
+    """Return the device of the table with a GPU's own name, such as NVIDIA H100 80GB HBM3."""
+    model = re.sub("^(NVIDIA|AMD) ", "", name.strip())
+    found = (key for pattern, key in _GPU_NAMES.items() if re.fullmatch(pattern, model))
+    return DEVICES[key] if (key := next(found, None)) else None
 
 
 def device_in_file(path: Path) -> Device:
@@ -228,9 +259,16 @@ def device_in_file(path: Path) -> Device:
         # also 1e12, which YAML reads as a string
         if types.get(name) is float and fits(value, float):
             document[name] = float(value)
+            if name == "float4_flops" and not value:
+                continue
             require(0 < document[name] < math.inf, f"{option}: {name}", value, "a number above 0")
     try:
         device: Device = from_plain(Device, document)
     except UserError as error:
         raise UserError(f"{option}: {str(error).removeprefix('configuration: ')}") from error
-    return device
+    per_host = device.devices_per_host
+    require(per_host >= 1, f"{option}: devices_per_host", per_host, "at least 1")
+    for format in device.narrow_formats:
+        known = ", ".join(FORMATS)
+        require(format in FORMATS, f"{option}: narrow_formats", format, f"one of {known}")
+    return replace(device, narrow_formats=tuple(device.narrow_formats))

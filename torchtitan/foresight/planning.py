@@ -16,6 +16,7 @@ from torchtitan.distributed.parallel_dims import DEGREES
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.devices import Device, device_named
+from torchtitan.foresight.narrow_work import check_kernels
 from torchtitan.foresight.prediction import Estimate, Layout, Prediction
 from torchtitan.foresight.profile import find_facts, profile
 from torchtitan.tools.errors import UserError
@@ -85,7 +86,7 @@ def plan(
     world_size: int,
     device: Device | str = "h100",
     *,
-    devices_per_host: int = 8,
+    devices_per_host: int | None = None,
     best: int = 5,
 ) -> Plan:
     """Compare the layouts of a run, and return the best.
@@ -98,13 +99,15 @@ def plan(
         config: the run's configuration.
         world_size: devices of the run.
         device: a device, or its name in `DEVICES`.
-        devices_per_host: devices that are connected by fast links.
+        devices_per_host: devices that are connected by fast links; None: the device's.
         best: most layouts to return, of different degrees or checkpointing.
 
     Raises:
         UserError: for an invalid configuration, devices that do not fill hosts, or if no layout is
             valid and fits.
     """
+    device = device_named(device, world_size)
+    devices_per_host = devices_per_host or device.devices_per_host
     if world_size > devices_per_host and world_size % devices_per_host:
         raise UserError(
             f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)"
@@ -113,7 +116,7 @@ def plan(
         section.validate()
     check_compile(config.compile)  # also no mistake of the layouts
     config = with_vocabulary(config)
-    device = device_named(device, world_size)
+    check_kernels(config, device)
     measure = functools.cache(functools.partial(profile, config, find_facts(config)))
 
     def estimate(layout: Layout) -> Estimate:

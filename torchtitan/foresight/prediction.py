@@ -16,6 +16,7 @@ from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.dry_run.report import RankReport, reserved_bytes
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device, device_named
+from torchtitan.foresight.narrow_work import check_kernels, narrow_parts, narrowed
 from torchtitan.foresight.profile import (
     Profile,
     Split,
@@ -73,12 +74,14 @@ def predict(
     world_size: int,
     device: Device | str = "h100",
     *,
-    devices_per_host: int = 8,
+    devices_per_host: int | None = None,
 ) -> Prediction:
     """Predict the step of a run with its configured layout; arguments as in `plan`. Raise
     `UserError` for an impossible layout, or a model without repeated layers."""
     config = with_vocabulary(config)
     device = device_named(device, world_size)
+    devices_per_host = devices_per_host or device.devices_per_host
+    check_kernels(config, device)
     facts, mode = find_facts(config), config.activation_checkpoint.mode
     for chosen in ("none", "selective", "full") if mode == "auto" else (mode,):
         layout = Layout.of(with_mode(config, chosen), world_size)
@@ -97,9 +100,18 @@ def predict_from_reports(
     device: Device,
     devices_per_host: int,
 ) -> Prediction:
-    """Predict the step of a dry run from all its operations, including float8 ones."""
+    """Predict the step of a dry run from all its operations. Raise `UserError` for a device without
+    the kernels of a converter."""
+    check_kernels(config, device)
+    with torch.device("meta"):
+        whole: Any = with_vocabulary(config).model_spec.model.build()
     layout = Layout.of(config, world_size)
-    work = [timed_work(report.work, layout.dims, devices_per_host) for report in reports]
+    work: list[WorkOfRank] = [
+        list(timed_work(one.work, layout.dims, devices_per_host)) for one in reports
+    ]
+    for part in narrow_parts(config, whole):
+        if not part.is_in_dry_runs:
+            work = [list(narrowed(one, part.format, part.of_model)) for one in work]
     memory = max(report.peak_reserved_bytes for report in reports) / _GIB
     return _prediction(layout, device, work, memory, reports[0].model_flops)
 

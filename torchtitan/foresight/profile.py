@@ -1,21 +1,20 @@
 """Measures a layer's work and memory on one rank, by dry runs of the same model with few layers."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torchtitan.components.quantization.float8 import Float8LinearConverter
-from torchtitan.components.quantization.narrow import MXFP8, NVFP4
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fitting import with_mode
 from torchtitan.dry_run.report import RankReport, axis_of, reports_of
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel, Work
-from torchtitan.foresight.time import FLOAT8_CASTS, Message, Role
+from torchtitan.foresight.narrow_work import NARROW, NarrowPart, narrow_parts, narrowed
+from torchtitan.foresight.time import Message, Role
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -47,16 +46,22 @@ the optimizer reads and writes (`update`), all before FSDP shards them; bytes at
 gathered weights, of saved activations, and of the rest (`temporary`)."""
 
 
-Portion = Counter[Kernel | Message | Size]
+Portion = defaultdict[Kernel | Message | Size, float]
 """Work of some layers in one forward and backward pass, as numbers of calls, and their sizes."""
+
+
+def _portion(items: Iterable[tuple[Kernel | Message | Size, float]]) -> Portion:
+    total: Portion = defaultdict(float)
+    for one, count in items:
+        total[one] += count
+    return total
 
 
 def weighted_sum(*terms: tuple[int, Portion]) -> Portion:
     """Return a sum of portions, each times a factor."""
-    total: Portion = Counter()
-    for factor, portion in terms:
-        total.update({key: factor * count for key, count in portion.items()})
-    return total
+    return _portion(
+        (key, factor * count) for factor, portion in terms for key, count in portion.items()
+    )
 
 
 class Facts(NamedTuple):
@@ -67,6 +72,8 @@ class Facts(NamedTuple):
     """First layers, at least 2, after which all layers have equal numbers of parameters."""
     flops_per_token: float
     """Forward and backward, by the formula of model FLOP/s utilization."""
+    narrow: tuple[NarrowPart, ...]
+    """Products of each converter to a narrow type."""
 
 
 class Profile(NamedTuple):
@@ -80,7 +87,8 @@ class Profile(NamedTuple):
 
 
 def find_facts(config: Trainer.Config) -> Facts:
-    """Return the sizes of a model. Raise `UserError` unless it consists of repeated layers."""
+    """Return the sizes of a model. Raise `UserError` unless it consists of repeated layers, and for
+    narrow layers that every device emulates."""
     model: Any = config.model_spec.model
     if not hasattr(model, "n_layers"):
         raise UserError(
@@ -104,7 +112,7 @@ def find_facts(config: Trainer.Config) -> Facts:
     for first in range(2, 2 + _MOST_SPECIAL_LAYERS):
         few, more = (build(n).num_parameters() for n in (first, first + 1))
         if few + (n_layers - first) * (more - few) == total:
-            return Facts(n_layers, first, flops)
+            return Facts(n_layers, first, flops, narrow_parts(config, whole))
     raise UserError(
         "the layers of this model differ in size: foresight needs equal layers after the first 8"
     )
@@ -114,38 +122,17 @@ def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
     """Return the work and memory of a layer, by the difference of two dry runs."""
     few, more = (_measure(config, split, n) for n in (facts.n_special, facts.n_special + 1))
     layer = weighted_sum((1, more), (-1, few))
-    del layer["temporary"]  # which depends on the moment of the peak, not on the number of layers
+    layer.pop(
+        "temporary", None
+    )  # which depends on the moment of the peak, not on the number of layers
     if config.parallelism.fsdp_reshard_after_forward != "never":
-        del layer["gathered"]
+        layer.pop("gathered", None)
     rest = weighted_sum((1, few), (-facts.n_special, layer))
-    for one in config.model_converters:
-        # all but the head, which is in `rest`
-        if isinstance(one, Float8LinearConverter.Config) and not one.emulate:
-            layer = _narrowed(layer, torch.float8_e4m3fn, one.fsdp_float8_all_gather)
-        elif isinstance(one, MXFP8.Config | NVFP4.Config) and not one.emulate:
-            is_mxfp8 = isinstance(one, MXFP8.Config)
-            layer = _narrowed(layer, torch.float8_e4m3fn if is_mxfp8 else torch.float4_e2m1fn_x2)
+    for one in facts.narrow:
+        layer = _portion(
+            narrowed(layer.items(), one.format, one.of_layers, gathers=one.gathers_float8)
+        )
     return Profile(layer, rest, facts, split.sequences)
-
-
-_NARROWER = {torch.float8_e4m3fn: 2, torch.float4_e2m1fn_x2: 4}
-"""How often a type fits into bfloat16."""
-
-
-def _narrowed(layer: Portion, dtype: torch.dtype, gathers_float8: bool = False) -> Portion:
-    """Return a layer with its products in bfloat16 replaced by products in a narrow type, and
-    kernels that cast; with the option, FSDP gathers float8."""
-    changed: Portion = Counter()
-    for one, count in layer.items():
-        if isinstance(one, Kernel) and one.kind == "product" and one.dtype == torch.bfloat16:
-            changed[
-                one._replace(kind="other", flops=0, n_bytes=round(FLOAT8_CASTS * one.n_bytes))
-            ] += count
-            one = one._replace(dtype=dtype, n_bytes=one.n_bytes // _NARROWER[dtype])
-        elif isinstance(one, Message) and one.role == "FSDP" and one.kind == "all-gather":
-            one = one._replace(n_bytes=one.n_bytes // (2 if gathers_float8 else 1))
-        changed[one] += count
-    return changed
 
 
 def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
@@ -166,11 +153,7 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
     small = dataclasses.replace(
         with_mode(config, split.checkpointing),
         model_spec=dataclasses.replace(spec, model=shallow),
-        model_converters=[
-            one
-            for one in config.model_converters
-            if not isinstance(one, Float8LinearConverter.Config)
-        ],
+        model_converters=[one for one in config.model_converters if not isinstance(one, NARROW)],
         parallelism=parallelism,
         training=dataclasses.replace(
             config.training,
@@ -189,14 +172,15 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
 def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
     shards, peak = dims.shards, report.peak
     state, gathered = peak["parameters"] + peak["optimizer"], peak["gathered parameters"]
-    portion: Portion = Counter(
+    portion: Portion = defaultdict(
+        float,
         {
             "parameters": report.parameters * shards,
             "state": state * shards,
             "gathered": gathered,
             "saved": report.saved_bytes,
             "temporary": report.peak_bytes - state - gathered - report.saved_bytes,
-        }
+        },
     )
     for one, calls in timed_work(report.work, dims, devices_per_host=1):
         if isinstance(one, Message):

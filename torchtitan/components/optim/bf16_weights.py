@@ -92,8 +92,9 @@ def rounded_stochastically(wide: Tensor, step: Tensor, indices: Tensor) -> Tenso
 def _indices(parameter: Tensor) -> Tensor:
     """Return the index of each element of this rank's part of a parameter, in the order of the
     whole parameter, int64."""
-    is_sharded = isinstance(parameter, DTensor)
-    slices = local_slices(parameter) if is_sharded else full_slices(parameter.shape)
+    slices = (
+        local_slices(parameter) if isinstance(parameter, DTensor) else full_slices(parameter.shape)
+    )
     indices = torch.zeros((), dtype=torch.int64, device=local_part(parameter).device)
     for part, size in zip(slices, parameter.shape, strict=True):
         along = torch.arange(part.start, part.stop, device=indices.device)

@@ -184,6 +184,9 @@ class NVFP4(BlockConverter):
         """Return emulated products: torchao has no grouped ones with gradients."""
         return self._emulated()
 
+    def has_kernels(self, layer: nn.Module) -> bool:
+        return isinstance(layer, nn.Linear)
+
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         multiple = _KERNEL_SIDES
         if not self.emulates and isinstance(layer, nn.Linear):

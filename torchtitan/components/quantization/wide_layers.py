@@ -42,6 +42,10 @@ class NarrowConverter(LayerConverter):
 
     config: Config
 
+    def has_kernels(self, layer: nn.Module) -> bool:
+        """Return whether some devices have kernels for the products of a selected layer."""
+        return True
+
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         if any(side % self.alignment for side in sides_of(layer)):
             return f"inputs or outputs not a multiple of {self.alignment}"
