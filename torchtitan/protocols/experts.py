@@ -24,6 +24,9 @@ class StackedExperts(nn.Module):
     device_type: str | None = None
     """Device whose algorithm is used. None: the tokens' device."""
 
+    calls_product: bool = False
+    """True if every algorithm must multiply by `product`, because a subclass replaces it."""
+
     matrices: Collection[str] = ()
     """Parameters (experts, …, outputs, inputs) that `product` multiplies with rows."""
 

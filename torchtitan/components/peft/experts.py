@@ -26,6 +26,7 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
     matrix's adapter."""
 
     scalings: Mapping[str, float]
+    calls_product = True
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain = {name: own[name] for name in self.plain_types(own)}
@@ -108,6 +109,5 @@ def adapt_experts(
     experts.is_adapted = True
     experts.adapter = tuple(split_dims)
     experts.hidden_dims = {**experts.hidden_dims, **split_dims}
-    experts.device_type = "cuda"  # its algorithm calls `product`
     experts._add_initializers(**starts)
     return experts

@@ -175,6 +175,7 @@ class NarrowExperts(StackedExperts):
     """A mixin before a class of experts, which multiplies their `matrices` with `products`."""
 
     products: Products
+    calls_product = True
 
     def product(self, rows_RI: Tensor, name: str, ends_E: Tensor) -> Tensor:
         if isinstance(rows_RI, FakeTensor):
@@ -191,7 +192,6 @@ def narrow_experts(
     experts.__class__ = kind
     assert isinstance(experts, NarrowExperts)
     experts.products, experts.part_multiple = products, part_multiple
-    experts.device_type = "cuda"  # its algorithm calls `product`
     return experts
 
 

@@ -129,7 +129,8 @@ class RoutedExperts(StackedExperts):
         """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
         pairs = Pairs.of(weights_NK, chosen_NK)
         on_cpu = (self.device_type or x_ND.device.type) == "cpu"
-        if on_cpu and self.activation is swiglu and self.bias2 is None:
+        is_plain = not self.calls_product and self.activation is swiglu and self.bias2 is None
+        if on_cpu and is_plain:
             return _OneByOne.apply(x_ND, self.w13.flatten(1, 2), self.w2, *pairs)
         # All experts in one product each, without reading a size from the device.
         ends_E = pairs.ends_E(len(self.w13))
