@@ -4,6 +4,7 @@ runs across layouts, recomputation and checkpoints."""
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +179,7 @@ def test_experts_multiply_as_linear_layers(kind, experts_class):
     converter = CONVERTERS[kind].build()
     plain = {name: value.detach().clone() for name, value in experts.named_parameters()}
     converted = converter.convert_layer("experts", experts)
-    assert isinstance(converted, experts_class)
+    assert isinstance(converted, experts_class) and converted.device_type is None
     x = torch.randn(50, 64)
     chosen = torch.tensor([[0, 1], [3, 0]]).repeat(25, 1)  # not expert 2
     weights = torch.rand(50, 2)
@@ -250,7 +251,7 @@ def test_small_and_unaligned_layers_and_the_head_stay_wide(log):
     assert narrow_names(converted) == {f"layers.{layer}.attention.wq" for layer in range(2)}
     messages = " ".join(record.message for record in log.records)
     assert "not a multiple of 32: layers.*.feed_forward.w1" in messages
-    assert "mxfp8: products are emulated in float32 (this machine has no GPU)" in messages
+    assert "mxfp8: 2 layers are emulated in float32 (this machine has no GPU)" in messages
     four_bits = model(model__vocab_size=2048, model__ffn_dim=80)
     nv().build().convert(four_bits)
     assert len(narrow_names(four_bits)) == 14
@@ -297,11 +298,9 @@ def test_kernels_are_used_if_the_device_has_them(monkeypatch, log):
     converted = model(model__vocab_size=2048)
     mx().build().convert(converted)
     assert type(converted.layers["0"].attention.wq.products) is narrow._MXFP8Kernels
-    assert log.records[-1].message == "mxfp8: products are computed by torchao's kernels"
-    check_run(mx(), seq_len=64, local_batch_size=1)
+    assert log.records[-1].message == "mxfp8: torchao's kernels compute 14 layers"
+    check_run(mx(), seq_len=33, local_batch_size=1)
     for config, training, message in (
-        (mx(), {"seq_len": 48, "local_batch_size": 1}, "multiples of 32 tokens, .* has 48 at a"),
-        (nv(), {"seq_len": 64, "local_batch_size": 1}, "multiples of 128 tokens"),
         (mx(), {"mixed_precision_param": "float32"}, "mixed_precision_param is float32; set bf"),
         (nv(stochastic_rounding=False), {}, "kernels have stochastic rounding"),
     ):
@@ -315,9 +314,37 @@ def test_kernels_are_used_if_the_device_has_them(monkeypatch, log):
     kinds = {name: type(experts.get_submodule(name).products) for name in narrow_names(experts)}
     assert kinds["layers.0.moe.experts"] is narrow.NVFP4Products
     assert kinds["layers.0.attention.wq"] is narrow._NVFP4Kernels
+    assert [record.message for record in log.records[-2:]] == [
+        "nvfp4: torchao's kernels compute 2 layers",
+        "nvfp4: 2 layers are emulated in float32 (torchao has no kernels for experts)",
+    ]
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match="mxfp8 requires torchao"):
         check_run(mx())
+
+
+@pytest.mark.parametrize("n_rows", [1, 128, 130])
+def test_rows_are_padded_for_kernels(n_rows, monkeypatch):
+    """Stand-ins for the kernels refuse other numbers of rows, as torchao does, and multiply
+    exactly."""
+
+    def multiply(multiple: int, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        assert len(x) % multiple == 0
+        return nn.functional.linear(x, weight)
+
+    library = SimpleNamespace(
+        nvfp4_linear=partial(multiply, 128), _to_mxfp8_then_scaled_mm=partial(multiply, 32)
+    )
+    kernels = narrow._MXFP8Kernels(False), narrow._NVFP4Kernels()
+    monkeypatch.setattr(narrow, "import_torchao", lambda name: library)
+    torch.manual_seed(0)
+    layer, x, gradient = nn.Linear(128, 128, False), torch.randn(n_rows, 128), torch.ones(128)
+    expected = products_of(layer, x, gradient.expand(n_rows, 128))
+    for kernel in kernels:
+        layer.weight.grad = None
+        results = products_of(NarrowLinear(layer, kernel, 16), x, gradient.expand(n_rows, 128))
+        for ours, plain in zip(results, expected, strict=True):
+            assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-4)
 
 
 def test_tensor_parallel_shards_must_be_whole_blocks(tmp_path):

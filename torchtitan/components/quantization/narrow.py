@@ -7,9 +7,10 @@ checkpoints stay as in the plain model.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -25,6 +26,7 @@ from torchtitan.components.quantization.narrow_products import (
 from torchtitan.components.quantization.wide_layers import NarrowConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import builds, config_key
+from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError
@@ -38,9 +40,6 @@ formats (12) need other kernels."""
 
 class BlockConverter(NarrowConverter):
     """Base class of converters to block formats."""
-
-    multiple_of_tokens: ClassVar[int]
-    """Divisor of a rank's tokens that the kernels require."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(NarrowConverter.Config):
@@ -70,21 +69,6 @@ class BlockConverter(NarrowConverter):
                     f"--training.mixed_precision_param is {training.mixed_precision_param}; set "
                     f"bfloat16 or {self.option}.emulate"
                 )
-            pipelined = parallelism.pipeline_parallel_degree > 1
-            sequences = (
-                parallelism.pipeline_parallel_microbatch_size
-                if pipelined
-                else training.local_batch_size
-            )
-            tokens = sequences * training.seq_len // parallelism.context_parallel_degree
-            owner = self._owner
-            assert issubclass(owner, BlockConverter)
-            if tokens % owner.multiple_of_tokens:
-                raise UserError(
-                    f"{self.option}: kernels sum over multiples of {owner.multiple_of_tokens} "
-                    f"tokens, and a rank has {tokens} at a time; change --training.seq_len "
-                    f"{training.seq_len}, or set {self.option}.emulate"
-                )
 
     config: Config
 
@@ -95,10 +79,16 @@ class BlockConverter(NarrowConverter):
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
-        option = f"{self.config.option}.emulate"
+        key, option = config_key(self.config), f"{self.config.option}.emulate"
         reason = option if self.config.emulate else reason_to_emulate()
-        how = f"emulated in float32 ({reason})" if reason else "computed by torchao's kernels"
-        logger.info("%s: products are %s", config_key(self.config), how)
+        layers: list[Any] = [each for each in model.modules() if converter_of(each) == key]
+        emulated = sum(isinstance(layer.products, EmulatedProducts) for layer in layers)
+        computed = len(layers) - emulated
+        if computed:
+            logger.info("%s: torchao's kernels compute %d layers", key, computed)
+        if emulated:
+            why = reason or "torchao has no kernels for experts"
+            logger.info("%s: %d layers are emulated in float32 (%s)", key, emulated, why)
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         if isinstance(layer, StackedExperts):
@@ -121,7 +111,6 @@ class MXFP8(BlockConverter):
     32 along the sum, with a power of 2 as scale."""
 
     alignment = MXFP8_BLOCK
-    multiple_of_tokens = MXFP8_BLOCK
 
     @dataclass(kw_only=True, slots=True)
     class Config(BlockConverter.Config):
@@ -145,7 +134,6 @@ class NVFP4(BlockConverter):
     4.1)."""
 
     alignment = NVFP4_BLOCK
-    multiple_of_tokens = 128
 
     @dataclass(kw_only=True, slots=True)
     class Config(BlockConverter.Config):
@@ -199,7 +187,13 @@ class NVFP4(BlockConverter):
 
 
 _KERNEL_SIDES = 128
-"""Divisor that torchao's NVFP4 kernels require of inputs and outputs."""
+"""Divisor that torchao's NVFP4 kernels require of inputs, outputs and rows."""
+
+
+def _whole_rows(x_NI: Tensor, multiple: int) -> Tensor:
+    """Append rows of zeros, which change no scale and no gradient, up to a multiple: kernels sum
+    over rows in the weights' gradient. Generation has one row at a time."""
+    return F.pad(x_NI, (0, 0, 0, -len(x_NI) % multiple))
 
 
 class _MXFP8Kernels:
@@ -220,8 +214,9 @@ class _MXFP8Kernels:
         self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None = None
     ) -> Tensor:
         library = import_torchao("torchao.prototype.moe_training.mxfp8_linear")
-        y_NO: Tensor = library._to_mxfp8_then_scaled_mm(x_NI, weight_OI, **self.options)
-        return y_NO
+        x_MI = _whole_rows(x_NI, MXFP8_BLOCK)
+        y_MO: Tensor = library._to_mxfp8_then_scaled_mm(x_MI, weight_OI, **self.options)
+        return y_MO[: len(x_NI)]
 
     def multiply_experts(
         self, rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, group: ProcessGroup | None
@@ -242,8 +237,9 @@ class _NVFP4Kernels:
     ) -> Tensor:
         library = import_torchao("torchao.prototype.moe_training.nvfp4_training.nvfp4_linear")
         seed = torch.zeros(1, dtype=torch.int64, device=x_NI.device)
-        y_NO: Tensor = library.nvfp4_linear(x_NI, weight_OI, sign_vector=SIGNS, sr_seed=seed)
-        return y_NO
+        x_MI = _whole_rows(x_NI, _KERNEL_SIDES)
+        y_MO: Tensor = library.nvfp4_linear(x_MI, weight_OI, sign_vector=SIGNS, sr_seed=seed)
+        return y_MO[: len(x_NI)]
 
     def multiply_experts(
         self, rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, group: ProcessGroup | None
