@@ -53,6 +53,28 @@ def test_folder_of_classes_is_read(tmp_path):
     assert batch["pixels"].dtype == torch.float32
 
 
+def test_hidden_folders_and_images_are_left_out(tmp_path):
+    folder = write_folder(tmp_path / "data", 2)
+    for name in (".thumbnails/a.png", "odd/._001.png"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(png(0))
+    loader = config(folder, tmp_path, shuffle=False).build(local_batch_size=2)
+    assert loader.classes == ("even", "odd") and values(next(loader)) == [0, 1]
+
+
+def test_a_folder_has_the_columns_of_the_rows_beside_it(tmp_path):
+    folder = write_folder(tmp_path / "images", 2)
+    lines = [
+        {"photo": f"images/{name}", "kind": Path(name).parent.name}
+        for name in ("odd/001.png", "even/000.png")
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    columns = {"image_column": "photo", "label_column": "kind", "shuffle": False}
+    datasets = config(folder, tmp_path / "cache", **columns)
+    datasets.dataset.append(str(tmp_path / "rows.jsonl"))
+    assert values(next(datasets.build(local_batch_size=4))) == [0, 1, 1, 0]
+
+
 def test_rows_name_images_by_path_or_content(tmp_path):
     pandas = pytest.importorskip("pandas")
     folder = write_folder(tmp_path / "images")

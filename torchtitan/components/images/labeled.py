@@ -72,12 +72,13 @@ class LabeledImages:
 
 
 class FolderPart(Part):
-    """Images in a folder of folders, one for each class."""
+    """Images in a folder of folders, one for each class. Rows have the columns of `format`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, format: ImageFormat):
         super().__init__(str(folder))
         self._folder = self.folder = folder
-        self._files = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)
+        self._format = format
+        self._files = sorted(_images_in(folder))
 
     def size(self) -> int:
         return sum(path.stat().st_size for path in self._files)
@@ -89,31 +90,32 @@ class FolderPart(Part):
         for path in self._files:
             on_read(path.stat().st_size)
             name = path.relative_to(self._folder)
-            yield Row(str(name), {"image": str(path), "label": path.parent.name})
+            columns = self._format.image_column, self._format.label_column
+            yield Row(str(name), dict(zip(columns, (str(path), path.parent.name), strict=True)))
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:
         raise UserError(f"{self.name} is a folder of images, which have no text")
 
 
-def find_source(dataset: str, split: str) -> Source:
+def find_source(dataset: str, split: str, format: ImageFormat) -> Source:
     """Return the rows of a dataset: of a folder with a folder of images for each class; otherwise
     of files with rows (see `resolve_source`). Raise `UserError` if there is none."""
     folder = searched_folder(dataset)
-    if folder and _has_class_folders(folder):
-        return Source(dataset, [FolderPart(Path(folder))], documents=False)
+    if folder and next(_images_in(Path(folder)), None):
+        return Source(dataset, [FolderPart(Path(folder), format)], documents=False)
     source = resolve_source(dataset, split=split, catalog=_NO_CATALOG)
     assert not isinstance(source, StreamSource), "the catalog has none"
     return source
 
 
-def _has_class_folders(folder: Path) -> bool:
-    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    return any(
-        Path(name).suffix.lower() in SUFFIXES
-        for entry in entries
-        if entry.is_dir()
-        for name in os.listdir(entry.path)
-    )
+def _images_in(folder: Path) -> Iterator[Path]:
+    """Yield the images in the folders of a folder, without those whose own or folder's name begins
+    with a dot: previews and copies that programs leave."""
+    for of_class in os.scandir(folder):
+        if of_class.is_dir() and not of_class.name.startswith("."):
+            for name in os.listdir(of_class.path):
+                if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
+                    yield Path(of_class.path) / name
 
 
 def open_images(

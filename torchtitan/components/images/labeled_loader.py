@@ -112,7 +112,7 @@ class LabeledImageDataLoader(BaseDataLoader):
             cannot be used."""
             sets = [
                 open_images(
-                    find_source(dataset, self.split),
+                    find_source(dataset, self.split, self.format),
                     self.format,
                     self.cache_dir,
                     verify=self.verify_caches,
@@ -130,7 +130,7 @@ class LabeledImageDataLoader(BaseDataLoader):
             """Return the loader's class, and the datasets' content and format."""
 
             def resolve(dataset: str) -> Any:
-                return find_source(dataset, self.split)
+                return find_source(dataset, self.split, self.format)
 
             digests = [data_digest(resolve, self.cache_dir, dataset) for dataset in self.dataset]
             return BaseDataLoader.Config.identity(self) | {
