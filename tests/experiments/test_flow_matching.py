@@ -10,6 +10,7 @@ import torch
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.flow_matching.flux import class_texts
 from torchtitan.experiments.flow_matching.trainer import FlowMatchingTrainer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
@@ -171,6 +172,41 @@ def test_images_of_each_class_are_written_from_the_same_noise(images, tmp_path):
     assert not np.array_equal(*grids)
     (samples,) = (c for c in trainer.callbacks if type(c).__name__ == "Samples")
     assert torch.equal(samples.generate(), samples.generate())
+
+
+def test_guidance_is_in_float32_and_training_goes_on_after_a_failure(images, tmp_path, monkeypatch):
+    trainer = train(images, tmp_path, training__steps=1)
+    (model,) = trainer.model_parts
+    noise, classes = torch.randn(2, 1, 8, 8), {"classes": torch.tensor([0, 1])}
+    seen = []
+
+    def half(x, times_B, **conditions):
+        seen.append(x.dtype)
+        return torch.full_like(x, 1.0 if conditions["classes"].max() < 10 else 1.0039).bfloat16()
+
+    monkeypatch.setattr(model, "forward", half)
+    images_out = trainer.generate(noise, classes, torch.tensor([1.0, 0.5, 0.0]), 1.7)
+    # Of the two neighbors 1 and 1.0078 in bfloat16; guidance adds 0.7 of their difference.
+    without = torch.tensor(1.0039).bfloat16().item()
+    expected = (noise - (without + 1.7 * (1 - without))).clamp(-1, 1)
+    assert set(seen) == {torch.float32} and torch.allclose(images_out, expected, atol=1e-6)
+
+    def fails(*args, **conditions):
+        raise RuntimeError
+
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(RuntimeError):
+        trainer.generate(noise, classes, torch.tensor([1.0, 0.0]), 1.0)
+    assert model.training
+
+
+def test_texts_of_classes_are_made_once():
+    tables = class_texts(3, 8, 5, torch.device("cpu"))
+    assert {name: table.shape for name, table in tables.items()} == {
+        "text": (3, 4, 8),
+        "pooled": (3, 5),
+    }
+    assert class_texts(3, 8, 5, torch.device("cpu"))["text"] is tables["text"]
 
 
 def test_adapters_train_and_are_merged_in_the_export(images, tmp_path):

@@ -1,5 +1,6 @@
 """DiT and FLUX against diffusers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +190,28 @@ def test_published_sizes_have_the_published_numbers_of_parameters():
     assert round(dev / 1e9) == 12
 
 
+def test_guidance_counts_as_computation():
+    """6 operations per weight, once per image."""
+    with torch.device("meta"):
+        without, guided = (
+            dataclasses.replace(flux.FLAVORS["debugmodel"], guidance=guidance).build()
+            for guidance in (False, True)
+        )
+    added = 6 * (guided.num_parameters() - without.num_parameters())
+    assert guided.flops_per_token(1) - without.flops_per_token(1) == added
+
+
 def test_patches_return_to_images():
     images = torch.randn(2, 3, 6, 10)
     assert torch.equal(from_patches(to_patches(images, 2), 2, 6), images)
 
 
 def test_other_keys_of_a_configuration_are_refused(tmp_path: Path):
-    document = {**dit.FORMAT.to_external(dit.FLAVORS["debugmodel"]), "norm_eps": 1e-6}
-    with pytest.raises(UserError, match="norm_eps is 1e-06, but must be 1e-05"):
-        dit.FORMAT.from_external(document)
+    """A published DiT predicts noise and a variance, in twice the channels."""
+    plain = dit.FORMAT.to_external(dit.FLAVORS["debugmodel"])
+    for changed, message in (
+        ({"norm_eps": 1e-6}, "norm_eps is 1e-06, but must be 1e-05"),
+        ({"out_channels": 2}, "out_channels is 2, but must be 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            dit.FORMAT.from_external({**plain, **changed})

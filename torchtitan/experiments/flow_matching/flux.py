@@ -1,5 +1,6 @@
 """The trainer of FLUX on classes, each of which a fixed text stands for."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,20 @@ class ClassTextTrainer(FlowMatchingTrainer):
     def conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the `text` (B, 4, text_dim) and `pooled` (B, pooled_dim) of a batch's classes."""
         model: Any = self.config.model_spec.model
-        random = np.random.Generator(np.random.Philox(key=0))
-        shapes = {"text": (N_TOKENS, model.text_dim), "pooled": (model.pooled_dim,)}
         classes_B = batch["classes"]
-        tables = {
-            name: torch.from_numpy(random.standard_normal((model.n_classes, *shape), np.float32))
-            for name, shape in shapes.items()
-        }
-        return {name: table.to(classes_B.device)[classes_B] for name, table in tables.items()}
+        tables = class_texts(model.n_classes, model.text_dim, model.pooled_dim, classes_B.device)
+        return {name: table[classes_B] for name, table in tables.items()}
+
+
+@functools.cache
+def class_texts(
+    n_classes: int, text_dim: int, pooled_dim: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the `text` (classes, 4, text_dim) and `pooled` (classes, pooled_dim) of all
+    classes."""
+    random = np.random.Generator(np.random.Philox(key=0))
+    shapes = {"text": (N_TOKENS, text_dim), "pooled": (pooled_dim,)}
+    return {
+        name: torch.from_numpy(random.standard_normal((n_classes, *shape), np.float32)).to(device)
+        for name, shape in shapes.items()
+    }

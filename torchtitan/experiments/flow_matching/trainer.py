@@ -21,8 +21,8 @@ class FlowMatchingTrainer(Trainer):
     """Train a model to predict velocities from data to noise.
 
     The model is called as `model(x, times, **conditions)`, and its class has
-    `without_conditions(conditions, dropped)`; its configuration names the `image_shape`, the
-    `condition_names` and `n_classes`.
+    `without_conditions(conditions, dropped)`; its configuration has `image_shape` and
+    `n_classes`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -94,9 +94,9 @@ class FlowMatchingTrainer(Trainer):
         return {"classes": batch["classes"]}
 
     def velocity(self, x: Tensor, times_B: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        """Return the model's velocities at points x (B, C, H, W) and times (B,)."""
+        """Return the model's velocities at points x (B, C, H, W) and times (B,), float32."""
         velocity: Tensor = self.models["model"](x, times_B, **conditions)
-        return velocity
+        return velocity.float()  # guidance multiplies the difference of two, which are similar
 
     def generate(
         self, noise: Tensor, conditions: Mapping[str, Tensor], times: Tensor, guidance: float
@@ -112,8 +112,10 @@ class FlowMatchingTrainer(Trainer):
             lambda x, t: self.velocity(x, t, without),
             guidance,
         )
+        was_training = model.training
         model.eval()
-        with self.mixed_precision():
-            images = euler(velocity, noise, times)
-        model.train()
-        return images.clamp(-1, 1)
+        try:
+            with self.mixed_precision():
+                return euler(velocity, noise, times).clamp(-1, 1)
+        finally:
+            model.train(was_training)

@@ -198,6 +198,7 @@ class FluxModel(BaseModel):
         config, blocks = self.config, list[Any](self.blocks().values())
         once = [self.time, self.pooled, self.head.modulation]
         once += [part for block in blocks for part in block.per_sample()]
+        once += [self.guidance] if self.guidance is not None else []
         each = [self.patches, self.head.output, *(p for b in blocks for p in b.per_patch())]
         n_patches = (config.image_size // config.patch_size) ** 2
         width = len(blocks) * config.dim
