@@ -421,8 +421,11 @@ def test_unused_columns_are_reported(folder, capsys):
         ),
     )
     assert page.row("the run")[1] == f"2 steps, 1 window of {SEQ_LEN} tokens in each"
-    assert ["rows.jsonl", "columns not read", "", "score, images"] in page.cells
-    assert capsys.readouterr().err.count("the columns score, images are ignored (format ") == 1
+    for number, column in enumerate(("score", "images"), 1):
+        name = f"with the column {column}, which is not read"
+        assert ["rows.jsonl", name, "1", f"rows.jsonl:{number}: it has content"] in page.cells
+    warning = "the columns score (rows: 1), images (rows: 1) are ignored (format "
+    assert capsys.readouterr().err.count(warning) == 1
 
 
 def test_messages_in_other_spellings_are_shown_as_they_are_read(folder):
