@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.evaluation.validate import Validator
@@ -26,6 +27,7 @@ from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepResult, Trainer
+from torchtitan.trainer.agreement import Agreement
 
 
 class VocabularySize(Tokenizer):
@@ -134,6 +136,10 @@ class FakeTrainer(Trainer):
 
     def build_checkpointer(self) -> Any:
         """Return None; nothing is saved."""
+
+    def build_agreement(self) -> Agreement:
+        """Return that of this rank alone, since the others do not run."""
+        return Agreement(Ranks())
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         return torch.ones((), device=self.device, dtype=self.statistics_dtype)

@@ -209,7 +209,7 @@ class Trainer(Configurable):
         self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.step_failure = StepFailure(self)
-        self.agreement = Agreement(self.ranks)
+        self.agreement = self.build_agreement()
         self.pipeline = self.build_pipeline()
         if not self.pipeline:
             for model in self.models.values():
@@ -434,6 +434,10 @@ class Trainer(Configurable):
             has_initial_weights = name == "model" and config.checkpoint.initial_load_path
             if not (self.start.start or model.weights or has_initial_weights):
                 model.initialize(config.debug.seed)
+
+    def build_agreement(self) -> Agreement:
+        """Build the meeting of ranks that have all failed."""
+        return Agreement(self.ranks)
 
     def build_pipeline(self) -> Pipeline | None:
         """Build the schedule of the pipeline's stages on this rank; None without pipeline
