@@ -271,7 +271,6 @@ def test_a_dry_run_needs_no_kernels(tmp_path, monkeypatch):
         (report,) = dry_run(config, 1)
         assert report.executed_flops == plain.executed_flops
         assert report.parameter_bytes == plain.parameter_bytes
-        assert report.peak_bytes != plain.peak_bytes
 
 
 def test_tensor_parallel_shards_must_be_aligned(tmp_path):
