@@ -15,10 +15,12 @@ active_environment_suffices() {
     case "$1" in
         dev)
             packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python)
-            packages+=(transformers pillow starlette uvicorn)
+            packages+=(transformers pillow starlette uvicorn diffusers)
             ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
+        openenv) packages+=(openenv) ;;
+        verifiers) packages+=(verifiers) ;;
         math) packages+=(math-verify) ;;
         quantization) packages+=(torchao) ;;
         sentencepiece) packages+=(sentencepiece) ;;
@@ -29,8 +31,9 @@ active_environment_suffices() {
         wandb) packages+=(wandb) ;;
         "") ;;
         *)
-            echo "EXTRA is '$1', but must be one of dev, docs, eval, math, quantization," \
-                "sentencepiece, serve, transformers, vision, vllm, wandb" >&2
+            echo "EXTRA is '$1', but must be one of dev, docs, eval, math, openenv," \
+                "quantization, sentencepiece, serve, transformers, verifiers, vision, vllm," \
+                "wandb" >&2
             exit 2
             ;;
     esac

@@ -670,8 +670,11 @@ class TestScripts:
     def test_unknown_package_group_is_rejected(self, checkout: Path) -> None:
         code, calls, printed = self.run(checkout, "run_train.sh", EXTRA="torchao")
         assert (code, calls) == (2, [])
-        groups = "dev, docs, eval, math, quantization, sentencepiece, serve, transformers, vision"
-        assert printed == f"EXTRA is 'torchao', but must be one of {groups}, vllm, wandb\n"
+        groups = (
+            "dev, docs, eval, math, openenv, quantization, sentencepiece, serve, transformers, "
+            "verifiers, vision, vllm, wandb"
+        )
+        assert printed == f"EXTRA is 'torchao', but must be one of {groups}\n"
 
     def test_package_groups_match_pyproject(self, checkout: Path) -> None:
         for extra in tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"][

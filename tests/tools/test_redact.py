@@ -235,8 +235,10 @@ PRINTED_AS_IT_IS = {
     "cli/doctor.py": 1,  # numbers
     "cli/evaluate.py": 2,  # JSON that `redacted` has made
     "cli/generate.py": 2,  # numbers
+    "cli/ladder.py": 1,  # a number
     "cli/main.py": 2,  # constants
     "cli/plan.py": 1,  # numbers
+    "cli/tokenizer.py": 2,  # numbers
     "components/rollout/math_process.py": 3,  # answers to the parent process
     "config/manager.py": 1,  # the name of a configuration that exists
     "foresight/this_machine.py": 1,  # answers to the parent process

@@ -72,7 +72,7 @@ def _migrate(options: argparse.Namespace, command: Sequence[str]) -> None:
     else:
         durable.write(options.out, f"# by torchtitan migrate, from {foreign.kind}\n{text}")
     run = f"torchtitan train --config_file {shlex.quote(str(out))}"
-    print("\nTo run it:", *migration.commands, run, sep="\n  ")
+    print(presentable("\n  ".join(["\nTo run it:", *migration.commands, run])))
 
 
 def _table(migration: Migration) -> str:

@@ -17,6 +17,7 @@ from torchtitan.foresight.prediction import predict
 from torchtitan.foresight.sizes import parameters_per_token
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import presentable
 from torchtitan.tools.tables import open_console, print_table
 from torchtitan.trainer import Trainer
 from torchtitan.trainer.config import Preflight
@@ -127,7 +128,7 @@ def announce(config: DialTrainer.Config, tokenizer: Tokenizer, world_size: int) 
     print_table(console, "The dial", columns, rows)
     setting = setting_of(config, tokenizer)
     for name, text in _predictions(config, cost, setting, world_size).items():
-        console.print(f"predicted {name}: {text}", soft_wrap=True)
+        console.print(presentable(f"predicted {name}: {text}"), soft_wrap=True)
 
 
 def values_of(config: Trainer.Config, cost: Cost, world_size: int) -> dict[str, str]:
