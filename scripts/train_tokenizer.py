@@ -4,7 +4,6 @@ Writes `tokenizer.json` and `tokenizer_config.json` into the folder named as the
 default the one that the package has. Run it again when the stories change.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from torchtitan.assets.stories import Stories
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.components.tokenizer.training import BOS, EOS, PAD, save_tokenizer
 
 VOCAB_SIZE = 2048
-BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 
 
 def train() -> Tokenizer:
@@ -39,19 +38,7 @@ def train() -> Tokenizer:
 
 
 def main(folder: Path) -> None:
-    config = {
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "bos_token": BOS,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    train().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2) + "\n", encoding="utf-8"
-    )
+    save_tokenizer(train(), folder)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,13 @@ def serve(args: Sequence[str]) -> int:
         "and leave the batch between tokens. Needs pip install 'torchtitan[serve]'. Any client of "
         "the API works: OpenAI(base_url='http://127.0.0.1:8000/v1', api_key='…'). Ctrl-C ends.",
     )
+    _add_options_of_the_server(parser)
+    _add_options_of_models(parser)
+    options = parser.parse_args(args)
+    return run_command("serve", lambda: _serve(options))
+
+
+def _add_options_of_the_server(parser: Parser) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -76,12 +83,6 @@ def serve(args: Sequence[str]) -> int:
         help="listen on other addresses than this machine's without a key",
     )
     parser.add_argument(
-        "--model_name",
-        default="",
-        metavar="NAME",
-        help="name of the model in requests (default: the name of the checkpoint's folder)",
-    )
-    parser.add_argument(
         "--max_rows",
         type=int,
         default=64,
@@ -94,6 +95,16 @@ def serve(args: Sequence[str]) -> int:
         default=256,
         metavar="N",
         help="texts that may wait; more requests get the status 429 (default: 256)",
+    )
+
+
+def _add_options_of_models(parser: Parser) -> None:
+    """Add what is served and shown."""
+    parser.add_argument(
+        "--model_name",
+        default="",
+        metavar="NAME",
+        help="name of the model in requests (default: the name of the checkpoint's folder)",
     )
     add_chat_template_option(parser)
     parser.add_argument(
@@ -126,8 +137,6 @@ def serve(args: Sequence[str]) -> int:
         "model would be trained on them",
     )
     add_model_options(parser, more=", or a run's folder, for its newest checkpoint")
-    options = parser.parse_args(args)
-    return run_command("serve", lambda: _serve(options))
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -332,6 +341,8 @@ def _listen(app: "Starlette", served: "Sequence[ServedModel]", host: str, port: 
     from torchtitan.components.serving.connections import TimedConnection
 
     class Server(uvicorn.Server):
+        """A server whose process ends normally on a signal."""
+
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             """Stop on a signal. Uvicorn's own method sends it again afterwards, which would end
