@@ -36,7 +36,7 @@ from torchtitan.components.weights.views import ExternalView, LiveSource, PlainV
 from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
-from torchtitan.tools.errors import UserError, errors_of, require
+from torchtitan.tools.errors import SharedError, UserError, errors_of, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import is_canceled, is_ctrl_c, user_frames, with_place
 from torchtitan.trainer.callbacks import Callback, Recorder
@@ -189,10 +189,15 @@ class RolloutTrainer(Trainer):
         self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None
     ) -> list[Group]:
         """Return `size` trajectories, by default `group_size`, of each prompt in the batches that
-        `load` returns, held-out ones in the phase "validation". Raise `UserError` if it, a rollout
-        or a reward fails on any rank."""
+        `load` returns, held-out ones in the phase "validation". Raise `SharedError` if it, a
+        rollout or a reward fails on any rank."""
+        try:
+            return self._sample(load, phase, size or self.config.rollout.group_size)
+        except UserError as error:
+            raise SharedError(str(error)) from error
+
+    def _sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int) -> list[Group]:
         most = self.config.rollout.max_new_tokens
-        size = size or self.config.rollout.group_size
         texts = []
         engines: list[RolloutEngine] = []
         prompts: list[PromptInBatch] = []

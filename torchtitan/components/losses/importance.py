@@ -3,6 +3,7 @@ one, since the sampler rounds differently, restricts its tokens or has older wei
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Importance = Literal["token", "sequence", "token_mask", "sequence_mask"]
@@ -25,11 +26,15 @@ def importance_weights(
     """
     differences_N = (old_N - sampler_N).detach()
     if kind.startswith("sequence"):
-        n_samples = int(places_N.max()) + 1 if len(places_N) else 0
-        sums = differences_N.new_zeros(n_samples).index_add(0, places_N, differences_N)
-        differences_N = sums[places_N]
+        differences_N = sample_sums(differences_N, places_N)
     ratios_N = differences_N.exp()
     exceeds_N = ratios_N > most
     if kind.endswith("_mask"):
         return ratios_N.masked_fill(exceeds_N, 0), exceeds_N
     return ratios_N.clamp(max=most), exceeds_N
+
+
+def sample_sums(values_N: Tensor, places_N: Tensor) -> Tensor:
+    """Return for each token the sum of the values of its sample's tokens, (N,). `places_N` are
+    numbers of samples, below N."""
+    return torch.zeros_like(values_N).index_add(0, places_N, values_N)[places_N]

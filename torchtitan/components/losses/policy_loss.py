@@ -9,13 +9,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.components.losses.importance import Importance, importance_weights
+from torchtitan.components.losses.importance import Importance, importance_weights, sample_sums
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import require
 
 KLEstimator = Literal["k1", "k2", "k3", "unbiased"]
 Advantage = Literal["normalized", "centered", "batch_scaled", "leave_one_out", "best"]
+OF_TOKENS = ("returns", "critic")
+"""Advantages that each token has of its own, from the rewards."""
 
 
 class Ratios(NamedTuple):
@@ -198,7 +200,7 @@ class PolicyLoss(Configurable):
 
         def validate(self) -> None:
             require_at_least(1, policy__updates=self.updates, policy__minibatches=self.minibatches)
-            takes_tokens = METHODS[self.method].advantage in ("returns", "critic")
+            takes_tokens = METHODS[self.method].advantage in OF_TOKENS
             users = "for --policy.method reinforce_pp and ppo"
             require(
                 not self.kl_in_reward or (takes_tokens and self.beta > 0),
@@ -302,10 +304,10 @@ def sample_ratios(log_ratio_N: Tensor, places_N: Tensor, lengths: Tensor, kind: 
     the place of each token's sample, and the lengths of the samples."""
     if kind == "token":
         return log_ratio_N
-    sums = log_ratio_N.new_zeros(len(lengths)).index_add(0, places_N, log_ratio_N)
+    sums_N = sample_sums(log_ratio_N, places_N)
     if kind == "product":
-        return sums[places_N]
-    means_N = (sums / lengths)[places_N]
+        return sums_N
+    means_N = sums_N / lengths[places_N]
     if kind == "mean_of_token":
         return means_N.detach() + log_ratio_N - log_ratio_N.detach()
     return means_N
@@ -319,7 +321,7 @@ def group_advantages(
     of all rewards of the step plus 1e-4 (batch_scaled, arXiv:2508.08221), or minus the mean of the
     others (leave_one_out), each 0 for a single sample; 1 for the first of the best and 0 for the
     others (best); the reward for advantages of tokens."""
-    if kind in ("critic", "returns"):
+    if kind in OF_TOKENS:
         return rewards_PG
     if kind == "best":
         best_P1 = rewards_PG.argmax(dim=1, keepdim=True)

@@ -96,7 +96,7 @@ class VLLMEngine:
         first of the texts `stop`. Other settings than the engine's need a server that returns
         log-probabilities after them; see `_check_logprobs`."""
         settings = sampling or self._sampling
-        if not settings.is_plain:
+        if sampling is not None and not sampling.is_plain:  # others are checked at the start
             await asyncio.to_thread(_check_logprobs, self._url, self._model)
         sampling_fields = _fields_of(settings) | {
             "seed": generator_of(key).initial_seed(),

@@ -1,6 +1,6 @@
 """The trainer of preference optimization on the model's own answers (`CONFIG=online_dpo`)."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,6 @@ from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 from .trainer import PreferenceTrainer
 
-Loader = Callable[[], Iterable[Batch]]
 AnswerPair = tuple[Trajectory, Trajectory]
 
 MOST_BATCHES = 10
@@ -88,13 +87,13 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
         groups: list[Group] = []
         self.watchdog.phase("rollouts")
         for number in range(MOST_BATCHES):
-            sampled = self.sample_or_raise(lambda: load(batches), f"{self.step + 1}/{number}")
+            sampled = self.sample(lambda: load(batches), f"{self.step + 1}/{number}")
             groups += sampled
             pairs = pairs_of(groups)
             if not on_all_ranks(not pairs) or on_all_ranks(not sampled):
                 break
         else:
-            raise UserError(
+            raise SharedError(
                 f"the rewards of each prompt's answers were equal in {MOST_BATCHES} global "
                 "batches, which leaves no pair; use a reward that differs, or a larger "
                 "--rollout.group_size"
@@ -106,19 +105,13 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sums over the pairs of answers to held-out prompts."""
-        groups = self.sample_or_raise(lambda: [batch], "validation")
+        groups = self.sample(lambda: [batch], "validation")
         pairs = pairs_of(groups)
         self.measure_pairs(groups, pairs)
         zero = self.local_addend(torch.zeros((), device=self.device))
         sums = [(zero, zero), *map(super().validation_sums, self.packed_pairs(pairs))]
         losses, weights = zip(*sums, strict=True)
         return torch.stack(losses).sum(), torch.stack(weights).sum()
-
-    def sample_or_raise(self, load: Loader, phase: str) -> list[Group]:
-        try:
-            return self.sample(load, phase)
-        except UserError as error:
-            raise SharedError(str(error)) from error
 
     def measure_pairs(self, groups: list[Group], pairs: list[AnswerPair]) -> int:
         """Measure the trajectories and the share of prompts with a pair; return the number of

@@ -16,7 +16,12 @@ from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.losses.entropies import token_entropies
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.components.losses.policy_loss import METHODS, PolicyLoss, group_advantages
+from torchtitan.components.losses.policy_loss import (
+    METHODS,
+    OF_TOKENS,
+    PolicyLoss,
+    group_advantages,
+)
 from torchtitan.components.rollout.batches import Advantage
 from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import RolloutConfig
@@ -33,7 +38,7 @@ from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 Head = Callable[..., Tensor]
 """See `token_log_probs`."""
 
-_OF_WHOLE_ANSWERS = ("critic", "returns", "batch_scaled", "best")
+_OF_WHOLE_ANSWERS = (*OF_TOKENS, "batch_scaled", "best")
 """Advantages that compare whole answers only, not their turns."""
 
 
@@ -76,7 +81,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
                     "--policy.method ppo needs --module ppo, and the other methods --module rl"
                 )
             size, advantage = self.rollout.group_size, METHODS[self.policy.method].advantage
-            needs_group = advantage not in ("returns", "critic")
+            needs_group = advantage not in OF_TOKENS
             require(size >= 2 or not needs_group, "--rollout.group_size", size, "2 or more")
             if self.policy.entropy_weight:
                 self.parallelism.require_one(
@@ -127,10 +132,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         """Sample trajectories for the next prompts, and return them in packed windows, equally many
         on each rank."""
         self.is_first_update = True
-        try:
-            groups = self.sample_groups(batches)
-        except UserError as error:
-            raise SharedError(str(error)) from error
+        groups = self.sample_groups(batches)
         if n_tokens := self.measure_trajectories(groups, percents=(10, 50, 90)):
             self.tokens_per_step = n_tokens
         kind = self.policy.method.advantage
@@ -208,7 +210,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
                 f"the rewards of each prompt's answers were equal in {number + 1} global batches"
             )
             method = f"--policy.method {self.config.policy.method}"
-            raise UserError(
+            raise SharedError(
                 f"{equal}, from which {method} learns nothing; use an easier reward, or grpo"
             )
         return groups[:wanted]
@@ -235,7 +237,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         does: log-probabilities for further mini-batches, and advantages of tokens."""
         policy = self.config.policy
         kind = self.policy.method.advantage
-        if not batches or (policy.minibatches == 1 and kind not in ("returns", "critic")):
+        if not batches or (policy.minibatches == 1 and kind not in OF_TOKENS):
             return
         with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
             for batch in batches:
@@ -246,7 +248,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
                 if policy.kl_in_reward:
                     divergence_BL = log_probs_BL - self.reference_log_probs(batch)
                     batch["penalties"] = policy.beta * divergence_BL
-        if kind in ("returns", "critic"):
+        if kind in OF_TOKENS:
             estimate_advantages(batches, policy.gae_decay if kind == "critic" else 1.0)
 
     def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
@@ -301,10 +303,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their
         number."""
-        try:
-            groups = self.sample(lambda: [batch], "validation", size=1)
-        except UserError as error:
-            raise SharedError(str(error)) from error
+        groups = self.sample(lambda: [batch], "validation", size=1)
         self.measure_trajectories(groups)
         totals = [trajectory.total for (trajectory,) in groups]
         rewards = torch.tensor([-total for total in totals if total is not None])
