@@ -248,8 +248,8 @@ def _pixels(content: bytes, format: ImageFormat) -> np.ndarray:
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def same_classes(sets: Sequence[LabeledImages]) -> tuple[str, ...]:
-    """Return the classes of several sets. Raise `UserError` if they differ."""
+def check_same_classes(sets: Sequence[LabeledImages]) -> None:
+    """Raise `UserError` if the classes of several sets differ."""
     first, *others = sets
     for other in others:
         if other.classes != first.classes:
@@ -257,4 +257,3 @@ def same_classes(sets: Sequence[LabeledImages]) -> tuple[str, ...]:
                 f"datasets have different classes: {', '.join(first.classes[:20])}, and "
                 f"{', '.join(other.classes[:20])}; list all of them in --dataloader.classes"
             )
-    return first.classes

@@ -22,9 +22,9 @@ from torchtitan.components.data.workers import Workers
 from torchtitan.components.images.labeled import (
     ImageFormat,
     LabeledImages,
+    check_same_classes,
     find_source,
     open_images,
-    same_classes,
 )
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.code import CacheFolder
@@ -119,7 +119,7 @@ class LabeledImageDataLoader(BaseDataLoader):
                 )
                 for dataset in self.dataset
             ]
-            same_classes(sets)
+            check_same_classes(sets)
             return sets
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
@@ -142,7 +142,7 @@ class LabeledImageDataLoader(BaseDataLoader):
             """Return the config of `dataset`, with the classes of the training data, in order."""
             if not dataset:
                 return None
-            classes = self.classes or list(same_classes(self.open()))
+            classes = self.classes or list(self.open()[0].classes)
             return dataclasses.replace(
                 self, dataset=[dataset], classes=classes, shuffle=False, num_workers=0
             )

@@ -27,8 +27,6 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_file_name, read_object
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DIFFUSERS = "diffusion_pytorch_model"
 """Stem of the files in a folder of diffusers, in place of `model`."""
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchtitan.components.diffusion.sampler import times_of
 from torchtitan.config.sections import require_at_least
-from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.tools import durable
 from torchtitan.tools.errors import require
 from torchtitan.trainer import Callback, StepResult
@@ -71,8 +70,6 @@ class Samples(Callback):
         averaged = trainer.ema.applied(trainer.config.ema.for_validation)
         with trainer.metrics.exclude(), trainer.phases.during("validation"), averaged:
             images = self.generate()
-        for part in trainer.model_parts:
-            free_gathered_weights(part)
         if trainer.rank == 0:
             path = Path(trainer.config.dump_folder) / "samples" / f"step-{trainer.step}.png"
             write_grid(path, images, self.config.per_class)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.diffusion.flow import N_BUCKETS, FlowMatchingLoss, buckets
+from torchtitan.components.generation.engine import evaluating
 from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.no_tokens import NoTokens
@@ -112,10 +113,5 @@ class FlowMatchingTrainer(Trainer):
             lambda x, t: self.velocity(x, t, without),
             guidance,
         )
-        was_training = model.training
-        model.eval()
-        try:
-            with self.mixed_precision():
-                return euler(velocity, noise, times).clamp(-1, 1)
-        finally:
-            model.train(was_training)
+        with evaluating(model), self.mixed_precision():
+            return euler(velocity, noise, times).clamp(-1, 1)
