@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import exp, log
 from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -313,8 +314,6 @@ class Chart:
 
     @classmethod
     def of(cls, done: Sequence[tuple[Rung, float]], fitted: Any, larger: Any) -> "Chart":
-        from math import log
-
         flops = [rung.cost.flops for rung, _ in done]
         losses = [loss for _, loss in done]
         if larger:
@@ -348,5 +347,5 @@ class Chart:
         first, last = int(low_x / log(10)) + 1, int(high_x / log(10))
         x_ticks = [(x(10.0**power), f"1e{power}") for power in range(first, last + 1)]
         step = (high_y - low_y) / 5
-        values = [2.718281828459045 ** (low_y + step * number) for number in range(1, 5)]
+        values = [exp(low_y + step * number) for number in range(1, 5)]
         return cls(series, x_ticks, [(y(value), f"{value:.2f}") for value in values])

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import itertools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,7 +101,7 @@ class RunRecord:
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return steps and values of a metric."""
-        return [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
+        return points_of(self.lines, key)
 
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return the points of a metric, thinned out."""
@@ -277,15 +278,21 @@ def _contents(info: CheckpointInfo) -> str:
     return f"damaged: {fault}" if (fault := info.damage or info.fault) else f"{info.contents}{loss}"
 
 
+def shown_metrics(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics that have a curve, in order of their first line."""
+    keys = dict.fromkeys(key for line in lines for key in line)
+    counters = re.compile(r"n_\w+_seen")
+    return [key for key in keys if key != "step" and not counters.fullmatch(key)]
+
+
+def points_of(lines: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Return steps and values of a metric."""
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+
+
 def curves(runs: Sequence[RunRecord]) -> list[tuple[str, list[list[tuple[int, float]]]]]:
     """Return each metric with the points of each run; losses come first."""
-    found = dict.fromkeys(
-        key
-        for run in runs
-        for line in run.lines
-        for key in line
-        if key != "step" and not (key.startswith("n_") and key.endswith("_seen"))
-    )
+    found = shown_metrics(line for run in runs for line in run.lines)
     keys = sorted(found, key=lambda key: not key.endswith("loss"))
     charts = [(key, [run.curve(key) for run in runs]) for key in keys]
     return [(key, series) for key, series in charts if any(len(points) > 1 for points in series)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.cli.data_samples import token_texts
-from torchtitan.cli.report import METRICS, is_metrics, thinned
+from torchtitan.cli.report import METRICS, is_metrics, points_of, shown_metrics, thinned
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
 from torchtitan.components.data.finetuning.conversation import BrokenSample
@@ -23,7 +23,6 @@ from torchtitan.tools.logging import visible
 _MOST_RUNS = 200
 _MOST_ROWS = 50
 _LAST_FIRST_ROW = 1_000_000
-_UNSHOWN = ("step", "n_tokens_seen")
 
 
 class RunsView:
@@ -51,11 +50,7 @@ class RunsView:
             lines = [*json_lines(file, is_metrics, [])]
         except UserError as error:
             raise RequestError(str(error), status=500) from None
-        keys = dict.fromkeys(key for line in lines for key in line if key not in _UNSHOWN)
-        curves = {
-            key: thinned([(line["step"], line[key]) for line in lines if line.get(key) is not None])
-            for key in keys
-        }
+        curves = {key: thinned(points_of(lines, key)) for key in shown_metrics(lines)}
         return {"curves": curves}
 
     def _files(self) -> dict[str, Path]:
@@ -101,10 +96,10 @@ class DataView:
         number = _whole_number(query, "number", 10, _MOST_ROWS)
         source, row_format = self._rows[name]
         try:
-            found = [*itertools.islice(source.rows(lambda _: None), first, first + number)]
+            found = itertools.islice(source.rows(lambda _: None), first, first + number)
+            return {"rows": [self._shown(row, row_format) for row in found]}
         except UserError as error:
             raise RequestError(str(error), status=500) from None
-        return {"rows": [self._shown(row, row_format) for row in found]}
 
     def _shown(self, row: Row, row_format: RowFormat) -> dict[str, Any]:
         samples, dropped = [], ""

@@ -218,14 +218,8 @@ def communication_operations() -> list[Any]:
 
 
 def write_count(tensor: "Tensor") -> int:
-    """Return how often a tensor has been changed in place. On the meta device, no public interface
-    tells this."""
-    return tensor._version
-
-
-def n_changes(tensor: "Tensor") -> int:
-    """Return how often a tensor was changed in place; changes through `Tensor.data` do not
-    count."""
+    """Return how often a tensor has been changed in place; changes through `Tensor.data` do not
+    count. On the meta device, no public interface tells this."""
     return tensor._version
 
 

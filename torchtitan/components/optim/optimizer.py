@@ -24,7 +24,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
-from torchtitan.tools.torch_private import n_changes
+from torchtitan.tools.torch_private import write_count
 from torchtitan.tools.torchao import check_torchao
 
 
@@ -232,7 +232,7 @@ class Optimizer(Configurable):
         """Return how often each parameter was changed in place, by this class or other code.
         PyTorch does not count changes through `Tensor.data`."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [n_changes(parameter) for group in groups for parameter in group["params"]]
+        return [write_count(parameter) for group in groups for parameter in group["params"]]
 
     def zero_grad(self) -> None:
         self._row_norms.clear()

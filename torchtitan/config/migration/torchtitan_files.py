@@ -42,7 +42,6 @@ _KEYS = {
     "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "parallelism.enable_loss_parallel": "parallelism.disable_loss_parallel",
-    "metrics.rank_0_only": "",
 }
 """Their key → our option with the same value."""
 

@@ -246,7 +246,6 @@ RULES: Mapping[str, Rule] = {
     "eval_packing": unneeded("validation packs as training does"),
     "eos_token": unneeded("the template and the tokenizer have it"),
     "pad_token": unneeded("padding is never trained"),
-    "report_to": hugging_face.report_to,
     "bnb_4bit_quant_type": unneeded("nf4"),
     "use_bnb_nested_quant": unneeded("always"),
 }
