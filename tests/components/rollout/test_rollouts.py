@@ -114,7 +114,7 @@ def test_a_cut_turn_gets_its_end(tokenizer, chat):
 
 
 def test_replies_are_read_by_the_templates_marks(tokenizer, chat):
-    text = "Let me see. " + call_text("6*7").replace("</tool_call>", "</tool_call>")
+    text = "Let me see. " + call_text("6*7")
     ids = tokenizer.encode(text, add_bos=False, allow_special=True)
     reply = chat.read([], ids, Calculator.tools)
     assert reply.content == "Let me see." and not reply.is_cut
