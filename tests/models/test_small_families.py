@@ -19,6 +19,8 @@ FAMILIES = sorted(
     for folder in built_in_modules().values()
     if folder.parent.name == "models" and folder.name not in ("auto", ANY_CLASS)
 )
+DENOISERS = ("dit", "flux")
+"""Families of no language model; their debug models train by `experiments/flow_matching`."""
 DEFAULT = "llama3"
 """The family of experiments and templates."""
 

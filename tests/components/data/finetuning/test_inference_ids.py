@@ -53,9 +53,11 @@ NOT_SHOWN: dict[str, tuple[str, ...]] = {
     "deepseek-ai-DeepSeek-V3.1": (
         *("call, reasoning", "reasoning", "reasoning at the end", "reasoning inside"),
     ),
-    "openai-gpt-oss-120b": ("call, reasoning", "call, text", "reasoning inside"),
+    **dict.fromkeys(
+        ("openai-gpt-oss-120b", "gpt-oss"), ("call, reasoning", "call, text", "reasoning inside")
+    ),
     # The first of two answers keeps its block of reasoning in the prompt for the second only.
-    "Qwen-Qwen3-0.6B": ("two answers",),
+    **dict.fromkeys(("Qwen-Qwen3-0.6B", "qwen3"), ("two answers",)),
 }
 """Template → conversations with a turn that no rendering by transformers, given the messages as
 they are, shows after its prompt."""
