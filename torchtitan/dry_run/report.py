@@ -22,7 +22,11 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import redacted
 from torchtitan.tools.tables import open_console, print_table
-from torchtitan.tools.torch_private import clear_sharding_cache
+from torchtitan.tools.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    clear_sharding_cache,
+)
 from torchtitan.trainer import Trainer
 
 _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -184,7 +188,8 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
 
 
 def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
-    """Simulate one step on each rank with different pipeline stages, without output."""
+    """Simulate one step on each rank with different pipeline stages, without output. Raise
+    `UserError` if the model reads values."""
     dry_config, exception_hook = without_data(config), sys.excepthook
     for rank in range(0, world_size, world_size // config.parallelism.pipeline_parallel_degree):
         if world_size > 1:
@@ -193,6 +198,12 @@ def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
             trainer = fake_trainer(dry_config)
             trainer.measure_step()
             report = report_of(trainer, config.compile)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise UserError(
+                f"a dry run has no values, but {config.model_spec.name} reads some "
+                f"({error.func}), as to loop over the experts that tokens chose; run a step on "
+                "the device instead"
+            ) from error
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -22,6 +22,8 @@ _SOURCES = {
     # PyTorch documents these only in private modules.
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "DynamicOutputShapeException": "torch._subclasses.fake_tensor",
+    "DataDependentOutputException": "torch._subclasses.fake_tensor",
     "OpOverload": "torch._ops",
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "is_traceable_wrapper_subclass_type": "torch.utils._python_dispatch",

@@ -317,6 +317,19 @@ def folder_with(folder: Path, **document: object) -> Path:
             "modeling_own.py",
         ),
         ({"model_type": "cohere", "num_hidden_layers": "two"}, "transformers refuses it"),
+        # A section gives sizes; without it, the class would take its defaults.
+        (
+            {"model_type": "aya_vision", "hidden_size": 128, "eos_token_id": 7},
+            "AyaVisionConfig reads hidden_size 128 from a section .* none of",
+        ),
+        (
+            {
+                "model_type": "step3p7",
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention"] * 2,
+            },
+            "Step3p7Config reads num_hidden_layers 2 from a section",
+        ),
     ],
 )
 def test_what_does_not_train_is_refused(

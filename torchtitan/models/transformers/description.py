@@ -1,6 +1,7 @@
 """Reads config.json: the class in transformers that computes a model, and its sizes."""
 
 import copy
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -26,6 +27,9 @@ if not _found[:1].isdigit() or [int(number) for number in _found.split(".")[:2]]
 import transformers  # noqa: E402
 from transformers import CONFIG_MAPPING, PretrainedConfig  # noqa: E402
 from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: E402
+from transformers.integrations.heterogeneity.configuration_utils import (  # noqa: E402
+    AmbiguousGlobalPerLayerAttributeError,
+)
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 TRUST_VARIABLE = "TORCHTITAN_TRUST_REMOTE_CODE"
@@ -94,7 +98,38 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"config.json: {config.model_type} is an encoder-decoder; only decoders train here"
         )
+    _check_sections(kept, config)
     return kept
+
+
+def _global_value(config: PretrainedConfig, name: str, default: Any) -> Any:
+    """Return a value for all layers that do not differ in it, `default` without one."""
+    try:
+        return getattr(config, name, default)
+    except AmbiguousGlobalPerLayerAttributeError:
+        return default
+
+
+def _check_sections(document: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Refuse sizes beside the section that a class reads them from: it would take its defaults."""
+    text = config.get_text_config(decoder=True)
+    if text is config or any(name in document for name in config.sub_configs):
+        return
+    own = {one.name for one in dataclasses.fields(config)}
+    sizes = {
+        key: value
+        for key, value in document.items()
+        if isinstance(value, int) and key not in own and not key.endswith("_token_id")
+    }
+    ignored = {
+        key: value for key, value in sizes.items() if value != _global_value(text, key, value)
+    }
+    if ignored:
+        raise UserError(
+            f"config.json: {type(config).__name__} reads "
+            f"{', '.join(f'{key} {value}' for key, value in ignored.items())} from a section "
+            f"(such as text_config), but the file has none of {', '.join(config.sub_configs)}"
+        )
 
 
 def _own_code(document: Mapping[str, Any]) -> bool:

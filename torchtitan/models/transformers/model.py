@@ -1,6 +1,7 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,11 +141,14 @@ class TransformersModel(BaseModel):
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
             text = self.transformers_config().get_text_config(decoder=True)
-            sizes = {
-                name: getattr(text, name, None)
-                for name in ("num_attention_heads", "num_key_value_heads")
-            }
-            return {name: size for name, size in sizes.items() if isinstance(size, int)}
+            layers = text.per_layer_config if text.is_heterogeneous else [text]
+            sizes = {}
+            for name in ("num_attention_heads", "num_key_value_heads"):
+                of_layers = [getattr(layer, name, None) for layer in layers]
+                known = [size for size in of_layers if isinstance(size, int)]
+                if known:
+                    sizes[name] = math.gcd(*known)  # a degree must divide each layer's
+            return sizes
 
     config: Config
     splits_sequences = False
