@@ -395,3 +395,15 @@ def test_method_is_found(tmp_path, quantization, method, key):
     (tmp_path / "config.json").write_text(json.dumps(section if key in section else {key: section}))
     with pytest.raises(UserError, match=method):
         check_quantization(tmp_path)
+
+
+def test_a_file_of_its_own_comes_before_the_section_of_the_language_model(tmp_path):
+    """NVIDIA's NVFP4 of Kimi K2.5 keeps the section of the model that it was made from."""
+    old = {
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": old}))
+    assert methods.read_method(tmp_path)[0] == "compressed-tensors (pack-quantized)"
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
+    assert methods.read_method(tmp_path)[0] == "modelopt (NVFP4)"

@@ -126,10 +126,12 @@ def _section(folder: Path) -> Any:
     document = read_object(folder / "config.json")
     text = document.get("text_config")
     nested = text if isinstance(text, dict) else {}
+    # ModelOpt's export of a quantized model describes itself in a file, and leaves the section of
+    # the language model as it was (NVIDIA's NVFP4 of Kimi K2.5).
     return (
         document.get("quantization_config")
-        or nested.get("quantization_config")
         or _described_beside(folder)
+        or nested.get("quantization_config")
     )
 
 
