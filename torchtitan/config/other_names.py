@@ -42,7 +42,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "dataset_text_field": "--dataloader.text_column",
     "ddp_timeout": "--comm.train_timeout_seconds",
     "eval_steps": "--validator.freq, after --validator.enable",
-    "fp16": "--training.mixed_precision_param bfloat16; float16 is not supported",
+    "fp16": "--training.mixed_precision_param float16",
     "gradient_accumulation_steps": _GLOBAL_BATCH,
     "gradient_checkpointing": _RECOMPUTE,
     "learning_rate": _RATE,

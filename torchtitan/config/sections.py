@@ -64,8 +64,9 @@ class TrainingConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the master weights and the optimizer state. bfloat16 loses small updates."""
 
-    mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the forward and backward computation."""
+    mixed_precision_param: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of the forward and backward computation. float16 is for GPUs without bfloat16 (V100,
+    T4), and multiplies the loss by a factor (--loss_scale)."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""

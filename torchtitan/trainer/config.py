@@ -21,6 +21,7 @@ from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.observe.profiling import Profiler
 from torchtitan.components.optim.bf16_weights import check_rounding
 from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.loss_scale import LossScale
 from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optim.optimizer import Optimizer, check_early_step
 from torchtitan.components.optim.spikes import SpikeGuard
@@ -123,6 +124,9 @@ class RunConfig(Configurable.Config):
 
     spikes: SpikeGuard.Config = field(default_factory=SpikeGuard.Config)
     """Steps to skip, and the response to many of them."""
+
+    loss_scale: LossScale.Config = field(default_factory=LossScale.Config)
+    """Factor of the loss, only with --training.mixed_precision_param float16."""
 
     ema: WeightAverage.Config = field(default_factory=WeightAverage.Config)
     """Exponential moving average of the weights."""
@@ -293,6 +297,7 @@ class RunConfig(Configurable.Config):
                 "which counts steps of one size"
             )
         self.spikes.check_run(self)
+        self.loss_scale.check_run(self)
         self.ema.check_run(self)
         progress = self.data_progress(self.training.resolve_global_batch_size(dims.dp_degree))
         progress.check_schedules()
@@ -416,6 +421,7 @@ def _validated_parts(config: RunConfig) -> list[Any]:
         config.optimizer,
         config.lr_scheduler,
         config.spikes,
+        config.loss_scale,
         config.ema,
         config.checkpoint,
         config.metrics,

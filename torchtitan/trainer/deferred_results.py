@@ -181,6 +181,7 @@ def _needs_results(trainer: Any) -> bool:
         or config.spikes.action != "stop"
         or not config.spikes.advance_schedule
         or config.ema.decay is not None
+        or trainer.loss_scale.is_on
         or config.debug.ledger
         or config.optimizer.early_step_in_backward
         or config.training.enable_cpu_offload

@@ -13,6 +13,7 @@ from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.observe.profiling import Profiler
 from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.loss_scale import LossScale
 from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.optim.spikes import SpikeGuard
@@ -35,6 +36,7 @@ class Sections(Protocol):
     lr_scheduler: LRScheduler.Config
     training: TrainingConfig
     spikes: SpikeGuard.Config
+    loss_scale: LossScale.Config
     ema: WeightAverage.Config
     parallelism: ParallelismConfig
     compile: CompileConfig
@@ -67,6 +69,7 @@ class Run(Protocol):
     model_parts: list[nn.Module]
     optimizer: Optimizer
     lr_scheduler: LRScheduler
+    loss_scale: LossScale
     spikes: SpikeGuard
     ema: WeightAverage
     metrics: MetricsProcessor

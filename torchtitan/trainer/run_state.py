@@ -67,9 +67,11 @@ def states_of(trainer: Any, models: Mapping[str, RunModel]) -> "dict[str, Statef
         "lr_scheduler": trainer.lr_scheduler,
         "spikes": trainer.spikes,
     }
+    if trainer.loss_scale.is_on:
+        own["loss_scale"] = trainer.loss_scale
     if trainer.config.ema.decay is not None:
         own["ema"] = trainer.ema
-    if taken := {*own, "ema", "dataloader", "random"} & models.keys():
+    if taken := {*own, "loss_scale", "ema", "dataloader", "random"} & models.keys():
         raise UserError(
             f"a model cannot be named {min(taken)}, the name of another state in checkpoints"
         )
@@ -85,6 +87,8 @@ def initial_loads(trainer: Any) -> dict[str, Callable[[], None]]:
         for name, model in trainer.models.items()
         if name != "model" and model.weights and model.parts
     }
+    if trainer.loss_scale.is_on:  # turned on later, it begins with its first value
+        loads["loss_scale"] = lambda: None
     if trainer.config.ema.decay is not None:
         loads["ema"] = trainer.ema.reset
     path = config.initial_load_path

@@ -1,5 +1,6 @@
 """Steps that are not taken, and the return to a checkpoint."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,13 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
     local_batches = micro_batches if trainer.parallel_dims.is_batch_leader else []
     documents = in_global_order(names_of(local_batches, trainer.dataloader.document_names))
     data_step = f" (data step {outcome.data_step})" if outcome.data_step > outcome.step else ""
-    message = f"step {outcome.step}{data_step}: {outcome}; documents: {shortened(documents)}"
-    if not outcome.is_finite and trainer.config.training.on_nonfinite == "stop":
+    scale = trainer.loss_scale
+    overflows = scale.is_on and math.isfinite(outcome.loss) and not outcome.is_finite
+    reason = f" (float16 overflows with the loss scale {scale.value:g})" if overflows else ""
+    message = (
+        f"step {outcome.step}{data_step}: {outcome}{reason}; documents: {shortened(documents)}"
+    )
+    if not outcome.is_finite and not overflows and trainer.config.training.on_nonfinite == "stop":
         # the process ends immediately, which would lose a save in the background
         trainer.checkpointer.wait()
         raise NonFiniteError(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.losses.loss import IGNORE_INDEX, Measures
 from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.loss_scale import LossScale
 from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.optim.spikes import SpikeGuard
@@ -139,6 +141,7 @@ class Trainer(Configurable):
     """Parts of "model" on this rank; more than one only under pipeline parallelism."""
     optimizer: Optimizer
     lr_scheduler: LRScheduler
+    loss_scale: LossScale
     spikes: SpikeGuard
     ema: WeightAverage
     step_start: StepStart | None
@@ -202,6 +205,7 @@ class Trainer(Configurable):
         self.num_parameters = main.num_parameters
         self.num_trained = main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
+        self.loss_scale = config.loss_scale.build(dtype=self.precision.dtype)
         # whether the step's gradients are divided by the weight of a custom loss
         self.is_divided = False
         self.start: StartDecision | None = None
@@ -725,6 +729,7 @@ class Trainer(Configurable):
         if self.has_own_loss:
             n_tokens = self.divide_by_weight(loss)
         self.watchdog.phase("gradient clipping")
+        self.loss_scale.unscale(self.trained_parameters())
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
         outcome = self.deferred.result(micro_batches, loss, grad_norm, n_tokens)
@@ -736,6 +741,8 @@ class Trainer(Configurable):
             self.watchdog.phase("optimizer step")
             self.optimizer.step(outcome.skip)
             self.follow_weights()
+        if self.loss_scale.is_on and not outcome.data_exhausted:
+            self.loss_scale.update(is_finite=math.isfinite(outcome.grad_norm))
         return outcome
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
@@ -781,16 +788,16 @@ class Trainer(Configurable):
         `n_tokens`."""
         # Gradients are averaged over the ranks that see different tokens, but the loss is a sum
         # over them.
-        degree = self.parallel_dims.gradient_degree
+        factor = self.parallel_dims.gradient_degree * self.loss_scale.value
 
         def scaled(summed_loss: Tensor) -> Tensor:
             # Divide by at least 1; without valid tokens, loss and gradients stay 0.
-            return summed_loss / n_tokens.clamp(min=1).float() * degree
+            return summed_loss / n_tokens.clamp(min=1).float() * factor
 
         if self.pipeline:
             summed = self.pipeline.forward_backward(batch, scaled)
             self.step_failure.end_backward()
-            return summed / degree
+            return summed / factor
         loss: Tensor | None = None
         with self.mixed_precision(), self.step_failure.completing():
             self.watchdog.phase("forward")
@@ -801,7 +808,7 @@ class Trainer(Configurable):
             self.step_failure.end_backward()
             if self.has_own_loss:
                 self.weight += self.local_addend(weight)
-        return torch.zeros((), device=self.device) if loss is None else loss.detach() / degree
+        return torch.zeros((), device=self.device) if loss is None else loss.detach() / factor
 
     def mixed_precision(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for forward and backward passes of the models."""
@@ -876,6 +883,12 @@ class Trainer(Configurable):
                 "divide_by_weight(loss)"
             )
         self.is_divided = False
+        if not self.loss_scale.is_unscaled:
+            raise UserError(
+                f"{type(self).__name__} overrides train_step or update, and does not divide the "
+                "gradients by the loss scale of --training.mixed_precision_param float16; set "
+                "bfloat16 or float32"
+            )
         stop = self.failure is not None or (
             self.stop_request is not None and self.stop_request.received
         )
@@ -966,7 +979,8 @@ class Trainer(Configurable):
         taken."""
         numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
         skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
-        measured: dict[str, Any] = {**progress, **outcome.measures, **skipped}
+        scale = {"loss_scale": self.loss_scale.value} if self.loss_scale.is_on else {}
+        measured: dict[str, Any] = {**progress, **outcome.measures, **skipped, **scale}
         self.metrics.log_step(step, **numbers, **measured)
         statistics = self.sample_losses.statistics(step, **numbers)
         if outcome.is_taken:

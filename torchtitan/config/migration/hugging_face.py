@@ -196,8 +196,7 @@ def precision(migration: Migration) -> None:
             name = "bfloat16" if in_bfloat16 else "float32"
             migration.take(key, "training.mixed_precision_param", name)
         elif value:
-            why = "float16 is not supported"
-            migration.take(key, "training.mixed_precision_param", "bfloat16", why)
+            migration.take(key, "training.mixed_precision_param", "float16")
         else:
             migration.drop(key, "it is off")
     for key in ("torch_dtype", "dtype"):

@@ -279,8 +279,9 @@ def _precision(migration: Migration) -> None:
                 training__mixed_precision_param="bfloat16",
             )
     else:
-        why = "" if str(name).startswith("bf16") else "float16 is not supported"
-        migration.take("precision", "training.mixed_precision_param", "bfloat16", why)
+        dtype = "float16" if str(name).startswith("16") else "bfloat16"
+        why = "the weights are in float32" if name == "16-true" else ""
+        migration.take("precision", "training.mixed_precision_param", dtype, why)
 
 
 def _logger(migration: Migration, key: str) -> None:

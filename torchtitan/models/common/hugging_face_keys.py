@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.tools.errors import UnsupportedModelError, UserError
 from torchtitan.tools.logging import logger
 
 Precision = Literal["float32", "bfloat16"]
-"""Value of `training.mixed_precision_param`."""
+"""Value of `training.mixed_precision_param` that a config.json sets. float16, which needs a loss
+scale, is the user's choice: weights in float16 also train in bfloat16."""
+
+DefaultT = TypeVar("DefaultT", bound=str)
 
 FILE = "config.json"
 
@@ -185,7 +188,7 @@ def language_model(document: Mapping[str, Any], model_type: str) -> dict[str, An
     return {"model_type": model_type, **shared, **text}
 
 
-def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
+def precision_of(document: Mapping[str, Any], default: DefaultT) -> Precision | DefaultT:
     """Return the `dtype` (transformers 5) or `torch_dtype` (4) of a config.json, or log and return
     `default` if it is not supported. Raise `UserError` for a value that is not a name."""
     key = "dtype" if document.get("dtype") is not None else "torch_dtype"
