@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState
 from torchtitan.components.optim.lr_scheduler import LRScheduler
-from torchtitan.components.optim.optimizer import OptimizerState
+from torchtitan.components.optim.optimizer_state import OptimizerState
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.llama3 import model_registry

@@ -106,6 +106,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_dims(tensor: Tensor) -> list[int | None]:
+    """Return the dimension of a tensor that each dimension of its mesh divides; None: none."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return [getattr(placement, "dim", None) for placement in placements]
+
+
 def local_slices(tensor: DTensor) -> Slices:
     """Return the slices of the full tensor that this process's shard covers."""
     shape, offset = compute_local_shape_and_global_offset(

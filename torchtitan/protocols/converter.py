@@ -56,6 +56,9 @@ class ModelConverter(Configurable):
     and values that tensor names and shapes reveal. All others determine the meaning of the
     weights."""
 
+    moves_weights: ClassVar[bool] = False
+    """True if `post_optimizer_hook` changes trained weights."""
+
     freezes: ClassVar[bool] = False
     """True if some weights are frozen: linear layers store them in the compute dtype."""
 

@@ -19,7 +19,6 @@ from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.observe.profiling import Profiler
-from torchtitan.components.optim.bf16_weights import check_rounding
 from torchtitan.components.optim.ema import WeightAverage
 from torchtitan.components.optim.loss_scale import LossScale
 from torchtitan.components.optim.lr_scheduler import LRScheduler
@@ -289,7 +288,7 @@ class RunConfig(Configurable.Config):
                 "--parallelism.context_parallel_degree above 1 computes with FlexAttention, which"
             )
         optimizer = self.optimizer
-        check_rounding(optimizer.name, optimizer.rounding, self.training.dtype)
+        optimizer.check_run(self)
         check_early_step(optimizer, self.training, self.parallelism, dims.dp_degree)
         if self.training.batch_schedule and getattr(self.dataloader, "weight_schedule", None):
             raise UserError(

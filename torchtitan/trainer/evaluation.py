@@ -85,6 +85,7 @@ class Evaluation(Callback):
         with (
             trainer.metrics.exclude(),
             trainer.phases.during("validation"),
+            trainer.evaluated_weights(),
             trainer.mixed_precision(),
         ):
             (model,) = trainer.model_parts

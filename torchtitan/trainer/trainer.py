@@ -998,16 +998,22 @@ class Trainer(Configurable):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        averaged = self.ema.applied(self.config.ema.for_validation)
         with (
             self.metrics.exclude(),
             self.phases.during(VALIDATION),
-            averaged,
+            self.evaluated_weights(averaged=self.config.ema.for_validation),
             self.precision.fixed_weights(),
         ):
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
+
+    @contextlib.contextmanager
+    def evaluated_weights(self, *, averaged: bool = False) -> Iterator[None]:
+        """Replace the weights in the block by those that the optimizer evaluates, and by the
+        averages of `--ema.decay` if they are `averaged`."""
+        with self.optimizer.evaluating(self.follow_weights), self.ema.applied(averaged):
+            yield
 
     def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None:
         """Save a checkpoint if due, outside of the training time; averages of weights replace these
@@ -1019,8 +1025,8 @@ class Trainer(Configurable):
         self.deferred.settle()
         kind = self.config.checkpoint.last_kind if last else "full"
         exports, phase = kind != "full", EXPORT if kind == "huggingface" else SAVE
-        averaged = self.ema.applied(exports and self.config.ema.for_export)
-        with self.metrics.exclude(), self.phases.during(phase), averaged:
+        evaluated = self.evaluated_weights(averaged=exports and self.config.ema.for_export)
+        with self.metrics.exclude(), self.phases.during(phase), evaluated:
             self.notify("before_save")
             self.metrics.sync()
             self.checkpointer.save(

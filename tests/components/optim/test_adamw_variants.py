@@ -132,7 +132,7 @@ def test_loaded_moments_go_to_cpu_memory_only():
 
 
 def test_momentum_is_rejected():
-    with pytest.raises(UserError, match="momentum 0.5 is for SGD and Muon; for AdamW8bit set"):
+    with pytest.raises(UserError, match="momentum 0.5 is for SGD, Muon, Dion; for AdamW8bit set"):
         ConfigManager().parse_args(
             ["--optimizer.name=AdamW8bit", "--optimizer.momentum=0.5"]
         ).config.optimizer.validate()

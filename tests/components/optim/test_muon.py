@@ -52,7 +52,10 @@ def compare_layout(sizes: dict[str, int], placements: list[list]) -> None:
         ]
 
     whole, parts = map(nn.ParameterList, (matrices(0), sharded(0)))
-    reference, optimizer = torch.optim.Muon(whole, **SETTINGS), Muon(parts, **SETTINGS)
+    reference, optimizer = (
+        torch.optim.Muon(whole, **SETTINGS),
+        Muon([{"params": parts}], **SETTINGS),
+    )
     for step in (1, 2):
         for parameter, gradient in zip(
             [*whole, *parts], [*matrices(step), *sharded(step)], strict=True

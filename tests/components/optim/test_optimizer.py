@@ -441,7 +441,7 @@ def test_loading_keeps_the_configured_hyperparameters_and_groups():
         ({"name": "SGD", "momentum": 1.5}, r"--optimizer\.momentum is 1\.5, but must be .*"),
         (
             {"momentum": 0.9},
-            r"--optimizer\.momentum 0\.9 is for SGD and Muon; for AdamW set --optimizer\.beta1",
+            r"--optimizer\.momentum 0\.9 is for SGD, Muon, Dion; for AdamW set --optimizer\.beta1",
         ),
         (
             {"param_groups": {"a": ParamGroup(pattern="x(")}},

@@ -153,7 +153,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "trl_dpo.sh": {"loss.kind": "hinge", "loss.beta": 0.05, "training.steps": 10},
     "transformers.json": {
-        "training.mixed_precision_param": "bfloat16",
+        "training.mixed_precision_param": "float16",
         "lr_scheduler.decay_type": "linear",
         "optimizer.weight_decay": 0.01,
     },

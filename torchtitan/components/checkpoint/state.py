@@ -168,7 +168,7 @@ def with_parameter_names(
     parameters."""
     if not isinstance(state, torch.optim.Optimizer):
         return state
-    from torchtitan.components.optim.optimizer import OptimizerState
+    from torchtitan.components.optim.optimizer_state import OptimizerState
 
     updated = {parameter for group in state.param_groups for parameter in group["params"]}
     models = [model for model in states.values() if isinstance(model, ModelState)]
@@ -178,5 +178,5 @@ def with_parameter_names(
     raise UserError(
         f"state {name!r} is a torch.optim.{type(state).__name__}, but no ModelState among the "
         "states has its parameters; add the model's, or use "
-        "torchtitan.components.optim.optimizer.OptimizerState(model, optimizer)"
+        "torchtitan.components.optim.optimizer_state.OptimizerState(model, optimizer)"
     )

@@ -13,34 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from torchtitan.components.optim.own_state import KeptTypes
 from torchtitan.distributed.initialize import local_part, local_slices
 from torchtitan.protocols.tensor_source import full_slices
-from torchtitan.tools.errors import UserError
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
-_ROUNDING_OPTIMIZERS = ("AdamW", "AdamW8bit", "AdamW4bit", "Muon")
-
 _LOW_BITS = 0xFFFF
 """Bits of a float32 number that bfloat16 does not have."""
-
-
-def check_rounding(name: str, rounding: Rounding, dtype: str) -> None:
-    """Raise `UserError` if `rounding` of weights in `dtype` would do nothing, or the optimizer
-    `name` cannot do it."""
-    if rounding == "nearest":
-        return
-    option = f"--optimizer.rounding {rounding}"
-    if dtype != "bfloat16":
-        raise UserError(
-            f"{option} is for weights in bfloat16, and --training.dtype is {dtype}; set bfloat16, "
-            "or nearest"
-        )
-    if name not in _ROUNDING_OPTIMIZERS:
-        raise UserError(
-            f"{option} is not supported by --optimizer.name {name}; set one of "
-            f"{', '.join(_ROUNDING_OPTIMIZERS)}"
-        )
 
 
 def add_rounding_state(state: dict[str, Any], parameter: Tensor, rounding: Rounding) -> None:
@@ -109,7 +89,7 @@ def _mix32(z: Tensor) -> Tensor:
     return z ^ (z >> 16)
 
 
-class RoundedUpdates(torch.optim.Optimizer):
+class RoundedUpdates(KeptTypes):
     """A mixin before an optimizer class, which updates one float32 copy of a weight after another,
     in `update_wide`, and rounds it."""
 
@@ -138,18 +118,6 @@ class RoundedUpdates(torch.optim.Optimizer):
                 wide = wide_weight(parameter, state)
                 self.update_wide(wide, local_part(parameter.grad).float(), state, group)
                 write_weight(parameter, wide, state, self.rounding)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of parameters that have one. PyTorch would cast moments to the type of the
-        parameters."""
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        states = {parameter: dict(self.state[parameter]) for parameter in own}
-        super().load_state_dict({**state_dict, "state": {}})
-        for key, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                local_part(states[parameter][name]).copy_(local_part(value))
-        self.state.update(states)
 
 
 class RoundedAdamW(RoundedUpdates, torch.optim.AdamW):

@@ -1,5 +1,6 @@
 """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon) on sharded and replicated matrices:
-one rank orthogonalizes the update of a matrix, and sends it to the others."""
+one rank orthogonalizes the update of a matrix, and sends it to the others. Matrices of stacked
+experts are orthogonalized one at a time."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,21 +18,28 @@ from torchtitan.components.optim.bf16_weights import (
     wide_weight,
     write_weight,
 )
+from torchtitan.components.optim.own_state import Allocated
 from torchtitan.distributed.gradients import redistribute_like
-from torchtitan.distributed.initialize import local_part, local_slices
+from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
 from torchtitan.tools.torch_private import adjusted_lr, dtensor_like, orthogonalize
 
 
-class Muon(torch.optim.Muon):
+class Muon(Allocated, torch.optim.Muon):
     """`torch.optim.Muon` for groups of parameters that are on the same mesh, or on none.
 
     Weights and moments stay sharded. n ranks gather the updates of n matrices in bfloat16, the type
     of the Newton-Schulz iterations, and each rank orthogonalizes one whole update, as a single
-    process does.
+    process does. A parameter (…, m, n) is a stack of matrices, which counts as one for this
+    division, unless each rank has whole matrices of it.
     """
 
-    def __init__(self, *args: Any, rounding: Rounding = "nearest", **options: Any):
-        super().__init__(*args, **options)
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], *, rounding: Rounding = "nearest", **options: Any
+    ):
+        # torch refuses stacks, so it gets a matrix for each group.
+        super().__init__([{**group, "params": [torch.empty(1, 1)]} for group in groups], **options)
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group["params"] = list(given["params"])
         self.rounding = rounding
         # Found by computations on tensors, which have no values during a dry run's step.
         matrices = [matrix for group in self.param_groups for matrix in group["params"]]
@@ -40,10 +48,23 @@ class Muon(torch.optim.Muon):
             for matrix in matrices
         }
 
+    def allocate(self) -> None:
+        for matrix in (matrix for group in self.param_groups for matrix in group["params"]):
+            if matrix not in self.state:
+                state = {"momentum_buffer": torch.zeros_like(matrix, requires_grad=False)}
+                if self.rounding != "nearest":
+                    add_rounding_state(state, matrix, self.rounding)
+                self.state[matrix] = state
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.allocate()
         for group in self.param_groups:
-            matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for stack in filter(_has_whole_matrices, given):
+                direction = local_part(self._direction(stack, group))
+                self._apply(stack, self._orthogonal(direction, group), group)
+            matrices = [parameter for parameter in given if not _has_whole_matrices(parameter)]
             # Matrices of similar size take ranks a similar time.
             matrices.sort(key=lambda matrix: (matrix.numel(), max(matrix.shape)), reverse=True)
             mesh = (
@@ -61,42 +82,56 @@ class Muon(torch.optim.Muon):
         update = None
         # All are gathered before the first product, since other ranks would wait for it.
         for index, matrix in enumerate(matrices):
-            whole = self._moment(matrix, group)
+            direction = self._direction(matrix, group)
+            whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
             update = whole if index == own else update
         if update is not None:
-            update = orthogonalize(
-                update, group["ns_coefficients"], group["ns_steps"], group["eps"]
-            )
+            update = self._orthogonal(update, group)
         for index, matrix in enumerate(matrices):
-            part = _shared(update if index == own else None, matrix, index)[self._own_parts[matrix]]
-            rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
-            state = self.state[matrix]
-            is_rounded = self.rounding != "nearest"
-            weight = wide_weight(matrix, state) if is_rounded else local_part(matrix)
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(part.to(weight.device), alpha=-rate)
-            if is_rounded:
-                state["step"] += 1
-                write_weight(matrix, weight, state, self.rounding)
+            whole = _shared(update if index == own else None, matrix, index)
+            self._apply(matrix, whole[self._own_parts[matrix]], group)
 
-    def _moment(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """Add the gradient to the matrix's moment, and return the whole matrix of Nesterov's moment
-        in bfloat16."""
+    def _orthogonal(self, matrices: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return orthogonal matrices (…, m, n) next to the given ones, each computed by itself."""
+        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        if matrices.ndim == 2:
+            return orthogonalize(matrices, *settings)
+        out = torch.empty_like(matrices, dtype=torch.bfloat16)
+        for one, place in zip(matrices.flatten(0, -3), out.flatten(0, -3), strict=True):
+            place.copy_(orthogonalize(one, *settings))
+        return out
+
+    def _apply(self, matrix: Tensor, part: Tensor, group: dict[str, Any]) -> None:
+        """Update this rank's part of a matrix by a part of the orthogonal matrix."""
+        rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape[-2:])
+        state = self.state[matrix]
+        is_rounded = self.rounding != "nearest"
+        weight = wide_weight(matrix, state) if is_rounded else local_part(matrix)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(part.to(weight.device), alpha=-rate)
+        if is_rounded:
+            state["step"] += 1
+            write_weight(matrix, weight, state, self.rounding)
+
+    def _direction(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        """Add the gradient to the matrix's moment, and return Nesterov's moment: of a sharded
+        matrix, in bfloat16 on the device of its mesh, sharded alike."""
         assert matrix.grad is not None
         gradient = local_part(redistribute_like(matrix.grad, matrix))
-        state = self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-            if self.rounding != "nearest":
-                add_rounding_state(state, matrix, self.rounding)
-        moment = local_part(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
+        moment = local_part(self.state[matrix]["momentum_buffer"]).lerp_(
+            gradient, 1 - group["momentum"]
+        )
         direction = gradient.lerp(moment, group["momentum"])
         if not isinstance(matrix, DTensor):
             return direction
         # Weights that FSDP keeps in CPU memory are orthogonalized on the GPU.
-        return dtensor_like(
-            direction.to(matrix.device_mesh.device_type, torch.bfloat16), matrix
-        ).full_tensor()
+        return dtensor_like(direction.to(matrix.device_mesh.device_type, torch.bfloat16), matrix)
+
+
+def _has_whole_matrices(stack: Tensor) -> bool:
+    """Return whether stacked matrices are divided among ranks, but none of the matrices is."""
+    dims = [dim for dim in sharded_dims(stack) if dim is not None]
+    return bool(dims) and max(dims) < stack.ndim - 2
 
 
 def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:

@@ -1,23 +1,32 @@
 """Optimizers from `torch.optim`, with parameter groups selected by name."""
 
+import contextlib
 import functools
+import itertools
 import math
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.optim.adamw_few_bits import make_adamw_few_bits
-from torchtitan.components.optim.adamw_offload import AdamWOffload
-from torchtitan.components.optim.bf16_weights import RoundedAdamW, Rounding
-from torchtitan.components.optim.muon import Muon
+from torchtitan.components.optim.bf16_weights import Rounding
+from torchtitan.components.optim.kinds import (
+    KINDS,
+    OptimizerName,
+    is_matrix_of_layer,
+    make_adam,
+    names_where,
+)
+from torchtitan.components.optim.optimizer_state import OptimizerState, allocate_moments
+from torchtitan.components.optim.schedule_free import ScheduleFreeAdamW
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import builds
-from torchtitan.distributed.compile import check_c_compiler
+from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
@@ -25,7 +34,6 @@ from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
 from torchtitan.tools.torch_private import write_count
-from torchtitan.tools.torchao import check_torchao
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,10 +54,6 @@ class ParamGroup:
 
     weight_decay_factor: float = 1.0
     """Factor of the weight decay of these parameters, given here or the optimizer's."""
-
-
-_BITS: dict[str, Literal[4, 8]] = {"AdamW8bit": 8, "AdamW4bit": 4}
-"""Optimizers with moments in few bits."""
 
 
 def _default_param_groups() -> dict[str, ParamGroup]:
@@ -73,36 +77,43 @@ class Optimizer(Configurable):
     class Config(Configurable.Config):
         """Optimizer."""
 
-        name: Literal["AdamW", "AdamW8bit", "AdamW4bit", "AdamWOffload", "Adam", "SGD", "Muon"] = (
-            "AdamW"
-        )
+        name: OptimizerName = "AdamW"
         """AdamW8bit and AdamW4bit keep moments in 8 or 4 bits, and need torchao. AdamWOffload keeps
-        moments in CPU memory, and computes updates there. Muon applies to the matrices inside the
-        layers, with AdamW for all other parameters."""
+        moments in CPU memory, and computes updates there. Muon, Dion and SOAP apply to the matrices
+        inside the layers, with AdamW for all other parameters. ScheduleFreeAdamW averages weights
+        in place of a decay of the learning rate, which it refuses."""
 
         lr: float = 8e-4
         """Peak learning rate."""
 
         beta1: float = 0.9
-        """Decay of the first moment (Adam, AdamW)."""
+        """Decay of the first moment (Adam, AdamW, SOAP); for ScheduleFreeAdamW, the part of the
+        averages in the weights at which gradients are computed."""
 
         beta2: float = 0.95
-        """Decay of the second moment (Adam, AdamW)."""
+        """Decay of the second moment (Adam, AdamW, ScheduleFreeAdamW, SOAP), and of SOAP's
+        statistics."""
 
         eps: float = 1e-8
-        """Added to the root of the second moment (Adam, AdamW)."""
+        """Added to the root of the second moment (Adam, AdamW, ScheduleFreeAdamW, SOAP)."""
 
         weight_decay: float = 0.1
-        """Weight decay: decoupled from the gradient for AdamW and Muon, added to it for Adam and
-        SGD."""
+        """Weight decay: added to the gradient for Adam and SGD, otherwise decoupled from it."""
 
         momentum: float | None = None
-        """Momentum of SGD and Muon. None: 0 for SGD, 0.95 for Muon."""
+        """Momentum of SGD, Muon and Dion. None: 0 for SGD, 0.95 for Muon and Dion."""
+
+        rank_fraction: float = 0.25
+        """Rank of Dion's updates, as a fraction of a matrix's smaller side."""
+
+        basis_interval: int = 10
+        """Steps between SOAP's updates of its bases."""
 
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
         """Computation of updates: in one kernel, in batches over parameters, or parameter by
-        parameter. SGD uses foreach instead of fused; for Muon, this applies only to the parameters
-        of AdamW; for AdamW8bit, AdamW4bit, AdamWOffload and `rounding`, not at all."""
+        parameter. SGD uses foreach instead of fused; for Muon, Dion and SOAP, this applies only to
+        the parameters of AdamW; for AdamW8bit, AdamW4bit, AdamWOffload, ScheduleFreeAdamW and
+        `rounding`, not at all."""
 
         rounding: Rounding = "nearest"
         """How updates change weights in bfloat16 (`--training.dtype bfloat16`), which have no copy
@@ -145,15 +156,72 @@ class Optimizer(Configurable):
                 require(0 <= decay < 1, f"--optimizer.{name}", decay, "in [0, 1)")
             # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
             require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
-            if self.name in _BITS:
-                check_torchao(f"--optimizer.name {self.name}")
-                check_c_compiler(
-                    f"--optimizer.name {self.name} updates weights in compiled code, which"
-                )
-            if self.momentum is not None and self.name.startswith("Adam"):
+            option, valid = "--optimizer.rank_fraction", 0 < self.rank_fraction <= 1
+            require(valid, option, self.rank_fraction, "above 0, at most 1")
+            require_at_least(1, optimizer__basis_interval=self.basis_interval)
+            kind = KINDS[self.name]
+            kind.check(f"--optimizer.name {self.name}")
+            if self.momentum is not None and kind.momentum is None:
+                names = names_where(lambda kind: kind.momentum is not None)
                 raise UserError(
-                    f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} "
-                    "set --optimizer.beta1"
+                    f"--optimizer.momentum {self.momentum} is for {names}; for {self.name} set "
+                    "--optimizer.beta1"
+                )
+            if kind.averages and self.beta1 == 0:
+                raise UserError(
+                    f"--optimizer.beta1 0 leaves no averages in the weights of --optimizer.name "
+                    f"{self.name}, from which they are computed; set 0.9"
+                )
+
+        def check_run(self, run: Any) -> None:
+            """Raise `UserError` if the optimizer does not fit other sections of a run, a
+            `Trainer.Config`."""
+            option, kind = f"--optimizer.name {self.name}", KINDS[self.name]
+            training = run.training
+            self._check_rounding(training.dtype)
+            if not kind.offloads and training.enable_cpu_offload:
+                raise UserError(
+                    f"{option} cannot be combined with --training.enable_cpu_offload, since it "
+                    "communicates on the device; set Muon or AdamW, or disable it"
+                )
+            if not kind.averages:
+                return
+            if training.dtype != "float32":
+                raise UserError(
+                    f"{option} averages weights by steps that --training.dtype {training.dtype} "
+                    "rounds away; set float32"
+                )
+            if run.ema.decay is not None:
+                raise UserError(
+                    f"{option} averages the weights already; leave out --ema.decay {run.ema.decay}"
+                )
+            for converter in run.model_converters:
+                if converter._owner.moves_weights:
+                    raise UserError(
+                        f"{option} computes averages that {converter.option} would not change; "
+                        "use one of them"
+                    )
+            schedule = run.lr_scheduler
+            if schedule.decay_ratio != 0 and schedule.min_lr_factor != 1:
+                raise UserError(
+                    f"{option} needs a constant learning rate after the warm-up, and "
+                    f"--lr_scheduler.decay_ratio is {schedule.decay_ratio}; set it to 0"
+                )
+
+        def _check_rounding(self, dtype: str) -> None:
+            """Raise `UserError` if `rounding` would do nothing, or the optimizer cannot do it."""
+            if self.rounding == "nearest":
+                return
+            option = f"--optimizer.rounding {self.rounding}"
+            if dtype != "bfloat16":
+                raise UserError(
+                    f"{option} is for weights in bfloat16, and --training.dtype is {dtype}; set "
+                    "bfloat16, or nearest"
+                )
+            if not KINDS[self.name].rounds:
+                raise UserError(
+                    f"{option} is not supported by --optimizer.name {self.name}; set one of "
+                    f"{names_where(lambda kind: kind.rounds)}"
                 )
 
     config: Config
@@ -179,7 +247,7 @@ class Optimizer(Configurable):
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
         for optimizer in self.optimizers:
-            _allocate_moments(optimizer)
+            allocate_moments(optimizer)
         parts = zip(self.model_parts, self.optimizers_of_part, strict=True)
         # A pipeline stage may be frozen, and PyTorch has no state of a model without optimizers.
         self._states = [
@@ -212,7 +280,7 @@ class Optimizer(Configurable):
         # than other ranks.
         has_own = type(self).make_optimizers is not Optimizer.make_optimizers
         return (
-            self.config.name in ("AdamW", "Adam")
+            KINDS[self.config.name].skips
             and self.config.implementation == "fused"
             and self.config.rounding == "nearest"
             and not has_own
@@ -233,6 +301,22 @@ class Optimizer(Configurable):
         PyTorch does not count changes through `Tensor.data`."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [write_count(parameter) for group in groups for parameter in group["params"]]
+
+    @contextlib.contextmanager
+    def evaluating(self, follow: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Replace the weights by those to evaluate in the block, if they differ from those that are
+        trained (ScheduleFreeAdamW); afterwards, they have their exact values. `follow` refreshes
+        state derived from the weights. A checkpoint that is saved in the block contains both."""
+        averaging = [each for each in self.optimizers if isinstance(each, ScheduleFreeAdamW)]
+        if not averaging:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            stack.callback(follow)  # after the weights are back
+            for optimizer in averaging:
+                stack.enter_context(optimizer.evaluating())
+            follow()
+            yield
 
     def zero_grad(self) -> None:
         self._row_norms.clear()
@@ -288,59 +372,20 @@ class Optimizer(Configurable):
         """Return the `torch.optim` optimizers of one model part, with peak learning rates. `groups`
         maps a group's name ("" for parameters that match no pattern) to (canonical name, parameter)
         pairs. Override this to use another optimizer."""
-        config = self.config
-        if config.name == "Muon":
-            for_muon: dict[str, list[tuple[str, nn.Parameter]]] = {}
-            for_adam: dict[str, list[tuple[str, nn.Parameter]]] = {}
-            for key, members in groups.items():
-                for_muon[key] = [member for member in members if _is_for_muon(*member)]
-                for_adam[key] = [member for member in members if not _is_for_muon(*member)]
-            muon, rest = self._group_settings(for_muon), self._group_settings(for_adam)
-            momentum = 0.95 if config.momentum is None else config.momentum
-            optimizers: list[torch.optim.Optimizer] = []
-            if muon:
-                # Updates are scaled to AdamW's size, so that both can use the same learning rate.
-                optimizers.append(
-                    Muon(
-                        muon,
-                        lr=config.lr,
-                        momentum=momentum,
-                        adjust_lr_fn="match_rms_adamw",
-                        rounding=config.rounding,
-                    )
-                )
-            if rest:
-                optimizers.append(self._make_adam(torch.optim.AdamW, rest))
-            return optimizers
-        settings = self._group_settings(groups)
-        if not settings:  # a frozen pipeline stage
-            return []
-        if config.name == "SGD":
-            momentum = config.momentum or 0.0
-            # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
-            foreach = config.implementation != "for-loop"
-            return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
-        adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-        if config.name == "AdamWOffload":
-            return [AdamWOffload(settings, **adam)]
-        if config.name in _BITS:
-            bits = _BITS[config.name]
-            return [make_adamw_few_bits(settings, bits=bits, rounding=config.rounding, **adam)]
+        kind = KINDS[self.config.name]
+        chosen: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for_adam: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for key, members in groups.items():
+            is_chosen = [not kind.for_matrices or is_matrix_of_layer(*member) for member in members]
+            chosen[key] = list(itertools.compress(members, is_chosen))
+            for_adam[key] = list(itertools.compress(members, map(operator.not_, is_chosen)))
+        made = ((kind.make, chosen), (make_adam, for_adam))
+        # A stage of a pipeline may be frozen, or have no matrices.
         return [
-            self._make_adam(
-                torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings
-            )
+            make(settings, self.config)
+            for make, settings in ((make, self._group_settings(of)) for make, of in made)
+            if settings
         ]
-
-    def _make_adam(
-        self, kind: type[torch.optim.AdamW] | type[torch.optim.Adam], groups: list[dict[str, Any]]
-    ) -> torch.optim.Optimizer:
-        betas = (self.config.beta1, self.config.beta2)
-        if self.config.rounding != "nearest":
-            settings = {"lr": self.config.lr, "betas": betas, "eps": self.config.eps}
-            return RoundedAdamW(groups, rounding=self.config.rounding, **settings)
-        flags = {name: self.config.implementation == name for name in ("fused", "foreach")}
-        return kind(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, **flags)
 
     def _group_of(self, name: str) -> str:
         """Return the key of the first group with a pattern that matches the name, or ""."""
@@ -403,44 +448,6 @@ class Optimizer(Configurable):
             loaded |= names
 
 
-class OptimizerState:
-    """State of all torch optimizers of a model, wrapped and sharded for training, by canonical
-    parameter name. For `CheckpointManager`'s `states`."""
-
-    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
-        self.model = model
-        self.optimizers = optimizers
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return `state.<parameter>.<moment>` and `param_groups.<parameter>.<hyperparameter>` by
-        parameter name."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_optimizer_state_dict,
-        )
-
-        for optimizer in self.optimizers:
-            _allocate_moments(optimizer)
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state: dict[str, Any] = get_optimizer_state_dict(
-            self.model, self.optimizers, options=options
-        )
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the entries of `state_dict` that belong to these optimizers; other entries stay
-        unchanged."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_optimizer_state_dict,
-        )
-
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(
-            self.model, self.optimizers, {**self.state_dict(), **state_dict}, options=options
-        )
-
-
 def check_early_step(
     config: Optimizer.Config,
     training: TrainingConfig,
@@ -473,12 +480,6 @@ def check_early_step(
             )
 
 
-def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the parameter is a matrix other than the embedding, the output head and
-    routers of tokens."""
-    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output|router)\.", name)
-
-
 def trained_names(model: nn.Module) -> list[str]:
     """Return the canonical names of a model's trained parameters."""
     return [
@@ -486,30 +487,3 @@ def trained_names(model: nn.Module) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-
-
-def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate zero moments for parameters without moments, so that checkpoints always contain the
-    same tensors. PyTorch's own initialization in `state_dict` counts as a step, and yields nonzero
-    moments if weight decay is part of the gradient."""
-    groups = optimizer.param_groups
-    missing = [
-        [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
-        for group in groups
-    ]
-    gradients = {parameter: parameter.grad for parameters in missing for parameter in parameters}
-    if not gradients:
-        return
-    for parameter in gradients:
-        parameter.grad = torch.zeros_like(parameter)
-    settings = {"lr": 0.0, "weight_decay": 0.0}
-    optimizer.param_groups = [
-        {**group, **settings, "params": parameters}
-        for group, parameters in zip(groups, missing, strict=True)
-    ]
-    optimizer.step()
-    optimizer.param_groups = groups
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-        if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"] *= 0

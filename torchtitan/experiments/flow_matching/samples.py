@@ -67,7 +67,7 @@ class Samples(Callback):
     def write(self) -> None:
         """Generate the images outside of the time that counts as training, and write them."""
         trainer: Any = self.trainer
-        averaged = trainer.ema.applied(trainer.config.ema.for_validation)
+        averaged = trainer.evaluated_weights(averaged=trainer.config.ema.for_validation)
         with trainer.metrics.exclude(), trainer.phases.during("validation"), averaged:
             images = self.generate()
         if trainer.rank == 0:

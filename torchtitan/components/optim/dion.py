@@ -1,0 +1,108 @@
+"""Dion (Ahn et al. 2025, arXiv:2504.05295): orthonormal updates of low rank, for sharded
+matrices."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan.components.optim.own_state import OwnState
+from torchtitan.distributed.gradients import redistribute_like
+from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
+from torchtitan.protocols.tensor_source import Slices, full_slices
+from torchtitan.tools.torch_private import adjusted_lr
+
+
+class Dion(OwnState):
+    """Algorithm 1 of the paper for matrices (…, m, n), of which earlier dimensions are stacked.
+
+    A momentum M gathers the gradients. One power iteration from the basis Q (n, r) of the last step
+    gives its part of rank r, P Rᵀ with orthonormal P (m, r). The weights move along P and the
+    normalized columns of R (n, r), the next Q; M keeps what this update leaves out. Updates are
+    scaled as Muon's to AdamW's size. Ranks add up P and R, r (m + n) numbers, and gather no matrix.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
+        super().__init__(groups, **settings)
+        # Found by computations on tensors, which have no values during a dry run's step.
+        self._own_slices = {
+            parameter: _own_slices(parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        rank = math.ceil(group["rank_fraction"] * min(parameter.shape[-2:]))
+        basis = local_part(parameter).new_empty((parameter.shape[-1], rank))
+        # Equal in all layouts, and for all matrices of a stack.
+        basis.normal_(generator=torch.Generator(basis.device).manual_seed(0))
+        return {
+            "momentum_buffer": torch.zeros_like(parameter, requires_grad=False),
+            "basis": _stacked_like(basis, parameter),
+        }
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
+        weight, moment = local_part(parameter), local_part(state["momentum_buffer"])
+        basis = local_part(state["basis"])
+        *_, m, n = parameter.shape
+        rows, columns = self._own_slices[parameter]
+        moment.add_(local_part(redistribute_like(gradient, parameter)))
+        sketch = _summed(moment @ basis[..., columns, :], rows, m, parameter)
+        left = torch.linalg.qr(sketch).Q
+        own_left = left[..., rows, :]
+        right = _summed(moment.mT @ own_left, columns, n, parameter)
+        own_right = right[..., columns, :]
+        moment.sub_(own_left @ own_right.mT, alpha=1 - momentum)
+        lengths = right.norm(dim=-2, keepdim=True)
+        # Without gradients, such as of an expert without tokens, the basis stays.
+        has_length = lengths > 0
+        right = torch.where(has_length, right / lengths, 0)
+        rate = adjusted_lr(group["lr"], "match_rms_adamw", parameter.shape[-2:])
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.sub_(own_left @ right[..., columns, :].mT, alpha=rate)
+        basis.copy_(torch.where(has_length, right, basis))
+
+
+def _own_slices(parameter: Tensor) -> Slices:
+    """Return the rows and columns of this rank's part of each matrix."""
+    slices = (
+        local_slices(parameter) if isinstance(parameter, DTensor) else full_slices(parameter.shape)
+    )
+    return slices[-2:]
+
+
+def _summed(part: Tensor, rows: slice, n_rows: int, parameter: Tensor) -> Tensor:
+    """Return the whole (…, n_rows, r) of which this rank has some rows, or a term of them. A
+    collective over the ranks that have other parts of the same matrices."""
+    if not isinstance(parameter, DTensor):
+        return part
+    whole = part.new_zeros((*part.shape[:-2], n_rows, part.shape[-1]))
+    whole[..., rows, :] = part
+    for mesh_dim, dim in enumerate(sharded_dims(parameter)):
+        if dim is not None and dim >= parameter.ndim - 2:
+            dist.all_reduce(whole, group=parameter.device_mesh.get_group(mesh_dim))
+    return whole
+
+
+def _stacked_like(basis: Tensor, parameter: Tensor) -> Tensor:
+    """Return a basis for each matrix of this rank's part of a stack, in the layout of the
+    parameter's stacked dimensions."""
+    local = local_part(parameter)
+    stacked = basis.expand(*local.shape[:-2], *basis.shape).contiguous()
+    if not isinstance(parameter, DTensor):
+        return stacked
+    is_stacked = [dim is not None and dim < parameter.ndim - 2 for dim in sharded_dims(parameter)]
+    placements = [
+        placement if is_kept else Replicate()
+        for placement, is_kept in zip(parameter.placements, is_stacked, strict=True)
+    ]
+    shape = torch.Size((*parameter.shape[:-2], *basis.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    tensor: Tensor = DTensor.from_local(
+        stacked, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return tensor
