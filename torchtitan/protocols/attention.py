@@ -224,3 +224,22 @@ class AttentionMetadata:
             query_places_L=query_places_L,
             key_places_S=key_places_S,
         )
+
+
+class ScaledScores(nn.Module):
+    """Base class of attention whose scores follow from weights of its own."""
+
+    @property
+    def scores(self) -> Any:
+        """The module that computes scores. With `records_peaks`, its passes with gradients record
+        the largest scaled score of each head since `peaks_H` was None, float32 (H,)."""
+        raise NotImplementedError
+
+    def reason_not_to_scale(self) -> str:
+        """Return what keeps the scores from following the weights, "" for nothing."""
+        raise NotImplementedError
+
+    def rows_of_scores(self, factor_H: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return parameters, with a factor of each row, that multiply the scores of each head by a
+        factor."""
+        raise NotImplementedError

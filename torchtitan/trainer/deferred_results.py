@@ -182,6 +182,7 @@ def _needs_results(trainer: Any) -> bool:
         or not config.spikes.advance_schedule
         or config.ema.decay is not None
         or trainer.loss_scale.is_on
+        or any(converter.moves_weights for converter in trainer.converters)
         or config.debug.ledger
         or config.optimizer.early_step_in_backward
         or config.training.enable_cpu_offload

@@ -11,11 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.attention_scores import (
+    largest_scores,
+    reason_not_to_scale,
+    rows_of,
+)
 from torchtitan.models.common.cpu_attention import BFloat16CausalAttention, supports
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.models.common.rope import apply_rope
-from torchtitan.protocols.attention import AttentionMetadata, Kernel
+from torchtitan.protocols.attention import AttentionMetadata, Kernel, ScaledScores
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.sharding import with_features
 from torchtitan.tools.device import send
@@ -130,6 +135,8 @@ class Attention(nn.Module):
         self.scale = scale
         self.softcap = softcap
         self.has_sinks = has_sinks
+        self.records_peaks = False
+        self.peaks_H: Tensor | None = None
         products = _attend if softcap is None else partial(_capped_attention, softcap=softcap)
         self._products = partial(
             _attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True
@@ -144,6 +151,8 @@ class Attention(nn.Module):
             return Attention.forward(self, q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[
                 ..., :-padding
             ]
+        if self.records_peaks and torch.is_grad_enabled():
+            self._record_peaks(q_BLHD, k_BLKD, attention)
         if attention.kernel == "documents":
             return _attend_each_document(self._products, q_BLHD, k_BLKD, v_BLKD, attention)
         if attention.kernel == "varlen":
@@ -169,6 +178,15 @@ class Attention(nn.Module):
                 score_mod = None if self.softcap is None else _soft_cap(self.softcap)
                 out_BHLD = _compiled("flex_attention")(q, k, v, score_mod=score_mod, **options)
         return out_BHLD.transpose(1, 2)
+
+    @torch.no_grad()
+    def _record_peaks(self, q_BLHD: Tensor, k_BLKD: Tensor, attention: AttentionMetadata) -> None:
+        """Add the largest score of each head to `peaks_H`, before a soft cap and without sinks."""
+        head_dim = k_BLKD.shape[-1]
+        scale = head_dim**-0.5 if self.scale is None else self.scale
+        ranges = _seen_ranges(attention, q_BLHD.device)
+        peaks_H = scale * largest_scores(q_BLHD[..., :head_dim], k_BLKD, *ranges)
+        self.peaks_H = peaks_H if self.peaks_H is None else torch.maximum(self.peaks_H, peaks_H)
 
 
 class GivingAttention(Attention):
@@ -373,7 +391,7 @@ class HeadSizes:
         return self.n_kv_heads * self.head_dim
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(ScaledScores):
     """Causal self-attention with fewer key/value heads than query heads.
 
     Args:
@@ -453,6 +471,24 @@ class GroupedQueryAttention(nn.Module):
             out_BLE = out_BLE * torch.sigmoid(gate_BLE)
         return (self.wo(out_BLE), *given) if given else self.wo(out_BLE)
 
+    @property
+    def scores(self) -> Any:
+        return self.attend
+
+    def reason_not_to_scale(self) -> str:
+        if self.q_norm is not None or self.q_wide_norm is not None:
+            return "norms of queries and keys follow the projections"
+        return reason_not_to_scale(self.wq, self.wk)
+
+    def rows_of_scores(self, factor_H: Tensor) -> list[tuple[Tensor, Tensor]]:
+        is_shared = self.wv is None or self.wk.out_features < self.wo.in_features
+        factor_H = factor_H if is_shared else factor_H.sqrt()
+        q_HD = factor_H[:, None].expand(-1, self.head_dim)
+        k_rows = [] if is_shared else rows_of(self.wk, q_HD.flatten())
+        if self.gated:
+            q_HD = torch.cat((q_HD, torch.ones_like(q_HD)), dim=1)
+        return [*rows_of(self.wq, q_HD.flatten()), *k_rows]
+
 
 def _make_norm(norm: NormFactory | None, width: int) -> nn.Module | None:
     return None if norm is None else norm(width)
@@ -465,9 +501,16 @@ class SharedKeyAttention(GroupedQueryAttention):
     def __init__(self, *parts: Any, **options: Any):
         super().__init__(*parts, **options)
         # Not `attend`, which gathers keys and caches them: the earlier layer has done both.
-        self.scores = self.attend
+        self.own_scores = self.attend
         for name in ("attend", "wk", "wv", "k_norm", "v_norm"):
             setattr(self, name, None)
+
+    @property
+    def scores(self) -> Any:
+        return self.own_scores
+
+    def reason_not_to_scale(self) -> str:
+        return "an earlier layer has its keys"
 
     def forward(
         self, x_BLD: Tensor, rope: Any, attention: AttentionMetadata, *shared_BSKD: Tensor
@@ -476,4 +519,4 @@ class SharedKeyAttention(GroupedQueryAttention):
         window."""
         q_BLHD = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         q_BLHD = apply_rope(q_BLHD if self.q_norm is None else self.q_norm(q_BLHD), rope)
-        return self.wo(self.scores(q_BLHD, *shared_BSKD, attention).flatten(-2))
+        return self.wo(self.own_scores(q_BLHD, *shared_BSKD, attention).flatten(-2))

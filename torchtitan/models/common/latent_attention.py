@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.attention_scores import reason_not_to_scale, rows_of
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import apply_rope
-from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.attention import AttentionMetadata, ScaledScores
 
 
 class LatentScores(nn.Module):
@@ -39,7 +40,7 @@ class LatentScores(nn.Module):
         return self.scores(q_BLHD, k_BSHD, v_BSHD, attention)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(ScaledScores):
     """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or
     none. Only the last P elements of a head have positions, and all heads share their keys. `scale`
     multiplies scores. `interleaved`: RoPE rotates neighbors."""
@@ -87,6 +88,26 @@ class LatentAttention(nn.Module):
         return self.wo(
             self.attend(q_BLHD, latent_BL1R, self._rotate(k_BL1P, rope), attention).flatten(-2)
         )
+
+    @property
+    def scores(self) -> Any:
+        return self.attend.scores
+
+    @property
+    def _q_up(self) -> Any:
+        return self.wq if self.q_latent is None else self.q_latent[-1]
+
+    def reason_not_to_scale(self) -> str:
+        return reason_not_to_scale(self._q_up, self.attend.wkv_b)
+
+    def rows_of_scores(self, factor_H: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # All heads share the keys with positions, so queries alone scale these products.
+        factor_H1, root_H1 = factor_H[:, None], factor_H.sqrt()[:, None]
+        plain_dim, v_dim = self.attend.plain_dim, self.attend.v_dim
+        plain_HE = root_H1.expand(-1, plain_dim)
+        q_HD = torch.cat((plain_HE, factor_H1.expand(-1, self.widths[1])), dim=1)
+        kv_HE = torch.cat((plain_HE, torch.ones_like(factor_H1).expand(-1, v_dim)), dim=1)
+        return [*rows_of(self._q_up, q_HD.flatten()), *rows_of(self.attend.wkv_b, kv_HE.flatten())]
 
     def _rotate(self, x_BLHP: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         if self.interleaved:  # the result keeps the new order, the same in queries and keys
