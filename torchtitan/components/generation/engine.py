@@ -2,6 +2,7 @@
 one batch; and `generate`, for prompts that are known in advance."""
 
 import inspect
+import itertools
 import sys
 import threading
 from collections import deque
@@ -79,6 +80,8 @@ class Generation:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """For each new token, the most probable ones with their log-probabilities, in descending
     order."""
+    versions: list[int] = field(default_factory=list)
+    """For each new token, `Engine.version` when it was drawn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,6 +191,8 @@ class Engine:
                 "BaseModel"
             )
         self.context: int = self._model.config.max_seq_len
+        self.version = 0
+        """Number of the weights, which whoever changes them sets."""
         self._sampling = sampling
         self._logprobs_of = logprobs_of
         self._stop_ids = stop_ids if reader is None else stop_ids | reader.image_ids
@@ -342,6 +347,8 @@ class _Run:
         self._degree = engine._degree
         self._device = engine._device
         self.has_tasks = True
+        self.n_drawn = 0
+        """Tokens drawn so far."""
         self._texts: dict[int, Coroutine[Any, Any, Any]] = {}
         self._n_started = 0
         self._growth: int | None = None
@@ -436,6 +443,11 @@ class _Run:
             else:
                 row.end = partial(self._advance, number)
                 self._waiting.append(row)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether a text of this process has not ended."""
+        return any(not row.is_done for row in itertools.chain(self._rows, self._waiting))
 
     @property
     def is_alone(self) -> bool:
@@ -703,6 +715,8 @@ class _Run:
                 generation.top_logprobs.append(top[: row.n_top])
             generation.ids.append(token)
             generation.logprobs.append(logprob)
+            generation.versions.append(self._engine.version)
+            self.n_drawn += 1
             stopped = token in self._engine._stop_ids
             if not stopped and row.on_token is not None:
                 stopped = row.on_token(token)

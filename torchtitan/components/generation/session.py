@@ -1,8 +1,9 @@
 """An asyncio loop for coroutines that await an engine's texts."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,9 +25,9 @@ _POLL_SECONDS = 0.005  # between questions to other processes, while no process 
 class Session:
     """Coroutines that an asyncio loop runs in this thread, and the texts of an engine that they
     await. Use it in a `with` block, whose end cancels those that have not ended. Between two calls
-    of `finish`, nothing runs, and texts may be unfinished: they continue with the weights of the
-    later call. Raises `UserError` if a loop already runs in this thread, or the engine is
-    already running."""
+    of `finish`, nothing runs except in a block of `beside`, and texts may be unfinished: they
+    continue with the weights of the later call. Raises `UserError` if a loop already runs in this
+    thread, or the engine is already running."""
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -61,13 +62,38 @@ class Session:
         return tasks
 
     @torch.no_grad()
-    def finish(self, tasks: "Sequence[asyncio.Task[ResultT]]") -> list[ResultT]:
+    def finish(
+        self,
+        tasks: "Sequence[asyncio.Task[ResultT]]",
+        at_least: Callable[[], int] = lambda: 0,
+    ) -> list[ResultT]:
         """Run all coroutines until these tasks have ended, in all processes, which call this
-        together; return their results, in order. Raise the error of any coroutine."""
+        together; return their results, in order. Raise the error of any coroutine.
+
+        Args:
+            at_least: called when the tasks have ended; returns the number of tokens to draw in this
+                call, unless no text is left.
+        """
         with self._run.computing():
-            self._loop.run_until_complete(self._compute(tasks))
+            self._loop.run_until_complete(self._compute(tasks, at_least))
             self._run.pause()
         return [task.result() for task in tasks]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run the coroutines in another thread within the block, in which their texts wait, so that
+        it may change the weights. The end of the block waits for code that does not await."""
+        thread = threading.Thread(target=self._run_beside, name="rollouts", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
+
+    @torch.no_grad()  # of each thread
+    def _run_beside(self) -> None:
+        self._loop.run_forever()
 
     async def text(self, row: Any) -> Any:
         """Return the `Generation` of a row. If its task is canceled, the row leaves the batch."""
@@ -85,12 +111,20 @@ class Session:
         finally:
             row.is_done = True
 
-    async def _compute(self, tasks: "Sequence[asyncio.Task[Any]]") -> None:
+    async def _compute(
+        self, tasks: "Sequence[asyncio.Task[Any]]", at_least: Callable[[], int]
+    ) -> None:
+        begun_at = self._run.n_drawn
+        ends_at: int | None = None
         while True:
             # Tasks wait for tasks that wait for texts: each call lets one level continue.
             for _ in range(_SETTLING):
                 await asyncio.sleep(0)
-            self._run.has_tasks = not all(task.done() for task in tasks)
+            if ends_at is None and all(task.done() for task in tasks):
+                ends_at = begun_at + at_least()
+            self._run.has_tasks = ends_at is None or (
+                self._run.n_drawn < ends_at and self._run.has_texts
+            )
             self._changed.clear()
             needs = self._run.step()
             if not needs.has_tasks:
