@@ -7,13 +7,13 @@ import itertools
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from torchtitan.components.generation import Engine, stop_ids
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.observe.metric_sinks import JsonLines
+from torchtitan.components.rollout.ahead import Rollouts, RolloutsAhead, added, staleness_of
 from torchtitan.components.rollout.batches import Advantage, to_batches
 from torchtitan.components.rollout.chat import Chat
 from torchtitan.components.rollout.rewards import Rewards
@@ -39,6 +40,7 @@ from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import SharedError, UserError, errors_of, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import is_canceled, is_ctrl_c, user_frames, with_place
+from torchtitan.trainer.ahead import RolloutsInFlight, check_ahead
 from torchtitan.trainer.callbacks import Callback, Recorder
 from torchtitan.trainer.step_result import StepResult
 from torchtitan.trainer.trainer import Trainer
@@ -83,6 +85,8 @@ def check_rollouts(config: Any) -> None:
         rollout.max_new_tokens,
         limit,
     )
+    if rollout.max_staleness:
+        check_ahead(config)
     # whose processes of a tensor-parallel group would get different tokens
     if rollout.engine == "vllm":
         if isinstance(config.dataloader, ImagePromptDataLoader.Config):
@@ -141,11 +145,16 @@ class RolloutTrainer(Trainer):
     dataloader: PromptDataLoader
     rewards = Rewards([], [])
     engine: Engine | VLLMEngine
+    ahead: RolloutsAhead
+    """Rollouts of later steps; only with `--rollout.max_staleness`."""
     completions: Completions
     trajectory_measures = ("reward", "length", "truncated", "overlong", "no_verdict")
     """For `measures_named`: means of the rewards of trajectories with a verdict, of the numbers of
     sampled tokens, and of whether the last token is not in `stop_ids`, the context ended the
     trajectory, and it has no verdict."""
+    staleness_measures = ("staleness", "staleness_max", "dropped")
+    """For `measures_named`: mean and maximum of the ages of sampled tokens, in steps, and the
+    rollouts that were dropped since the step before; only with `--rollout.max_staleness`."""
     named_means: Mapping[str, float] = MappingProxyType({})
     """Means of the numbers that the reward functions and environments of a step have named."""
 
@@ -159,9 +168,24 @@ class RolloutTrainer(Trainer):
         self.chat = Chat(template, tokenizer)
         self.stop_ids = stop_ids(tokenizer, *folders) | {*self.chat.stops.ids()}
         self.reader = self.dataloader.image_reader()
+        self.engine = self.build_engine()
+        self.rollout = rollout.find_function()
+        if rollout.max_staleness:
+            require(
+                not self.dataloader.adapts,
+                "--rollout.max_staleness",
+                rollout.max_staleness,
+                "0 with a sampler that adapts to the steps, since prompts are read before them",
+            )
+            self.ahead = RolloutsAhead(cast(Engine, self.build_engine()))
+
+    def build_engine(self) -> Engine | VLLMEngine:
+        """Build an engine that samples with the run's weights."""
+        rollout = self.config.rollout
+        engine: Engine | VLLMEngine
         if rollout.engine == "vllm":
             weights = huggingface_weights(self)
-            self.engine = VLLMEngine(
+            engine = VLLMEngine(
                 rollout.url,
                 weights,
                 self.stop_ids,
@@ -170,20 +194,53 @@ class RolloutTrainer(Trainer):
                 sampling=rollout.sampling,
             )
         else:
-            options = {
-                "stop_ids": self.stop_ids,
-                "max_rows": rollout.max_rows,
-                "group": self.ranks.group,
-                "reader": self.reader,
-                "logprobs_of": "sampling",
-            }
-            self.engine = Engine(self.model_parts[0], sampling=rollout.sampling, **options)
-        self.engine.context = min(self.engine.context, config.training.seq_len + 1)
-        self.rollout = rollout.find_function()
+            engine = Engine(
+                self.model_parts[0],
+                sampling=rollout.sampling,
+                logprobs_of="sampling",
+                stop_ids=self.stop_ids,
+                max_rows=rollout.max_rows,
+                group=self.ranks.group,
+                reader=self.reader,
+            )
+        engine.context = min(engine.context, self.config.training.seq_len + 1)
+        return engine
 
     def build_callbacks(self) -> list[Callback]:
         self.completions = Completions(Completions.Config(), trainer=self)
-        return [*super().build_callbacks(), self.completions]
+        callbacks = [*super().build_callbacks(), self.completions]
+        if self.config.rollout.max_staleness:
+            callbacks.append(RolloutsInFlight(Callback.Config(), trainer=self))
+        return callbacks
+
+    def next_groups(self, batches: Iterator[Batch], number: int = 0) -> list[Group]:
+        """Return the trajectories of the next global batch, of which a step may need several
+        (`number`). With `--rollout.max_staleness`, its rollouts may have begun in earlier
+        steps."""
+        n_ahead = self.config.rollout.max_staleness
+        if not n_ahead:
+            load = super().next_micro_batches
+            return self.sample(lambda: load(batches), f"{self.step + 1}/{number}")
+        with _shared_errors():
+            self.begin_ahead(batches, 1 + min(n_ahead, self.total_steps - self.step - 1), number)
+            with self.mixed_precision():
+                rollouts, trajectories = self.ahead.finish_first(self.step)
+            assert rollouts.position is not None
+            self.dataloader.hold(rollouts.position)
+            self.take_batches(rollouts.batches)
+            self.has_data = bool(rollouts.batches)
+            return self.rated(rollouts, trajectories, self.config.rollout.group_size)
+
+    def begin_ahead(self, batches: Iterator[Batch], n_batches: int, number: int) -> None:
+        """Begin rollouts of the next global batches until `n_batches` are in flight."""
+        loader, engine = self.dataloader, self.ahead.engine
+        if not self.ahead.n_batches:
+            loader.hold(loader.present_position())
+        for later in range(self.ahead.n_batches, n_batches):
+            phase = f"{self.step + 1}/{number}+{later}"
+            size = self.config.rollout.group_size
+            begun = self.rollouts_of(lambda: self.read_batches(batches), phase, size, engine)
+            self.ahead.begin(replace(begun, position=loader.present_position()))
 
     def sample(
         self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None
@@ -191,20 +248,29 @@ class RolloutTrainer(Trainer):
         """Return `size` trajectories, by default `group_size`, of each prompt in the batches that
         `load` returns, held-out ones in the phase "validation". Raise `SharedError` if it, a
         rollout or a reward fails on any rank."""
-        try:
-            return self._sample(load, phase, size or self.config.rollout.group_size)
-        except UserError as error:
-            raise SharedError(str(error)) from error
+        size = size or self.config.rollout.group_size
+        with _shared_errors():
+            rollouts = self.rollouts_of(load, phase, size, self.engine)
+            with self.mixed_precision():
+                trajectories = self.engine.run(rollouts.coroutines)
+            return self.rated(rollouts, trajectories, size)
 
-    def _sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int) -> list[Group]:
+    def rollouts_of(
+        self,
+        load: Callable[[], Iterable[Batch]],
+        phase: str,
+        size: int,
+        engine: Engine | VLLMEngine,
+    ) -> Rollouts:
+        """Return rollouts that have not begun; see `sample`."""
         most = self.config.rollout.max_new_tokens
-        texts = []
-        engines: list[RolloutEngine] = []
+        rollouts = Rollouts([], [], [])
         prompts: list[PromptInBatch] = []
-        leader = self.rank - self.parallel_dims.coordinate("tp")
+        leader = self.leader
 
         def read() -> tuple[int, list[int]]:
-            prompts.extend(itertools.chain(*map(prompts_in, load())))
+            rollouts.batches.extend(load())
+            prompts.extend(itertools.chain(*map(prompts_in, rollouts.batches)))
             return leader, [prompt.document for prompt in prompts]
 
         # A prompt may occur several times in a global batch; ranks with the same leader have the
@@ -222,7 +288,7 @@ class RolloutTrainer(Trainer):
             for number in range(sampled[document] * size, (sampled[document] + 1) * size):
                 key = f"{self.config.debug.seed}/{phase}/{document}/{number}"
                 own = RolloutEngine(
-                    self.engine,
+                    engine,
                     self.tokenizer,
                     self.rewards,
                     ids,
@@ -232,16 +298,24 @@ class RolloutTrainer(Trainer):
                     sampling=self.config.rollout.sampling,
                     chat=self.chat,
                 )
-                engines.append(own)
-                texts.append(self.checked_rollout(row, own, where))
+                rollouts.engines.append(own)
+                rollouts.coroutines.append(self.checked_rollout(row, own, where))
             sampled[document] += 1
-        with self.mixed_precision():
-            trajectories = self.engine.run(texts)
-        self.rate_batch(trajectories, engines)
-        self.take_rewards(trajectories, leader)
+        return rollouts
+
+    def rated(self, rollouts: Rollouts, trajectories: list[Trajectory], size: int) -> list[Group]:
+        """Return the groups of `size` trajectories of rollouts that have ended, with the rewards
+        that need all of them."""
+        self.rate_batch(trajectories, rollouts.engines)
+        self.take_rewards(trajectories, self.leader)
         for trajectory in trajectories:
             self.shape(trajectory)
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+
+    @property
+    def leader(self) -> int:
+        """The first rank with the prompts of this one."""
+        return self.rank - self.parallel_dims.coordinate("tp")
 
     async def checked_rollout(
         self, row: Mapping[str, Any], engine: RolloutEngine, where: str
@@ -264,6 +338,8 @@ class RolloutTrainer(Trainer):
                 raise UserError(
                     f"{subject} failed: TypeError: it returned {trajectory!r:.60}, not a Trajectory"
                 )
+            if self.config.rollout.max_staleness:
+                trajectory.versions = engine.versions_of(trajectory)
             trajectory.is_overlong |= engine.is_full
             trajectory.cut(self.engine.context)
             trajectory.named |= engine.rating.named
@@ -337,8 +413,10 @@ class RolloutTrainer(Trainer):
         return [self.post_dataloading_process(batch) for batch in batches]
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
-        """Update the weights, and log `named_means`."""
-        outcome = super().update(micro_batches)
+        """Update the weights, while rollouts of later steps continue, and log `named_means`."""
+        in_flight = self.ahead.beside() if self.config.rollout.max_staleness else nullcontext()
+        with in_flight:
+            outcome = super().update(micro_batches)
         return replace(outcome, measures={**self.named_means, **outcome.measures})
 
     def write_completions(self, groups: Iterable[Group]) -> None:
@@ -374,6 +452,27 @@ class RolloutTrainer(Trainer):
             self.measure(f"reward_p{percent}", rewards.quantile(percent / 100), torch.tensor(1))
         self.named_means = _means(itertools.chain(*(named for _, named in gathered)))
         return int(every[:, 5].sum())
+
+    def measure_staleness(self, groups: Sequence[Group]) -> None:
+        """Measure `staleness_measures` of the trajectories of all ranks."""
+        own = staleness_of(groups, self.step)
+        n_dropped, self.ahead.n_dropped = self.ahead.n_dropped, 0
+        if not self.parallel_dims.is_batch_leader:
+            own, n_dropped = staleness_of([], self.step), 0
+        parts, dropped = zip(*self.ranks.gather((own, n_dropped)), strict=True)
+        every, one = added(parts), torch.tensor(1)
+        self.measure("staleness", torch.tensor(every.total), torch.tensor(every.n_tokens))
+        self.measure("staleness_max", torch.tensor(every.most), one)
+        self.measure("dropped", torch.tensor(sum(dropped)), one)
+
+
+@contextlib.contextmanager
+def _shared_errors() -> Iterator[None]:
+    """Raise a `UserError` of the block, which all ranks raise, as a `SharedError`."""
+    try:
+        yield
+    except UserError as error:
+        raise SharedError(str(error)) from error
 
 
 def _means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -668,6 +668,12 @@ class Trainer(Configurable):
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return this rank's part of the next global batch; shorter at the end of the data, and
         empty after it."""
+        micro_batches = self.read_batches(batches)
+        self.has_data = bool(micro_batches) and not self.dataloader.exhausted
+        return self.take_batches(micro_batches)
+
+    def read_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Read this rank's part of the next global batch."""
         n_batches = self.gradient_accumulation_steps
 
         def read() -> list[Batch]:
@@ -675,8 +681,10 @@ class Trainer(Configurable):
             return list(itertools.islice(batches, n_batches))
 
         with self.metrics.timing_data():
-            micro_batches = self.step_failure.or_batches_before(read, n_batches)
-        self.has_data = bool(micro_batches) and not self.dataloader.exhausted
+            return self.step_failure.or_batches_before(read, n_batches)
+
+    def take_batches(self, micro_batches: list[Batch]) -> list[Batch]:
+        """Count this rank's part of a step's global batch, tell callbacks of it, and return it."""
         self.computed_tokens = 0
         if any("images" in batch for batch in micro_batches):
             self.count_images(micro_batches)

@@ -4,7 +4,7 @@ rewards."""
 import inspect
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -174,14 +174,32 @@ class RolloutEngine:
         reward 0, or without a verdict if there are none."""
         trajectory = Trajectory()
         trajectory.append(tokens)
-        for before, generation in self.sampled:
-            start, end = len(before), len(before) + len(generation.ids)
-            if trajectory.tokens[:end] == [*before, *generation.ids]:
-                trajectory.logprobs[start:end] = generation.logprobs
-                trajectory.loss_mask[start:end] = [True] * len(generation.ids)
+        for place, generation in self._sampled_in(tokens):
+            trajectory.logprobs[place] = generation.logprobs
+            trajectory.loss_mask[place] = [True] * len(generation.ids)
         if not any(trajectory.loss_mask):
             trajectory.reward = None
         return trajectory
+
+    def versions_of(self, trajectory: Trajectory) -> list[int]:
+        """Return `Trajectory.versions`. A sampled token that is not where the engine has sampled
+        it, since the rollout has changed the text, has the oldest version of the rollout."""
+        every = itertools.chain(*(generation.versions for _, generation in self.sampled))
+        oldest = min(every, default=-1)
+        versions = [oldest] * len(trajectory.tokens)
+        for place, generation in self._sampled_in(trajectory.tokens):
+            versions[place] = generation.versions
+        return [
+            version if is_sampled else -1
+            for version, is_sampled in zip(versions, trajectory.loss_mask, strict=False)
+        ]
+
+    def _sampled_in(self, tokens: Sequence[int]) -> Iterator[tuple[slice, Generation]]:
+        """Yield the continuations that a text contains, with their places."""
+        for before, generation in self.sampled:
+            start, end = len(before), len(before) + len(generation.ids)
+            if list(tokens[:end]) == [*before, *generation.ids]:
+                yield slice(start, end), generation
 
 
 # of a row; many run at a time
@@ -229,6 +247,11 @@ class RolloutConfig:
     min_p: float | None = None
     """Sample only from tokens with at least this share of the largest probability; None: all."""
 
+    max_staleness: int = 0
+    """Steps by which the weights that sample a token may be older than those that are trained on
+    it: rollouts of so many later steps run during a step and its update. 0: each step samples all
+    of its trajectories from the current weights."""
+
     overlong: Overlong = "mask"
     """Trajectories that the context ends: mask: not trained; penalty: trained, with a reward that
     falls by up to 1 in the last tokens before the limit; keep: trained as they are."""
@@ -259,8 +282,15 @@ class RolloutConfig:
         )
         with errors_of("--rollout"):
             self.sampling.validate()
+        n_steps = self.max_staleness
+        require(n_steps >= 0, "--rollout.max_staleness", n_steps, "at least 0")
         buffer = self.overlong_buffer
         require(buffer is None or buffer >= 1, "--rollout.overlong_buffer", buffer, "at least 1")
+
+    def require_current(self, user: str, why: str) -> None:
+        """Raise `UserError` if tokens may be sampled from older weights."""
+        least = f"0 with {user}, {why}"
+        require(self.max_staleness == 0, "--rollout.max_staleness", self.max_staleness, least)
 
     def find_function(self) -> Rollout:
         """Return the rollout. Raise `UserError` if the function does not exist or is not
@@ -343,7 +373,8 @@ async def _play(
 def log_completions(
     step: int, groups: Iterable[Group], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """Log the first two trajectories of a step, and return them as lines of `completions.jsonl`."""
+    """Log the first two trajectories of a step, and return them as lines of `completions.jsonl`,
+    with `Trajectory.versions` if there are any."""
     lines = []
     for trajectory in itertools.islice(itertools.chain(*groups), 2):
         start = [*trajectory.loss_mask, True].index(True)
@@ -354,5 +385,8 @@ def log_completions(
         shown = "none" if reward is None else f"{reward:.3f}"
         logger.info("reward %s: %r -> %r", shown, prompt[-200:], completion[:400])
         texts = {"prompt": prompt, "completion": completion}
-        lines.append({"step": step, "reward": reward, "tokens": trajectory.tokens, **texts})
+        versions = {"versions": trajectory.versions} if trajectory.versions else {}
+        lines.append(
+            {"step": step, "reward": reward, "tokens": trajectory.tokens, **texts, **versions}
+        )
     return lines

@@ -33,6 +33,9 @@ class Trajectory:
     """Numbers that are logged; the trainer adds those of the reward functions."""
     is_overlong: bool = False
     """Whether the context ended it."""
+    versions: list[int] = field(default_factory=list)
+    """With `--rollout.max_staleness`: for each sampled token, the step after which its weights were
+    the run's, and -1 for other tokens. The trainer adds them."""
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append tokens that the model sampled, or others, such as the prompt and the output of
@@ -60,7 +63,7 @@ class Trajectory:
         """Drop the tokens beyond `most`, and their rewards."""
         if len(self.tokens) > most:
             self.is_overlong = True
-            for values in (self.tokens, self.logprobs, self.loss_mask):
+            for values in (self.tokens, self.logprobs, self.loss_mask, self.versions):
                 del values[most:]
             self.token_rewards = {n: r for n, r in self.token_rewards.items() if n < most}
 

@@ -161,6 +161,8 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
         def validate(self) -> None:
             DistillationTrainer.Config.validate(self)
             check_rollouts(self)
+            why = "whose loss does not correct for the weights that sampled an answer"
+            self.rollout.require_current("--config on_policy", why)
             if self.teacher.cache:
                 raise UserError("--teacher.cache has no scores of new answers; leave it out")
 

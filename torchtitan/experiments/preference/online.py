@@ -62,6 +62,8 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
                 )
             if isinstance(self.dataloader, ImagePromptDataLoader.Config):
                 raise UserError("--config online_dpo packs answers to prompts without images only")
+            why = "whose loss does not correct for the weights that sampled an answer"
+            self.rollout.require_current("--config online_dpo", why)
             size = self.rollout.group_size
             require(size >= 2, "--rollout.group_size", size, "2 or more")
             if not (self.rewards or self.rollout.function):

@@ -101,6 +101,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     has_critic = False
     measures_named = (
         *RolloutTrainer.trajectory_measures,
+        *RolloutTrainer.staleness_measures,
         "reward_p10",
         "reward_p50",
         "reward_p90",
@@ -135,6 +136,8 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         groups = self.sample_groups(batches)
         if n_tokens := self.measure_trajectories(groups, percents=(10, 50, 90)):
             self.tokens_per_step = n_tokens
+        if self.config.rollout.max_staleness:
+            self.measure_staleness(groups)
         kind = self.policy.method.advantage
         if kind in _OF_WHOLE_ANSWERS:
             has_turns = any(t.token_rewards for group in groups for t in group)
@@ -190,14 +193,12 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         """Return the groups of this rank's prompts. With a method that resamples, return only
         groups with unequal rewards, fewer at the end of the data; raise `UserError` if ten global
         batches have no such group."""
-        load = super().next_micro_batches
-        step = self.step + 1
         resamples = self.policy.method.resample
         wanted = self.prompts_per_rank
         groups: list[Group] = []
         self.watchdog.phase("rollouts")
         for number in range(10):
-            sampled = self.sample(lambda: load(batches), f"{step}/{number}")
+            sampled = self.next_groups(batches, number)
             groups += [
                 group
                 for group in sampled

@@ -61,6 +61,7 @@ class PromptDataLoader(PlannedDataLoader):
     encoder_class = PromptRowEncoder
     packs_answers: ClassVar[bool] = True
     """True if a window may hold several prompts with their answers."""
+    _held: Callable[[], dict[str, Any]] | None = None
 
     @staticmethod
     def max_length(seq_len: int) -> int:
@@ -73,6 +74,25 @@ class PromptDataLoader(PlannedDataLoader):
         prompts = [window[0].ids.tolist() if window else [] for window in windows]
         images = [list(window[0].images) if window else [] for window in windows]
         return {"prompts": prompts, "answers": answers, "rows": rows, "prompt_images": images}
+
+    def hold(self, position: Callable[[], dict[str, Any]]) -> None:
+        """Let the state be this position, which `present_position` returned, while further batches
+        are read ahead of their steps."""
+        self._held = position
+
+    def present_position(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the state after the last batch that was read."""
+        return super().present_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.present_state()()
+
+    def present_state(self) -> Callable[[], dict[str, Any]]:
+        return self._held or self.present_position()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held = None
+        super().load_state_dict(state)
 
     def image_reader(self) -> Any:
         """Return what reads the images of prompts for the model; None if they are text."""
