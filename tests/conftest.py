@@ -21,9 +21,9 @@ from torchtitan.tools.process import COMMAND_VARIABLE
 # Tiny models gain nothing from threads, and on a busy machine threads wait for each other.
 torch.set_num_threads(1)
 
-# A run first measures the machine's peak speed for half a second, longer than a tiny run takes.
-# Tests measure only briefly, also in processes forked from `tests.preloaded`.
-device._MEASURING_SECONDS, device._CPU_SIZES = 0.005, (512,)
+# A run first measures the machine's peak speed, longer than a tiny run takes. Tests measure only
+# briefly, also in processes forked from `tests.preloaded`.
+device._CPU_SECONDS, device._CPU_SIZES = 0.005, (512,)
 
 PROJECT = Path(__file__).resolve().parent.parent
 
