@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import multiprocessing
 import pickle
 import re
@@ -56,8 +57,7 @@ def test_ids_are_the_tokenizers(name, worth, tmp_path, assets, monkeypatch):
     texts = texts_for(tokenizer)
     expected = tokenizer.tokenize(texts, allow_special=False)
     for is_parallel in (True, False):
-        if not is_parallel:
-            monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+        monkeypatch.setattr(array_encoder, "WORTH_THREADS", 0 if is_parallel else math.inf)
         assert split_ids(*encoder.encode(texts)) == expected
         assert split_ids(*encoder.encode(texts[-1:])) == expected[-1:]
         assert split_ids(*encoder.encode([])) == []
@@ -198,6 +198,7 @@ def test_other_processes(method, tokenizer, worth, monkeypatch):
     """A forked process must not wait for the threads of its parent; a new one opens gigatoken
     again."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setattr(array_encoder, "WORTH_THREADS", 0)
     encoder, texts = ArrayEncoder(tokenizer), ["Some words.", "And <|end_of_text|>."] * 500
     check(encoder, ["A text."])
     for _ in range(3):
