@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+
+from torchtitan.tools.sharded import is_dtensor
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -48,7 +49,7 @@ def clip_grad_norm(
 def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
     """Divide all gradients by a plain scalar tensor, in place."""
     for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = gradient.to_local() if is_dtensor(gradient) else gradient
         local.div_(divisor.to(local.device, local.dtype))
 
 
@@ -57,7 +58,7 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
     float32."""
     device = gradients[0].device if gradients else torch.device("cpu")
     norms = [_norm(group) for group in by_mesh(gradients).values()]
-    plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    plain = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     total = (
         torch.linalg.vector_norm(torch.stack(plain)) if plain else torch.zeros((), device=device)
     )
@@ -71,10 +72,7 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
 def redistribute_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Give a DTensor the placements of another, since tensor parallelism may leave gradients
     partial or replicated."""
-    if (
-        not (isinstance(tensor, DTensor) and isinstance(other, DTensor))
-        or tensor.placements == other.placements
-    ):
+    if not (is_dtensor(tensor) and is_dtensor(other)) or tensor.placements == other.placements:
         return tensor
     return tensor.redistribute(placements=other.placements)
 
@@ -91,7 +89,7 @@ def by_mesh(tensors: Iterable[TensorT]) -> dict[DeviceMesh | None, list[TensorT]
     """Group tensors by mesh, since an operation in PyTorch supports only one mesh."""
     groups: dict[DeviceMesh | None, list[TensorT]] = defaultdict(list)
     for tensor in tensors:
-        groups[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
+        groups[tensor.device_mesh if is_dtensor(tensor) else None].append(tensor)
     return groups
 
 

@@ -10,12 +10,11 @@ import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.protocols.initializer import (
     DerivedRows,
@@ -26,7 +25,10 @@ from torchtitan.protocols.initializer import (
 )
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.tensor_source import Slices, full_slices
-from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
+from torchtitan.tools.sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _CHUNK_ELEMENTS = 2**15
 """Elements drawn at once. From here on, PyTorch would divide each operation among threads of its
@@ -95,7 +97,7 @@ def _set_value(module: nn.Module, name: str, value: Tensor) -> None:
     if not isinstance(tensor, nn.Parameter):
         # A buffer is not copied, since it keeps its type when weights are cast.
         setattr(module, name, value.to(tensor.device))
-    elif isinstance(tensor, DTensor):
+    elif is_dtensor(tensor):
         tensor.to_local().copy_(value[local_slices(tensor)])
     else:
         tensor.copy_(value)
@@ -103,17 +105,19 @@ def _set_value(module: nn.Module, name: str, value: Tensor) -> None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's shard of a tensor; a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def sharded_dims(tensor: Tensor) -> list[int | None]:
     """Return the dimension of a tensor that each dimension of its mesh divides; None: none."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    placements = tensor.placements if is_dtensor(tensor) else ()
     return [getattr(placement, "dim", None) for placement in placements]
 
 
-def local_slices(tensor: DTensor) -> Slices:
+def local_slices(tensor: "DTensor") -> Slices:
     """Return the slices of the full tensor that this process's shard covers."""
+    from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -124,7 +128,7 @@ def _jobs(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Cal
     """Yield functions that each fill some rows of this rank's shard."""
     row = (initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape)[1:]
     rows, *columns = (
-        local_slices(parameter) if isinstance(parameter, DTensor) else full_slices(parameter.shape)
+        local_slices(parameter) if is_dtensor(parameter) else full_slices(parameter.shape)
     )
     part = local_part(parameter)
     if part.numel() == 0:

@@ -4,16 +4,17 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _TRIED_TOKENS, _REASON_WIDTH = 8, 100
 
@@ -40,10 +41,12 @@ def local_shards(
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
         weight_VD: rows sharded over a mesh of one dimension, possibly unevenly.
     """
-    if not isinstance(weight_VD, DTensor):
+    if not is_dtensor(weight_VD):
         return hidden_BLD, weight_VD, None
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     mesh = weight_VD.device_mesh
-    assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)
+    assert is_dtensor(hidden_BLD) and weight_VD.placements == (Shard(0),)
     # Every rank's rows of the weights contribute to the gradient of every hidden state.
     hidden = hidden_BLD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     rows_before = -(-weight_VD.shape[0] // mesh.size()) * mesh.get_local_rank()
@@ -51,11 +54,13 @@ def local_shards(
     return hidden, weight_VD.to_local(), VocabularyShard(first_token, mesh.get_group())
 
 
-def on_sharded_logits(from_logits: LogitsLoss, weight_VD: DTensor) -> LogitsLoss:
+def on_sharded_logits(from_logits: LogitsLoss, weight_VD: "DTensor") -> LogitsLoss:
     """Return a loss as a function of this rank's logits (N, V_local), the outputs of its rows of
     `weight_VD`. The loss has the same value on all ranks. It raises `UserError` for an operation
     that DTensor does not support; PyTorch's cross entropy communicates only sums and maxima, and
     other operations may gather."""
+    from torch.distributed.tensor import DTensor, Shard
+
     mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
 
     def compute_loss(local_logits: Tensor, labels: Tensor) -> Tensor:
@@ -64,7 +69,7 @@ def on_sharded_logits(from_logits: LogitsLoss, weight_VD: DTensor) -> LogitsLoss
             local_logits, mesh, [Shard(1)], shape=shape, stride=(vocabulary, 1)
         )
         loss = from_logits(logits, labels)
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return loss.full_tensor() if is_dtensor(loss) else loss
 
     def from_local_logits(local_logits: Tensor, labels: Tensor) -> Tensor:
         try:
@@ -114,6 +119,9 @@ class _LossWithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, compute_loss: LogitsLoss) -> Tensor:
+        from torch.distributed.tensor.experimental import implicit_replication
+        from torch.distributed.tensor.parallel import loss_parallel
+
         needs_grad = ctx.needs_input_grad[0]
         logits = logits.detach().requires_grad_(needs_grad)
         with torch.enable_grad(), loss_parallel(), implicit_replication():

@@ -1,4 +1,5 @@
-"""Apply the parallelisms of a run to a model of any family."""
+"""Apply the parallelisms of a run to a model of any family. Those based on DTensor are imported on
+use."""
 
 import warnings
 from typing import Any
@@ -6,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan.config import (
     ActivationCheckpointConfig,
@@ -17,12 +17,11 @@ from torchtitan.config import (
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_context_parallel
-from torchtitan.distributed.expert_parallel import apply_expert_parallel, expert_placements
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.sharding import ShardingPlan
-from torchtitan.tools.torch_private import fuse_collectives_with_products, replicate
+from torchtitan.tools.sharded import is_fsdp_module
+from torchtitan.tools.torch_private import fuse_collectives_with_products
 
 # Nothing here changes hidden states in place.
 warnings.filterwarnings(
@@ -56,8 +55,12 @@ def parallelize_model(
     compile = compile or CompileConfig()
     expert_mesh = parallel_dims.expert_mesh(mesh)
     if expert_mesh is not None:
+        from torchtitan.distributed.expert_parallel import apply_expert_parallel
+
         apply_expert_parallel(model, expert_mesh, parallel_dims.shards)
     if mesh is not None and parallel_dims.tp > 1:
+        from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
+
         loss_on_full_tensors = parallelism.disable_loss_parallel
         apply_tensor_parallel(
             model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors
@@ -84,6 +87,10 @@ def _apply_data_parallel(
 ) -> None:
     """Apply FSDP over all ranks with the same weights and different tokens, HSDP with replicas, or
     DDP. On a single rank, FSDP provides mixed precision."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    from torchtitan.tools.torch_private import replicate
+
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -106,6 +113,8 @@ def _apply_data_parallel(
         if training.enable_cpu_offload:  # GPUs copy fastest from pinned memory, which needs a GPU
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if expert_mesh is not None:
+            from torchtitan.distributed.expert_parallel import expert_placements
+
             options["shard_placement_fn"] = expert_placements(model, expert_mesh).get
         reshard = parallelism.fsdp_reshard_after_forward
         reshard = (
@@ -119,18 +128,20 @@ def _apply_data_parallel(
 def set_replica_reduction(model: nn.Module, enabled: bool) -> None:
     """Set whether backward passes of a model under HSDP or DDP add up gradients over replicas;
     otherwise they accumulate on each replica until a backward pass does."""
-    if isinstance(model, FSDPModule):
+    if is_fsdp_module(model):
         model.set_requires_all_reduce(enabled)
 
 
 def free_gathered_weights(model: nn.Module) -> None:
     """Free weights that a forward pass left gathered; call this if no backward pass follows."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()
 
 
 def _apply_fsdp(model: BaseModel, reshard: str, options: dict[str, Any]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
     units = model.units()
     for index, unit in enumerate(units):
         # The backward pass begins with the head, which already has its gradients, and the last

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.tools.sharded import is_fsdp_module
 
 START_UP = "start-up"
 BETWEEN_STEPS = "between steps"
@@ -85,6 +86,6 @@ def mark_gathering(model: nn.Module, clock: PhaseClock) -> None:
         )
 
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.register_forward_pre_hook(switch("forward", GATHERING), prepend=True)
             module.register_forward_pre_hook(switch(GATHERING, "forward"))

@@ -23,6 +23,7 @@ from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UnsupportedModelError, UserError, errors_of
 from torchtitan.tools.files import missing_folder_error, read_object
 from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import allocate
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""
@@ -113,7 +114,8 @@ def load_model(
     with torch.device("meta"):
         model: BaseModel = spec.model.build()
     check_types(source.specs, model.state_dict())
-    model = model.to(dtype or prevailing_dtype(source.specs)).to_empty(device=device)
+    model = model.to(dtype or prevailing_dtype(source.specs))
+    allocate(model, device)
     initialize_weights(model, 0, loaded=source.specs)  # buffers that files do not hold
     load_weights(source, [model])
     return LoadedModel(model.eval(), spec, asset_folder(Path(path)))

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -239,6 +240,20 @@ def set_default_timeout(timeout: "timedelta | None") -> None:
 
     distributed_c10d.default_pg_timeout = timeout or constants.default_pg_timeout
     distributed_c10d.default_pg_nccl_timeout = timeout or constants.default_pg_nccl_timeout
+
+
+def allocate(module: "nn.Module", device: "torch.device | str") -> None:
+    """Give the tensors of a module on the meta device memory on `device`, in place, like
+    `Module.to_empty`. That asks a meta tensor for the order of its dimensions in memory, and so
+    imports sympy, which takes half a second at the start of a run; contiguous ones need not ask."""
+    import torch
+
+    def empty(x: "Tensor") -> "Tensor":
+        if is_dtensor(x) or not x.is_contiguous():
+            return torch.empty_like(x, device=device)
+        return torch.empty_like(x, device=device, memory_format=torch.contiguous_format)
+
+    module._apply(empty)
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":

@@ -30,7 +30,14 @@ def init_random_state(debug: DebugConfig, rank: int) -> None:
     torch.manual_seed(seed)
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        set_deterministic(True)
+
+
+def set_deterministic(mode: bool) -> None:
+    """Set whether PyTorch's algorithms are deterministic, if they are not so already: setting it
+    imports the compiler, which takes a second."""
+    if torch.are_deterministic_algorithms_enabled() != mode:
+        torch.use_deterministic_algorithms(mode)
 
 
 def build_data_progress(

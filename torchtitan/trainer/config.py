@@ -45,7 +45,6 @@ from torchtitan.distributed.compile import (
     check_compile,
 )
 from torchtitan.distributed.pipeline import PipelinePlan
-from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import (
     check_plain_state,
@@ -339,6 +338,8 @@ class RunConfig(Configurable.Config):
                 self.model_spec.model, [config.build() for config in self.model_converters]
             )
         if (degree := self.parallelism.tensor_parallel_degree) > 1:
+            from torchtitan.distributed.tensor_parallel import check_parts
+
             check_parts(model, self.model_spec.sharding, degree)
         vocab_size = self.model_spec.model.vocab_size
         if n_added_tokens and not any(

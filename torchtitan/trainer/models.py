@@ -12,6 +12,7 @@ from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import allocate
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,7 @@ class RunModel:
         """Allocate the weights on a device, or in CPU memory, and set the mode for training or
         inference."""
         for part in self.parts:
-            part.to_empty(device="cpu" if self.offloaded else device)
+            allocate(part, "cpu" if self.offloaded else device)
             part.train(self.num_trained > 0)
         self.is_initialized = False
 

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from torchtitan.components.data.base import Batch
@@ -26,6 +25,7 @@ from torchtitan.distributed.process_group import gather_objects, is_lost_rank, w
 from torchtitan.protocols.output_head import Head
 from torchtitan.tools.errors import RunFailure, SharedError, UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import tree_iter, tree_map_only
 from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
 
@@ -263,8 +263,10 @@ def _computes_loss(kwargs: Mapping[str, Any]) -> bool:
 
 def _zeros_like(x: Tensor) -> Callable[[], Tensor]:
     """Return a function that makes zeros like a tensor, which it does not keep."""
-    if not isinstance(x, DTensor):
+    if not is_dtensor(x):
         return partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
+    from torch.distributed.tensor import DTensor
+
     make_local = _zeros_like(x.to_local())
     mesh, placements = x.device_mesh, x.placements
     shape, stride = x.shape, x.stride()

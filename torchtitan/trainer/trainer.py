@@ -1156,7 +1156,7 @@ class Trainer(Configurable):
         with contextlib.ExitStack() as stack:
             # Close in reverse order, and continue if one fails.
             stack.callback(setattr, self, "folder_lock", None)
-            stack.callback(torch.use_deterministic_algorithms, self.was_deterministic)
+            stack.callback(builder.set_deterministic, self.was_deterministic)
             stack.callback(destroy_process_group)
             stack.callback(self.checkpointer.close)
             stack.callback(self.dataloader.close)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.config import AsyncMode
@@ -27,6 +26,7 @@ from torchtitan.distributed.initialize import local_part
 from torchtitan.distributed.process_group import is_lost_rank
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import dtensor_like
 
 Export = Callable[[Path, Path, Ranks], None]
@@ -284,7 +284,7 @@ def stage(
         local = local_part(value)
         staged = empty_like(local).copy_(local, non_blocking=True)
         # `DTensor.from_local` would move the copy to the mesh's device.
-        return dtensor_like(staged, value) if isinstance(value, DTensor) else staged
+        return dtensor_like(staged, value) if is_dtensor(value) else staged
 
     with torch.no_grad():
         staged = {

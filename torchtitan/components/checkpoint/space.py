@@ -5,9 +5,9 @@ import shutil
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -15,6 +15,10 @@ from torchtitan.components.checkpoint.state import Entries
 from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SMALL = 1024
 """Bytes of a tensor that is not counted if it is not sharded, such as the step of a moment."""
@@ -29,7 +33,7 @@ def total_bytes(states: Mapping[str, Entries], ranks: Ranks) -> int:
     for name, entries in states.items():
         for key, value in entries.items():
             n_bytes = local_part(value).nbytes if isinstance(value, Tensor) else len(value)
-            if isinstance(value, DTensor):
+            if is_dtensor(value):
                 shares += n_bytes / _replicas(value)
             elif n_bytes >= _SMALL:
                 whole[f"{name}.{key}"] = n_bytes
@@ -38,7 +42,7 @@ def total_bytes(states: Mapping[str, Entries], ranks: Ranks) -> int:
     return int(sum(share for share, _ in gathered)) + sum(saved_once.values())
 
 
-def _replicas(value: DTensor) -> int:
+def _replicas(value: "DTensor") -> int:
     mesh = value.device_mesh
     return prod(
         mesh.size(dim) for dim, placement in enumerate(value.placements) if placement.is_replicate()

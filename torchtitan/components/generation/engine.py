@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
@@ -34,6 +33,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words, require
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import forward_pre_hooks
 
 OnToken = Callable[[int], bool]
@@ -900,11 +900,13 @@ def _logits_at(
     def head(
         hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED
     ) -> Tensor:
-        if isinstance(hidden_BLD, DTensor):
+        if is_dtensor(hidden_BLD):
             hidden_BLD = hidden_BLD.full_tensor()
         hidden_BD = hidden_BLD[:, index]
-        if not isinstance(weight_VD, DTensor):
+        if not is_dtensor(weight_VD):
             return transform(hidden_BD if weight_VD is None else F.linear(hidden_BD, weight_VD))
+        from torch.distributed.tensor import DTensor, Replicate
+
         # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()
@@ -918,9 +920,7 @@ def _tensor_parallel_degree(model: BaseModel) -> int:
     """Return the number of ranks that split sequences."""
     if not model.splits_sequences:
         return 1
-    meshes = (
-        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
-    )
+    meshes = (parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter))
     return next((mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), 1)
 
 
@@ -929,6 +929,6 @@ def _device_of(model: nn.Module) -> torch.device:
     parameter = next(model.parameters())
     return (
         torch.device(parameter.device_mesh.device_type)
-        if isinstance(parameter, DTensor)
+        if is_dtensor(parameter)
         else parameter.device
     )

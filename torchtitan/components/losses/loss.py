@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.losses.cross_entropy import (
     IGNORE_INDEX,
@@ -28,6 +27,7 @@ from torchtitan.config.configurable import builds
 from torchtitan.distributed.loss_parallel import LogitsLoss, local_shards, on_sharded_logits
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import require
+from torchtitan.tools.sharded import is_dtensor
 
 _CHUNK_TOKENS = {"cuda": 4096}
 _DEFAULT_CHUNK_TOKENS = 1024
@@ -125,7 +125,7 @@ class CrossEntropyLoss(Configurable):
             from_logits = _after(transform, from_logits)
         if weight_VD is None:
             return from_logits(hidden_BLD.flatten(0, 1), labels_BL.flatten())
-        if isinstance(weight_VD, DTensor):
+        if is_dtensor(weight_VD):
             from_logits = on_sharded_logits(from_logits, weight_VD)
         hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
@@ -181,7 +181,7 @@ class CrossEntropyLoss(Configurable):
         assert self._recorded is not None
         with torch.no_grad():
             losses = self.token_losses(logits_NV, labels_N)
-        self._recorded.append(losses.full_tensor() if isinstance(losses, DTensor) else losses)
+        self._recorded.append(losses.full_tensor() if is_dtensor(losses) else losses)
         return self.from_logits(logits_NV, labels_N)
 
 
@@ -207,7 +207,7 @@ class CrossEntropySum:
                 nats = F.cross_entropy(
                     logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX
                 )
-            self.add(nats.full_tensor() if isinstance(nats, DTensor) else nats)
+            self.add(nats.full_tensor() if is_dtensor(nats) else nats)
             return from_logits(logits_NV, labels_N)
 
         return compute

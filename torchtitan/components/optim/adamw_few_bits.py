@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.optim.bf16_weights import RoundedUpdates, Rounding
 from torchtitan.distributed.initialize import local_part
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import import_torchao
 
@@ -113,4 +113,4 @@ def _plain(value: Any) -> Any:
     if not hasattr(local, "dequantize") or type(local) is Tensor:
         return value
     plain = local.dequantize(torch.float32)
-    return dtensor_like(plain, value) if isinstance(value, DTensor) else plain
+    return dtensor_like(plain, value) if is_dtensor(value) else plain

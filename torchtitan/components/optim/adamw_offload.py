@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.initialize import local_part
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import dtensor_like, write_count
 
 
@@ -88,7 +88,7 @@ class _Host:
         """Return step and moments, in the layout of the parameter."""
         return {
             name: dtensor_like(value, parameter)
-            if isinstance(parameter, DTensor) and name != "step"
+            if is_dtensor(parameter) and name != "step"
             else value
             for name, value in self.optimizer.state[self.weight].items()
         }

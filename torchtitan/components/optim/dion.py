@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.components.optim.own_state import OwnState
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
 from torchtitan.protocols.tensor_source import Slices, full_slices
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import adjusted_lr
 
 
@@ -70,7 +70,7 @@ class Dion(OwnState):
 def _own_slices(parameter: Tensor) -> Slices:
     """Return the rows and columns of this rank's part of each matrix."""
     slices = (
-        local_slices(parameter) if isinstance(parameter, DTensor) else full_slices(parameter.shape)
+        local_slices(parameter) if is_dtensor(parameter) else full_slices(parameter.shape)
     )
     return slices[-2:]
 
@@ -78,7 +78,7 @@ def _own_slices(parameter: Tensor) -> Slices:
 def _summed(part: Tensor, rows: slice, n_rows: int, parameter: Tensor) -> Tensor:
     """Return the whole (…, n_rows, r) of which this rank has some rows, or a term of them. A
     collective over the ranks that have other parts of the same matrices."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return part
     whole = part.new_zeros((*part.shape[:-2], n_rows, part.shape[-1]))
     whole[..., rows, :] = part
@@ -93,8 +93,10 @@ def _stacked_like(basis: Tensor, parameter: Tensor) -> Tensor:
     parameter's stacked dimensions."""
     local = local_part(parameter)
     stacked = basis.expand(*local.shape[:-2], *basis.shape).contiguous()
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return stacked
+    from torch.distributed.tensor import DTensor, Replicate
+
     is_stacked = [dim is not None and dim < parameter.ndim - 2 for dim in sharded_dims(parameter)]
     placements = [
         placement if is_kept else Replicate()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.optim.bf16_weights import (
     Rounding,
@@ -21,6 +20,7 @@ from torchtitan.components.optim.bf16_weights import (
 from torchtitan.components.optim.own_state import Allocated
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import adjusted_lr, dtensor_like, orthogonalize
 
 
@@ -44,8 +44,7 @@ class Muon(Allocated, torch.optim.Muon):
         # Found by computations on tensors, which have no values during a dry run's step.
         matrices = [matrix for group in self.param_groups for matrix in group["params"]]
         self._own_parts = {
-            matrix: local_slices(matrix) if isinstance(matrix, DTensor) else ()
-            for matrix in matrices
+            matrix: local_slices(matrix) if is_dtensor(matrix) else () for matrix in matrices
         }
 
     def allocate(self) -> None:
@@ -67,9 +66,7 @@ class Muon(Allocated, torch.optim.Muon):
             matrices = [parameter for parameter in given if not _has_whole_matrices(parameter)]
             # Matrices of similar size take ranks a similar time.
             matrices.sort(key=lambda matrix: (matrix.numel(), max(matrix.shape)), reverse=True)
-            mesh = (
-                matrices[0].device_mesh if matrices and isinstance(matrices[0], DTensor) else None
-            )
+            mesh = matrices[0].device_mesh if matrices and is_dtensor(matrices[0]) else None
             n_ranks = mesh.size() if mesh else 1
             for first in range(0, len(matrices), n_ranks):
                 self._update(matrices[first : first + n_ranks], mesh, group)
@@ -83,7 +80,7 @@ class Muon(Allocated, torch.optim.Muon):
         # All are gathered before the first product, since other ranks would wait for it.
         for index, matrix in enumerate(matrices):
             direction = self._direction(matrix, group)
-            whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
+            whole = direction.full_tensor() if is_dtensor(direction) else direction
             update = whole if index == own else update
         if update is not None:
             update = self._orthogonal(update, group)
@@ -122,7 +119,7 @@ class Muon(Allocated, torch.optim.Muon):
             gradient, 1 - group["momentum"]
         )
         direction = gradient.lerp(moment, group["momentum"])
-        if not isinstance(matrix, DTensor):
+        if not is_dtensor(matrix):
             return direction
         # Weights that FSDP keeps in CPU memory are orthogonalized on the GPU.
         return dtensor_like(direction.to(matrix.device_mesh.device_type, torch.bfloat16), matrix)
@@ -136,7 +133,7 @@ def _has_whole_matrices(stack: Tensor) -> bool:
 
 def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
     """Send the update from the rank at a flat index of the matrix's mesh, and return it."""
-    if not isinstance(matrix, DTensor):
+    if not is_dtensor(matrix):
         assert update is not None
         return update
     mesh = matrix.device_mesh

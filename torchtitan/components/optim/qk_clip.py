@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.initialize import local_part, local_slices
@@ -15,6 +14,7 @@ from torchtitan.distributed.process_group import world_size
 from torchtitan.protocols.attention import ScaledScores
 from torchtitan.protocols.converter import ModelConverter
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.sharded import is_dtensor
 
 
 class QKClip(ModelConverter):
@@ -121,6 +121,6 @@ def _attention_of(model: nn.Module, option: str) -> dict[str, ScaledScores]:
 def _multiply_rows(parameter: Tensor, factor_E: Tensor) -> None:
     """Multiply each row of a whole or sharded parameter by a factor."""
     local = local_part(parameter)
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         factor_E = factor_E[local_slices(parameter)[0]]
     local.mul_(factor_E.to(local.device).view(-1, *[1] * (local.ndim - 1)))

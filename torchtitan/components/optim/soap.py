@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from torchtitan.components.optim.own_state import OwnState
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
+from torchtitan.tools.sharded import is_dtensor
 
 SIDES = ("left", "right")
 """Rows and columns of a matrix."""
@@ -46,7 +46,7 @@ class SOAP(OwnState):
         }
         state = {**moments, **squares}
         for tensor in (parameter, *state.values()):
-            if isinstance(tensor, DTensor):
+            if is_dtensor(tensor):
                 self._own_parts[tensor] = local_slices(tensor)
         return state
 
@@ -118,8 +118,10 @@ def _update_bases(
 def _zeros_of_side(parameter: Tensor, size: int) -> Tensor:
     """Return zeros (…, size, size), divided by rows over all ranks that share the parameter."""
     shape = (*parameter.shape[:-2], size, size)
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
     mesh = parameter.device_mesh
     placements = [
         Replicate() if dim is None else Shard(min(dim, len(shape) - 2))
@@ -130,4 +132,4 @@ def _zeros_of_side(parameter: Tensor, size: int) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return a whole tensor: a copy if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan.components.quantization.nf4 import (
     NF4,
@@ -36,6 +35,7 @@ from torchtitan.protocols.initializer import (
 )
 from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
+from torchtitan.tools.sharded import is_dtensor
 
 
 class AdaptedLayer(ConvertedModule):
@@ -234,7 +234,7 @@ class QLoRALinear(LoRALinear):
 def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return `y + x weightᵀ`, (..., out), in one pass over `y`. DTensors have none: flattening
     would gather them."""
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         return y + F.linear(x, weight)
     return torch.addmm(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), weight.T).view_as(y)
 
@@ -316,8 +316,10 @@ def _apply_dropout(x: Tensor, probability: float) -> Tensor:
     """Apply dropout to a layer's inputs (B, L, in). Under tensor parallelism, each rank draws a
     mask for its own shard or, if the inputs are replicated, for its part of the sequence, so that
     all replicas get the same mask."""
-    if not isinstance(x, DTensor):
+    if not is_dtensor(x):
         return F.dropout(x, probability)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
     local = F.dropout(x.redistribute(placements=placements).to_local(), probability)
     return DTensor.from_local(local, x.device_mesh, placements, shape=x.shape, stride=x.stride())
@@ -328,4 +330,8 @@ def _look_up(tokens: Tensor, table: Tensor) -> Tensor:
     partial results are reduce-scattered along the sequence immediately, since PyTorch cannot
     multiply such partial sums."""
     rows = F.embedding(tokens, table)
-    return rows.redistribute(placements=[Shard(1)]) if isinstance(rows, DTensor) else rows
+    if not is_dtensor(rows):
+        return rows
+    from torch.distributed.tensor import Shard
+
+    return rows.redistribute(placements=[Shard(1)])

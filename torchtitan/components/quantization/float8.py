@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.quantization.wide_layers import NarrowConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -23,6 +22,7 @@ from torchtitan.distributed.initialize import canonical_name, local_part
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import check_torchao, import_torchao
 
@@ -142,7 +142,7 @@ class Float8LinearConverter(NarrowConverter):
         from torchao.float8.float8_linear import Float8Linear
 
         for name, module in part.named_modules():
-            if not (isinstance(module, Float8Linear) and isinstance(module.weight, DTensor)):
+            if not (isinstance(module, Float8Linear) and is_dtensor(module.weight)):
                 continue
             mesh = module.weight.device_mesh
             placements = module.weight.placements
@@ -172,7 +172,7 @@ def _give_plain_weight(
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
     plain = local_part(weight)._tensor.detach()  # type: ignore[attr-defined]
-    state_dict[key] = dtensor_like(plain, weight) if isinstance(weight, DTensor) else plain
+    state_dict[key] = dtensor_like(plain, weight) if is_dtensor(weight) else plain
 
 
 def _missing_kernels_reason() -> str | None:

@@ -6,13 +6,12 @@ rounding of the result to the type of the inputs, are not.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan.components.quantization.block_formats import (
     MXFP8_BLOCK,
@@ -24,7 +23,11 @@ from torchtitan.components.quantization.block_formats import (
     padded,
 )
 from torchtitan.protocols.experts import StackedExperts
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import FakeTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Products(Protocol):
@@ -148,7 +151,7 @@ class NarrowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, I) to (…, O). Under tensor parallelism, each rank multiplies its shard."""
-        y = self._shards(x, self.weight) if isinstance(x, DTensor) else self._local(x, self.weight)
+        y = self._shards(x, self.weight) if is_dtensor(x) else self._local(x, self.weight)
         return y if self.bias is None else y + self.bias
 
     def _local(self, x: Tensor, weight: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -156,8 +159,10 @@ class NarrowLinear(nn.Linear):
             return F.linear(x, weight)
         return self.products.multiply(x.flatten(0, -2), weight, group).unflatten(0, x.shape[:-1])
 
-    def _shards(self, x: DTensor, weight: Tensor) -> Tensor:
-        assert isinstance(weight, DTensor)
+    def _shards(self, x: "DTensor", weight: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        assert is_dtensor(weight)
         (of_weight,), last = weight.placements, Shard(x.ndim - 1)
         # by the shard of the weight: of the input, its gradient, and the output
         of_x, of_gradient, of_y = {

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torchtitan.tools.sharded import is_dtensor
 
 BLOCK_SIZE = 64
 """Number of neighboring values of a row that share a scale."""
@@ -117,9 +118,11 @@ def unpack_weight(
     packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Unpack a weight; under tensor parallelism, each rank unpacks its shard."""
-    if not isinstance(packed, DTensor):
+    if not is_dtensor(packed):
         return unpack(packed, scales, scale_ranges, dtype)
-    assert isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
+    from torch.distributed.tensor import DTensor
+
+    assert is_dtensor(scales) and is_dtensor(scale_ranges)
     local = unpack(packed.to_local(), scales.to_local(), scale_ranges.to_local(), dtype)
     shape = torch.Size((packed.shape[0], 2 * packed.shape[1]))
     return DTensor.from_local(
@@ -136,11 +139,11 @@ def quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Te
     """Return `x (…, in)` times the transpose of a 4-bit weight, (…, out), with a gradient for `x`.
     The weight is unpacked for the product and again in the backward pass. Under tensor parallelism,
     it is sharded by outputs or inputs, and each rank multiplies its shard."""
-    if not isinstance(packed, DTensor):
+    if not is_dtensor(packed):
         return _multiply(x, packed, scales, scale_ranges)
-    assert (
-        isinstance(x, DTensor) and isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
-    )
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    assert is_dtensor(x) and is_dtensor(scales) and is_dtensor(scale_ranges)
     is_colwise = packed.placements == (Shard(0),)
     last = Shard(x.ndim - 1)
     assert x.placements == ((Replicate(),) if is_colwise else (last,)), (

@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.distributed.initialize import local_part, local_slices
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.sharded import is_dtensor
 
 _QUANTIZED = "quantized (at least 16-bit floating point is required)"
 
@@ -106,4 +106,4 @@ def read_part(source: TensorSource, name: str, tensor: Tensor) -> tuple[Tensor, 
     part = local_part(tensor)
     if part.numel() == 0:
         return part, part.cpu()
-    return part, source.read(name, local_slices(tensor) if isinstance(tensor, DTensor) else None)
+    return part, source.read(name, local_slices(tensor) if is_dtensor(tensor) else None)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.weights.load import check_fit
 from torchtitan.protocols.converter import ModelConverter
@@ -17,6 +16,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity, StateDictAdapter, check_tied
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.sharded import is_dtensor
 
 _COMPARED_ELEMENTS = 2**24
 _COMPUTED_ELEMENTS = 2**24
@@ -255,7 +255,7 @@ class LiveSource(TensorSource):
     @torch.no_grad()
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         tensor = self._tensors[name].detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
         return whole if slices is None else whole[slices]
 
 
