@@ -436,36 +436,45 @@ def test_only_one_module_makes_process_groups():
 
 
 @pytest.mark.slow
-def test_configurations_import_no_heavy_library():
-    """Heavy libraries are imported on first use of the feature that needs them, and neither with
-    the trainer nor with a module's configurations."""
-    heavy = [
+def test_first_step_imports_no_heavy_library(tmp_path: Path):
+    """Heavy libraries are imported on first use of the feature that needs them: neither with a
+    module's configurations nor with the first step in one process."""
+    never = [
         "datasets",
         "huggingface_hub",
         "jinja2",
         "pandas",
         "pyarrow",
         "rich",
+        "sympy",
         "tensorboard",
         "tiktoken",
-        "tokenizers",
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor",
+        "torchao",
         "transformers",
         "wandb",
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.pipelining",
     ]
+    options = f"--training.steps 1 --validator.no_enable --dump_folder {tmp_path}"
     code = (
         "import sys\n"
+        "from torchtitan.cli.main import main\n"
         "from torchtitan.config.manager import ConfigManager\n"
         "ConfigManager().parse_args('--module llama3 --config debugmodel'.split())\n"
         "assert 'torchtitan.trainer.trainer' in sys.modules\n"
-        f"print([name for name in {heavy} if name in sys.modules])"
+        "print('tokenizers' in sys.modules)\n"
+        f"assert main('train --module llama3 --config debugmodel {options}'.split()) == 0\n"
+        f"print([name for name in {never} if name in sys.modules])"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout.splitlines()[-1] == "[]"
+    assert result.stdout.splitlines()[-2:] == ["False", "[]"]
+    assert (tmp_path / "metrics.jsonl").stat().st_size  # of the step
 
 
 @pytest.mark.parametrize("files", [["__init__.py"], ["__init__.py", "cli/__init__.py"]])

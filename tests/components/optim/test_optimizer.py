@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.processes import run_processes
 from tests.training import llama_config
 from torchtitan.components.optim.optimizer import Optimizer, ParamGroup
+from torchtitan.components.optim.without_compiler import without_compiler
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.models.llama3.model import Llama3Model
@@ -675,3 +676,23 @@ def test_a_flag_leaves_out_an_update(name):
 )
 def test_other_optimizers_cannot_leave_out_an_update(settings):
     assert not Optimizer.Config(**settings).build(model_parts=[make_model()]).can_skip
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_optimizer_without_compiler_keeps_hooks_and_profile(kind: type[torch.optim.Optimizer]):
+    """PyTorch's class, used before in the same process, has hooks in its own `step`."""
+    kind([nn.Parameter(torch.ones(1))], lr=0.1)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = without_compiler(kind)([weight], lr=0.1)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    weight.grad = torch.ones(1)
+    with torch.profiler.profile() as profile:
+        optimizer.step(lambda: calls.append(torch.is_grad_enabled()))
+    assert isinstance(optimizer, kind) and weight.item() < 1
+    assert calls == ["before", True, "after"]  # a closure computes gradients
+    steps = [event for event in profile.events() if event.name.startswith("Optimizer.step#")]
+    assert [event.name for event in steps] == [f"Optimizer.step#{kind.__name__}.step"]
+    optimizer.zero_grad()
+    assert weight.grad is None

@@ -16,6 +16,7 @@ from torchtitan.components.optim.dion import Dion
 from torchtitan.components.optim.muon import Muon
 from torchtitan.components.optim.schedule_free import ScheduleFreeAdamW
 from torchtitan.components.optim.soap import SOAP
+from torchtitan.components.optim.without_compiler import without_compiler
 from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.tools.torchao import check_torchao
 
@@ -90,7 +91,8 @@ def make_adam(
     if settings.rounding != "nearest":
         return RoundedAdamW(groups, rounding=settings.rounding, **_adam(settings))
     flags: Any = {name: settings.implementation == name for name in ("fused", "foreach")}
-    return kind(groups, **_adam(settings), **flags)
+    adam = without_compiler(kind)
+    return adam(groups, **_adam(settings), **flags)
 
 
 def _make_few_bits(
@@ -103,7 +105,8 @@ def _make_sgd(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
     # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
     foreach = settings.implementation != "for-loop"
     momentum = settings.momentum or 0.0
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, foreach=foreach)
+    sgd = without_compiler(torch.optim.SGD)
+    return sgd(groups, lr=settings.lr, momentum=momentum, foreach=foreach)
 
 
 def _make_muon(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
