@@ -410,6 +410,38 @@ def test_unknown_commands(
     assert printed.count("\n") == 1
 
 
+def test_commands_that_print_do_not_import_torch(tmp_path: Path) -> None:
+    """The help of every command, the report of a run, and a migration; `ls` and mistakes of `train`
+    have their own tests."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 7.5, "lr": 0.1, "step_time": 1.0}\n')
+    (tmp_path / "axolotl.yaml").write_text(
+        "base_model: a/b\ndatasets: [{path: my.jsonl, type: alpaca}]\nlearning_rate: 1e-4\n"
+    )
+    script = """
+import contextlib, io, sys
+from torchtitan.cli.main import COMMANDS, main
+for words in [[name, "--help"] for name in COMMANDS] + [
+    ["tokenizer", "train", "--help"],
+    ["data", "prepare", "--help"],
+    ["report", "run"],
+    ["migrate", "axolotl.yaml", "--out", "new.yaml"],
+]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = end.code
+    if code or "torch" in sys.modules:
+        sys.exit(f"{words}: {code}, {'torch' in sys.modules}")
+"""
+    command = [sys.executable, "-P", "-c", script]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "report.html").exists() and (tmp_path / "new.yaml").exists()
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"torchtitan {importlib.metadata.version('torchtitan')}\n"
