@@ -21,6 +21,7 @@ active_environment_suffices() {
         eval) packages+=(lm-eval) ;;
         openenv) packages+=(openenv) ;;
         verifiers) packages+=(verifiers) ;;
+        gguf) packages+=(gguf) ;;
         math) packages+=(math-verify) ;;
         quantization) packages+=(torchao) ;;
         sentencepiece) packages+=(sentencepiece) ;;
@@ -31,7 +32,7 @@ active_environment_suffices() {
         wandb) packages+=(wandb) ;;
         "") ;;
         *)
-            echo "EXTRA is '$1', but must be one of dev, docs, eval, math, openenv," \
+            echo "EXTRA is '$1', but must be one of dev, docs, eval, gguf, math, openenv," \
                 "quantization, sentencepiece, serve, transformers, verifiers, vision, vllm," \
                 "wandb" >&2
             exit 2

@@ -223,7 +223,7 @@ def test_older_spellings_equal_newer_ones(caplog: pytest.LogCaptureFixture) -> N
     expected = FORMATS["hf"].from_external(newer)
     assert (expected.rope.scaling_factor, expected.rope.original_max_seq_len) == (32.0, 4096)
     theirs = transformers.Phi3Config.from_dict(newer)
-    assert rope._attention_factor(expected.rope) == pytest.approx(
+    assert rope.attention_factor(expected.rope) == pytest.approx(
         transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"](theirs)[1], rel=1e-12
     )
     for spelling in (

@@ -32,15 +32,19 @@ if TYPE_CHECKING:
 
 _FORMATS = ("hf", "meta", "dcp")
 
+_QUANTIZED = {"int8dyn_int4w": "hf", "Q8_0": "gguf"}
+"""Value of --quantize → its format."""
+
 _OF_QUANTIZE = ("group_size", "exclude")
-"""Options of --quantize."""
+"""Options of --quantize int8dyn_int4w."""
 
 _DESCRIPTION = """Write the checkpoint in the folder INPUT to the folder OUTPUT, in another format
 or another type of numbers: weights, tokenizer, and the file that describes the model. Formats: hf
 (Hugging Face: config.json and safetensors), meta (params.json and consolidated.00.pth), dcp (a
 step-N folder of a training run; as OUTPUT, a step-N folder without optimizer state, for
 --checkpoint.initial_load_path), peft (only the adapter of a run with --model_converters.lora or
-qlora: adapter_config.json and adapter_model.safetensors). Memory: about the largest tensor."""
+qlora: adapter_config.json and adapter_model.safetensors), gguf (model.gguf, for llama.cpp; needs
+the package gguf). Memory: about the largest tensor."""
 
 
 def convert(args: Sequence[str]) -> int:
@@ -58,7 +62,9 @@ def convert(args: Sequence[str]) -> int:
     parser.add_argument(
         "--from", dest="source", choices=_FORMATS, help="format of INPUT (default: detected)"
     )
-    parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
+    parser.add_argument(
+        "--to", required=True, choices=(*_FORMATS, "peft", "gguf"), help="format of OUTPUT"
+    )
     parser.add_argument(
         "--export_dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -73,24 +79,23 @@ def convert(args: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--quantize",
-        choices=("int8dyn_int4w",),
-        help="hf: quantize the linear layers between embedding and output, for inference: 4-bit "
-        "weights, 8-bit "
-        "activations, as simulated by --model_converters.qat, whose settings in the run that saved "
-        "INPUT are the "
-        "defaults of the options below; needs torchao",
+        choices=tuple(_QUANTIZED),
+        help="quantize for inference. int8dyn_int4w (hf): the linear layers between embedding and "
+        "output, 4-bit weights, 8-bit activations, as simulated by --model_converters.qat, whose "
+        "settings in the run that saved INPUT are the defaults of the options below; needs "
+        "torchao. Q8_0 (gguf): all matrices, 8.5 bits each weight",
     )
     parser.add_argument(
         "--group_size",
         type=int,
         metavar="N",
-        help="--quantize: adjacent weights that share a scale (default: 32)",
+        help="--quantize int8dyn_int4w: adjacent weights that share a scale (default: 32)",
     )
     parser.add_argument(
         "--exclude",
         nargs="+",
         metavar="PATTERN",
-        help="--quantize: regular expressions; layers with a matching name "
+        help="--quantize int8dyn_int4w: regular expressions; layers with a matching name "
         "(layers.0.feed_forward.w2) are not "
         "quantized",
     )
@@ -130,17 +135,12 @@ def _write(options: argparse.Namespace) -> None:
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "Writing":
     """Return the model, its number of tensors, and a function that writes them to a folder."""
-    from torchtitan.components.weights import export_checkpoint
     from torchtitan.components.weights.assets import asset_folder
     from torchtitan.models.pretrained import internal_source
     from torchtitan.tools.progress import progress
 
     spec, source = internal_source(options.input, base=options.base, family=family)
-    export: Callable[..., None] = functools.partial(export_checkpoint, to=options.to)
-    if options.quantize:
-        from torchtitan.components.quantization.quantized_export import export_quantized
-
-        export = functools.partial(export_quantized, quantization=_quantization(options))
+    export = _exporter(options)
 
     def write(folder: Path) -> None:
         n_bytes = sum(tensor_spec.n_bytes for tensor_spec in source.specs.values())
@@ -151,11 +151,28 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "Writing
                 source=source,
                 assets=asset_folder(options.input),
                 dtype=options.dtype,
-                max_file_bytes=int(options.max_shard_size * 2**30),
                 advance=advance,
             )
 
     return spec, len(source.specs), write
+
+
+def _exporter(options: argparse.Namespace) -> "Callable[..., None]":
+    """Return the function that writes a model in the chosen format."""
+    if options.to == "gguf":
+        from torchtitan.components.weights.gguf_export import export_gguf
+
+        return functools.partial(export_gguf, quantize=options.quantize is not None)
+    max_file_bytes = int(options.max_shard_size * 2**30)
+    if options.quantize:
+        from torchtitan.components.quantization.quantized_export import export_quantized
+
+        return functools.partial(
+            export_quantized, quantization=_quantization(options), max_file_bytes=max_file_bytes
+        )
+    from torchtitan.components.weights import export_checkpoint
+
+    return functools.partial(export_checkpoint, to=options.to, max_file_bytes=max_file_bytes)
 
 
 def _adapter(options: argparse.Namespace, family: "ModuleType | None") -> "Writing":
@@ -242,11 +259,16 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     require(options.max_shard_size > 0, "--max_shard_size", options.max_shard_size, "above 0")
     if options.base and options.to == "peft":
         raise UserError("--base cannot be combined with --to peft, which writes only the adapter")
-    if options.quantize and options.to != "hf":
-        raise UserError(f"--quantize {options.quantize} needs --to hf, not --to {options.to}")
+    if options.quantize and options.to != _QUANTIZED[options.quantize]:
+        raise UserError(
+            f"--quantize {options.quantize} needs --to {_QUANTIZED[options.quantize]}, not --to "
+            f"{options.to}"
+        )
+    if options.quantize == "Q8_0" and options.export_dtype:
+        raise UserError("--export_dtype has no effect with --quantize Q8_0")
     for name in _OF_QUANTIZE:
-        if getattr(options, name) is not None and not options.quantize:
-            raise UserError(f"--{name} has no effect without --quantize")
+        if getattr(options, name) is not None and options.quantize != "int8dyn_int4w":
+            raise UserError(f"--{name} has no effect without --quantize int8dyn_int4w")
     output: Path = options.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} already exists; choose a new folder")

@@ -134,7 +134,7 @@ def export_huggingface(
     )
 
 
-def format_for(spec: ModelSpec, to: Format) -> ExternalFormat:
+def format_for(spec: ModelSpec, to: str) -> ExternalFormat:
     """Return the format `to` of the family of `spec`. Raise `UserError` if the family does not
     support it."""
     if to not in spec.formats:

@@ -226,7 +226,7 @@ def rope_cos_sin(
     """
     frequencies = rope_frequencies(config, head_dim, lengths_BL, positions_BL.device)
     angles = positions_BL[:, :, None, None].float() * frequencies
-    factor = _attention_factor(config)
+    factor = attention_factor(config)
     return (
         (angles.cos(), angles.sin())
         if factor == 1.0
@@ -234,7 +234,7 @@ def rope_cos_sin(
     )
 
 
-def _attention_factor(config: RoPEConfig) -> float:
+def attention_factor(config: RoPEConfig) -> float:
     factor = config.scaling_factor
     if config.scaling not in ("yarn", "yarn_untruncated", "longrope"):
         return 1.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.gemma.model import FORMAT, Gemma2Model, Gemma3Model
+from torchtitan.models.gemma.model import FORMAT, GGUF, Gemma2Model, Gemma3Model
 
 _DEBUG: Any = {
     **SMALL,
@@ -47,6 +47,6 @@ FLAVORS = {
     "3-27B": _3_LONG(5376, 21504, 62, 32, 262_208, **_3_27B),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

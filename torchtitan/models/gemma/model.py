@@ -8,6 +8,7 @@ from torch import nn
 
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     SANDWICH_ROWS,
@@ -196,4 +197,52 @@ FORMAT = dense_format(
         "model.vision_tower.",
         "model.multi_modal_projector.",
     ),
+)
+
+_LARGEST = {Gemma2Model.Config: 46, Gemma3Model.Config: 62}
+"""Layers of the 27B models, by which llama.cpp knows them: their scores have another scale."""
+
+
+def _gguf_scores(config: Gemma2Model.Config) -> dict[str, Any]:
+    """Return the metadata of Gemma 2's attention. Raise `UserError` for another scale of scores
+    than llama.cpp's."""
+    is_largest = config.n_layers == _LARGEST[type(config)]
+    usual = config.dim // config.n_heads if is_largest else config.resolved_head_dim
+    scalar = config.query_pre_attn_scalar
+    require_gguf(scalar == usual, "query_pre_attn_scalar", scalar, f"{usual} in such a model")
+    cap = config.attn_logit_softcapping
+    return {} if cap is None else {"attn_logit_softcapping": float(cap)}
+
+
+def _gguf_logits(config: GemmaModel.Config) -> dict[str, Any]:
+    cap = config.final_logit_softcapping
+    return {} if cap is None else {"final_logit_softcapping": float(cap)}
+
+
+def _gguf_1(config: GemmaModel.Config) -> dict[str, Any]:
+    cap = config.final_logit_softcapping
+    require_gguf(cap is None, "final_logit_softcapping", cap, "None in Gemma 1")
+    return {}
+
+
+def _gguf_2(config: Gemma2Model.Config) -> dict[str, Any]:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        require_gguf(getattr(config, name) is not None, name, None, "caps in Gemma 2")
+    return _gguf_scores(config) | _gguf_logits(config)
+
+
+def _gguf_3(config: Gemma3Model.Config) -> dict[str, Any]:
+    cap, local = config.attn_logit_softcapping, config.local_rope
+    require_gguf(cap is None, "attn_logit_softcapping", cap, "None in Gemma 3")
+    require_gguf(not local.is_scaled, "local_rope.scaling", local.scaling, "unscaled windows")
+    base = {"rope.freq_base_swa": float(local.theta)}
+    return base | _gguf_scores(config) | _gguf_logits(config)
+
+
+GGUF = gguf_format(
+    Architecture(name="gemma", config=GemmaModel.Config, ties=True, keys=_gguf_1),
+    Architecture(
+        name="gemma2", config=Gemma2Model.Config, ties=True, windows=one_full_of(2), keys=_gguf_2
+    ),
+    Architecture(name="gemma3", config=Gemma3Model.Config, windows=one_full_of(6), keys=_gguf_3),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.glm4.model import FORMAT, GLM4Model, GLMModel
+from torchtitan.models.glm4.model import FORMAT, GGUF, GLM4Model, GLMModel
 
 _HALF_ROTATED = RoPEConfig(theta=10_000.0, rotated_fraction=0.5)
 _9B: dict[str, Any] = {
@@ -32,6 +32,6 @@ FLAVORS = {
     "32B-0414": GLM4Model.Config(**_32B, **_PUBLISHED, max_seq_len=32_768, attention_bias=False),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -4,6 +4,7 @@ Face format."""
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.models.common import gguf
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.decoder import Decoder
@@ -53,4 +54,14 @@ FORMAT = hf.dense_format(
         "glm4": hf.ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, **_SHARED),
         "glm": hf.ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, **_SHARED),
     }
+)
+
+GGUF = gguf.gguf_format(
+    gguf.Architecture(
+        name="glm4",
+        config=GLM4Model.Config,
+        rotates_neighbors=True,
+        rows=(gguf.FUSED_GATE_UP,),
+        rotates_part=True,
+    )
 )

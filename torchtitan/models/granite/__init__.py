@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.granite.model import FORMAT, Granite4Model, GraniteModel
+from torchtitan.models.granite.model import FORMAT, GGUF, Granite4Model, GraniteModel
 
 _FACTORS: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 _COMMON = {
@@ -33,6 +33,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.gguf import Architecture, gguf_format
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     FUSED_GATE_UP,
@@ -174,4 +175,22 @@ FORMAT = dense_format(
             },
         ),
     }
+)
+
+_SCALES = dict(
+    zip(
+        _MULTIPLIERS,
+        ("embedding_scale", "attention.scale", "residual_scale", "logit_scale"),
+        strict=True,
+    )
+)
+
+GGUF = gguf_format(
+    Architecture(
+        name="granite",
+        config=GraniteModel.Config,
+        rotates_neighbors=True,
+        biased="qkvof",
+        keys=lambda config: {key: float(getattr(config, ours)) for ours, key in _SCALES.items()},
+    )
 )

@@ -6,7 +6,7 @@ from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.llama3 import meta
-from torchtitan.models.llama3.model import FORMAT, Llama3Model
+from torchtitan.models.llama3.model import FORMAT, GGUF, Llama3Model
 
 _published = partial(
     Llama3Model.Config, vocab_size=128_256, max_seq_len=131_072, rope=RoPEConfig(scaling_factor=8.0)
@@ -29,6 +29,6 @@ FLAVORS = {
 }
 
 SHARDING = DENSE_SHARDING
-FORMATS = {"hf": FORMAT, "meta": meta.FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF, "meta": meta.FORMAT}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -5,7 +5,7 @@ from functools import partial
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.mistral.model import FORMAT, MistralModel
+from torchtitan.models.mistral.model import FORMAT, GGUF, MistralModel
 
 _published = partial(
     MistralModel.Config, n_heads=32, n_kv_heads=8, vocab_size=131_072, max_seq_len=32_768
@@ -26,6 +26,6 @@ FLAVORS = {
     "Small-24B": _published(dim=5120, n_layers=40, head_dim=128, ffn_dim=32768, rope=_1E8),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

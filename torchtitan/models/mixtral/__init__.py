@@ -3,7 +3,7 @@
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.mixtral.model import FORMAT, MixtralModel
+from torchtitan.models.mixtral.model import FORMAT, GGUF, MixtralModel
 
 _8x22B = 6144, 16384, 56, 48
 
@@ -18,6 +18,6 @@ FLAVORS = {
     "8x22B-v0.3": of_sizes(FORMAT, "mixtral", *_8x22B, 32_768, max_seq_len=65_536),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -1,5 +1,6 @@
 """Mixtral ("Mixtral of Experts", arXiv:2401.04088), and its Hugging Face format."""
 
+from torchtitan.models.common.gguf import Architecture, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.rows import LOCAL_KEYS, expert_rows
@@ -23,3 +24,13 @@ _TYPE = ModelType(
     fixed={"router_jitter_noise": 0.0},
 )
 FORMAT = dense_format({"mixtral": _TYPE})
+
+GGUF = gguf_format(
+    Architecture(
+        name="llama",
+        config=MixtralModel.Config,
+        rotates_neighbors=True,
+        biased="qkvo",
+        experts={"norm_topk_prob": True, "shared_ffn_dim": None},
+    )
+)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.olmo.model import FORMAT, Olmo2Model, Olmo3Model
+from torchtitan.models.olmo.model import FORMAT, GGUF, Olmo2Model, Olmo3Model
 
 _1B: Any = {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 8192}
 _7B: Any = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "ffn_dim": 11008}
@@ -36,6 +36,6 @@ FLAVORS = {
     "3-32B": _3(**_32B),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -7,6 +7,7 @@ from torch import nn
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import (
@@ -99,4 +100,20 @@ FORMAT = dense_format(
             write=_rope_for_transformers_4,
         ),
     }
+)
+
+
+def _gguf_windows(config: Olmo3Model.Config) -> dict[str, Any]:
+    """Raise `UserError` unless layers with windows have the other layers' RoPE, unscaled."""
+    theta = config.local_rope.theta
+    fits = not config.local_rope.is_scaled and theta == config.rope.theta
+    require_gguf(fits, "local_rope.theta", theta, f"{config.rope.theta}, unscaled")
+    return {}
+
+
+_GGUF: Any = {"name": "olmo2", "any_head_width": False, "copies_tied": True}
+
+GGUF = gguf_format(
+    Architecture(config=Olmo2Model.Config, **_GGUF),
+    Architecture(config=Olmo3Model.Config, windows=one_full_of(4), keys=_gguf_windows, **_GGUF),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.phi3.model import FORMAT, Phi3Model
+from torchtitan.models.phi3.model import FORMAT, GGUF, Phi3Model
 
 _MINI: dict[str, Any] = {
     "dim": 3072,
@@ -37,6 +37,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -3,6 +3,7 @@ and their Hugging Face format."""
 
 from typing import Any
 
+from torchtitan.models.common import gguf
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.tools.errors import UnsupportedModelError
@@ -69,4 +70,16 @@ FORMAT = hf.dense_format(
             ),
         )
     }
+)
+
+GGUF = gguf.gguf_format(
+    gguf.Architecture(
+        name="phi3",
+        config=Phi3Model.Config,
+        rows=(gguf.FUSED_QKV, gguf.FUSED_GATE_UP),
+        biased="",
+        any_head_width=False,
+        rotates_part=True,
+        scalings=("longrope",),
+    )
 )

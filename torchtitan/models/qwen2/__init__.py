@@ -4,7 +4,7 @@ from functools import partial
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.qwen2.model import FORMAT, Qwen2Model
+from torchtitan.models.qwen2.model import FORMAT, GGUF, Qwen2Model
 
 _ROPE = RoPEConfig(theta=1_000_000.0)
 _small = partial(
@@ -46,6 +46,6 @@ FLAVORS = {
     "2.5-72B": _72B(),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from torchtitan.models.common.gguf import Architecture, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 
@@ -31,3 +32,5 @@ FORMAT = dense_format(
         )
     }
 )
+
+GGUF = gguf_format(Architecture(name="qwen2", config=Qwen2Model.Config, any_head_width=False))

@@ -4,7 +4,7 @@ from functools import partial
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.qwen3.model import FORMAT, Qwen3Model
+from torchtitan.models.qwen3.model import FORMAT, GGUF, Qwen3Model
 
 _published = partial(
     Qwen3Model.Config, vocab_size=151_936, max_seq_len=40_960, n_kv_heads=8, norm_eps=1e-6
@@ -27,6 +27,6 @@ FLAVORS = {
     "32B": _published(dim=5120, n_layers=64, n_heads=64, head_dim=128, ffn_dim=25600),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -1,6 +1,7 @@
 """Qwen3's dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face
 format."""
 
+from torchtitan.models.common.gguf import Architecture, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 
@@ -26,3 +27,5 @@ FORMAT = dense_format(
         )
     }
 )
+
+GGUF = gguf_format(Architecture(name="qwen3", config=Qwen3Model.Config))

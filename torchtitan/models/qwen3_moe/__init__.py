@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.qwen3_moe.model import FORMAT, Qwen2MoeModel, Qwen3MoeModel
+from torchtitan.models.qwen3_moe.model import FORMAT, GGUF, Qwen2MoeModel, Qwen3MoeModel
 
 _SMALL: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0)}
 _SMALL_3 = MoEConfig(n_experts=32, top_k=4, ffn_dim=96)
@@ -55,6 +55,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

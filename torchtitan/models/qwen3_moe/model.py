@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.rows import QWEN_KEYS, SPARSE_KEYS, expert_rows
@@ -95,3 +96,18 @@ _2 = replace(
 )
 
 FORMAT = dense_format({"qwen3_moe": _3, "qwen2_moe": _2})
+
+GGUF = gguf_format(
+    Architecture(
+        name="qwen3moe",
+        config=Qwen3MoeModel.Config,
+        experts={"norm_topk_prob": True, "shared_ffn_dim": None},
+    ),
+    Architecture(
+        name="qwen2moe",
+        config=Qwen2MoeModel.Config,
+        any_head_width=False,
+        copies_tied=True,
+        experts={"norm_topk_prob": False},
+    ),
+)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.smollm3.model import FORMAT, SmolLM3Model
+from torchtitan.models.smollm3.model import FORMAT, GGUF, SmolLM3Model
 
 _3B: dict[str, Any] = {
     "dim": 2048,
@@ -25,6 +25,6 @@ FLAVORS = {
     "3B": SmolLM3Model.Config(**_3B, norm_eps=1e-6),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 from torchtitan.models.common.rope import RoPEConfig
@@ -69,4 +70,22 @@ FORMAT = dense_format(
             write=lambda config: {"use_sliding_window": config.sliding_window is not None},
         )
     }
+)
+
+
+def _check_positions(config: SmolLM3Model.Config) -> dict[str, Any]:
+    """Raise `UserError` unless every fourth layer, and no other, is without positions."""
+    has_rope = config.no_rope_layers
+    fits = all(
+        has_rope[index % len(has_rope)] == int((index + 1) % 4 != 0)
+        for index in range(config.n_layers)
+    )
+    require_gguf(fits, "no_rope_layers", has_rope, "[1, 1, 1, 0]")
+    return {}
+
+
+GGUF = gguf_format(
+    Architecture(
+        name="smollm3", config=SmolLM3Model.Config, rotates_neighbors=True, keys=_check_positions
+    )
 )

@@ -1,0 +1,325 @@
+"""GGUF: numbers equal to transformers, read by transformers' own loader and by llama.cpp; refused
+models; types of numbers.
+
+llama.cpp is compared where `llama_cpp` is installed, which is compiled from source (pip install
+llama-cpp-python==0.3.36).
+"""
+
+import copy
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.family_cases import CASES, DEFAULT_ROPE, LINEAR_ROPE, SIZES, random_reference
+from torchtitan.cli.main import main
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.models.families import families_with
+from torchtitan.tools.errors import UserError
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 2048
+"""Tokens of the embedded tokenizer."""
+
+YARN = next(
+    rope
+    for rope in SIZES["rope_parameters"]
+    if rope["rope_type"] == "yarn" and "attention_factor" not in rope
+)
+LLAMA3 = next(rope for rope in SIZES["rope_parameters"] if rope["rope_type"] == "llama3")
+ROPES = (DEFAULT_ROPE, LINEAR_ROPE, YARN)
+
+LIKE_GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "attention_bias": False}
+GEMMA2 = {**LIKE_GEMMA, "head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": None}
+NO_BIAS = {"attention_bias": False}
+SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+FITTING: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "head_dim": 16},
+    "qwen3": {"use_sliding_window": False, **NO_BIAS},
+    "qwen3_moe": {**SPARSE, "norm_topk_prob": True, "use_sliding_window": False, **NO_BIAS},
+    "qwen2_moe": {**SPARSE, "norm_topk_prob": False},
+    "gemma": LIKE_GEMMA,
+    "gemma2": {**GEMMA2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**GEMMA2, "sliding_window_pattern": 6, "num_hidden_layers": 7},
+    # llama.cpp takes the long factors if its context, of at least 256, is beyond the original one.
+    "phi3": {
+        "hidden_size": 32,
+        "sliding_window": None,
+        "original_max_position_embeddings": 256,
+        "max_position_embeddings": 512,
+    },
+    "olmo2": {"head_dim": 16, **NO_BIAS},
+    "olmo3": {"head_dim": 16, **NO_BIAS, "layer_types": None, "num_hidden_layers": 4},
+    "granite": {},
+    "smollm3": {
+        **NO_BIAS,
+        "mlp_bias": False,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "num_hidden_layers": 4,
+    },
+    "glm4": {},
+}
+"""Type → options of `family_cases` with which llama.cpp computes it."""
+
+
+def fitting(name: str, seed: int) -> dict[str, Any]:
+    rope = copy.deepcopy(
+        random.Random(seed).choice([*ROPES, LLAMA3][: 4 if name == "llama" else 3])
+    )
+    options = {"hidden_size": 64, "vocab_size": VOCAB, **FITTING.get(name, {})}
+    if name in ("phi3", "glm"):
+        return options
+    if name == "glm4":
+        return {**options, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
+    if name in ("gemma3_text", "olmo3"):
+        local = {**DEFAULT_ROPE, "rope_theta": 100.0 if name == "gemma3_text" else 1e4}
+        rope = {"full_attention": rope, "sliding_attention": local}
+    return {**options, "rope_parameters": rope}
+
+
+def save(folder: Path, name: str, seed: int, **fixed: Any) -> Any:
+    """Save a random model of transformers, with the embedded tokenizer."""
+    reference = random_reference(name, seed, **{**fitting(name, seed), **fixed})
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+    for key, value in ids.items():
+        setattr(reference.config, key, value)
+    reference.save_pretrained(folder)
+    for file in EMBEDDED_TOKENIZER.glob("*.json"):
+        shutil.copy(file, folder)
+    return reference
+
+
+def convert(*words: object) -> int:
+    return main(["convert", "--to", "gguf", *map(str, words)])
+
+
+def random_ids(length: int) -> Tensor:
+    return torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def relative_difference(ours: Tensor, reference: Any, ids: Tensor) -> float:
+    """Return the largest difference of logits, in standard deviations of the reference's."""
+    theirs = reference(ids).logits[0]
+    return ((ours - theirs).abs().max() / theirs.std()).item()
+
+
+PLAIN = {
+    "rope_parameters": DEFAULT_ROPE,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": 128,
+}
+"""Options of models that transformers reads from GGUF: it drops Llama's biases, scalings,
+and the width of Qwen3's heads."""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_transformers_reads_equal_models(name, tmp_path):
+    known = {key: value for key, value in PLAIN.items() if key in {**SIZES, **CASES[name].options}}
+    if name == "qwen2":
+        known["head_dim"] = 16
+    reference = save(tmp_path / "hf", name, seed=0, **known)
+    assert convert(tmp_path / "hf", tmp_path / "out") == 0
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
+    ).eval()
+    ids = random_ids(12)
+    with torch.no_grad():
+        assert relative_difference(read(ids).logits[0], reference, ids) < 1e-5  # rounding
+    assert (read.config.bos_token_id, read.config.eos_token_id) == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", FITTING)
+def test_llama_cpp_computes_equal_models(name, seed, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    reference = save(tmp_path / "hf", name, seed)
+    assert convert(tmp_path / "hf", tmp_path / "out") == 0
+    exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    model = llama_cpp.Llama(
+        str(tmp_path / "out" / "model.gguf"), n_ctx=128, logits_all=True, verbose=False, **exact
+    )
+    ids = random_ids(40)  # beyond the windows
+    model.eval(ids[0].tolist())
+    # llama.cpp looks up GELU in a table of float16.
+    tolerance = 1e-2 if name.startswith("gemma") else 5e-5
+    logits = torch.tensor(numpy.array(model.scores[:40]))
+    assert relative_difference(logits, reference, ids) < tolerance
+    if name == "llama":
+        model.reset()
+        prompt = ids[0, :8].tolist()
+        tokens = [t for t, _ in zip(model.generate(prompt, temp=0.0), range(12), strict=False)]
+        expected = reference.generate(
+            ids[:, :8], max_new_tokens=12, do_sample=False, eos_token_id=VOCAB
+        )
+        assert tokens == expected[0, 8:].tolist()
+
+
+def test_wrong_rows_are_noticed(tmp_path):
+    """Without the permutation of queries and keys, the first comparison above fails."""
+    from torchtitan.models import llama3
+
+    reference = save(tmp_path / "hf", "llama", seed=0, rope_parameters=DEFAULT_ROPE)
+    model = llama3.FORMATS["hf"].from_external(reference.config.to_dict())
+    steps = llama3.FORMATS["gguf"].adapter(model).steps
+    step = next(step for step in steps if step.external == ("blk.0.attn_q.weight",))
+    weight = reference.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    (permuted,) = step.transform.to_external([weight])
+    assert not torch.equal(permuted, weight)
+    assert torch.equal(step.transform.to_internal([permuted], [weight.shape])[0], weight)
+
+
+@pytest.mark.parametrize(
+    "options, kind, bound",
+    [
+        (["--export_dtype", "float32"], "F32", 0.0),
+        (["--export_dtype", "float16"], "F16", 2**-11),
+        (["--export_dtype", "bfloat16"], "BF16", 2**-8),
+        (["--quantize", "Q8_0"], "Q8_0", None),
+    ],
+    ids=lambda value: str(value),
+)
+def test_types_of_numbers(options, kind, bound, tmp_path):
+    reference = save(tmp_path / "hf", "qwen3", seed=1)
+    assert convert(*options, tmp_path / "hf", tmp_path / "out") == 0
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    state = reference.state_dict()
+    for name, theirs in (
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
+        ("blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight"),
+    ):
+        tensor, expected = tensors[name], state[theirs]
+        values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        assert values.shape == expected.shape
+        is_vector = expected.ndim == 1
+        fits = expected.shape[-1] % 32 == 0
+        wanted = "F32" if is_vector else kind if kind != "Q8_0" or fits else "F16"
+        assert tensor.tensor_type.name == wanted
+        difference = (values - expected).abs()
+        if is_vector:
+            assert not difference.any()
+        elif wanted == "Q8_0":  # half a step of the block's largest value, and the scale's rounding
+            largest = expected.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)
+            assert (difference.unflatten(-1, (-1, 32)) <= largest * (0.5 / 127 + 2**-10)).all()
+            assert difference.any()
+        else:
+            assert (difference <= expected.abs() * (bound or 2**-11) + 1e-7).all()
+
+
+def test_llama_cpp_has_every_tensor():
+    """All names are of the package gguf, under their architecture."""
+    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    n_checked = 0
+    for family in families_with("gguf"):
+        for flavor, config in family.FLAVORS.items():
+            config = copy.deepcopy(config)
+            config.vocab_size, config.n_layers = VOCAB, min(config.n_layers, 2)
+            try:
+                name = family.FORMATS["gguf"].to_external(config)["general.architecture"]
+                names = family.FORMATS["gguf"].adapter(config).external_names
+            except UserError as error:
+                assert "GGUF cannot hold this model" in str(error), flavor
+                continue
+            known = {
+                gguf.TENSOR_NAMES[tensor].replace("{bid}", "*")
+                for tensor in gguf.MODEL_TENSORS[architectures[name]]
+            }
+            generic = {
+                ".".join("*" if part.isdigit() else part for part in name.split(".")[:-1])
+                for name in names
+            }
+            assert generic <= known, (flavor, generic - known)
+            n_checked += 1
+    assert n_checked > 30
+
+
+@pytest.mark.parametrize(
+    "name, fixed, message",
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "--model.rope.scaling is dynamic, but llama.cpp requires llama3 or linear or yarn",
+        ),
+        (
+            "qwen2",
+            {"head_dim": 8},
+            "--model.head_dim is 8, but llama.cpp requires dim / n_heads = 16",
+        ),
+        (
+            "qwen3",
+            {"attention_bias": True},
+            "--model.attention_bias is True, but llama.cpp requires a model without these biases",
+        ),
+        (
+            "gemma2",
+            {"query_pre_attn_scalar": 256},
+            "--model.query_pre_attn_scalar is 256, but llama.cpp requires 16 in such a model",
+        ),
+        (
+            "gemma",
+            {"tie_word_embeddings": False},
+            "--model.tie_embeddings is False, but llama.cpp requires True",
+        ),
+        (
+            "qwen3_moe",
+            {"norm_topk_prob": False},
+            "--model.moe.norm_topk_prob is False, but llama.cpp requires True",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "but llama.cpp requires experts in all layers"),
+        ("smollm3", {"no_rope_layer_interval": 2}, "but llama.cpp requires [1, 1, 1, 0]"),
+    ],
+)
+def test_refusals(name, fixed, message, tmp_path, capsys):
+    save(tmp_path / "hf", name, seed=0, **fixed)
+    assert convert(tmp_path / "hf", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_window_limits_the_context(tmp_path, capsys):
+    save(tmp_path / "hf", "mistral", seed=0, sliding_window=16)
+    assert convert(tmp_path / "hf", tmp_path / "out") == 0
+    assert (
+        "the file's context is --model.sliding_window 16 tokens instead of 128"
+        in capsys.readouterr().err
+    )
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    assert reader.get_field("llama.context_length").contents() == 16
+
+
+def test_other_refusals(tmp_path, capsys):
+    save(tmp_path / "hf", "glm", seed=0, vocab_size=VOCAB)
+    assert convert(tmp_path / "hf", tmp_path / "out") == 2
+    assert "GLMModel has no architecture" in capsys.readouterr().err
+    save(tmp_path / "2", "llama", seed=0)
+    assert (
+        convert("--export_dtype", "float16", "--quantize", "Q8_0", tmp_path / "2", tmp_path / "o")
+        == 2
+    )
+    assert "--export_dtype has no effect with --quantize Q8_0" in capsys.readouterr().err
+    (tmp_path / "2" / "tokenizer.json").unlink()
+    assert convert(tmp_path / "2", tmp_path / "out") == 2
+    assert "GGUF needs the model's tokenizer" in capsys.readouterr().err
+
+
+def test_cases_are_known():
+    assert FITTING.keys() <= CASES.keys()

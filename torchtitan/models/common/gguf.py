@@ -1,0 +1,376 @@
+"""Decoders in GGUF, the format of llama.cpp: names of weights and metadata, from a table of each
+family.
+
+An architecture of llama.cpp computes what it computes: few of its choices are in the file. So an
+`Architecture` states what a model must be, and everything else is refused. The requirements are
+those of llama.cpp's sources (src/models, July to November 2026), and its results are compared in
+tests/models/test_gguf.py.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.hugging_face import module_rows
+from torchtitan.models.common.layer_types import LayerType, WindowedDecoder
+from torchtitan.models.common.norms import OffsetRMSNorm
+from torchtitan.models.common.rope import RoPEConfig, attention_factor, rope_frequencies
+from torchtitan.protocols.state_dict_adapter import (
+    Concatenated,
+    ExternalFormat,
+    KeyMapping,
+    Permuted,
+    Repeated,
+    RopePermutation,
+    StateDictAdapter,
+    Transform,
+    model_tensor_specs,
+)
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+@dataclass(frozen=True)
+class PlusOne(Transform):
+    """Weights of norms that are added to 1 here, and not there."""
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        return [tensor - 1 for tensor in tensors]
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.float() + 1 for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Unbound(Transform):
+    """One of our tensors, split into one for each index of its dimension 1."""
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        return [torch.stack(tensors, dim=1)]
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(tensors[0].unbind(dim=1))
+
+
+@dataclass(frozen=True)
+class Constant(Transform):
+    """A tensor of the other format that is part of our configuration."""
+
+    values: tuple[float, ...]
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        return []
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.tensor(self.values, dtype=torch.float32)]
+
+
+_MODULES = {
+    "attention_norm": "attn_norm",
+    "attention.wq": "attn_q",
+    "attention.wk": "attn_k",
+    "attention.wv": "attn_v",
+    "attention.wo": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.q_wide_norm": "attn_q_norm",
+    "attention.k_wide_norm": "attn_k_norm",
+    "attention_post_norm": "post_attention_norm",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "ffn_post_norm": "post_ffw_norm",
+    "moe.router": "ffn_gate_inp",
+    "moe.shared.w1": "ffn_gate_shexp",
+    "moe.shared.w2": "ffn_down_shexp",
+    "moe.shared.w3": "ffn_up_shexp",
+}
+
+_ROWS = (
+    KeyMapping("tok_embeddings.weight", "token_embd.weight"),
+    *module_rows("layers.*", "blk.*", _MODULES),
+    KeyMapping(
+        "layers.*.moe.experts.w13",
+        ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight"),
+        Unbound(),
+    ),
+    KeyMapping("layers.*.moe.experts.w2", "blk.*.ffn_down_exps.weight"),
+    KeyMapping(
+        "layers.*.moe.shared.gate", "blk.*.ffn_gate_inp_shexp.weight", Permuted((0, 1), joined=0)
+    ),
+    KeyMapping("head.norm.weight", "output_norm.weight"),
+    KeyMapping("head.output.weight", "output.weight"),
+)
+
+FUSED_QKV = KeyMapping(
+    tuple(f"layers.*.attention.{name}.weight" for name in ("wq", "wk", "wv")),
+    "blk.*.attn_qkv.weight",
+    Concatenated(0),
+)
+FUSED_GATE_UP = KeyMapping(
+    ("layers.*.feed_forward.w1.weight", "layers.*.feed_forward.w3.weight"),
+    "blk.*.ffn_up.weight",
+    Concatenated(0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture of llama.cpp, and what it requires of our model."""
+
+    name: str
+    """As in `general.architecture`."""
+
+    config: type[Decoder.Config]
+    """Configuration of the model here."""
+
+    rotates_neighbors: bool = False
+    """Its RoPE pairs neighboring elements of queries and keys (LLAMA_ROPE_TYPE_NORM)."""
+
+    rows: Sequence[KeyMapping] = ()
+    """Rows that replace the shared ones of the same tensors."""
+
+    biased: str = "qkv"
+    """Projections that may have a bias: of attention `qkvo`, of the feed-forward network `f`."""
+
+    any_head_width: bool = True
+    """The heads may be wider or narrower than the model's width divided by their number."""
+
+    rotates_part: bool = False
+    """It rotates a part of each head, if told so."""
+
+    scalings: Sequence[str] = ("linear", "yarn")
+    """Changes of RoPE for long contexts that it computes."""
+
+    windows: Sequence[LayerType] = ()
+    """Types of layers, repeated, if it computes windows. Without them, the context is as long as
+    the window, within which every layer sees all earlier tokens."""
+
+    ties: bool | None = None
+    """Whether the output has the weights of the embedding; None: either."""
+
+    copies_tied: bool = False
+    """It reads the output's weights even if they are tied."""
+
+    experts: Mapping[str, Any] | None = None
+    """Values of `moe` that it always computes; None: it has no experts."""
+
+    keys: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Return further metadata. Raises `UserError` for a model that it does not compute."""
+
+
+def require_gguf(fits: bool, option: str, value: Any, must: str) -> None:
+    """Raise `UserError` unless an architecture of llama.cpp computes a model with this value."""
+    if not fits:
+        raise UserError(
+            f"GGUF cannot hold this model: --model.{option} is {value}, but llama.cpp requires "
+            f"{must}"
+        )
+
+
+def gguf_format(*architectures: Architecture) -> ExternalFormat:
+    """Return the format GGUF of a family, which is only written."""
+    by_config = {each.config: each for each in architectures}
+
+    def find(config: Decoder.Config) -> Architecture:
+        if type(config) not in by_config:
+            raise UserError(
+                f"GGUF cannot hold this model: {type(config)._owner.__name__} has no architecture "
+                "in llama.cpp that torchtitan knows"
+            )
+        return by_config[type(config)]
+
+    def read(document: Mapping[str, Any]) -> Decoder.Config:
+        raise UserError("GGUF files are written, not read; use the model's Hugging Face folder")
+
+    return ExternalFormat(
+        adapter=lambda config: _adapter(find(config), config),
+        to_external=lambda config: _metadata(find(config), config),
+        from_external=read,
+        stem="gguf",
+    )
+
+
+def _adapter(architecture: Architecture, config: Decoder.Config) -> StateDictAdapter:
+    _check(architecture, config)
+    specs = model_tensor_specs(config)
+    rows = [_transformed(row, architecture, config) for row in architecture.rows or ()]
+    own = {name for row in rows for name in _names(row.internal)}
+    rows += [
+        _transformed(row, architecture, config)
+        for row in _ROWS
+        if own.isdisjoint(_names(row.internal))
+    ]
+    return StateDictAdapter(
+        [*rows, *_factors(config.rope, config.resolved_head_dim)],
+        n_layers=config.n_layers,
+        only=specs,
+    )
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _transformed(row: KeyMapping, architecture: Architecture, config: Decoder.Config) -> KeyMapping:
+    name = _names(row.internal)[0]
+    if name == "tok_embeddings.weight" and architecture.copies_tied and config.tie_embeddings:
+        return KeyMapping(name, ("token_embd.weight", "output.weight"), Repeated(2))
+    is_rotated = name.startswith(("layers.*.attention.wq.", "layers.*.attention.wk."))
+    if is_rotated and architecture.rotates_neighbors:
+        head_dim = config.resolved_head_dim
+        permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
+        return KeyMapping(row.internal, row.external, permutation)
+    is_norm = name.endswith("norm.weight")
+    if is_norm and getattr(config._owner, "norm_kind", None) is OffsetRMSNorm:
+        return KeyMapping(row.internal, row.external, PlusOne())
+    return row
+
+
+def _factors(rope: RoPEConfig, head_dim: int) -> list[KeyMapping]:
+    """Return the rows of divisors of RoPE's frequencies, which are tensors."""
+    if not rope.is_scaled:
+        return []
+    if rope.scaling == "longrope":
+        return [
+            KeyMapping((), f"rope_factors_{name}.weight", Constant(tuple(factors or ())))
+            for name, factors in (("long", rope.long_factors), ("short", rope.short_factors))
+        ]
+    if rope.scaling == "llama3":
+        unscaled = rope_frequencies(RoPEConfig(theta=rope.theta), head_dim)
+        factors = unscaled / rope_frequencies(rope, head_dim)
+        return [KeyMapping((), "rope_freqs.weight", Constant(tuple(factors.tolist())))]
+    return []
+
+
+def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
+    """Return the metadata of a model, without the prefix of the architecture except in
+    `general.architecture`. Numbers without a point are unsigned integers there."""
+    _check(architecture, config)
+    head_dim = config.resolved_head_dim
+    keys: dict[str, Any] = {
+        "general.architecture": architecture.name,
+        "vocab_size": config.vocab_size,
+        "context_length": _context(architecture, config),
+        "embedding_length": config.dim,
+        "block_count": config.n_layers,
+        "feed_forward_length": config.ffn_dim,
+        "attention.head_count": config.n_heads,
+        "attention.head_count_kv": config.n_kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "rope.dimension_count": config.rope.rotated_dim(head_dim),
+        "rope.freq_base": float(config.rope.theta),
+    }
+    if architecture.windows and isinstance(config, WindowedDecoder.Config):
+        if config.sliding_window is not None:
+            keys["attention.sliding_window"] = config.sliding_window
+    return keys | _rope(config) | _experts(config) | architecture.keys(config)
+
+
+def _rope(config: Decoder.Config) -> dict[str, Any]:
+    rope = config.rope
+    if not rope.is_scaled or rope.scaling == "llama3":  # `rope_freqs.weight`
+        return {}
+    keys: dict[str, Any] = {
+        "rope.scaling.type": rope.scaling,
+        "rope.scaling.original_context_length": rope.original_max_seq_len,
+    }
+    if rope.scaling == "longrope":
+        return {**keys, "rope.scaling.attn_factor": attention_factor(rope)}
+    if rope.scaling == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.scaling_factor)}
+    return {
+        **keys,
+        "rope.scaling.factor": float(rope.scaling_factor),
+        "rope.scaling.yarn_beta_fast": float(rope.high_freq_factor),
+        "rope.scaling.yarn_beta_slow": float(rope.low_freq_factor),
+    }
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    moe = getattr(config, "moe", None)
+    if moe is None:
+        return {}
+    width = moe.ffn_dim or config.ffn_dim
+    keys = {
+        "feed_forward_length": width if moe.ffn_dim is None else config.ffn_dim,
+        "expert_count": moe.n_experts,
+        "expert_used_count": moe.top_k,
+        "expert_feed_forward_length": width,
+    }
+    if moe.shared_ffn_dim:
+        keys["expert_shared_feed_forward_length"] = moe.shared_ffn_dim
+    return keys
+
+
+def _context(architecture: Architecture, config: Decoder.Config) -> int:
+    window = getattr(config, "sliding_window", None)
+    if architecture.windows or window is None or window >= config.max_seq_len:
+        return config.max_seq_len
+    logger.warning(
+        "llama.cpp computes no windows for this architecture: the file's context is "
+        "--model.sliding_window %s tokens instead of %s, within which the numbers are the same",
+        window,
+        config.max_seq_len,
+    )
+    return window
+
+
+def _check(architecture: Architecture, config: Decoder.Config) -> None:
+    """Raise `UserError` unless llama.cpp computes the model."""
+    if config.scores:
+        raise UserError("GGUF cannot hold this model: it has one score instead of logits")
+    _check_parts(architecture, config)
+    _check_rope(architecture, config)
+    types = getattr(config, "layer_types", ())
+    if architecture.windows and getattr(config, "sliding_window", None) is not None:
+        n = config.n_layers
+        repeated = [tuple(t[i % len(t)] for i in range(n)) for t in (types, architecture.windows)]
+        require_gguf(repeated[0] == repeated[1], "layer_types", types, str(architecture.windows))
+    moe = getattr(config, "moe", None)
+    if moe is not None:
+        assert architecture.experts is not None, "an architecture without experts"
+        fixed = {"routed_scaling_factor": 1.0, "n_group": 1, "scoring_func": "softmax"}
+        fixed |= {"selection_bias": False, "n_shared_experts": 0, **architecture.experts}
+        for name, must in fixed.items():
+            require_gguf(getattr(moe, name) == must, f"moe.{name}", getattr(moe, name), str(must))
+        is_sparse = all(moe.is_sparse(index) for index in range(config.n_layers))
+        require_gguf(is_sparse, "moe.layer_types", moe.layer_types, "experts in all layers")
+
+
+def _check_parts(architecture: Architecture, config: Decoder.Config) -> None:
+    tied = config.tie_embeddings
+    require_gguf(architecture.ties in (None, tied), "tie_embeddings", tied, f"{not tied}")
+    width = config.dim // config.n_heads
+    is_usual = config.dim % config.n_heads == 0 and config.resolved_head_dim == width
+    fits = architecture.any_head_width or is_usual
+    require_gguf(fits, "head_dim", config.resolved_head_dim, f"dim / n_heads = {width}")
+    names = model_tensor_specs(config)
+    for option, projections, ends in (
+        ("attention_bias", "o", ("wo.bias",)),
+        ("mlp_bias", "f", ("w1.bias", "w2.bias", "w3.bias")),
+    ):
+        fits = projections in architecture.biased or not any(name.endswith(ends) for name in names)
+        must = "a model without these biases"
+        require_gguf(fits, option, getattr(config, option), must)
+
+
+def _check_rope(architecture: Architecture, config: Decoder.Config) -> None:
+    rope = config.rope
+    is_known = not rope.is_scaled or rope.scaling in architecture.scalings
+    known = " or ".join(architecture.scalings)
+    require_gguf(is_known, "rope.scaling", rope.scaling, known)
+    part = rope.rotated_fraction
+    require_gguf(part == 1.0 or architecture.rotates_part, "rope.rotated_fraction", part, "1.0")
+    if rope.is_scaled and rope.scaling == "yarn" and rope.attention_factor is not None:
+        usual = attention_factor(RoPEConfig(scaling="yarn", scaling_factor=rope.scaling_factor))
+        fits = math.isclose(rope.attention_factor, usual, rel_tol=1e-6)
+        require_gguf(fits, "rope.attention_factor", rope.attention_factor, f"{usual} with YaRN")
