@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.cli.hub import unreachable
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
@@ -124,10 +125,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
             next(text for kind, text in refusals.items() if isinstance(error, kind))
         ) from error
     except (HTTPError, LocalEntryNotFoundError, ConnectionError) as error:
-        cause = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(
-            f"{api.endpoint} cannot be reached ({cause}); check the network, then run this again"
-        ) from error
+        raise unreachable(api.endpoint, error) from error
     except OSError as error:
         if error.errno is not None:
             cause = error.strerror or str(error)

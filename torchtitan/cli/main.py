@@ -44,9 +44,10 @@ COMMANDS = {
         "inspect_checkpoint:inspect_checkpoint",
         "show the contents of a checkpoint, and verify it",
     ),
-    "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
+    "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp, gguf)"),
     "doctor": ("doctor:doctor", "check the hosts of a run before it starts"),
     "download": ("download:download", "download a model from the Hugging Face Hub"),
+    "push": ("push:push", "upload a model to the Hugging Face Hub, with a card about its run"),
     "report": (
         "report:report",
         "write a page about runs: curves, time, incidents, configuration (or --text)",

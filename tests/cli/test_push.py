@@ -1,0 +1,264 @@
+"""`torchtitan push`: the files that arrive on a hub on this machine, the card, and refusals."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from torchtitan.cli.main import main
+from torchtitan.cli.model_card import model_card
+from torchtitan.cli.report import RunRecord
+from torchtitan.components.checkpoint import catalog
+
+TOKEN = "hf_" + "a" * 34
+COMMAND = "torchtitan train --module auto --config lora --dataloader.dataset org/data"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that takes repositories and commits of small files, and remembers them."""
+    taken = SimpleNamespace(created=[], files={}, status=200, existing=set())
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            assert self.headers["Authorization"] == f"Bearer {TOKEN}"
+            if taken.status != 200:
+                return self.send(taken.status, {"error": "no"})
+            if self.path == "/api/repos/create":
+                asked = json.loads(body)
+                name = f"{asked['organization']}/{asked['name']}"
+                if name in taken.existing:
+                    return self.send(409, {"error": "exists", "url": f"{address}/{name}"})
+                taken.created.append(
+                    (name, asked["visibility"] if "visibility" in asked else asked["private"])
+                )
+                return self.send(200, {"url": f"{address}/{name}"})
+            if "/preupload/" in self.path:
+                files = json.loads(body)["files"]
+                return self.send(
+                    200,
+                    {
+                        "files": [
+                            {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                            for f in files
+                        ]
+                    },
+                )
+            if self.path == "/api/validate-yaml":
+                is_wrong = "license: wrong" in json.loads(body)["content"]
+                found = [{"message": "license must be one of"}] if is_wrong else []
+                return self.send(400 if found else 200, {"errors": found, "warnings": []})
+            assert "/commit/main" in self.path
+            for line in map(json.loads, body.decode().splitlines()):
+                if line["key"] == "file":
+                    taken.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.send(
+                200, {"commitUrl": f"{address}/me/tiny/commit/c", "commitOid": "c", "success": True}
+            )
+
+        def send(self, status: int, content: object) -> None:
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    use_endpoint(monkeypatch, address)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: TOKEN)
+    yield taken
+    server.shutdown()
+    server.server_close()
+
+
+def use_endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """The library reads HF_ENDPOINT when it is imported."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+
+
+def started(command: str) -> dict[str, object]:
+    """Return the first event of a run."""
+    begun = {"time": 1.0, "begun": 0.5, "step": 0, "seconds": {}}
+    return {"event": "start", **begun, "command": command, "parameters": 7, "layout": "one"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The dump folder of a run with two checkpoints, only the first one in Hugging Face format."""
+    folder = tmp_path / "outputs"
+    model = folder / "checkpoint" / "step-4.partial"
+    (model / "assets").mkdir(parents=True)
+    (folder / "checkpoint" / "step-5").mkdir()
+    (model / "adapter").mkdir()
+    for name, text in {
+        "config.json": '{"model_type": "llama"}',
+        "model.safetensors": "weights",
+        "tokenizer.json": "{}",
+        "assets/model.json": "{}",
+        "adapter/adapter_config.json": "{}",
+        "adapter/adapter_model.safetensors": "adapter",
+        "optimizer.pt": "momentum",
+        "__0_0.distcp": "states",
+    }.items():
+        (model / name).write_text(text)
+    catalog.commit(model, catalog.Marker(step=4, kind="huggingface", world_size=1))
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25, "n_tokens_seen": 1000}\n'
+    )
+    start = started(COMMAND)
+    (folder / "events.jsonl").write_text(json.dumps(start) + "\n")
+    config = {
+        "module": "auto",
+        "config": "lora",
+        "dataloader": {"dataset": ["org/data:en@main", str(tmp_path / "mine.jsonl")]},
+        "optimizer": {"lr": 0.001},
+        "model_converters": {"lora": {"rank": 8}},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+WANTED = {
+    "README.md",
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+}
+
+
+def push(*words: object) -> int:
+    return main(["push", *map(str, words)])
+
+
+def test_the_model_and_a_card_arrive(hub, run, capsys):
+    assert push(run, "me/tiny", "--license", "mit", "--base_model", "org/base") == 0
+    assert hub.files.keys() == WANTED
+    assert hub.files["model.safetensors"] == b"weights"
+    ((name, privacy),) = hub.created
+    assert name == "me/tiny" and privacy in (True, "private")
+    _, header, body = hub.files["README.md"].decode().split("---\n", 2)
+    assert yaml.safe_load(header) == {
+        "library_name": "transformers",
+        "tags": ["torchtitan"],
+        "pipeline_tag": "text-generation",
+        "license": "mit",
+        "base_model": "org/base",
+        "datasets": ["org/data"],
+    }
+    for said in ("| optimizer.lr | 0.001 |", "| last loss | 2.25 |", COMMAND, "lora.rank | 8 |"):
+        assert said in body
+    assert "pushed 6 files" in capsys.readouterr().out
+
+
+def test_public_repositories_are_asked_for(hub, run):
+    assert push(run / "checkpoint" / "step-4", "me/tiny", "--public") == 0
+    assert hub.created[0][1] in (False, "public")
+    assert COMMAND in hub.files["README.md"].decode()  # the run that the folder is in
+
+
+def test_dry_run_sends_nothing(hub, run, capsys):
+    assert push(run, "me/tiny", "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert not hub.created and not hub.files
+    assert "              7  model.safetensors" in out
+    assert "5 other files are left out" in out and COMMAND in out
+
+
+def test_existing_repositories(hub, run, capsys):
+    hub.existing.add("me/tiny")
+    assert push(run, "me/tiny") == 2
+    assert "me/tiny exists already; add a commit to it with --update" in capsys.readouterr().err
+    assert not hub.files
+    assert push(run, "me/tiny", "--update") == 0
+    assert hub.files.keys() == WANTED
+
+
+def test_a_card_of_ones_own_is_kept(hub, run):
+    (run / "checkpoint" / "step-4" / "README.md").write_text("mine")
+    assert push(run, "me/tiny") == 0
+    assert hub.files["README.md"] == b"mine"
+
+
+def test_adapters_name_their_base(hub, tmp_path):
+    adapter = {"base_model_name_or_path": "org/base", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "adapter_model.safetensors").write_text("adapter")
+    assert push(tmp_path, "me/adapter") == 0
+    card = hub.files["README.md"].decode()
+    assert "library_name: peft" in card and "base_model: org/base" in card
+
+
+def test_a_card_that_the_hub_refuses(hub, run, capsys):
+    assert push(run, "me/tiny", "--license", "wrong") == 2
+    assert "refuses the card: license must be one of" in capsys.readouterr().err
+    assert not hub.files
+
+
+@pytest.mark.parametrize(
+    "status, message",
+    [(401, "it does not know the token"), (403, "the token may not write to me"), (418, "418")],
+)
+def test_refusals_of_the_hub(hub, run, status, message, capsys):
+    hub.status = status
+    assert push(run, "me/tiny") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_token(run, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert push(run, "me/tiny") == 2
+    assert "not logged in" in capsys.readouterr().err
+
+
+def test_without_a_network(run, monkeypatch, capsys):
+    use_endpoint(monkeypatch, "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)
+    assert push(run, "me/tiny") == 2
+    assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+
+
+def test_mistakes(run, tmp_path, capsys):
+    for words, message in (
+        ((tmp_path / "none", "me/tiny"), "none"),
+        ((run, "tiny"), "'tiny' has no owner"),
+        ((run, "me/ti ny"), "is not the name of a repository"),
+        ((run / "checkpoint" / "step-4" / "assets", "me/tiny"), "convert --to hf"),
+    ):
+        assert push(*words, "--dry_run") == 2
+        assert message in capsys.readouterr().err
+    (run / "checkpoint" / "step-4" / "config.json").unlink()
+    assert push(run, "me/tiny", "--dry_run") == 2
+    assert f"--run {run}" in capsys.readouterr().err
+
+
+def test_credentials_stay(run, capsys):
+    file = run / "checkpoint" / "step-4" / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "url": f"https://x/?token={TOKEN}"}))
+    assert push(run, "me/tiny", "--dry_run") == 2
+    assert "config.json has a credential" in capsys.readouterr().err
+    start = started(f"HF_TOKEN={TOKEN} {COMMAND}")
+    (run / "events.jsonl").write_text(json.dumps(start) + "\n")
+    card = model_card("tiny", "transformers", run=RunRecord(run))
+    assert COMMAND in card and TOKEN not in card
+
+
+def test_links_out_of_the_folder_are_refused(run, tmp_path, capsys):
+    (tmp_path / "secret").write_text("secret")
+    link = run / "checkpoint" / "step-4" / "generation_config.json"
+    Path(link).symlink_to(tmp_path / "secret")
+    assert push(run, "me/tiny", "--dry_run") == 2
+    assert "generation_config.json" in capsys.readouterr().err

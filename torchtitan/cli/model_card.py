@@ -1,0 +1,110 @@
+"""Model cards: README.md of a repository on the Hub, with data, method, numbers and command of a
+run."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtitan.cli.report import RunRecord, sections
+from torchtitan.tools.redact import redact
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""Name of a repository; of data, `:config`, `@revision` and `[split]` may follow."""
+
+_OPTIONS = (
+    "dataloader.dataset",
+    "dataloader.chat_template",
+    "training.seq_len",
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.mixed_precision_param",
+    "optimizer.name",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "lr_scheduler.warmup_steps",
+    "lr_scheduler.decay_type",
+    "loss.beta",
+    "rewards",
+)
+"""Options of a run in its card, if it has them, beside all of its converters. None is a path that
+only the machine of the run has, except of data."""
+
+_FACTS = ("Summary", "Data")
+"""Tables of the report in the card."""
+
+_UNTOLD = ("last event", "goodput", "last mfu", "last memory_gib", "last data_loading_fraction")
+
+
+def is_repository(name: Any) -> bool:
+    """Return whether a text is a repository's name, OWNER/NAME, and no file here."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+def model_card(
+    title: str,
+    library: str,
+    *,
+    run: RunRecord | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+) -> str:
+    """Return the text of a card, without credentials.
+
+    Args:
+        library: that opens the files: `transformers`, `peft` or `gguf`.
+        run: the run that trained the model; None: unknown.
+    """
+    header: dict[str, Any] = {"library_name": library, "tags": ["torchtitan"]}
+    if library != "gguf":
+        header["pipeline_tag"] = "text-generation"
+    if license:
+        header["license"] = license
+    if base_model:
+        header["base_model"] = base_model
+    if run and (datasets := [*_datasets(run)]):
+        header["datasets"] = datasets
+    parts = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n", f"# {title}\n"]
+    origin = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    parts.append(f"Trained{origin} with torchtitan.\n")
+    if run:
+        parts += _describe(run)
+    return redact("\n".join(parts))
+
+
+def _datasets(run: RunRecord) -> Iterator[str]:
+    for name in run.config.get("dataloader.dataset", ()):
+        repository = re.split(r"[:@\[]", name)[0]
+        if is_repository(repository) and not Path(repository).suffix:
+            yield repository
+
+
+def _describe(run: RunRecord) -> Iterator[str]:
+    config = run.config
+    method = {"module": config.get("module"), "configuration": config.get("config")}
+    method |= {key: config[key] for key in _OPTIONS if config.get(key) not in (None, "", [])}
+    method |= {
+        key: value
+        for key, value in config.items()
+        if key.startswith("model_converters.") and value not in (None, "", [])
+    }
+    yield _table("Method", method)
+    for section in sections([run]):
+        if section.title in _FACTS:
+            yield _table(
+                section.title, {row[0]: row[1] for row in section.rows if row[0] not in _UNTOLD}
+            )
+    if command := run.start.get("command"):
+        yield f"## Command\n\n```bash\n{command}\n```\n"
+
+
+def _table(title: str, facts: Mapping[str, Any]) -> str:
+    rows = [f"| {key} | {_cell(value)} |" for key, value in facts.items()]
+    return "\n".join([f"## {title}\n", "| | |", "|---|---|", *rows, ""])
+
+
+def _cell(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,248 @@
+"""`torchtitan push`: upload a model to the Hugging Face Hub, with a card about its run."""
+
+import argparse
+import contextlib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchtitan.cli.hub import unreachable
+from torchtitan.cli.model_options import run_command
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import file_to_copy, missing_folder_error, read_object, read_regular
+from torchtitan.tools.logging import presentable
+from torchtitan.tools.parser import Parser
+from torchtitan.tools.redact import redact
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_DESCRIPTION = """Upload the model in the folder SOURCE to the repository OWNER/NAME on the Hugging
+Face Hub, in one commit: weights in Hugging Face or GGUF format or an adapter, configuration,
+tokenizer, and README.md, a card with data, method, numbers and command of the run. SOURCE may be
+the dump folder of a run, whose newest checkpoint in Hugging Face format is uploaded. Optimizer
+states and other files are left out. The repository is private unless --public. Log in with
+`hf auth login`, or set the environment variable HF_TOKEN."""
+
+_CARD = "README.md"
+
+_WEIGHTS = ("*.safetensors", "*.gguf")
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_DESCRIBING = ("config.json", "*.safetensors.index.json", "LICENSE*", _CARD)
+_TOKENIZER = ("tekken.json", "*.tiktoken", "tiktoken.model", "additional_chat_templates/*.jinja")
+
+
+class Upload(NamedTuple):
+    """Files of a model, and its card."""
+
+    folder: Path
+    names: Sequence[str]
+    """Within the folder, without the card."""
+    n_left_out: int
+    card: bytes
+
+
+def push(args: Sequence[str]) -> int:
+    """Upload a model. Return 0, 2 for a user's mistake or a refusal of the Hub, or 3 if the files
+    cannot be read."""
+    parser = Parser(prog="torchtitan push", description=_DESCRIPTION)
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="folder of a model or a run")
+    parser.add_argument("repo_id", metavar="OWNER/NAME", help="name of the repository")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="dump folder of the run that trained the model, for the card (default: the run that "
+        "SOURCE is in)",
+    )
+    parser.add_argument(
+        "--base_model",
+        metavar="OWNER/NAME",
+        help="repository of the model that training started from, for the card (default: the "
+        "adapter's, if it is one)",
+    )
+    parser.add_argument(
+        "--license", help="license of the model, for the card, such as apache-2.0 (default: unsaid)"
+    )
+    parser.add_argument("--public", action="store_true", help="create a public repository")
+    parser.add_argument(
+        "--update", action="store_true", help="add a commit to a repository that exists"
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="list the files with their sizes, and the card"
+    )
+    options = parser.parse_args(args)
+    return run_command("push", lambda: _push(options))
+
+
+def _push(options: argparse.Namespace) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    with _refusals(api, options.repo_id):
+        _check_name(options.repo_id)
+        upload = _prepare(options)
+        if options.dry_run:
+            _list(upload, options.repo_id)
+            return
+        address = _send(api, upload, options)
+    print(presentable(f"pushed {len(upload.names) + 1} files to {address}"))
+
+
+def _check_name(repo_id: str) -> None:
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise UserError(f"'{repo_id}' has no owner: name the repository OWNER/NAME")
+
+
+def _prepare(options: argparse.Namespace) -> Upload:
+    """Return the files to upload. Raise `UserError` if there is no model, or it is damaged, or a
+    file has a credential."""
+    from torchtitan.components.checkpoint import catalog
+
+    folder, run = _model_and_run(options.source, options.run)
+    names, n_left_out = _files_of(folder)
+    if not any(fnmatch.fnmatch(name, pattern) for name in names for pattern in _WEIGHTS):
+        raise UserError(
+            f"{folder} has no model in Hugging Face or GGUF format; write one with torchtitan "
+            f"convert --to hf {folder} my_model"
+        )
+    for name in ("config.json", _ADAPTER[0]):
+        text = read_regular(folder / name).decode(errors="replace") if name in names else ""
+        if redact(text) != text:
+            raise UserError(f"{folder / name} has a credential; remove it, then push again")
+    if catalog.has_marker(folder):
+        catalog.raise_if_damaged(folder)
+    card = read_regular(folder / _CARD) if _CARD in names else _card(folder, names, run, options)
+    return Upload(folder, [name for name in names if name != _CARD], n_left_out, card)
+
+
+def _model_and_run(source: Path, run: Path | None) -> tuple[Path, Path | None]:
+    """Return the folder of the model in `source`, and of the run that trained it, if known."""
+    from torchtitan.cli.report import METRICS, RunRecord
+
+    if not source.is_dir():
+        raise missing_folder_error(source)
+    if (source / METRICS).is_file():
+        saved = RunRecord(source).checkpoints
+        found = [Path(str(info.path)) for info in saved if info.is_complete]
+        models = [path for path in found if (path / "config.json").is_file()]
+        if not models:
+            newest = found[-1] if found else source / "checkpoint" / "step-N"
+            raise UserError(
+                f"the run in {source} has no checkpoint in Hugging Face format; write one with "
+                f"torchtitan convert --to hf {newest} my_model, then torchtitan push my_model "
+                f"OWNER/NAME --run {source}"
+            )
+        return models[-1], run or source
+    outer = source.absolute().parent.parent
+    return source, run or (outer if (outer / METRICS).is_file() else None)
+
+
+def _files_of(folder: Path) -> tuple[list[str], int]:
+    """Return the names of the files to upload, and the number of others. Raise `UserError` if one
+    is a link to a file outside the folder."""
+    from torchtitan.components.peft.converter import EXPORTED
+    from torchtitan.components.weights.assets import FILES
+
+    patterns = [*_WEIGHTS, *_ADAPTER, *_DESCRIBING, *_TOKENIZER, *FILES]
+    patterns += [f"{EXPORTED}/{name}" for name in _ADAPTER]
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
+    wanted = [
+        name
+        for name in names
+        if any(
+            fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/")
+            for pattern in patterns
+        )
+    ]
+    for name in wanted:
+        file_to_copy(folder, name)
+    return wanted, len(names) - len(wanted)
+
+
+def _card(
+    folder: Path, names: Sequence[str], run: Path | None, options: argparse.Namespace
+) -> bytes:
+    from torchtitan.cli.model_card import is_repository, model_card
+    from torchtitan.cli.report import RunRecord
+
+    library = "transformers" if "config.json" in names else "gguf"
+    base = options.base_model
+    if _ADAPTER[0] in names:
+        library = "peft"
+        said = read_object(folder / _ADAPTER[0]).get("base_model_name_or_path")
+        base = base or (said if is_repository(said) else None)
+    record = RunRecord(run) if run else None
+    title = options.repo_id.rpartition("/")[2]
+    text = model_card(title, library, run=record, base_model=base, license=options.license)
+    return text.encode()
+
+
+def _list(upload: Upload, repo_id: str) -> None:
+    sizes = {name: (upload.folder / name).stat().st_size for name in upload.names}
+    sizes[_CARD] = len(upload.card)
+    lines = [f"{size:>15,}  {name}" for name, size in sizes.items()]
+    total = f"{sum(sizes.values()):,} bytes in {len(sizes)} files of {upload.folder}"
+    left = f"; {upload.n_left_out} other files are left out"
+    print(presentable("\n".join([*lines, f"{total} would go to {repo_id}{left}"])))
+    print("\n" + upload.card.decode())
+
+
+def _send(api: "HfApi", upload: Upload, options: argparse.Namespace) -> str:
+    """Create the repository and the commit. Return its address."""
+    from huggingface_hub import CommitOperationAdd, get_token
+
+    if get_token() is None:
+        raise UserError(
+            "not logged in to the Hugging Face Hub; run `hf auth login`, or set HF_TOKEN to a "
+            "token that may write"
+        )
+    api.create_repo(options.repo_id, private=not options.public, exist_ok=options.update)
+    files = [
+        CommitOperationAdd(path_in_repo=name, path_or_fileobj=upload.folder / name)
+        for name in upload.names
+    ]
+    files.append(CommitOperationAdd(path_in_repo=_CARD, path_or_fileobj=upload.card))
+    api.create_commit(
+        options.repo_id, operations=files, commit_message="Upload a model with torchtitan"
+    )
+    return f"{api.endpoint}/{options.repo_id}"
+
+
+@contextlib.contextmanager
+def _refusals(api: "HfApi", repo_id: str) -> Iterator[None]:
+    """Turn answers of the Hub, and a missing network, into `UserError`."""
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+    )
+
+    owner = repo_id.partition("/")[0]
+    reasons = {
+        401: "it does not know the token; run `hf auth login` again, or set HF_TOKEN",
+        403: f"the token may not write to {owner}; create one with the right to write",
+        409: f"{repo_id} exists already; add a commit to it with --update, or choose another name",
+    }
+    try:
+        yield
+    except HFValidationError as error:
+        raise UserError(f"{repo_id!r} is not the name of a repository (OWNER/NAME)") from error
+    except ValueError as error:
+        if not str(error).startswith("Invalid metadata"):  # what the Hub says about the card
+            raise
+        found = str(error).strip().split("\n")[-1].lstrip("- ")
+        raise UserError(f"{api.endpoint} refuses the card: {found}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        cause = reasons.get(status) or redact(str(error).strip().split("\n")[0])
+        raise UserError(f"{api.endpoint} refuses to take the model: {cause}") from error
+    except (HTTPError, ConnectionError, OfflineModeIsEnabled) as error:
+        raise unreachable(api.endpoint, error) from error
