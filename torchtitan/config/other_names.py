@@ -69,7 +69,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "overwrite_output_dir": "another --dump_folder: a run is never overwritten",
     "per_device_eval_batch_size": f"{_LOCAL_BATCH}, also for validation",
     "per_device_train_batch_size": _LOCAL_BATCH,
-    "report_to": "--metrics.enable_wandb; TensorBoard is --metrics.enable_tensorboard",
+    "report_to": "--metrics.enable_wandb, or enable_mlflow, enable_trackio, enable_tensorboard",
     "resume_from_checkpoint": _RESUMING,
     "reward_funcs": "--rewards of --module rl",
     "save_steps": _INTERVAL,

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -460,6 +461,102 @@ class TestWandB:
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
         with pytest.raises(UserError, match="needs the package wandb"):
             self.CONFIG.validate()
+
+
+def tracked(folder: Path, config: MetricsProcessor.Config, *spans: tuple[int, int]) -> None:
+    """Log the steps of sessions: each after a step, up to another one."""
+    for start, last in spans:
+        secret = {"api_key": "abcdefgh", "lr": 0.5}
+        metrics = build_metrics(folder, config, run_config={"optimizer": secret})
+        metrics.start(start)
+        train(metrics, start + 1, last)
+        metrics.close()
+
+
+class TestMLflow:
+    CONFIG = MetricsProcessor.Config(log_freq=1, enable_mlflow=True)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("store", ["file", "sqlite"])
+    def test_a_resumed_run_continues(
+        self, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mlflow = pytest.importorskip("mlflow", reason="requires mlflow")
+        if store == "sqlite":
+            pytest.importorskip("alembic", reason="requires mlflow, not mlflow-skinny")
+        uri = tmp_path.as_uri() if store == "file" else f"sqlite:///{tmp_path / 'mlflow.db'}"
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+        tracked(tmp_path / "run", self.CONFIG, (0, 2), (2, 4))
+        client = mlflow.MlflowClient(uri)
+        experiment = client.get_experiment_by_name("mine")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.status == "FINISHED" and run.info.run_name == "run"
+        assert run.data.params == {"optimizer.api_key": "***", "optimizer.lr": "0.5"}
+        history = client.get_metric_history(run.info.run_id, "loss")
+        lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        assert [(point.step, point.value) for point in history] == [
+            (line["step"], line["loss"]) for line in lines
+        ]
+        assert len(history) == 4
+        tracked(tmp_path / "run", self.CONFIG, (0, 1))  # a new run
+        assert len(client.search_runs([experiment.experiment_id])) == 2
+
+    @pytest.mark.slow
+    def test_a_store_that_does_not_open_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("mlflow", reason="requires mlflow")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://x")
+        with pytest.raises(UserError, match="MLflow does not start.*MLFLOW_TRACKING_URI"):
+            tracked(tmp_path, self.CONFIG, (0, 1))
+        assert not (tmp_path / "metrics.jsonl").exists()
+
+
+class TestTrackio:
+    CONFIG = MetricsProcessor.Config(log_freq=1, enable_trackio=True)
+
+    @pytest.mark.slow
+    def test_a_resumed_run_continues(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("trackio", reason="requires trackio")
+        program = (
+            "import json, sys\nfrom pathlib import Path\n"
+            "from tests.components.observe.test_metrics import TestTrackio, tracked\n"
+            f"tracked(Path({str(tmp_path / 'run')!r}), TestTrackio.CONFIG, (0, 2), (2, 4))\n"
+            "import trackio\n"
+            "runs = list(trackio.Api().runs('mine'))\n"
+            "print(json.dumps([len(runs), runs[0].name]))\n"
+        )
+        environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "t"), "TRACKIO_PROJECT": "mine"}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        printed = next(line for line in done.stdout.splitlines() if line.startswith("["))
+        n_runs, name = json.loads(printed)
+        assert n_runs == 1 and name.startswith("run-")
+        database = sqlite3.connect(tmp_path / "t" / "mine.db")
+        rows = database.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
+        lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        assert [(step, json.loads(values)["loss"]) for step, values in rows] == [
+            (line["step"], line["loss"]) for line in lines
+        ]
+        assert len(rows) == 4
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_a_missing_tracker_names_the_install_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    config = MetricsProcessor.Config(**{f"enable_{name}": True})
+    with pytest.raises(UserError, match=f"needs the package {name}: pip install {name}$"):
+        build_metrics(tmp_path, config)
 
 
 class FakeRun:

@@ -1,7 +1,6 @@
-"""Destinations of a run's metrics: `metrics.jsonl`, TensorBoard, Weights & Biases."""
+"""Destinations of a run's metrics on disk: `metrics.jsonl`, TensorBoard."""
 
 import errno
-import importlib.util
 import json
 import math
 import os
@@ -13,9 +12,8 @@ from typing import Any
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import parse_json, read_regular
+from torchtitan.tools.files import parse_json
 from torchtitan.tools.logging import logger
-from torchtitan.tools.redact import redacted
 
 
 class Sink(ABC):
@@ -94,51 +92,6 @@ class TensorBoard(Sink):
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandB(Sink):
-    """Weights & Biases, configured by its environment variables (`WANDB_PROJECT`, `WANDB_NAME`,
-    `WANDB_MODE`, ...). A resumed run continues the W&B run with the id in the folder `wandb`;
-    points that W&B already has are kept."""
-
-    def __init__(self, dump_folder: Path, step: int, run_config: Mapping[str, Any]):
-        import wandb
-
-        self._error = wandb.Error
-        id_file = dump_folder / "wandb" / "run_id"
-        id_file.parent.mkdir(exist_ok=True)
-        run_id = read_regular(id_file).decode() if step > 0 and id_file.exists() else None
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "torchtitan"),
-                dir=dump_folder,
-                config=redacted(run_config),
-                id=run_id,
-                resume="allow" if run_id else None,
-            )
-        except wandb.Error as error:
-            raise UserError(
-                f"Weights & Biases does not start: {error}; run `wandb login`, set "
-                "WANDB_MODE=offline, or remove --metrics.enable_wandb"
-            ) from error
-        id_file.write_text(self._run.id)
-
-    @staticmethod
-    def check_installed() -> None:
-        """Raise `UserError` if the package `wandb` is not installed."""
-        spec = importlib.util.find_spec("wandb")
-        # no origin: only a folder of that name, such as W&B's own output
-        if spec is None or spec.origin is None:
-            raise UserError("--metrics.enable_wandb needs the package wandb: pip install wandb")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        try:
-            self._run.log(dict(values), step=step)
-        except self._error as error:
-            raise OSError(f"Weights & Biases: {error}") from error
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def set_aside(path: Path) -> None:

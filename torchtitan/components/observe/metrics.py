@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.observe.metric_sinks import JsonLines, Sink, TensorBoard, WandB
+from torchtitan.components.observe.metric_sinks import JsonLines, Sink, TensorBoard
+from torchtitan.components.observe.tracking_sinks import TRACKERS, Tracker
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable, builds
 from torchtitan.config.sections import require_at_least
@@ -84,7 +85,7 @@ class MetricsProcessor(Configurable):
         total_steps: the last step, for the ETA.
         world_size: number of ranks.
         rank: this rank.
-        run_config: the run's configuration, for W&B.
+        run_config: the run's configuration, for trackers of experiments.
         unit: what `count_tokens` counts, in the names of metrics: `tokens`, or the samples of a
             model without tokens.
         clock: monotonic clock in seconds.
@@ -107,6 +108,14 @@ class MetricsProcessor(Configurable):
         """Also send the metrics to Weights & Biases, configured by WANDB_PROJECT and its other
         environment variables."""
 
+        enable_mlflow: bool = False
+        """Also send the metrics to MLflow, configured by MLFLOW_TRACKING_URI,
+        MLFLOW_EXPERIMENT_NAME and its other environment variables."""
+
+        enable_trackio: bool = False
+        """Also send the metrics to Trackio, configured by TRACKIO_PROJECT, TRACKIO_DIR and its
+        other environment variables."""
+
         enable_live_view: bool = True
         """Show a progress bar below the log if standard error is a terminal."""
 
@@ -116,8 +125,12 @@ class MetricsProcessor(Configurable):
 
         def validate(self) -> None:
             require_at_least(1, metrics__log_freq=self.log_freq)
-            if self.enable_wandb:
-                WandB.check_installed()
+            for tracker in self.trackers():
+                tracker.check_installed()
+
+        def trackers(self) -> list[type[Tracker]]:
+            """Return the chosen trackers of experiments."""
+            return [tracker for name, tracker in TRACKERS.items() if getattr(self, name)]
 
     config: Config
 
@@ -165,7 +178,7 @@ class MetricsProcessor(Configurable):
 
         A new run (`step` 0) moves an earlier run's metrics aside; a resumed run drops metrics after
         `step`, since it repeats those steps. Raise `UserError` if the folder is not writable, or
-        W&B does not start.
+        a tracker does not start.
         """
         if self.rank == 0:
             with os_errors_as(
@@ -189,10 +202,10 @@ class MetricsProcessor(Configurable):
     def make_sinks(self, step: int) -> list[Sink]:
         """Return rank 0's sinks, opened for a run that starts after `step`. Override it to add a
         sink."""
-        sinks: list[Sink] = []
         # first, so that an error leaves the previous run's files unchanged
-        if self.config.enable_wandb:
-            sinks.append(WandB(self.dump_folder, step, self.run_config))
+        sinks: list[Sink] = [
+            tracker(self.dump_folder, step, self.run_config) for tracker in self.config.trackers()
+        ]
         sinks.append(JsonLines(self.dump_folder / "metrics.jsonl", step))
         if self.config.enable_tensorboard:
             sinks.append(TensorBoard(self.dump_folder / self.config.save_tb_folder, step))

@@ -243,7 +243,8 @@ def evaluation(migration: Migration, held_out: Sequence[str] = ()) -> None:
 def report_to(migration: Migration, key: str) -> None:
     """Set where metrics go."""
     sinks = {str(name).lower() for name in as_list(migration.get(key))}
-    known = {"wandb": "enable_wandb", "tensorboard": "enable_tensorboard", "all": "enable_wandb"}
+    names = ("wandb", "mlflow", "trackio", "tensorboard")
+    known = {**{name: f"enable_{name}" for name in names}, "all": "enable_wandb"}
     options = {f"metrics__{known[name]}": True for name in sorted(sinks & set(known))}
     others = sorted(sinks - set(known) - {"none"})
     if others:
