@@ -39,7 +39,9 @@ def runs(tmp_path_factory) -> list[Path]:
     # What a shell's configuration function would have written.
     for folder in folders:
         lr = 1e-3 if folder.name == "other" else 3e-4
-        (folder / "config.yaml").write_text(f"optimizer:\n  lr: {lr}\n  name: AdamW\n")
+        (folder / "config.yaml").write_text(
+            f"module: llama3\nconfig: tiny\noptimizer:\n  lr: {lr}\n  name: AdamW\n"
+        )
     with open(folders[1] / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": "high"}\n{"step"')
     return folders
@@ -91,6 +93,14 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
     assert rows_of(killed, "Samples") == {str(runs[0]): ["4", "", "", ""]}
     assert rows_of(killed, "Differences") == {}
     assert rows_of(runs, "Differences") == {"optimizer.lr": ["0.0003", "0.001"]}
+
+
+def test_page_names_models_and_units(runs):
+    text = page([*map(RunRecord, runs)])
+    start = json.loads((runs[0] / "events.jsonl").read_text().splitlines()[0])
+    assert f"{runs[0]}: llama3 tiny, {start['parameters']:,} parameters</p>" in text
+    assert 'step_time <span class="mute">(s)</span>' in text
+    assert "grad_norm<small>" in text  # without a unit
 
 
 def test_text_and_broken_lines(runs, capsys):
@@ -312,7 +322,7 @@ def test_script_is_short_and_needs_no_network(runs):
 
 
 WRAPPER = """<!doctype html><pre id="out"></pre>
-<iframe id="wide" width="1280" height="900"></iframe><iframe id="phone" width="390" height="800"></iframe>
+<iframe id="wide" width="1280" height="900"></iframe><iframe id="phone" width="360" height="800"></iframe>
 <script>
 const text = PAGE;
 const found = {};
@@ -326,7 +336,7 @@ for (const name of ["wide", "phone"]) {
       charts: page.querySelectorAll("#charts figure").length,
       sections: [...page.querySelectorAll("h2, summary")].map(title => title.textContent),
       back: view.getComputedStyle(page.body).backgroundColor, text: view.getComputedStyle(page.body).color,
-      images: page.querySelectorAll("img").length,
+      images: page.querySelectorAll("img").length, points: page.querySelectorAll("circle").length,
       svg: page.querySelector("#charts svg").getBoundingClientRect().width};
     const svg = page.querySelector("#charts svg"), box = svg.getBoundingClientRect(), before = lines();
     view.SVGElement.prototype.setPointerCapture = () => {};
@@ -385,21 +395,25 @@ def test_page_in_a_browser(runs, tmp_path, scheme):
     assert console == []
     found = json.loads(html.unescape(re.search(r'<pre id="out">(.*?)</pre>', dom)[1]))
     n_charts = len(curves([*map(RunRecord, runs)]))
+    n_points = sum(
+        len(points) for _, series in curves([*map(RunRecord, runs)]) for points in series
+    )
     titles = [part.title for part in sections([*map(RunRecord, runs)])]
-    for name, width in {"wide": 1280, "phone": 390}.items():
+    for name, width in {"wide": 1280, "phone": 360}.items():
         facts = found[name]
         assert facts["width"] <= width, "the page is wider than the screen"
         assert (
             facts["charts"] == n_charts and facts["lines"] == 2 * n_charts and facts["images"] == 0
         )
         assert facts["sections"] == [titles[0], "Curves", *titles[1:]]
+        assert facts["points"] == n_points  # all series are short
         assert facts["zoomed"] and facts["restored"] and facts["hidden"] == n_charts
         assert re.match(r"step \d+: [\d.]+ step \d+: [\d.]+", facts["note"])
         dark = [
             sum(map(int, re.findall(r"\d+", facts[key])[:3])) / 3 < 128 for key in ("back", "text")
         ]
         assert dark == [scheme == "dark", scheme == "light"]
-    assert 300 < found["phone"]["svg"] < 390 and 300 < found["wide"]["svg"] < 640
+    assert 270 < found["phone"]["svg"] < 360 and 300 < found["wide"]["svg"] < 640
 
 
 @pytest.mark.slow

@@ -40,6 +40,21 @@ METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
 FORECAST = "forecast.json"
 _MOST_POINTS = 1000
 _MOST_INCIDENTS = 500
+_UNITS = {
+    "tokens_per_second": "tokens/s",
+    "images_per_second": "images/s",
+    "step_time": "s",
+    "tflops": "TFLOP/s per device",
+    "mfu": "%",
+    "memory_gib": "GiB",
+    "data_loading_fraction": "0 to 1",
+    "image_token_fraction": "0 to 1",
+    "validation_bits_per_byte": "bits per byte",
+    "validation_time": "s",
+    "validation_tokens_per_second": "tokens/s",
+}
+"""Metric → its unit on the page. A loss has the unit of its method."""
+
 _UNLISTED = {"event", "time", "step", "seconds"}
 
 
@@ -98,6 +113,14 @@ class RunRecord:
                 f"{self.name}: skipped checkpoint.folder of config.yaml: {in_words(error)}"
             )
             return []
+
+    @property
+    def model(self) -> str:
+        """Module, configuration and size; empty if unknown."""
+        facts = [" ".join(str(self.config.get(key) or "") for key in ("module", "config")).strip()]
+        if type(size := self.start.get("parameters")) is int:
+            facts.append(f"{size:,} parameters")
+        return ", ".join(fact for fact in facts if fact)
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return steps and values of a metric."""
@@ -307,6 +330,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         runs=runs,
         written=_moment(time.time()),
         charts=curves(runs),
+        units=_UNITS,
         sections=sections(runs),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

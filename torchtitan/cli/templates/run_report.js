@@ -1,6 +1,7 @@
 "use strict";
 // Curves of the report. Drag over a chart to zoom into its steps, double-click to zoom out; all charts follow.
-const W = 480, H = 250, LEFT = 58, RIGHT = 10, TOP = 10, BOTTOM = 24;
+const MARKED = 40;  // a series of at most so many points, such as validation, shows each of them
+const W = 480, H = 250, LEFT = 72, RIGHT = 10, TOP = 10, BOTTOM = 24;
 const [figures, boxes] = ["#charts figure", "#legend input"].map(chosen => [...document.querySelectorAll(chosen)]);
 const charts = JSON.parse(document.getElementById("curves").textContent).map((series, i) =>
   ({series, svg: figures[i].querySelector("svg"), note: figures[i].querySelector("small")}));
@@ -32,11 +33,13 @@ function draw(chart) {
     shapes.push(`<line x1="${LEFT}" x2="${W - RIGHT}" y1="${y(value)}" y2="${y(value)}" class="grid"/>`);
     shapes.push(label(LEFT - 6, y(value) + 4, "end", text(value)));
   }
+  shapes.push(label(LEFT - 16, H - 6, "end", "step"));
   for (const step of ticks(from, to > from ? to : from + 1, 5).filter(Number.isInteger))
     shapes.push(label(chart.x(step), H - 6, "middle", step.toLocaleString("en")));
   chart.inside.forEach((points, i) => {
     const places = points.map(p => [chart.x(p[0]).toFixed(1), y(p[1]).toFixed(1)]);
-    if (points.length === 1) shapes.push(`<circle cx="${places[0][0]}" cy="${places[0][1]}" r="3" fill="${color(i)}"/>`);
+    for (const [x, y] of points.length <= MARKED ? places : [])
+      shapes.push(`<circle cx="${x}" cy="${y}" r="2.5" fill="${color(i)}"/>`);
     if (points.length > 1) shapes.push(`<polyline points="${places.join(" ")}" stroke="${color(i)}"/>`);
   });
   chart.svg.innerHTML = shapes.join("") + `<rect y="${TOP}" height="${H - TOP - BOTTOM}" width="0" class="band"/>`;
