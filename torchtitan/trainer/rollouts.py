@@ -384,8 +384,7 @@ class RolloutTrainer(Trainer):
     def shape(self, trajectory: Trajectory) -> None:
         """Change the reward of a long trajectory by `--rollout.overlong`."""
         rollout = self.config.rollout
-        n_prompt = [*trajectory.loss_mask, True].index(True)
-        limit = self.engine.context - n_prompt
+        limit = self.engine.context - trajectory.n_prompt
         if not rollout.function:
             limit = min(limit, rollout.max_new_tokens)
         shape_overlong(trajectory, limit, rollout.overlong, rollout.overlong_buffer)

@@ -1,7 +1,7 @@
 """Batches of trajectories for training."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, Enco
 from torchtitan.components.data.finetuning.samples import Windows, pack_windows
 from torchtitan.components.data.plan.packing import first_fit_decreasing, no_packing
 from torchtitan.components.rollout.trajectory import Trajectory
+
+T = TypeVar("T")
 
 Advantage = float | list[float]
 """Advantage of a trajectory, or of each of its tokens."""
@@ -37,18 +39,27 @@ def to_batches(
             another.
     """
     lengths = np.array([len(t.tokens) - 1 for t, _ in samples], np.int64)
-    packed: list[Any]
     if packs:
         packed = first_fit_decreasing(lengths, seq_len)
     else:
         order = np.argsort(-lengths, kind="stable")  # so that the rows of a batch are similar
         packed = [order[window] for window in no_packing(lengths[order], seq_len)]
-    n_windows = batch_size * max(ranks.gather(-(-len(packed) // batch_size)))
-    windows = [*packed, *[[]] * (n_windows - len(packed))]
+    numbers = [window.tolist() for window in packed]
     return [
-        _batch_of(samples, windows[start : start + batch_size], seq_len, make_batch)
-        for start in range(0, n_windows, batch_size)
+        _batch_of(samples, windows, seq_len, make_batch)
+        for windows in equal_batches(numbers, batch_size, ranks)
     ]
+
+
+def equal_batches(
+    windows: Sequence[Sequence[T]], batch_size: int, ranks: Ranks
+) -> Iterator[Sequence[Sequence[T]]]:
+    """Yield the windows by `batch_size`, equally many batches on each rank; empty windows fill
+    them."""
+    n_windows = batch_size * max(ranks.gather(-(-len(windows) // batch_size)))
+    filled = [*windows, *[[]] * (n_windows - len(windows))]
+    for start in range(0, n_windows, batch_size):
+        yield filled[start : start + batch_size]
 
 
 def _batch_of(

@@ -329,7 +329,7 @@ async def play(
     if not any(trajectory.loss_mask):
         trajectory.reward = None
     elif engine.rewards.names:
-        text = engine.decode(trajectory.tokens[trajectory.loss_mask.index(True) :])
+        text = engine.decode(trajectory.tokens[trajectory.n_prompt :])
         rated = await engine.rate(text, row)
         trajectory.reward = None if rated is None else reward + rated
     return trajectory
@@ -377,7 +377,7 @@ def log_completions(
     with `Trajectory.versions` if there are any."""
     lines = []
     for trajectory in itertools.islice(itertools.chain(*groups), 2):
-        start = [*trajectory.loss_mask, True].index(True)
+        start = trajectory.n_prompt
         prompt, completion = map(
             tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:])
         )

@@ -50,6 +50,11 @@ class Trajectory:
         self.token_rewards[place] = self.token_rewards.get(place, 0.0) + reward
 
     @property
+    def n_prompt(self) -> int:
+        """Number of tokens before the first one that the model sampled."""
+        return [*self.loss_mask, True].index(True)
+
+    @property
     def total(self) -> float | None:
         """Sum of all rewards; None without a verdict."""
         return None if self.reward is None else self.reward + sum(self.token_rewards.values())
@@ -111,7 +116,7 @@ def shape_overlong(
     if kind == "mask" and trajectory.is_overlong:
         trajectory.reward = None
     if kind == "penalty" and trajectory.reward is not None and any(trajectory.loss_mask):
-        n_tokens = len(trajectory.tokens) - trajectory.loss_mask.index(True)
+        n_tokens = len(trajectory.tokens) - trajectory.n_prompt
         buffer = min(max(limit // 5, 1) if buffer is None else buffer, limit)
         penalty = max(-1.0, min(0.0, (limit - buffer - n_tokens) / buffer))
         penalty = -1.0 if trajectory.is_overlong else penalty

@@ -17,87 +17,62 @@ from torchtitan.components.data.finetuning.preference import (
 from torchtitan.components.data.plan.packing import first_fit_decreasing
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.losses.preference_losses import PreferenceLoss
-from torchtitan.components.rollout.rewards import RewardName, Rewards
+from torchtitan.components.rollout.batches import equal_batches
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.components.rollout.trajectory import Group, Trajectory
 from torchtitan.distributed.process_group import on_all_ranks
-from torchtitan.experiments.reward.trainer import batch_reward_function, check_reward_model
+from torchtitan.experiments.reward.rated_rollouts import EQUAL_REWARDS, RatedRolloutTrainer
 from torchtitan.tools.errors import SharedError, UserError, require
-from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 from .trainer import PreferenceTrainer
 
 AnswerPair = tuple[Trajectory, Trajectory]
 
-MOST_BATCHES = 10
-"""Global batches that may be sampled for a step."""
 
-
-class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
+class OnlinePreferenceTrainer(PreferenceTrainer, RatedRolloutTrainer):
     """Train on pairs of the model's own answers: the one with the highest and the one with the
     lowest reward of those to a prompt (Online DPO, Guo et al., arXiv:2402.04792). Prompts whose
     answers have equal rewards give no pair, and are counted."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceTrainer.Config):
+    class Config(RatedRolloutTrainer.Config, PreferenceTrainer.Config):
         """A whole run of preference optimization on the model's own answers."""
 
         rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(group_size=2))
         """Sampling of answers."""
 
-        rewards: list[RewardName] = field(default_factory=list)
-        """Rewards that compare answers, as of --module rl."""
-
-        reward_weights: list[float] = field(default_factory=list)
-        """Weight of each reward function; empty: 1."""
-
         def validate(self) -> None:
             PreferenceTrainer.Config.validate(self)
-            check_rollouts(self)
             if not isinstance(self.chosen_loss, PreferenceLoss.Config):
                 raise UserError("--config online_dpo compares pairs, and takes no loss of answers")
-            if self.reference.kind == "cached":
-                raise UserError(
-                    "--reference.kind cached holds no answers that are sampled later; use model"
-                )
             if isinstance(self.dataloader, ImagePromptDataLoader.Config):
                 raise UserError("--config online_dpo packs answers to prompts without images only")
             why = "whose loss does not correct for the weights that sampled an answer"
             self.rollout.require_current("--config online_dpo", why)
             size = self.rollout.group_size
             require(size >= 2, "--rollout.group_size", size, "2 or more")
-            if not (self.rewards or self.rollout.function):
-                raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
-            Rewards(self.rewards, self.reward_weights, check_reward_model)
+            self.check_rated_rollouts()
 
     config: Config
     dataloader: PromptDataLoader
     measures_named = (
         *PreferenceTrainer.measures_named,
-        *RolloutTrainer.trajectory_measures,
+        *RatedRolloutTrainer.trajectory_measures,
         "pairs",
     )
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.rewards = Rewards(config.rewards, config.reward_weights, batch_reward_function)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample answers to the next prompts, and return their pairs in packed windows, equally
         many on each rank. Raise `UserError` if ten global batches have no pair."""
-        load = super().next_micro_batches
         groups: list[Group] = []
-        self.watchdog.phase("rollouts")
-        for number in range(MOST_BATCHES):
-            sampled = self.sample(lambda: load(batches), f"{self.step + 1}/{number}")
+        for sampled in self.sampled_batches(batches):
             groups += sampled
             pairs = pairs_of(groups)
             if not on_all_ranks(not pairs) or on_all_ranks(not sampled):
                 break
         else:
             raise SharedError(
-                f"the rewards of each prompt's answers were equal in {MOST_BATCHES} global "
-                "batches, which leaves no pair; use a reward that differs, or a larger "
+                f"{EQUAL_REWARDS}, which leaves no pair; use a reward that differs, or a larger "
                 "--rollout.group_size"
             )
         if n_tokens := self.measure_pairs(groups, pairs):
@@ -130,15 +105,11 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RolloutTrainer):
         rows = [EncodedRow(tuple(map(_sample_of, pair))) for pair in pairs]
         lengths = np.array([sum(len(t.tokens) - 1 for t in pair) for pair in pairs], np.int64)
         windows = first_fit_decreasing(lengths, training.seq_len * SEQUENCES_PER_SAMPLE)
-        size = training.local_batch_size
-        n_windows = size * max(self.ranks.gather(-(-len(windows) // size)))
         packed = [[rows[number] for number in window] for window in windows]
-        packed += [[] for _ in range(n_windows - len(packed))]
-        batches = [
-            PreferenceDataLoader.collate(packed[start : start + size], training.seq_len)
-            for start in range(0, n_windows, size)
+        return [
+            self.post_dataloading_process(PreferenceDataLoader.collate(part, training.seq_len))
+            for part in equal_batches(packed, training.local_batch_size, self.ranks)
         ]
-        return [self.post_dataloading_process(batch) for batch in batches]
 
 
 def pairs_of(groups: Iterable[Group]) -> list[AnswerPair]:

@@ -23,17 +23,13 @@ from torchtitan.components.losses.policy_loss import (
     group_advantages,
 )
 from torchtitan.components.rollout.batches import Advantage
-from torchtitan.components.rollout.rewards import RewardName, Rewards
-from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.components.rollout.trajectory import Group, advantages_of
 from torchtitan.distributed.process_group import on_all_ranks
-from torchtitan.experiments.reward.trainer import batch_reward_function, check_reward_model
+from torchtitan.experiments.reward.rated_rollouts import EQUAL_REWARDS, RatedRolloutTrainer
 from torchtitan.experiments.rl.advantages import estimate_advantages
 from torchtitan.tools.errors import SharedError, UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import StepResult
-from torchtitan.trainer.reference import ReferenceTrainer
-from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 Head = Callable[..., Tensor]
 """See `token_log_probs`."""
@@ -42,40 +38,25 @@ _OF_WHOLE_ANSWERS = (*OF_TOKENS, "batch_scaled", "best")
 """Advantages that compare whole answers only, not their turns."""
 
 
-class RLTrainer(ReferenceTrainer, RolloutTrainer):
+class RLTrainer(RatedRolloutTrainer):
     """Raise the probability of trajectories that are better than their group. In a step,
     `next_micro_batches` samples, rates and packs them, and `update` trains on them once or more;
     `compute_loss` calls the `PolicyLoss`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ReferenceTrainer.Config):
+    class Config(RatedRolloutTrainer.Config):
         """A whole run of reinforcement learning."""
 
         policy: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
         """Loss of the policy."""
 
-        rollout: RolloutConfig = field(default_factory=RolloutConfig)
-        """Sampling of trajectories."""
-
-        rewards: list[RewardName] = field(default_factory=list)
-        """Rewards: number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function
-        or file.py:function."""
-
-        reward_weights: list[float] = field(default_factory=list)
-        """Weight of each reward function; empty: 1."""
-
         def validate(self) -> None:
-            ReferenceTrainer.Config.validate(self)
-            if self.reference.kind == "cached":
-                raise UserError(
-                    "--reference.kind cached holds no answers that are sampled later; use model"
-                )
+            RatedRolloutTrainer.Config.validate(self)
             if type(self.chosen_loss) is not CrossEntropyLoss.Config:
                 raise UserError(
                     "reinforcement learning computes log-probabilities, and takes no other --loss"
                 )
             self.policy.validate()
-            check_rollouts(self)
             if (self.policy.method == "ppo") != cast(Any, self._owner).has_critic:
                 raise UserError(
                     "--policy.method ppo needs --module ppo, and the other methods --module rl"
@@ -87,21 +68,19 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
                 self.parallelism.require_one(
                     "tensor", user="--policy.entropy_weight, which needs whole distributions"
                 )
-            if not (self.rewards or self.rollout.function):
-                raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             of_models = [name for name in self.rewards if name.startswith("reward_model=")]
             if of_models and isinstance(self.dataloader, ImagePromptDataLoader.Config):
                 raise UserError(
                     f"--rewards {of_models[0]}: a reward model reads text only, and these prompts "
                     "have images; use a function of prompt, completion and row"
                 )
-            Rewards(self.rewards, self.reward_weights, check_reward_model)
+            self.check_rated_rollouts()
 
     config: Config
     has_critic = False
     measures_named = (
-        *RolloutTrainer.trajectory_measures,
-        *RolloutTrainer.staleness_measures,
+        *RatedRolloutTrainer.trajectory_measures,
+        *RatedRolloutTrainer.staleness_measures,
         "reward_p10",
         "reward_p50",
         "reward_p90",
@@ -127,7 +106,6 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             n_parts,
             f"a divisor of {n_prompts}, the prompts of a step on each rank",
         )
-        self.rewards = Rewards(config.rewards, config.reward_weights, batch_reward_function)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample trajectories for the next prompts, and return them in packed windows, equally many
@@ -196,9 +174,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         resamples = self.policy.method.resample
         wanted = self.prompts_per_rank
         groups: list[Group] = []
-        self.watchdog.phase("rollouts")
-        for number in range(10):
-            sampled = self.next_groups(batches, number)
+        for sampled in self.sampled_batches(batches):
             groups += [
                 group
                 for group in sampled
@@ -207,12 +183,10 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             if not resamples or on_all_ranks(len(groups) >= wanted or not sampled):
                 return groups[:wanted]
         if on_all_ranks(not groups):
-            equal = (
-                f"the rewards of each prompt's answers were equal in {number + 1} global batches"
-            )
             method = f"--policy.method {self.config.policy.method}"
             raise SharedError(
-                f"{equal}, from which {method} learns nothing; use an easier reward, or grpo"
+                f"{EQUAL_REWARDS}, from which {method} learns nothing; use an easier reward, or "
+                "grpo"
             )
         return groups[:wanted]
 
