@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,6 @@ from torchtitan.experiments.reward.trainer import (
     RewardTrainer,
     batch_reward_function,
     bradley_terry_loss,
-    reward_function,
 )
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
@@ -287,6 +287,12 @@ def test_every_family_reads_and_writes_classifiers_of_transformers(model_type, t
     assert relative_error(again.eval()(tokens).logits[:, 0], expected) < 1e-5
 
 
+def reward_function(folder: str) -> Callable[[str, str, dict[str, Any]], float]:
+    """Return `batch_reward_function` for single completions."""
+    rate_all = batch_reward_function(folder)
+    return lambda prompt, completion, row: rate_all([prompt], [completion], [row])[0]
+
+
 def test_rewards_of_answers_equal_transformers_with_and_without_padding(folder):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         trained(folder), dtype=torch.float32
@@ -313,7 +319,8 @@ def test_rewards_of_answers_equal_transformers_with_and_without_padding(folder):
         assert together == pytest.approx(rated, **TOLERANCE)
     assert rate_all([], [], []) == []
     total = Rewards([f"reward_model={trained(folder)}", "pattern=No"], [2.0, 5.0], reward_function)
-    assert total("ignored", rows[0]["chosen"], rows[0]) == pytest.approx(2 * rated[0] + 5)
+    rating = total.rated_now("ignored", rows[0]["chosen"], rows[0])
+    assert rating.value == pytest.approx(2 * rated[0] + 5)
 
 
 def test_best_of_n_prints_the_text_with_the_highest_reward(folder, capsys):

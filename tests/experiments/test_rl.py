@@ -403,14 +403,14 @@ def test_built_in_rewards():
         number_match("", "41", {"answer": "42"}) == number_match("", "none", {"answer": "42"}) == 0
     )
     rewards = Rewards([r"pattern=\bcat\b", "length=10"], [2.0, 1.0])
-    assert rewards("", "a cat here", {}) == 3
-    assert rewards("", "concatenat" * 2, {}) == 0
+    assert rewards.rated_now("", "a cat here", {}).value == 3
+    assert rewards.rated_now("", "concatenat" * 2, {}).value == 0
     with pytest.raises(
         UserError,
         match=r"^the reward function number failed: UserError: it has no reference answer \(column "
         r"answer",
     ):
-        Rewards(["number"], [])("", "41", {"question": "?"})
+        Rewards(["number"], []).rated_now("", "41", {"question": "?"})
     with pytest.raises(
         UserError, match=r"--rewards: reward_model is unknown; use .* reward_model=DIR"
     ):

@@ -169,7 +169,7 @@ def test_rewards_are_named_with_file_and_line(tmp_path, error):
         UserError,
         match=rf"score failed: {name}: .*\(.*mine\.py, line 3, in helper; from .*line 5, in score",
     ):
-        Rewards([f"{tmp_path}/mine.py:score"], [])("", "", {})
+        Rewards([f"{tmp_path}/mine.py:score"], []).rated_now("", "", {})
 
 
 @pytest.mark.parametrize("error", EXITS[:-1])

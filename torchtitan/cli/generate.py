@@ -87,7 +87,7 @@ def generate(args: Sequence[str]) -> int:
 def _generate(options: argparse.Namespace) -> None:
     from torchtitan.components import generation
     from torchtitan.components.chat_template.stops import template_stop_ids
-    from torchtitan.experiments.reward.trainer import reward_function
+    from torchtitan.experiments.reward.trainer import batch_reward_function
 
     if options.image:
         return _answer_about_images(options)
@@ -98,7 +98,7 @@ def _generate(options: argparse.Namespace) -> None:
         )
     texts = [text for text in _prompts(options) for _ in range(n)]
     opened = open_model(options)
-    rate = reward_function(options.reward_model) if options.reward_model else None
+    rate = batch_reward_function(options.reward_model) if options.reward_model else None
     # BOS is added if the model is configured so, and replaces an empty text.
     prompts = [
         opened.tokenizer.encode(text, add_eos=False)
@@ -197,14 +197,14 @@ class _Printer:
         return self.streams[row].stopped
 
     def finish(
-        self, generations: "list[Generation]", n: int, rate: Callable[..., float] | None
+        self, generations: "list[Generation]", n: int, rate: Callable[..., list[float]] | None
     ) -> None:
         """Print the rest, only the best of `n` texts at a time if there is a reward."""
         rests = [stream.finish() for stream in self.streams]
-        rewards = [
-            rate(t, s.text, {"prompt": t}) if rate else 0.0
-            for t, s in zip(self.texts, self.streams, strict=True)
-        ]
+        rewards = [0.0] * len(self.texts)
+        if rate:
+            completions = [stream.text for stream in self.streams]
+            rewards = rate(self.texts, completions, [{"prompt": text} for text in self.texts])
         for first in range(0, len(rests), n):
             i = max(range(first, first + n), key=rewards.__getitem__)
             text = self.texts[i]

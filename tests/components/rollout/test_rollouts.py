@@ -292,10 +292,10 @@ def test_rewards_of_several_kinds(tmp_path):
     assert first.named == {"judge/polite": 1.0, "judge/short": 0.5}
     assert [rating.value for rating in batch] == pytest.approx([1.0, 1 / 3])
     assert asyncio.run(Rewards(names[1:2], []).rate("", "", {})).value is None
-    assert Rewards([], [])("", "", {}) == 0.0
+    assert Rewards([], []).rated_now("", "", {}).value == 0.0
     for name in (names[0], names[2]):
         with pytest.raises(UserError, match=r"await engine\.rate"):
-            Rewards([name], [])("", "", {})
+            Rewards([name], []).rated_now("", "", {})
     with pytest.raises(UserError, match="a value for each of 2 completions"):
         asyncio.run(Rewards([f"{file}:too_few"], []).rate_batch([("", "", {})] * 2))
 

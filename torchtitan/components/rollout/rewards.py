@@ -4,9 +4,9 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
@@ -93,6 +93,21 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
     return cast(Reward, load_function(name))
 
 
+class _Function(NamedTuple):
+    """One of `--rewards`."""
+
+    name: str
+    short: str
+    """Name in logs."""
+    weight: float
+    call: Reward
+
+    @property
+    def subject(self) -> str:
+        """Its name in messages."""
+        return f"the reward function {self.name}"
+
+
 @dataclass(slots=True)
 class Rating:
     """Weighted sum of reward functions, and what each has returned."""
@@ -101,9 +116,9 @@ class Rating:
     """None: no verdict."""
     named: dict[str, float] = field(default_factory=dict)
 
-    def add(self, name: str, weight: float, found: Any, subject: str) -> None:
-        """Add what a function has returned. Raise `UserError` that names the function (`subject`)
-        unless that is a finite number, numbers by name, or None."""
+    def add(self, function: _Function, found: Any) -> None:
+        """Add the result of a function. Raise `UserError` that names the function unless the result
+        is a finite number, numbers by name, or None."""
         if found is None:
             return
         parts = found if isinstance(found, Mapping) else {"": found}
@@ -114,9 +129,11 @@ class Rating:
                 value = math.nan
             if not math.isfinite(value):
                 needed = "one finite number, finite numbers by name, or None"
-                raise UserError(f"{subject} returned {found!r:.60}, but must return {needed}")
-            self.value = (self.value or 0.0) + weight * value
-            self.named[f"{name}/{part}" if part else name] = value
+                raise UserError(
+                    f"{function.subject} returned {found!r:.60}, but must return {needed}"
+                )
+            self.value = (self.value or 0.0) + function.weight * value
+            self.named[f"{function.short}/{part}" if part else function.short] = value
 
 
 Texts = Sequence[tuple[str, str, Mapping[str, Any]]]
@@ -146,40 +163,34 @@ class Rewards:
         shorts = [_short(name) for name in names]
         if len(set(shorts)) < len(names):
             shorts = list(names)
-        every = list(zip(names, shorts, weights or [1.0] * len(names), functions, strict=True))
-        self._of_batch = [one for one in every if _rates_batches(one[3])]
-        self._single = [one for one in every if not _rates_batches(one[3])]
-
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Return the reward; None without a verdict. Raise `UserError` that names the function that
-        fails or must be awaited."""
-        return self.rated_now(prompt, completion, row).value
+        columns = (names, shorts, weights or [1.0] * len(names), functions)
+        every = [_Function(*one) for one in zip(*columns, strict=True)]
+        self._of_batch = [one for one in every if _rates_batches(one.call)]
+        self._single = [one for one in every if not _rates_batches(one.call)]
 
     def rated_now(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Rating:
-        """Return the rating by functions that need not be awaited. Raise `UserError` for others."""
+        """Return the rating by the functions of single completions. Raise `UserError` that names
+        the function that fails, must be awaited, or rates a whole batch."""
+        for function in self._of_batch:
+            raise UserError(
+                f"{function.name} rates a whole batch; use await engine.rate(text, row)"
+            )
         rating = self._empty()
-        for of_batch, *_ in self._of_batch:
-            raise UserError(f"{of_batch} rates a whole batch; use await engine.rate(text, row)")
-        for name, short, weight, function in self._single:
-            subject = f"the reward function {name}"
-            with errors_of_user_code(subject):
-                found = function(prompt, completion, row)
+        for function, found in _results(self._single, prompt, completion, row):
             if inspect.isawaitable(found):
                 cast(Any, found).close()
-                raise UserError(f"{subject} is asynchronous; use await engine.rate(text, row)")
-            rating.add(short, weight, found, subject)
+                raise UserError(
+                    f"{function.subject} is asynchronous; use await engine.rate(text, row)"
+                )
+            rating.add(function, found)
         return rating
 
     async def rate(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Rating:
         """Return the rating by the functions of single completions. Raise `UserError` that names
         the function that fails."""
         rating = self._empty()
-        for name, short, weight, function in self._single:
-            subject = f"the reward function {name}"
-            with errors_of_user_code(subject):
-                found = function(prompt, completion, row)
-            found = await _awaited(found, subject)
-            rating.add(short, weight, found, subject)
+        for function, found in _results(self._single, prompt, completion, row):
+            rating.add(function, await _awaited(found, function.subject))
         return rating
 
     def _empty(self) -> Rating:
@@ -197,20 +208,26 @@ class Rewards:
         if not texts:
             return []
         ratings = [self._empty() for _ in texts]
-        columns: Any = [list(column) for column in zip(*texts, strict=True)]
-        for name, short, weight, function in self._of_batch:
-            subject = f"the reward function {name}"
-            with errors_of_user_code(subject):
-                found = function(*columns)
-            found = await _awaited(found, subject)
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        for function, result in _results(self._of_batch, *columns):
+            found = await _awaited(result, function.subject)
             if not isinstance(found, Sequence) or len(found) != len(texts):
                 raise UserError(
-                    f"{subject} returned {found!r:.60}, but must return a list with a value for "
-                    f"each of {len(texts)} completions"
+                    f"{function.subject} returned {found!r:.60}, but must return a list with a "
+                    f"value for each of {len(texts)} completions"
                 )
             for rating, value in zip(ratings, found, strict=True):
-                rating.add(short, weight, value, subject)
+                rating.add(function, value)
         return ratings
+
+
+def _results(functions: Sequence[_Function], *arguments: Any) -> Iterator[tuple[_Function, Any]]:
+    """Yield each function with its result, which may have to be awaited. Raise `UserError` that
+    names the function that fails."""
+    for function in functions:
+        with errors_of_user_code(function.subject):
+            result = function.call(*arguments)
+        yield function, result
 
 
 def _short(name: str) -> str:

@@ -81,12 +81,6 @@ def check_reward_model(folder: str) -> None:
         raise UserError(f"{folder} is no reward model; train one with --module reward")
 
 
-def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], float]:
-    """Return `batch_reward_function` for single completions."""
-    rate_all = batch_reward_function(folder)
-    return lambda prompt, completion, row: rate_all([prompt], [completion], [row])[0]
-
-
 def batch_reward_function(
     folder: str, batch_size: int = 16
 ) -> Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]]], list[float]]:
