@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from tests.conftest import PROJECT
 from tests.model_sizes import short_name
 from torchtitan.cli.ls import SIZES, with_size
-from torchtitan.components.weights.huggingface import DIFFUSERS
 from torchtitan.models.families import families_with
 
 _FORMATS = {"hf": "Hugging Face", "meta": "Meta"}
@@ -75,7 +74,7 @@ def page() -> Iterator[str]:
         )
         yield f"| {' | '.join(cells)} |"
     yield _END
-    for family in (one for one in families if one.FORMATS["hf"].stem == DIFFUSERS):
+    for family in (one for one in families if one.FORMATS["hf"].library == "diffusers"):
         name = short_name(family)
         flavors = [with_size(flavor, sizes[name].get(flavor)) for flavor in family.FLAVORS]
         [class_name] = family.FORMATS["hf"].model_types

@@ -20,7 +20,7 @@ from torchtitan.components.weights.assets import (
     token_ids,
     write_files,
 )
-from torchtitan.components.weights.huggingface import DIFFUSERS, MAX_FILE_BYTES, write_huggingface
+from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, STEMS, write_huggingface
 from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
 from torchtitan.components.weights.views import ExternalView, PlainView
@@ -89,7 +89,7 @@ def export_checkpoint(
             make,
             max_file_bytes=max_file_bytes,
             ranks=group,
-            stem=format_for(spec, to).stem,
+            stem=STEMS[format_for(spec, to).library],
         )
         if isinstance(source, PlainView):
             group.broadcast_from_rank0(partial(source.write_extra_files, folder, spec))
@@ -149,7 +149,7 @@ def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> 
     """Return a model's config.json, for transformers 4 and 5, or for diffusers, which needs no
     further keys. `ids` come from `assets.token_ids`; `dtype` is the type of the weights."""
     format = format_for(spec, "hf")
-    if format.stem == DIFFUSERS:
+    if format.library == "diffusers":
         return format.to_external(spec.model)
     name = str(dtype).removeprefix("torch.")
     if spec.model.scores:  # transformers reads the last token that is not padding, so EOS is none

@@ -27,10 +27,9 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_file_name, read_object
 
-DIFFUSERS = "diffusion_pytorch_model"
-"""Stem of the files in a folder of diffusers, in place of `model`."""
+STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
+"""Beginning of the names of weight files that each library writes."""
 
-STEMS = ("model", DIFFUSERS)
 MAX_FILE_BYTES = 5 * 2**30
 """Default maximum size of a file."""
 
@@ -56,7 +55,7 @@ class HuggingFaceSource(TensorSource):
     """Tensors of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
     Raises `UserError` if a file is missing, damaged or outside the folder `path`, or if tensors
     listed in the index are missing. `weights` is another name of the single file; None: the first
-    of `STEMS` that the folder has."""
+    of `STEMS` in the folder."""
 
     def __init__(self, path: str | Path, weights: str | None = None):
         self._files: dict[str, Path] = {}
@@ -87,7 +86,8 @@ class HuggingFaceSource(TensorSource):
 
 def _stem_in(folder: Path) -> str:
     return next(
-        (stem for stem in STEMS if any(map(Path.is_file, files_named(folder, stem)))), "model"
+        (stem for stem in STEMS.values() if any(map(Path.is_file, files_named(folder, stem)))),
+        "model",
     )
 
 

@@ -29,7 +29,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _PICKLED = (torch_files.PICKLED_WEIGHTS, torch_files.PICKLED_INDEX)
 _PAIRS = (
-    *(tuple(file.name for file in huggingface.files_named(Path(), s)) for s in huggingface.STEMS),
+    *(
+        tuple(file.name for file in huggingface.files_named(Path(), s))
+        for s in huggingface.STEMS.values()
+    ),
     _PICKLED,
 )
 """Names of a single file of weights and of the index of several."""

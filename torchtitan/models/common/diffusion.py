@@ -1,6 +1,8 @@
-"""Parts that transformers of diffusion share: features of times, patches, modulation, attention."""
+"""Parts that transformers of diffusion share: their configuration, features of times, patches,
+modulation, attention."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,13 +10,65 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.feed_forward import make_linear
+from torchtitan.protocols import BaseModel
 from torchtitan.protocols.initializer import Constant, Uniform, with_initializers
 from torchtitan.protocols.model import count_elements
+from torchtitan.tools.errors import UserError, require
 
 TIME_FEATURES = 256
 """Sines and cosines of a time."""
 
 NO_PLAN = "its layers have no sharding plan for it; use FSDP, HSDP or DDP, which divide the batch"
+
+
+class ImageModel(BaseModel):
+    """A transformer of the patches of images, which predicts velocities: `model(images_BCHW,
+    times_B, …)` → (B, C, H, W)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        """Sizes of a transformer of images."""
+
+        n_heads: int
+        """Attention heads; divides dim."""
+
+        image_size: int
+        """Height and width of images, in pixels (or of latents)."""
+
+        channels: int
+        """Channels of images (or of latents)."""
+
+        patch_size: int = 2
+        """Height and width of a patch, the model's token; divides image_size."""
+
+        n_classes: int
+        """Classes of images."""
+
+        vocab_size: int | None = 0
+        """The model reads no tokens."""
+
+        @property
+        def image_shape(self) -> tuple[int, int, int]:
+            """Channels, height and width of images."""
+            return self.channels, self.image_size, self.image_size
+
+        def validate(self) -> None:
+            self.check_sizes("dim", "n_heads", "image_size", "channels", "n_classes")
+            if not 1 <= self.patch_size <= self.image_size or self.image_size % self.patch_size:
+                raise UserError(
+                    f"--model.patch_size {self.patch_size} does not divide --model.image_size "
+                    f"{self.image_size}"
+                )
+
+        def check_sizes(self, *names: str) -> None:
+            """Raise `UserError` unless the options with these names are sizes."""
+            for name in names:
+                value = getattr(self, name)
+                require(1 <= value <= 2**24, f"--model.{name}", value, "from 1 to 2^24")
+
+        def unsupported_parallelisms(self) -> dict[str, str]:
+            degrees = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+            return {f"{name}_degree": NO_PLAN for name in degrees}
 
 
 def xavier(n_in: int, n_out: int, *, bias: bool = True) -> nn.Linear:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.weights.huggingface import DIFFUSERS
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.dit.model import DiTModel
 from torchtitan.protocols import ExternalFormat, StateDictAdapter
@@ -135,5 +134,5 @@ FORMAT = ExternalFormat(
     to_external=_to_external,
     from_external=_from_external,
     model_types={CLASS: CLASS},
-    stem=DIFFUSERS,
+    library="diffusers",
 )

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import builds
 from torchtitan.models.common.diffusion import (
-    NO_PLAN,
     TIME_FEATURES,
     FullAttention,
+    ImageModel,
     TwoLayers,
     flops_of,
     from_patches,
@@ -25,17 +25,16 @@ from torchtitan.models.common.diffusion import (
     zeros,
 )
 from torchtitan.models.common.feed_forward import gelu_tanh
-from torchtitan.protocols import BaseModel
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError
 
 
-class DiTModel(BaseModel):
+class DiTModel(ImageModel):
     """Predict the velocity of noisy images of a class: `model(images_BCHW, times_B,
     classes=classes_B)` → (B, C, H, W)."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseModel.Config):
+    class Config(ImageModel.Config):
         """Sizes of a DiT."""
 
         n_layers: int
@@ -44,20 +43,8 @@ class DiTModel(BaseModel):
         n_heads: int
         """Attention heads; divides dim. The feed-forward network has the width 4 dim."""
 
-        image_size: int
-        """Height and width of images, in pixels (or of latents)."""
-
-        channels: int
-        """Channels of images."""
-
-        patch_size: int = 2
-        """Height and width of a patch, the model's token; divides image_size."""
-
         n_classes: int
         """Classes; a further one stands for no class."""
-
-        vocab_size: int | None = 0
-        """The model reads no tokens."""
 
         @builds(lambda: DiTModel)
         def build(self) -> Any:
@@ -67,36 +54,14 @@ class DiTModel(BaseModel):
         def n_patches(self) -> int:
             return (self.image_size // self.patch_size) ** 2
 
-        @property
-        def image_shape(self) -> tuple[int, int, int]:
-            """Channels, height and width of images."""
-            return self.channels, self.image_size, self.image_size
-
         def validate(self) -> None:
-            for name in ("dim", "n_layers", "n_heads", "image_size", "channels"):
-                value = getattr(self, name)
-                require(1 <= value <= 2**24, f"--model.{name}", value, "from 1 to 2^24")
-            require(self.n_classes >= 1, "--model.n_classes", self.n_classes, "at least 1")
+            ImageModel.Config.validate(self)
+            self.check_sizes("n_layers")
             if self.dim % self.n_heads or self.dim % 4:
                 raise UserError(
                     f"--model.dim {self.dim} must be a multiple of --model.n_heads {self.n_heads} "
                     "and, for positions in two dimensions, of 4"
                 )
-            if not 1 <= self.patch_size <= self.image_size or self.image_size % self.patch_size:
-                raise UserError(
-                    f"--model.patch_size {self.patch_size} does not divide --model.image_size "
-                    f"{self.image_size}"
-                )
-
-        def unsupported_parallelisms(self) -> dict[str, str]:
-            return dict.fromkeys(
-                (
-                    "tensor_parallel_degree",
-                    "context_parallel_degree",
-                    "pipeline_parallel_degree",
-                ),
-                NO_PLAN,
-            )
 
     config: Config
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.components.weights.huggingface import DIFFUSERS
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.flux.model import FluxModel
 from torchtitan.protocols import ExternalFormat, StateDictAdapter
@@ -125,5 +124,5 @@ FORMAT = ExternalFormat(
     to_external=_to_external,
     from_external=_from_external,
     model_types={CLASS: CLASS},
-    stem=DIFFUSERS,
+    library="diffusers",
 )

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import builds
 from torchtitan.models.common.diffusion import (
-    NO_PLAN,
     TIME_FEATURES,
     FullAttention,
+    ImageModel,
     TwoLayers,
     flops_of,
     from_patches,
@@ -23,7 +23,6 @@ from torchtitan.models.common.diffusion import (
     zeros,
 )
 from torchtitan.models.common.feed_forward import gelu_tanh
-from torchtitan.protocols import BaseModel
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.tools.errors import UserError, require
 
@@ -34,12 +33,12 @@ _PLAIN_GUIDANCE = 1.0
 """Guidance of a training step, for models that guidance was distilled into."""
 
 
-class FluxModel(BaseModel):
+class FluxModel(ImageModel):
     """Predict the velocity of noisy latents under a text: `model(images_BCHW, times_B, text=…,
     pooled=…)` → (B, C, H, W)."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseModel.Config):
+    class Config(ImageModel.Config):
         """Sizes of a FLUX transformer."""
 
         n_double: int
@@ -48,18 +47,12 @@ class FluxModel(BaseModel):
         n_single: int
         """Blocks with the same weights for both, after those."""
 
-        n_heads: int
-        """Attention heads; divides dim."""
-
         axes: list[int] = field(default_factory=lambda: [16, 56, 56])
         """Elements of a head that rotate with a token's index, row and column; even, and together
         the width of a head."""
 
         channels: int = 16
         """Channels of latents."""
-
-        patch_size: int = 2
-        """Height and width of a patch, the model's token."""
 
         image_size: int = 128
         """Height and width of latents in training; the weights fit any size."""
@@ -76,23 +69,13 @@ class FluxModel(BaseModel):
         n_classes: int = 1
         """Classes that training stands for by fixed texts; without captions."""
 
-        vocab_size: int | None = 0
-        """The model reads no tokens."""
-
         @builds(lambda: FluxModel)
         def build(self) -> Any:
             """Build the model on the current device."""
 
-        @property
-        def image_shape(self) -> tuple[int, int, int]:
-            """Channels, height and width of latents in training."""
-            return self.channels, self.image_size, self.image_size
-
         def validate(self) -> None:
-            sizes = ("dim", "n_heads", "channels", "image_size", "text_dim", "pooled_dim")
-            for name in (*sizes, "n_classes"):
-                value = getattr(self, name)
-                require(1 <= value <= 2**24, f"--model.{name}", value, "from 1 to 2^24")
+            ImageModel.Config.validate(self)
+            self.check_sizes("text_dim", "pooled_dim")
             for name in ("n_double", "n_single"):
                 value = getattr(self, name)
                 require(0 <= value <= 2000, f"--model.{name}", value, "from 0 to 2,000")
@@ -102,15 +85,6 @@ class FluxModel(BaseModel):
                     f"head, --model.dim {self.dim} / --model.n_heads {self.n_heads}"
                 )
             require(all(n > 0 and n % 2 == 0 for n in self.axes), "--model.axes", self.axes, "even")
-            if not 1 <= self.patch_size <= self.image_size or self.image_size % self.patch_size:
-                raise UserError(
-                    f"--model.patch_size {self.patch_size} does not divide --model.image_size "
-                    f"{self.image_size}"
-                )
-
-        def unsupported_parallelisms(self) -> dict[str, str]:
-            degrees = ("tensor_parallel", "context_parallel", "pipeline_parallel")
-            return {f"{name}_degree": NO_PLAN for name in degrees}
 
     config: Config
 
