@@ -2,17 +2,15 @@
 one."""
 
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan.cli.child import run_torchtitan
 from torchtitan.cli.main import COMMANDS
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import list_checkpoints
@@ -23,7 +21,6 @@ from torchtitan.tools.errors import UserError, errors_of, os_errors_as, suggest
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import for_output, logger
 from torchtitan.tools.parser import Parser
-from torchtitan.tools.process import StopSignals, signal_when_orphaned
 from torchtitan.tools.redact import redacted
 
 
@@ -178,13 +175,8 @@ def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
     with os_errors_as(f"--folder: '{folder}' cannot be written", "; name another folder"):
         durable.make_folder(folder)
-    command = [sys.executable, "-P", "-m", "torchtitan", *words]
-    save = partial(signal_when_orphaned, signal.SIGTERM, os.getpid())
-    process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None, preexec_fn=save)
-    signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
-    output, _ = process.communicate()
-    signals.close()
+    ended = run_torchtitan(words, stdout=subprocess.PIPE if shows else None)
     if shows:
-        sys.stdout.write(for_output(output.decode(errors="replace")))
-        (folder / "output.txt").write_bytes(output)
-    return 128 + signals.first if signals.first else abs(process.returncode)
+        sys.stdout.write(for_output(ended.output.decode(errors="replace")))
+        (folder / "output.txt").write_bytes(ended.output)
+    return abs(ended.code)

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.cli.data_samples import token_texts
-from torchtitan.cli.report import METRICS, is_metrics, points_of, shown_metrics, thinned
+from torchtitan.cli.report import is_metrics, points_of, shown_metrics, thinned
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
-from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.data.finetuning.filters import Dropped
-from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.observe.run_files import METRICS
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -80,11 +80,14 @@ class DataView:
     ):
         config = SFTDataLoader.Config(dataset=list(datasets), broken="drop")
         config.validate()
-        self._encoder = config.encoder(tokenizer, template)
-        self._encoder.check()
-        self._filters = config.filters()
+        encoder = config.encoder(tokenizer, template)
+        encoder.check()
+        filters = config.filters()
         self._tokenizer = tokenizer
-        self._rows = dict(zip(datasets, config.rows(), strict=True))
+        self._rows = {
+            name: (source, BatchEncoder(row_format, encoder, filters))
+            for name, (source, row_format) in zip(datasets, config.rows(), strict=True)
+        }
 
     def names(self) -> list[str]:
         return list(self._rows)
@@ -94,35 +97,21 @@ class DataView:
         `samples`, each a list of tokens [text, is trained], or why the row is `dropped`."""
         first = _whole_number(query, "first", 0, _LAST_FIRST_ROW)
         number = _whole_number(query, "number", 10, _MOST_ROWS)
-        source, row_format = self._rows[name]
+        source, encoder = self._rows[name]
         try:
             found = itertools.islice(source.rows(lambda _: None), first, first + number)
-            return {"rows": [self._shown(row, row_format) for row in found]}
+            return {"rows": [self._shown(row, encoder) for row in found]}
         except UserError as error:
             raise RequestError(str(error), status=500) from None
 
-    def _shown(self, row: Row, row_format: RowFormat) -> dict[str, Any]:
+    def _shown(self, row: Row, encoder: BatchEncoder) -> dict[str, Any]:
         samples, dropped = [], ""
-        for result in self._encode(row, row_format):
+        for result in encoder.results(row):
             if isinstance(result, Dropped):
                 dropped = f"{result.reason}: {result.why}"
             else:
                 samples.append(self._tokens(result))
         return {"where": row.where, "samples": samples, "dropped": visible(dropped)}
-
-    def _encode(self, row: Row, row_format: RowFormat) -> list[EncodedRow | Dropped]:
-        if row.values is None:
-            return [self._filters.apply(BrokenSample(row.error or "it cannot be read"))]
-        try:
-            sample = row_format.convert(row.values)
-            if sample is None:
-                return [Dropped("dropped", "by the function of its format")]
-            [encoded] = self._encoder.encode_batch([sample])
-        except BrokenSample as error:
-            encoded = error
-        if isinstance(encoded, BrokenSample):
-            return [self._filters.apply(encoded)]
-        return [self._filters.apply(each) for each in encoded]
 
     def _tokens(self, sample: EncodedRow) -> list[tuple[str, bool]]:
         texts = map(visible, token_texts(sample.ids.tolist(), self._tokenizer))

@@ -139,15 +139,11 @@ def _template(choice: str) -> tuple[str, list[str]]:
     """Return the text of a chat template and its special tokens. Raise `UserError` for an unknown
     one."""
     from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
+    from torchtitan.components.chat_template.template import read_template
 
     if not choice:
         return "", []
-    path = Path(choice)
-    if choice not in BUILT_IN_TEMPLATES and not path.is_file():
-        known = ", ".join(BUILT_IN_TEMPLATES)
-        raise UserError(f"--chat_template '{choice}' is neither a file nor one of: {known}")
-    with os_errors_as(f"--chat_template '{choice}' cannot be read"):
-        text = BUILT_IN_TEMPLATES.get(choice) or path.read_text("utf-8")
+    text = BUILT_IN_TEMPLATES.get(choice) or read_template(Path(choice), "--chat_template")
     return text, [*_SPECIAL.findall(text), *REQUIRED_TOKENS.get(choice, ())]
 
 

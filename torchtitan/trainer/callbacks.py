@@ -96,6 +96,37 @@ class Recorder(Callback):
         self.file = None
 
 
+class PeriodicEvaluation(Callback):
+    """Base class of callbacks that `evaluate` every `period` steps and after the last one, outside
+    of the time that counts as training."""
+
+    is_pending = False
+    """Whether steps were taken since the last evaluation; a complete run takes none."""
+
+    @property
+    def period(self) -> int:
+        """Steps between evaluations; 0: never evaluate."""
+        raise NotImplementedError
+
+    def evaluate(self) -> None:
+        """Evaluate the model of the run. Every rank calls this, since FSDP requires it."""
+        raise NotImplementedError
+
+    def after_step(self, outcome: StepResult) -> None:
+        period = self.period
+        self.is_pending = bool(period) and self.trainer.step % period != 0
+        if period and not self.is_pending:
+            self._evaluate()
+
+    def on_end(self, reason: StopReason) -> None:
+        if self.is_pending and reason != "stopped":
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        with self.trainer.metrics.exclude(), self.trainer.phases.during("validation"):
+            self.evaluate()
+
+
 class GarbageCollection(Callback):
     """Collect garbage only every `training.gc_freq` steps, so that ranks pause together."""
 

@@ -13,21 +13,19 @@ from torchtitan.components.evaluation.tasks import (
 )
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.callbacks import PeriodicEvaluation
 from torchtitan.trainer.run import Sections
-from torchtitan.trainer.step_result import StepResult, StopReason
 
 
-class Evaluation(Callback):
+class Evaluation(PeriodicEvaluation):
     """Score the model on files every `freq` steps and after the last one: multiple choice, and
     perplexity of a text.
 
-    The scores equal those of `torchtitan eval` with `training.seq_len` as the context. Every rank
-    computes them, since FSDP requires it.
+    The scores equal those of `torchtitan eval` with `training.seq_len` as the context.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Callback.Config):
+    class Config(PeriodicEvaluation.Config):
         """Evaluation tasks during training."""
 
         files: list[str] = field(default_factory=list)
@@ -65,29 +63,15 @@ class Evaluation(Callback):
                 run.parallelism.require_one("tensor", "context", "pipeline", user=user)
 
     config: Config
-    # whether steps were taken since the last evaluation; a complete run takes none
-    is_pending = False
 
-    def after_step(self, outcome: StepResult) -> None:
-        self.is_pending = self.trainer.step % self.config.freq != 0
-        if not self.is_pending:
-            self.evaluate()
-
-    def on_end(self, reason: StopReason) -> None:
-        if self.is_pending and reason != "stopped":
-            self.evaluate()
+    @property
+    def period(self) -> int:
+        return self.config.freq if self.config.files else 0
 
     def evaluate(self) -> None:
-        """Score the model on all files, outside of the time that counts as training."""
+        """Score the model on all files."""
         trainer = self.trainer
-        if not self.config.files:
-            return
-        with (
-            trainer.metrics.exclude(),
-            trainer.phases.during("validation"),
-            trainer.evaluated_weights(),
-            trainer.mixed_precision(),
-        ):
+        with trainer.evaluated_weights(), trainer.mixed_precision():
             (model,) = trainer.model_parts
             length = trainer.config.training.seq_len
             scorer = Scorer(

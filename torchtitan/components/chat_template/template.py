@@ -298,17 +298,25 @@ def _built_in(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 def _from_file(
     path: Path, folders: Sequence[Path], tokenizer: Tokenizer, option: str
 ) -> ChatTemplate:
+    return ChatTemplate(
+        read_template(path, option),
+        _bos_and_eos(tokenizer) | _tokens_of(folders),
+        f"the chat template in '{path}'",
+    )
+
+
+def read_template(path: Path, option: str) -> str:
+    """Return the text of the template in a file: Jinja, or JSON with `chat_template`. Raise
+    `UserError` that names the option if there is no such file, or no template in it."""
     if not path.is_file():
         raise UserError(
-            f"{option} {path} is neither a file nor the name of a built-in template: "
+            f"{option} {path} is neither a file nor one of the built-in templates: "
             f"{', '.join(BUILT_IN_TEMPLATES)}"
         )
     source = _read(path)
     if source is None:
         raise UserError(f"{option}: '{path}' has no chat_template")
-    return ChatTemplate(
-        source, _bos_and_eos(tokenizer) | _tokens_of(folders), f"the chat template in '{path}'"
-    )
+    return source
 
 
 def _bos_and_eos(tokenizer: Tokenizer) -> dict[str, str]:

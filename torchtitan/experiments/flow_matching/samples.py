@@ -12,17 +12,15 @@ from torchtitan.components.diffusion.sampler import times_of
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.errors import require
-from torchtitan.trainer import Callback, StepResult
-from torchtitan.trainer.step_result import StopReason
+from torchtitan.trainer.callbacks import PeriodicEvaluation
 
 
-class Samples(Callback):
+class Samples(PeriodicEvaluation):
     """Generate images of each class from the same noise, and write them as a grid, one row for each
-    class, to `samples/step-N.png` in the dump folder. Every rank computes them, since FSDP requires
-    it."""
+    class, to `samples/step-N.png` in the dump folder."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Callback.Config):
+    class Config(PeriodicEvaluation.Config):
         """Images generated during training."""
 
         freq: int = 0
@@ -52,23 +50,15 @@ class Samples(Callback):
                 require(value > 0, f"--callbacks.samples.{name}", value, "above 0")
 
     config: Config
-    is_pending = False
 
-    def after_step(self, outcome: StepResult) -> None:
-        freq = self.config.freq
-        self.is_pending = bool(freq) and self.trainer.step % freq != 0
-        if freq and not self.is_pending:
-            self.write()
+    @property
+    def period(self) -> int:
+        return self.config.freq
 
-    def on_end(self, reason: StopReason) -> None:
-        if self.is_pending and reason != "stopped":
-            self.write()
-
-    def write(self) -> None:
-        """Generate the images outside of the time that counts as training, and write them."""
+    def evaluate(self) -> None:
+        """Generate the images, and write them."""
         trainer: Any = self.trainer
-        averaged = trainer.evaluated_weights(averaged=trainer.config.ema.for_validation)
-        with trainer.metrics.exclude(), trainer.phases.during("validation"), averaged:
+        with trainer.evaluated_weights(averaged=trainer.config.ema.for_validation):
             images = self.generate()
         if trainer.rank == 0:
             path = Path(trainer.config.dump_folder) / "samples" / f"step-{trainer.step}.png"

@@ -94,6 +94,14 @@ class BatchEncoder:
         if batch:
             yield batch
 
+    def results(self, row: Row) -> list[EncodedRow | Dropped]:
+        """Return the samples of a single row, and why others are dropped."""
+        sample = self._convert(row)
+        if isinstance(sample, (BrokenSample, Dropped)):
+            return self._filtered(sample)
+        [encoded] = self.encoder.encode_batch([sample])
+        return self._filtered(encoded)
+
     def encode(self, batch: Batch) -> EncodedBatch:
         """Return the samples of a batch. Raise `UserError` if the filters reject a row with policy
         `error`, `DifferentIds` as `RowEncoder.encode_batch`."""
