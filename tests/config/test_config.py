@@ -502,6 +502,37 @@ class TestModules:
             return None
     """
 
+    def test_options_set_further_parameters_of_a_function(self, tmp_path):
+        registry = """
+            from dataclasses import dataclass
+
+            from torchtitan.models.llama3.config_registry import llama3_debugmodel
+            from torchtitan.trainer import Trainer
+
+            class SizedTrainer(Trainer):
+                @dataclass(kw_only=True, slots=True)
+                class Config(Trainer.Config):
+                    size: int = 1
+                    unit: str = "rows"
+
+            def sized(hf_assets_path: str = "", size: int | None = None, *, unit: str = "rows"):
+                config = SizedTrainer.Config.based_on(llama3_debugmodel(), size=size, unit=unit)
+                config.training.steps = 10 * (size or 0)
+                return config
+
+            def helper(size: int):
+                raise AssertionError
+        """
+        module = str(write_module(tmp_path / "sized_by_option", registry))
+        config = parse("--module", module, "--config", "sized", "--size", "3", "--unit=x").config
+        assert (config.training.steps, config.size, config.unit) == (30, 3, "x")
+        with pytest.raises(UserError, match="--size is 'x', but must be a whole number"):
+            parse("--module", module, "--config", "sized", "--size", "x")
+        with pytest.raises(
+            UserError, match=r"unknown configuration 'helper'.*\(there are: sized\)"
+        ):
+            parse("--module", module, "--config", "helper")
+
     def test_folder_on_disk(self, tmp_path):
         folder = write_module(tmp_path / "on_disk", self.REGISTRY.format(name="on_disk"))
         assert parse("--module", str(folder), "--config", "tiny").config.training.steps == 100

@@ -37,7 +37,6 @@ from torchtitan.config.option_table import KnownConfiguration, known_configurati
 from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
-    NUMBER_PARAMETERS,
     import_failure,
     is_trusted,
     is_written_for_folder,
@@ -198,15 +197,14 @@ class ConfigManager:
         """Return the arguments that the options of a configuration function's parameters give.
         Raise `UserError` for a value of another type."""
         options = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
-        names = optional_parameters(function)
-        for name in names:
+        types = optional_parameters(function)
+        for name in types:
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             options.add_argument(*spellings, dest=name)
         given = vars(options.parse_known_args(overrides)[0])
         arguments: dict[str, Any] = {}
-        for name in names:
+        for name, kind in types.items():
             value = document.get(name) if given[name] is None else given[name]
-            kind: Any = NUMBER_PARAMETERS.get(name, str)
             if value is None:
                 continue
             if not fits(value, kind):

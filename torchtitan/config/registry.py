@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from types import ModuleType, NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from torchtitan.tools.errors import UserError, in_words, suggest
 from torchtitan.tools.user_code import EXITS, is_ctrl_c
@@ -26,26 +26,8 @@ ASSETS_PARAMETER = "hf_assets_path"
 _RECIPES = ("small", "published")
 """Functions whose result, which a registry assigns to a name, is a configuration function."""
 
-NUMBER_PARAMETERS = {
-    "dial": int,
-    "budget": float,
-    "hours": float,
-    "devices": int,
-    "tokens_per_parameter": float,
-    "width_per_layer": int,
-    "window": int,
-}
-"""Further parameters of a configuration function that computes the configuration from options of
-the same names, which the configuration has, too."""
-
-_PARAMETERS: tuple[list[str], ...] = (
-    [],
-    [ASSETS_PARAMETER],
-    [ASSETS_PARAMETER, "family"],
-    [ASSETS_PARAMETER, "device", *NUMBER_PARAMETERS, "family"],
-)
-"""Permitted parameters of configuration functions; `family` is the package of the model's
-family."""
+_FAMILY_PARAMETER = "family"
+"""Parameter of a configuration function for models of any family: the package of the family."""
 
 ENTRY_POINTS = "torchtitan.models"
 """Group of entry points through which installed packages add modules: name = import path of the
@@ -100,22 +82,23 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return the flavors (keys of `FLAVORS`) and the configurations in a module's source: functions
-    with `_PARAMETERS`, or made by `_RECIPES`."""
+    """Return the flavors (keys of `FLAVORS`) and the configurations in a module's source: see
+    `_is_config`, or made by `_RECIPES`."""
     configs, for_folders = [], []
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
         match statement:
             case ast.FunctionDef(name=config, args=arguments):
                 listed = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
                 parameters = [argument.arg for argument in listed]
-                n_required = len(parameters) - len(arguments.defaults)
+                defaults = (*arguments.defaults, *filter(None, arguments.kw_defaults))
+                n_required = len(parameters) - len(defaults)
             case ast.Assign(targets=[ast.Name(config)], value=ast.Call(ast.Name(function))) if (
                 function in _RECIPES
             ):
                 parameters, n_required = [], 0
             case _:
                 continue
-        if _is_config(config, parameters):
+        if _is_config(config, parameters, n_required):
             configs.append(config)
             if ASSETS_PARAMETER in parameters[:n_required]:
                 for_folders.append(config)
@@ -227,8 +210,7 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         name: function
         for name, function in inspect.getmembers(registry, inspect.isfunction)
-        if function.__module__ == registry.__name__
-        and _is_config(name, list(inspect.signature(function).parameters))
+        if function.__module__ == registry.__name__ and _is_config(name, *_parameters_of(function))
     }
     for name, function in found.items():
         if function.__name__ not in found:  # of a recipe
@@ -278,19 +260,35 @@ def needs_assets(function: Callable[..., object]) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def optional_parameters(function: Callable[..., object]) -> list[str]:
-    """Return the parameters of a configuration function that options may set."""
-    parameters = inspect.signature(function).parameters.values()
-    empty = inspect.Parameter.empty
-    return [one.name for one in parameters if one.default is not empty and one.name != "family"]
+def optional_parameters(function: Callable[..., object]) -> dict[str, Any]:
+    """Return name → type, without None, of the parameters of a configuration function that options
+    of the same names set. The configuration must have these options, too."""
+    names, n_required = _parameters_of(function)
+    types = get_type_hints(function)
+    found = {}
+    for name in names[n_required:]:
+        if name != _FAMILY_PARAMETER:
+            kind = types.get(name, str)
+            [found[name]] = {*(get_args(kind) or (kind,))} - {NoneType}
+    return found
 
 
 def _package_of(registry: ModuleType) -> ModuleType:
     return sys.modules[registry.__name__.rpartition(".")[0]]
 
 
-def _is_config(name: str, parameters: list[str]) -> bool:
-    return not name.startswith("_") and parameters in _PARAMETERS
+def _parameters_of(function: Callable[..., object]) -> tuple[list[str], int]:
+    """Return the parameters of a function, and the number of them that have no default."""
+    parameters = inspect.signature(function).parameters
+    empty = inspect.Parameter.empty
+    return [*parameters], sum(one.default is empty for one in parameters.values())
+
+
+def _is_config(name: str, parameters: list[str], n_required: int) -> bool:
+    """Return whether a public function is a configuration function: without parameters, or with
+    `ASSETS_PARAMETER`, then others with defaults."""
+    takes_assets = parameters[:1] == [ASSETS_PARAMETER] and n_required <= 1
+    return not name.startswith("_") and (not parameters or takes_assets)
 
 
 def _import_registry(module: str) -> ModuleType:

@@ -44,7 +44,7 @@ def select(migration: Migration, method: str, *, adapters: bool, in_4_bits: bool
         migration.rows.append(Row("answers of a batch", "", "without a counterpart", why))
     elif chosen.module in ("preference", "reward"):
         migration.set(dataloader__packing="none")
-    if not has_adapters(migration):
+    if not migration.has_adapters:
         for key in migration.keys():
             if key.startswith(_ADAPTER_KEYS):
                 if adapters:
@@ -53,16 +53,11 @@ def select(migration: Migration, method: str, *, adapters: bool, in_4_bits: bool
                     migration.drop(key, "whole models are trained")
 
 
-def has_adapters(migration: Migration) -> bool:
-    """Return whether the chosen configuration trains adapters."""
-    return "lora" in migration.config
-
-
 def note_adapters(migration: Migration, key: str, *, wanted: bool) -> None:
     """Note a key that asks for adapters, after the selection."""
     if not wanted:
         migration.drop(key, "it is off")
-    elif has_adapters(migration):
+    elif migration.has_adapters:
         migration.change(key, f"--module {migration.module} --config {migration.config}")
     else:
         migration.miss(key, f"{migration.config} trains whole models")
@@ -74,7 +69,7 @@ def note_bits(migration: Migration, key: str, *, bits: int) -> None:
         migration.drop(key, "it is off")
     elif bits == 4 and migration.config == "qlora":
         migration.change(key, "--config qlora")
-    elif bits == 4 or not has_adapters(migration):
+    elif bits == 4 or not migration.has_adapters:
         migration.miss(key, f"weights of {migration.config} are not kept in {bits} bits")
     else:
         migration.miss(key, "frozen weights are kept in 16 bits, or in 4 with --config qlora")
@@ -85,7 +80,7 @@ def orpo_weight(migration: Migration, key: str) -> None:
     migration.take(key, "loss.weight", float(migration.get(key)))
 
 
-_METHODS = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo"}
+_METHODS = ("grpo", "dr_grpo", "dapo")
 _ADVANTAGES = {
     **dict.fromkeys((True, "true", "group"), "normalized"),
     **dict.fromkeys((False, "false", "none"), "centered"),
@@ -149,7 +144,7 @@ def _policy_loss(migration: Migration, prefix: str) -> None:
         why = "groups with equal rewards are sampled again, which TRL does not"
         migration.take(key, "policy.method", "dapo", why)
     else:
-        migration.take(key, "policy.method", _METHODS[name])
+        migration.take(key, "policy.method", name)
     key = f"{prefix}importance_sampling_level"
     if (level := migration.get(key)) == "token":
         migration.drop(key, "the default")

@@ -158,13 +158,13 @@ def _warmup(migration: Migration, *, is_off: bool) -> None:
 def optimizer(migration: Migration, key: str = "optim") -> None:
     """Set the optimizer. Moments in 8 bits are kept for whole models only, since an
     adapter has few."""
-    name, adapters = str(migration.get(key)), "lora" in migration.config
+    name = str(migration.get(key))
     if name in _ADAMW:
         migration.take(key, "optimizer.name", "AdamW")
     elif name in _PAGED:
         why = "moments stay in GPU memory; AdamWOffload keeps them in CPU memory"
         migration.take(key, "optimizer.name", "AdamW", why)
-    elif name in _IN_8_BITS and adapters:
+    elif name in _IN_8_BITS and migration.has_adapters:
         why = "moments of an adapter are small, and are kept in 32 bits"
         migration.take(key, "optimizer.name", "AdamW", why)
     elif name in _IN_8_BITS:
@@ -181,7 +181,7 @@ def decay(migration: Migration) -> None:
     """Set the weight decay, which transformers also applies to embeddings."""
     value = float(migration.get("weight_decay", 0.0))
     migration.take("weight_decay", "optimizer.weight_decay", value)
-    if value and "lora" not in migration.config:
+    if value and not migration.has_adapters:
         migration.set(optimizer__param_groups__no_decay__pattern="norm|bias")
 
 

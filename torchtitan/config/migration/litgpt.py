@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.migration import hugging_face
 from torchtitan.config.migration.outcome import Migration, Rule, missing, to, unneeded
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import DOWNLOADS
 
-FINE_TUNING: Mapping[str, Any] = {
+_FINE_TUNING: Mapping[str, Any] = {
     "train.global_batch_size": 16,
     "train.micro_batch_size": 1,
     "train.lr_warmup_steps": 100,
@@ -49,7 +50,7 @@ _PRETRAINING = ("TextFiles", "TinyLlama", "TinyStories", "OpenWebText", "LitData
 def defaults(given: Mapping[str, Any], command: str) -> Mapping[str, Any]:
     """Return the values that a command uses for absent keys."""
     words = command.split()
-    return _PRE_TRAINING if _pretrains(given, " ".join(words[1:2])) else FINE_TUNING
+    return _PRE_TRAINING if _pretrains(given, " ".join(words[1:2])) else _FINE_TUNING
 
 
 def _kind_of_data(given: Mapping[str, Any]) -> str:
@@ -74,29 +75,25 @@ def migrate_litgpt(migration: Migration) -> None:
         raise UserError(f"litgpt {command}: only LoRA adapters are trained here")
     kind = _kind_of_data(migration.given)
     is_pretraining = _pretrains(migration.given, command)
-    has_adapters = command in ("finetune", "finetune_lora") or (
+    wants_adapters = command in ("finetune", "finetune_lora") or (
         not command and any(key.startswith("lora_") for key in migration.given)
     )
     quantized = migration.get("quantize")
     if is_pretraining:
         migration.config = "pretrain"
-    elif has_adapters:
+    elif wants_adapters:
         migration.config = "qlora" if quantized else "lora"
     if quantized:
         migration.change("quantize", "--config qlora, in nf4")
     _model(migration)
     _data(migration, kind)
-    if has_adapters and not is_pretraining:
+    if migration.has_adapters:
         _targets(migration)
     _training(migration)
     _optimizer(migration, is_pretraining)
     _precision(migration)
     migration.apply(RULES)
-    if migration.config == "qlora":
-        migration.options = {
-            key.replace("converters.lora.", "converters.qlora."): value
-            for key, value in migration.options.items()
-        }
+    hugging_face.finish_adapters(migration)
 
 
 def _model(migration: Migration) -> None:
@@ -225,18 +222,15 @@ def _optimizer(migration: Migration, is_pretraining: bool) -> None:
         lr_scheduler__warmup_from_zero=True,
         optimizer__name="AdamW",
     )
-    prefix = "optimizer.init_args." if "optimizer.class_path" in migration.given else "train."
-    names = {"lr": "lr", "weight_decay": "weight_decay"}
-    if prefix == "train.":
-        names = {"learning_rate": "lr", "weight_decay": "weight_decay"}
-    rate = 1e-3
-    for theirs, ours in names.items():
+    prefix, rate = "train.", "learning_rate"
+    if "optimizer.class_path" in migration.given:
+        prefix, rate = "optimizer.init_args.", "lr"
+    for theirs, ours in {rate: "lr", "weight_decay": "weight_decay"}.items():
         if (value := migration.get(prefix + theirs)) is not None:
-            rate = float(value) if ours == "lr" else rate
             migration.take(prefix + theirs, f"optimizer.{ours}", float(value))
-    migration.options.setdefault("optimizer.lr", rate)
+    migration.options.setdefault("optimizer.lr", 1e-3)
     migration.options.setdefault("optimizer.weight_decay", 0.01)
-    if "lora" not in migration.config:
+    if not migration.has_adapters:
         every = migration.options["optimizer.weight_decay"]
         migration.set(optimizer__param_groups__no_decay__weight_decay=every)
     betas = migration.get("optimizer.init_args.betas")
@@ -267,9 +261,8 @@ def _precision(migration: Migration) -> None:
     if str(name).startswith("32"):
         migration.take("precision", "training.mixed_precision_param", "float32")
     elif name == "bf16-true":
-        kept = "lora" in migration.config
         migration.set(training__mixed_precision_param="bfloat16")
-        if kept:
+        if migration.has_adapters:
             migration.take("precision", "training.mixed_precision_param", "bfloat16")
         else:
             migration.change(

@@ -31,12 +31,7 @@ _LISTED = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"
 """Stage → method."""
 
 _LIST = "dataset_info.json"
-_TEMPLATES = {
-    "llama3": "llama3",
-    "chatml": "chatml",
-    "alpaca": "alpaca",
-    "mistral": "mistral",
-}
+_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
 _PREFERENCE_LOSSES = {
     "sigmoid": "dpo",
     "hinge": "hinge",
@@ -62,7 +57,7 @@ def migrate_llama_factory(migration: Migration) -> None:
     migration.use_model("model_name_or_path", str(migration.get("model_revision") or ""))
     held_out = _held_out(migration)
     _data(migration, stage)
-    if "lora" in migration.config:
+    if migration.has_adapters:
         _adapters(migration)
     hugging_face.batch(migration, "per_device_train_batch_size", "gradient_accumulation_steps")
     hugging_face.length(migration, "num_train_epochs")
@@ -190,7 +185,7 @@ def _template(migration: Migration) -> None:
     if name is None:
         return
     if name in _TEMPLATES:
-        migration.take("template", "dataloader.chat_template", _TEMPLATES[name])
+        migration.take("template", "dataloader.chat_template", name)
     else:
         why = "the template in the model's folder, which templates there repeat"
         migration.take("template", "dataloader.chat_template", "", why)

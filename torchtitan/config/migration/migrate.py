@@ -9,10 +9,13 @@ from torchtitan.config.migration.reading import ForeignConfig
 from torchtitan.config.migration.torchtitan_files import migrate_torchtitan
 from torchtitan.tools.errors import UserError
 
+Values = Mapping[str, Any]
+
 
 class _Library(NamedTuple):
     read: Callable[[Migration], None]
-    defaults: Mapping[str, Any]
+    defaults: Values | Callable[[Values, str], Values]
+    """Values of absent keys, which may depend on the given ones and on the command."""
 
 
 _LIBRARIES = {
@@ -20,7 +23,7 @@ _LIBRARIES = {
     "torchtitan": _Library(migrate_torchtitan, {}),
     "axolotl": _Library(axolotl.migrate_axolotl, axolotl.DEFAULTS),
     "llama_factory": _Library(llama_factory.migrate_llama_factory, llama_factory.DEFAULTS),
-    "litgpt": _Library(litgpt.migrate_litgpt, litgpt.FINE_TUNING),
+    "litgpt": _Library(litgpt.migrate_litgpt, litgpt.defaults),
     "transformers": _Library(trl.migrate_transformers, trl.TRANSFORMERS_DEFAULTS),
 }
 
@@ -49,8 +52,8 @@ def migrated(foreign: ForeignConfig, *, devices: int = 0, method: str = "") -> M
         else:
             library = _LIBRARIES[foreign.kind]
             defaults = library.defaults
-            if foreign.kind == "litgpt":
-                defaults = litgpt.defaults(values, foreign.command)
+            if callable(defaults):
+                defaults = defaults(values, foreign.command)
             migration = Migration(values, defaults, devices, foreign.command)
             library.read(migration)
         migration.finish()

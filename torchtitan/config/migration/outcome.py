@@ -60,6 +60,11 @@ class Migration:
         self.commands: list[str] = []
         """Commands to run before the configuration can be used."""
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the chosen configuration trains adapters."""
+        return "lora" in self.config
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, and leave it to be read."""
         return self._values.get(key, default)

@@ -37,13 +37,8 @@ _DATASETS: Mapping[str, tuple[str, str, bool]] = {
 """Function of a dataset → its source, chat template (of the prompt that it writes), and whether it
 trains on the prompt by default."""
 
-_TARGETS = {
-    "q_proj": "q_proj",
-    "k_proj": "k_proj",
-    "v_proj": "v_proj",
-    "output_proj": "o_proj",
-    "o_proj": "o_proj",
-}
+_TARGETS = {"output_proj": "o_proj"}
+_OPTIMIZERS = ("AdamW", "Adam", "SGD", "PagedAdamW", "PagedAdamW8bit", "AdamW8bit")
 _SECTIONS = {
     "profiler": "--profiling.enable_profiling",
     "metric_logger": "metrics are in --dump_folder",
@@ -83,7 +78,7 @@ def migrate_torchtune(migration: Migration) -> None:
         note = migration.drop if known else migration.miss
         note("loss._component_", "the mean over trained tokens, without all logits in memory")
     _model(migration, model)
-    if has_adapters:
+    if migration.has_adapters:
         _adapters(migration)
     _data(migration)
     hugging_face.batch(migration, "batch_size", "gradient_accumulation_steps")
@@ -250,22 +245,11 @@ def _length(migration: Migration) -> None:
 
 def _optimizer(migration: Migration) -> None:
     kind = _last(migration.get("optimizer._component_")) or "AdamW"
-    names = {
-        "AdamW": "AdamW",
-        "Adam": "Adam",
-        "SGD": "SGD",
-        "PagedAdamW": "AdamW",
-        "PagedAdamW8bit": "AdamW8bit",
-        "AdamW8bit": "AdamW8bit",
-    }
-    has_adapters = "lora" in migration.config
-    if kind in names:
-        small = has_adapters and names[kind] == "AdamW8bit"
-        name = "AdamW" if small else names[kind]
-        if small:
-            why = "moments of an adapter are small, and are kept in 32 bits"
-        else:
-            why = "moments stay in GPU memory" if "Paged" in kind else ""
+    name = kind.removeprefix("Paged")
+    if kind in _OPTIMIZERS:
+        why = "moments stay in GPU memory" if name != kind else ""
+        if migration.has_adapters and name == "AdamW8bit":
+            name, why = "AdamW", "moments of an adapter are small, and are kept in 32 bits"
         migration.take("optimizer._component_", "optimizer.name", name, why)
     else:
         migration.set(optimizer__name="AdamW")
@@ -276,7 +260,7 @@ def _optimizer(migration: Migration) -> None:
     migration.set(optimizer__weight_decay=value, optimizer__beta1=0.9, optimizer__beta2=0.999)
     if migration.get("optimizer.weight_decay") is not None:
         migration.take("optimizer.weight_decay", "optimizer.weight_decay", value)
-    if not has_adapters:
+    if not migration.has_adapters:
         migration.set(optimizer__param_groups__no_decay__weight_decay=value)
     if migration.get("optimizer.betas") is not None:
         one, two = migration.get("optimizer.betas")
@@ -311,7 +295,7 @@ def _precision(migration: Migration) -> None:
     name = {"bf16": "bfloat16", "fp32": "float32"}.get(str(migration.get("dtype")), "bfloat16")
     if migration.get("dtype") is None:
         return
-    trained = {} if "lora" in migration.config else {"training__dtype": name}
+    trained = {} if migration.has_adapters else {"training__dtype": name}
     migration.change("dtype", "", training__mixed_precision_param=name, **trained)
 
 

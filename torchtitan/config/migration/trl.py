@@ -63,7 +63,7 @@ def migrate_trl(migration: Migration, method: str) -> None:
     elif method != "grpo" and migration.get("max_length") is not None:
         why = "longer pairs are dropped, and counted"
         migration.take("max_length", "training.seq_len", int(migration.get("max_length")), why)
-    if alignment.has_adapters(migration):
+    if migration.has_adapters:
         _adapters(migration)
     if method == "grpo":
         group_size = alignment.grpo(migration)
