@@ -83,7 +83,7 @@ def test_the_law_of_the_runs_is_found(finished):
 
 
 def test_done_runs_are_skipped_and_other_commands_refused(finished, capsys, monkeypatch):
-    monkeypatch.setattr(command.subprocess, "Popen", None)  # a run that starts would fail
+    monkeypatch.setattr(subprocess, "Popen", None)  # a run that starts would fail
     assert main(words_of(finished)) == 0
     assert "0 of them left" in capsys.readouterr().out
     assert main(words_of(finished, "--optimizer.lr", "1e-3")) == 2
@@ -212,7 +212,7 @@ def test_an_interrupted_ladder_continues(tmp_path, monkeypatch, capsys):
             return super().wait(timeout)
 
     with monkeypatch.context() as patched:
-        patched.setattr(command.subprocess, "Popen", Stopped)
+        patched.setattr(subprocess, "Popen", Stopped)
         assert main(words) == 2
     assert "stopped before its last step, 60" in capsys.readouterr().err
     stopped_at = read_metrics(first)[-1][0]

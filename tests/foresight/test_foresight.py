@@ -1,7 +1,6 @@
 """Prediction and plan, compared with dry runs of the whole model and with sums done by hand."""
 
 import dataclasses
-import os
 import timeit
 from math import prod
 from pathlib import Path
@@ -415,7 +414,7 @@ def test_speed_of_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pyt
     and other programs may be busy. Processes beyond the cores have the speed of one per core."""
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("torchtitan.foresight.this_machine.usable_cores", lambda: 2)
     device = device_named("cpu", 2)
     for dtype, flops in {
         torch.float32: device.float32_flops,

@@ -9,7 +9,7 @@ import torch
 
 from torchtitan.config.configurable import leaves
 from torchtitan.config.yaml_files import read_config_file
-from torchtitan.foresight.devices import DEVICES, Device, device_named, device_of_gpu
+from torchtitan.foresight.devices import Device, own_device
 from torchtitan.foresight.planning import MESH, option_words, plan
 from torchtitan.tools.device import total_memory
 from torchtitan.tools.errors import UserError
@@ -58,18 +58,14 @@ def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> dict[str,
 
 
 def _own_device(world_size: int, devices_per_host: int) -> Device:
-    if not torch.cuda.is_available():
-        if world_size > devices_per_host:
-            raise UserError(
-                "--parallelism.auto measures a CPU, and could choose differently on each of "
-                "several hosts; use the options that `torchtitan plan --device cpu` prints"
-            )
-        return device_named("cpu", world_size)
-    name = torch.cuda.get_device_name()
-    found = device_of_gpu(name)
-    if found is None:
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and world_size > devices_per_host:
         raise UserError(
-            f"--parallelism.auto does not know '{name}' (it knows: {', '.join(DEVICES)}); use "
-            "`torchtitan plan --device_file`, and the options that it prints"
+            "--parallelism.auto measures a CPU, and could choose differently on each of "
+            "several hosts; use the options that `torchtitan plan --device cpu` prints"
         )
-    return dataclasses.replace(found, memory_gib=total_memory() / 2**30)
+    remedy = (
+        "instead of --parallelism.auto, use the options that `torchtitan plan --device_file` prints"
+    )
+    device = own_device(world_size, remedy)
+    return dataclasses.replace(device, memory_gib=total_memory() / 2**30) if has_gpu else device

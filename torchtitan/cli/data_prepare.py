@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.process import usable_cores
 
 if TYPE_CHECKING:
     from torchtitan.components.data.prepare.encoding import Encoding
@@ -36,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--workers",
         type=int,
-        default=os.cpu_count(),
+        default=usable_cores(),
         metavar="N",
         help="processes (default: cores)",
     )

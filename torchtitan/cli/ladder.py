@@ -5,24 +5,20 @@ import argparse
 import itertools
 import json
 import shlex
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import exp, log
-from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.cli.child import run_torchtitan
 from torchtitan.cli.model_options import run_command
+from torchtitan.components.observe.run_files import METRICS
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError, os_errors_as, require
 from torchtitan.tools.files import json_lines, read_object
 from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
-from torchtitan.tools.process import StopSignals, signal_when_orphaned
 from torchtitan.tools.redact import redacted
 
 if TYPE_CHECKING:
@@ -76,7 +72,7 @@ class Rung:
         return float(record["loss"])
 
     def _last_loss(self) -> float | None:
-        lines = json_lines(self.folder / "metrics.jsonl", bool, [])
+        lines = json_lines(self.folder / METRICS, bool, [])
         key = "validation_loss"
         losses = [line[key] for line in lines if line.get("step") == self.steps and key in line]
         if not losses:
@@ -247,19 +243,12 @@ def _run(rung: Rung) -> int:
     with os_errors_as(f"--out: '{rung.folder}' cannot be written", "; name another folder"):
         durable.make_folder(rung.folder)
         log = open(rung.folder / LOG, "ab")  # noqa: SIM115
-    command = [sys.executable, "-P", "-m", "torchtitan", "train", *rung.words]
-    stop = partial(signal_when_orphaned, signal.SIGTERM, getpid())
     with log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=stop)
-        signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
-        process.wait()
-        signals.close()
-    if signals.first:
-        return 128 + signals.first
-    if process.returncode:
-        raise RunFailure(
-            f"a run of the ladder failed with code {process.returncode}: {rung.folder / LOG}"
-        )
+        ended = run_torchtitan(["train", *rung.words], stdout=log, stderr=log)
+    if ended.stopped_by:
+        return ended.code
+    if ended.code:
+        raise RunFailure(f"a run of the ladder failed with code {ended.code}: {rung.folder / LOG}")
     loss = rung.measured()
     if loss is None:
         raise UserError(

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, log_stop
+from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, log_stop, threads_per_process
 
 _POLL_SECONDS = 0.1
 _MAX_REPORT_BYTES = 2**17
@@ -109,7 +109,7 @@ class _Worker:
         self.rank = hosts.rank * processes + local_rank
         environment = {
             # By default, each process would start a thread per core of the host.
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+            "OMP_NUM_THREADS": str(threads_per_process(processes)),
             **os.environ,
             "RANK": str(self.rank),
             "LOCAL_RANK": str(local_rank),

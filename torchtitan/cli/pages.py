@@ -14,9 +14,12 @@ def render(template: str, **values: Any) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, keep_trailing_newline=True, finalize=_presentable
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        keep_trailing_newline=True,
+        finalize=_presentable,
     )
-    return environment.from_string((TEMPLATES / template).read_text("utf-8")).render(values)
+    return environment.get_template(template).render(values)
 
 
 def _presentable(value: Any) -> Any:

@@ -26,6 +26,7 @@ from torchtitan.components.observe.run_events import (
     read_events,
     shares,
 )
+from torchtitan.components.observe.run_files import COMPLETIONS, FORECAST, FORESIGHT, METRICS
 from torchtitan.config.configurable import leaves
 from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
@@ -36,8 +37,6 @@ from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
 from torchtitan.tools.tables import open_console, print_table
 
-METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
-FORECAST = "forecast.json"
 _MOST_POINTS = 1000
 _MOST_INCIDENTS = 500
 _UNITS = {
@@ -78,13 +77,13 @@ class RunRecord:
         )
         """The start of the last session; empty if unknown."""
         self.goodput = goodput(self.events)
-        self.samples = self._lines(SAMPLES, partial(json_lines, folder / SAMPLES, bool))
+        self.samples = self._lines(COMPLETIONS, partial(json_lines, folder / COMPLETIONS, bool))
         self.config = leaves(
             self._values(folder / "config.yaml", lambda path: read_config_file(path, f"'{path}'"))
         )
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
         self.checkpoints = [] if is_url(saved) else self._list_checkpoints(folder, saved)
-        self.foresight = self._values(folder / "foresight.json", read_object)
+        self.foresight = self._values(folder / FORESIGHT, read_object)
         self.forecast = self._values(folder / FORECAST, read_object)
 
     def _lines(self, file: str, read: Callable[[list[int]], Iterable[Event]]) -> list[Event]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.cli.launch import Hosts, environment_number, launch
+from torchtitan.components.observe.run_files import FORESIGHT
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, of_wrong_path
 from torchtitan.tools.logging import check_log_ranks, init_logger, presentable
@@ -114,7 +115,7 @@ def _dry_run(config: Any) -> None:
         "memory_gib": prediction.memory_gib,
     }
     durable.write(
-        Path(config.dump_folder) / "foresight.json",
+        Path(config.dump_folder) / FORESIGHT,
         json.dumps({"device": device.name, **numbers}) + "\n",
     )
 

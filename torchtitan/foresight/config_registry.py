@@ -1,6 +1,7 @@
 """The configuration `dial` of every family: `--module llama3 --config dial --dial 6`."""
 
 import dataclasses
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -60,12 +61,7 @@ def dial(
         model = sized(flavor, scaling.sizes(layers, width_per_layer))
         return dataclasses.replace(model, vocab_size=vocabulary)
 
-    if budget is None:
-        layers = _DEFAULT_LAYERS if dial is None else dial
-        tokens = tokens_per_parameter * parameters_per_token(model_of(layers))
-    else:
-        layers = _largest(model_of, budget, tokens_per_parameter)
-        tokens = budget / (6 * parameters_per_token(model_of(layers)))
+    layers, tokens = _size_and_length(model_of, dial, budget, tokens_per_parameter)
     model = model_of(layers)
     # with the same number of layers, so that each kind of layer has a counterpart
     base = sized(flavor, scaling.base_sizes(layers, width_per_layer))
@@ -142,7 +138,21 @@ def _check(
     require(fits, "--width_per_layer", width_per_layer, "a multiple of 8 from 8 to 4096")
 
 
-def _largest(model_of: Any, budget: float, tokens_per_parameter: float) -> int:
+def _size_and_length(
+    model_of: Callable[[int], Any],
+    dial: int | None,
+    budget: float | None,
+    tokens_per_parameter: float,
+) -> tuple[int, float]:
+    """Return the layers of the model and the tokens of the run."""
+    if budget is None:
+        layers = _DEFAULT_LAYERS if dial is None else dial
+        return layers, tokens_per_parameter * parameters_per_token(model_of(layers))
+    layers = _largest(model_of, budget, tokens_per_parameter)
+    return layers, budget / (6 * parameters_per_token(model_of(layers)))
+
+
+def _largest(model_of: Callable[[int], Any], budget: float, tokens_per_parameter: float) -> int:
     """Return the most layers whose run, 6 FLOPs per parameter and token, fits the budget."""
 
     def cost(layers: int) -> float:

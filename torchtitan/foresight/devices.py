@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
+
 from torchtitan.config.configurable import fits, from_plain, leaves
 from torchtitan.config.yaml_files import read_config_file
 from torchtitan.foresight.this_machine import speed_of_this_machine
@@ -245,6 +247,18 @@ def device_of_gpu(name: str) -> Device | None:
     model = re.sub("^(NVIDIA|AMD) ", "", name.strip())
     found = (key for pattern, key in _GPU_NAMES.items() if re.fullmatch(pattern, model))
     return DEVICES[key] if (key := next(found, None)) else None
+
+
+def own_device(world_size: int, remedy: str) -> Device:
+    """Return the GPU of this machine, or one of `world_size` processes on its CPU. Raise
+    `UserError` with a remedy for a GPU that is not in the table."""
+    if not torch.cuda.is_available():
+        return device_named("cpu", world_size)
+    name = torch.cuda.get_device_name()
+    device = device_of_gpu(name)
+    if device is None:
+        raise UserError(f"the speed of '{name}' is unknown (known: {', '.join(DEVICES)}); {remedy}")
+    return device
 
 
 def device_in_file(path: Path) -> Device:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from torchtitan.components.observe.run_files import FORECAST
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.foresight import scaling
-from torchtitan.foresight.devices import Device, device_named, device_of_gpu
+from torchtitan.foresight.devices import device_named, own_device
 from torchtitan.foresight.loss_law import Setting, read_ladder
 from torchtitan.foresight.prediction import predict
 from torchtitan.foresight.sizes import parameters_per_token
@@ -21,9 +22,6 @@ from torchtitan.tools.logging import presentable
 from torchtitan.tools.tables import open_console, print_table
 from torchtitan.trainer import Trainer
 from torchtitan.trainer.config import Preflight
-
-FORECAST = "forecast.json"
-"""File in a dump folder with the loss that a ladder forecast, for `torchtitan report`."""
 
 
 class DialTrainer(Trainer):
@@ -173,7 +171,11 @@ def _predictions(
 
 def _time_and_memory(config: DialTrainer.Config, world_size: int) -> dict[str, str]:
     try:
-        device = _device(config.device, world_size)
+        device = (
+            device_named(config.device, world_size)
+            if config.device
+            else own_device(world_size, "set --device to one that is known")
+        )
         step = predict(config, world_size, device)
     except UserError as error:
         return {"time and memory": f"none: {error}"}
@@ -182,16 +184,6 @@ def _time_and_memory(config: DialTrainer.Config, world_size: int) -> dict[str, s
         "time": f"{hours:.3g} hours on {world_size} x {device.name}, without saves",
         "memory": f"{step.memory_gib:.3g} GiB per device",
     }
-
-
-def _device(name: str, world_size: int) -> Device:
-    if name or not torch.cuda.is_available():
-        return device_named(name or "cpu", world_size)
-    gpu = torch.cuda.get_device_name()
-    device = device_of_gpu(gpu)
-    if device is None:
-        raise UserError(f"the speed of {gpu} is unknown; set --device to one that is known")
-    return device
 
 
 def _loss(config: DialTrainer.Config, cost: Cost, setting: Setting) -> str:

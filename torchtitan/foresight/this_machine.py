@@ -26,7 +26,7 @@ from torchtitan.dry_run.work_tracker import WorkTracker
 from torchtitan.tools import durable
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, os_errors_as
-from torchtitan.tools.process import keep_freed_memory
+from torchtitan.tools.process import keep_freed_memory, threads_per_process, usable_cores
 from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor
 
 Call = Callable[[], object]
@@ -52,13 +52,13 @@ def speed_of_this_machine(processes: int) -> dict[str, Any]:
     """Return the fields of `Device` for each of `processes` that compute at the same time on this
     machine. They are measured on first use, with at most one process per core, but two of several;
     the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
-    processes = min(processes, max(2, os.cpu_count() or 1))
+    processes = min(processes, max(2, usable_cores()))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     key = [
         _VERSION,
         platform.processor(),
         platform.node(),
-        os.cpu_count(),
+        usable_cores(),
         processes,
         threads,
         torch.__version__,
@@ -75,7 +75,7 @@ def speed_of_this_machine(processes: int) -> dict[str, Any]:
 
 def _measure_together(processes: int) -> str:
     """Return the speed of one of several processes as JSON."""
-    threads = max(1, (os.cpu_count() or 1) // processes)  # as `torchtitan train` does
+    threads = threads_per_process(processes)  # as `torchtitan train` does
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         program = "from torchtitan.foresight.this_machine import measure; measure({!r}, {}, {})"

@@ -21,6 +21,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import regular_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.process import usable_cores
 from torchtitan.tools.progress import progress
 
 ENVIRONMENT_VARIABLE = "TORCHTITAN_CACHE"
@@ -263,7 +264,7 @@ def hash_file(path: Path) -> str:
 
 def threads() -> int:
     """Return the number of threads that read and hash."""
-    return min(MAX_THREADS, os.cpu_count() or 1)
+    return min(MAX_THREADS, usable_cores())
 
 
 def _hash_block(path: Path, start: int) -> bytes:

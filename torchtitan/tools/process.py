@@ -123,6 +123,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_per_process(processes: int) -> int:
+    """Return the threads of each of several processes that share the usable cores."""
+    return max(1, usable_cores() // processes)
+
+
 def use_expandable_segments() -> None:
     """Make PyTorch's allocator grow its segments of GPU memory, which wastes less of it between
     tensors of different sizes, unless the user configures the allocator. Call this before torch is

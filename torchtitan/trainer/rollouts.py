@@ -25,6 +25,7 @@ from torchtitan.components.generation import Engine, stop_ids
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.observe.metric_sinks import JsonLines
+from torchtitan.components.observe.run_files import COMPLETIONS
 from torchtitan.components.rollout.ahead import Rollouts, RolloutsAhead, added, staleness_of
 from torchtitan.components.rollout.batches import Advantage, to_batches
 from torchtitan.components.rollout.chat import Chat
@@ -106,7 +107,7 @@ class Completions(Recorder):
     def around_run(self) -> AbstractContextManager[Any]:
         if self.trainer.rank == 0:
             self.file = JsonLines(
-                Path(self.trainer.config.dump_folder) / "completions.jsonl", self.trainer.step
+                Path(self.trainer.config.dump_folder) / COMPLETIONS, self.trainer.step
             )
         return super().around_run()
 

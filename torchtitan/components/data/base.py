@@ -1,6 +1,5 @@
 """Batches, and the interface of all data loaders."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -17,6 +16,7 @@ from torchtitan.config.configurable import builds
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
+from torchtitan.tools.process import usable_cores
 
 NO_DOCUMENT = -1
 """Document number of a padding sample."""
@@ -279,7 +279,7 @@ class TokenizingDataLoader(BaseDataLoader):
         def check_host(self) -> None:
             """Raise `UserError` for more workers than this host can use."""
             # more processes only use memory, even if all wait for a store
-            most = 16 * (os.cpu_count() or 1)
+            most = 16 * usable_cores()
             limit = f"at most {most}, 16 per CPU core"
             require(self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limit)
 

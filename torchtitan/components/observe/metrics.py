@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchtitan.components.observe.metric_sinks import JsonLines, Sink, TensorBoard
+from torchtitan.components.observe.run_files import METRICS
 from torchtitan.components.observe.tracking_sinks import TRACKERS, Tracker
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable, builds
@@ -206,7 +207,7 @@ class MetricsProcessor(Configurable):
         sinks: list[Sink] = [
             tracker(self.dump_folder, step, self.run_config) for tracker in self.config.trackers()
         ]
-        sinks.append(JsonLines(self.dump_folder / "metrics.jsonl", step))
+        sinks.append(JsonLines(self.dump_folder / METRICS, step))
         if self.config.enable_tensorboard:
             sinks.append(TensorBoard(self.dump_folder / self.config.save_tb_folder, step))
         return sinks

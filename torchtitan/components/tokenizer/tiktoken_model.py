@@ -4,7 +4,6 @@ tekken.json."""
 import base64
 import hashlib
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from torchtitan.components.tokenizer.tokenizer_json import (
 )
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import parse_json, read_object, read_regular, unreadable_file_error
+from torchtitan.tools.process import usable_cores
 
 # Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
 # https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
@@ -154,7 +154,7 @@ class Tiktoken:
         return [(characters[start], characters[end - 1] + 1) for start, end in pairwise([0, *ends])]
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
-        n_threads = os.cpu_count() or 1
+        n_threads = usable_cores()
         size = math.ceil(len(texts) / n_threads) or 1
         slices = [texts[i : i + size] for i in range(0, len(texts), size)]
         encode = (
