@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.environments import Calculator
+from torchtitan.components.rollout import Reply
+from torchtitan.experiments.rl.environments import Calculator, GuessNumber
 
 NAMES = "Lily Tom Ben Anna Sam Mia Max Sue Tim Amy".split()
 FOLDER = Path("agents")
@@ -48,14 +49,15 @@ def game_rows(names: list[str]) -> list[dict[str, Any]]:
 
 def game(row: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Return a game with guesses at random."""
-    messages = [{"role": "user", "content": row["question"]}]
-    for turn in range(2):
-        guess = rng.randint(1, 3)
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == row["secret"] or turn == 1:
+    environment = GuessNumber()
+    messages = [{"role": "user", "content": environment.reset(row)}]
+    for turn in range(1, environment.max_turns + 1):
+        guess = str(rng.randint(1, 3))
+        messages.append({"role": "assistant", "content": guess})
+        step = environment.step(Reply(guess))
+        if step.is_done or turn == environment.max_turns:
             break
-        answer = "higher" if guess < row["secret"] else "lower"
-        messages.append({"role": "user", "content": answer})
+        messages.append({"role": "user", "content": step.message})
     return {"messages": messages}
 
 

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
 from tests.processes import run_processes
@@ -296,15 +298,65 @@ def test_the_reference_follows_the_model(folder, tmp_path):  # noqa: F811
         train(folder, tmp_path / "bfloat16", "dpo", **options, **rounded)
 
 
+def likelihoods(
+    model: torch.nn.Module, tokenizer: Any, row: dict[str, str], share: float
+) -> list[tuple[torch.Tensor, int]]:
+    """For each answer of a pair, its log-probability and number of tokens by a model of
+    transformers. Tokens beyond the length of the shorter answer have the weight `share` (LD-DPO,
+    arXiv:2409.06411)."""
+    sides = []
+    for side in ("chosen", "rejected"):
+        turns = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row[side]},
+        ]
+        start, whole = (
+            tokenizer.apply_chat_template(part, return_dict=False) for part in (turns[:1], turns)
+        )
+        assert whole[: len(start)] == start
+        ids = torch.tensor([whole])
+        log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+        sides.append(log_probs.gather(1, ids[0, 1:, None])[len(start) - 1 :, 0])
+    shorter = min(map(len, sides))
+    return [(side[:shorter].sum() + share * side[shorter:].sum(), len(side)) for side in sides]
+
+
+def pair_loss(kind: str, chosen: tuple[Any, int], rejected: tuple[Any, int]) -> torch.Tensor:
+    """The publications' formulas, with the weights and the margin 1."""
+    beta = OPTIONS["loss.beta"]
+    likely, unlikely = (total / n_tokens for total, n_tokens in (chosen, rejected))
+    if kind == "simpo":
+        return -logsigmoid(beta * (likely - unlikely) - 1.0)
+    if kind == "cpo":
+        return -logsigmoid(beta * (chosen[0] - rejected[0])) - likely
+    odds = [mean - torch.log(1 - mean.exp()) for mean in (likely, unlikely)]
+    return -likely - logsigmoid(odds[0] - odds[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["simpo", "orpo", "cpo"])
 def test_long_answers_may_count_less_without_a_reference(kind, folder, tmp_path):  # noqa: F811
-    rows = []
+    """Loss and norm of the gradients are those of the formulas in float64; the run is in float32,
+    whose rounding is below 1e-6."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    data = [json.loads(line) for line in (folder / "odd.jsonl").read_text().splitlines()]
+    found = []
     for share in (1.0, 0.3):
         dump = tmp_path / str(share)
         train(folder, dump, "dpo", loss__kind=kind, loss__verbose_weight=share, **STEP)
-        rows += read_metrics(dump, "loss", "grad_norm")
-    assert len(rows) == 2 and rows[0] != rows[1]
+        ((_, *measured),) = read_metrics(dump, "loss", "grad_norm")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=torch.float64
+        )
+        losses = [pair_loss(kind, *likelihoods(model, tokenizer, row, share)) for row in data]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        gradients = [one.grad.flatten() for one in model.parameters() if one.grad is not None]
+        norm = torch.cat(gradients).norm()
+        assert measured == pytest.approx([loss.item(), norm.item()], rel=1e-5)
+        found.append(loss.item())
+    assert abs(found[0] - found[1]) > 1e-3
 
 
 PROMPTS = [{"prompt": f"Is {i} " + "very " * (i % 3) + "big?"} for i in range(8)]
