@@ -47,7 +47,7 @@ def page() -> Iterator[str]:
     yield _INTRODUCTION
     sizes = json.loads(SIZES.read_text())
     families = list(families_with("hf"))
-    for family in (one for one in families if one.FORMATS["hf"].stem == "model"):
+    for family in (one for one in families if one.FORMATS["hf"].library == "transformers"):
         name = short_name(family)
         flavors = [with_size(flavor, sizes[name].get(flavor)) for flavor in family.FLAVORS]
         types = [

@@ -124,7 +124,7 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
 def _with_images(
     row: Row, numbers: torch.Tensor, loader: BaseDataLoader, tokenizer: Tokenizer
 ) -> Row:
-    """Return a row with images in the place of their tokens. `numbers` are those of its
+    """Return a row with images instead of their tokens. `numbers` are the numbers of its
     documents."""
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
     from torchtitan.components.images.rows_loader import processor_of
@@ -157,8 +157,8 @@ def _without_text(ids: Sequence[int], types: Sequence[int]) -> list[int]:
 def with_images(
     tokens: Sequence[Token], images: Sequence[ImageFile], places: Sequence[Sequence[int]]
 ) -> list[Token]:
-    """Return tokens with one for each image in the place of its ids, `places`, in order. An image
-    whose ids are not found is left out."""
+    """Return tokens, with one token for each image instead of its ids, `places`, in order. Skip
+    images whose ids are not found."""
     ids = [token.id for token in tokens]
     shown: list[Token] = []
     end = 0

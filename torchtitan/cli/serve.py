@@ -99,7 +99,7 @@ def _add_options_of_the_server(parser: Parser) -> None:
 
 
 def _add_options_of_models(parser: Parser) -> None:
-    """Add what is served and shown."""
+    """Add the options of models, runs and data."""
     parser.add_argument(
         "--model_name",
         default="",
@@ -141,7 +141,7 @@ def _add_options_of_models(parser: Parser) -> None:
 
 def _serve(options: argparse.Namespace) -> None:
     _check(options)
-    from torchtitan.components.serving.app import create_app  # needs what is checked
+    from torchtitan.components.serving.app import create_app  # needs starlette
 
     run = options.checkpoint
     views = _views_of_runs(options)

@@ -1,4 +1,4 @@
-"""What the page of `torchtitan serve` shows beside chats: curves of runs, and rows of data."""
+"""Further views on the page of `torchtitan serve`: curves of runs, and rows of data."""
 
 import itertools
 from collections.abc import Mapping, Sequence

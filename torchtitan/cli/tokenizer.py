@@ -76,8 +76,7 @@ def tokenizer(args: Sequence[str]) -> int:
 
 
 class Pieces:
-    """The text of a source in pieces: rows of tables, parts of text files. Only every so many is
-    taken, in order, so that about `most` bytes are."""
+    """The text of a source in pieces: rows of tables, parts of text files."""
 
     def __init__(self, name: str, text_column: str | None):
         from torchtitan.components.data.sources.source import Source, resolve_source

@@ -240,7 +240,7 @@ class ConfigManager:
         """Return the error for words of the command line that set no option."""
         option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
         if option is None and words[0].endswith(_FILES):
-            # A file of ours, or of another library.
+            # A configuration file of this library, or of another one.
             return UserError(
                 f"'{words[0]}' belongs to no option; use --config_file {words[0]}, or for a file "
                 f"of another library torchtitan migrate {words[0]}"

@@ -182,7 +182,7 @@ def is_written_for_folder(module: str, config: str) -> bool:
 
 def _shared_configs(folder: Path) -> tuple[list[str], list[str]]:
     """Return the configurations of any family that need no folder, and those that need one; none
-    for a module that is no family."""
+    for a module that is not a family."""
     if "FORMATS" not in (folder / "__init__.py").read_text():
         return [], []
     listings = [list_module("", file.parent) for file in _shared_files()]
@@ -262,7 +262,7 @@ def needs_assets(function: Callable[..., object]) -> bool:
 
 def optional_parameters(function: Callable[..., object]) -> dict[str, Any]:
     """Return name → type, without None, of the parameters of a configuration function that options
-    of the same names set. The configuration must have these options, too."""
+    of the same names set. The configuration must also have these options."""
     names, n_required = _parameters_of(function)
     types = get_type_hints(function)
     found = {}

@@ -10,7 +10,7 @@ from torchtitan.config.configurable import Configurable, config_key, convert
 
 
 def option_names(keys: Iterable[str], types: Mapping[str, Any]) -> list[str]:
-    """Return those of a configuration's keys whose types (`types_by_key`) are not hidden."""
+    """Return the configuration's keys whose types (`types_by_key`) are not hidden."""
     return [key for key in keys if not is_hidden(types.get(key))]
 
 

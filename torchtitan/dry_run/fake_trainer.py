@@ -138,7 +138,7 @@ class FakeTrainer(Trainer):
         """Return None; nothing is saved."""
 
     def build_agreement(self) -> Agreement:
-        """Return that of this rank alone, since the others do not run."""
+        """Return an agreement of this rank alone, since the others do not run."""
         return Agreement(Ranks())
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:

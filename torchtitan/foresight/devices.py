@@ -79,9 +79,9 @@ DEVICES = {
     # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "HGX B200"; dense
     # numbers, half of those "with sparsity". float32 without tensor cores: training does not use
     # TF32. Efficiencies and latencies were compared with measurements on H100, H200 and B200 only
-    # (docs/foresight.md); all other rows have those of the H100. In particular, nobody measured
-    # them on the MI300X, nor on RTX cards, whose copies pass through host memory if the driver
-    # allows no direct ones.
+    # (docs/foresight.md); all other rows have the values of the H100. In particular, nobody
+    # measured them on the MI300X, nor on RTX cards, whose copies pass through host memory if the
+    # driver allows no direct ones.
     "h100": _H100,
     # The device of published measurements: slower memory, and 500 W instead of 700 W.
     "h100_96gb": replace(

@@ -126,7 +126,7 @@ def huggingface_model(
 ) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the specification of the model that the config.json in `folder` describes, and the
     content of that file. If neither a family (see `spec_of`) nor transformers has its `model_type`,
-    the content has the type of the class of transformers that `architectures` names. Raise
+    `architectures` names the class of transformers whose type the content then has. Raise
     `UserError` if there is no such file or class, it does not compute the model, or the weights are
     quantized by an unsupported method."""
     document = _read_description(folder, "hf")

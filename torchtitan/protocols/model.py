@@ -84,7 +84,7 @@ class BaseModel(nn.Module, Configurable):
     which are not converted."""
 
     splits_sequences: ClassVar[bool] = True
-    """Whether tensor parallelism splits sequences over ranks between layers, so that their length
+    """True if tensor parallelism splits sequences over ranks between layers, so that their length
     must be a multiple of its degree."""
 
     def __init__(self, config: "BaseModel.Config"):

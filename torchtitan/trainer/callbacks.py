@@ -101,7 +101,7 @@ class PeriodicEvaluation(Callback):
     of the time that counts as training."""
 
     is_pending = False
-    """Whether steps were taken since the last evaluation; a complete run takes none."""
+    """True if steps were taken since the last evaluation; a complete run takes none."""
 
     @property
     def period(self) -> int:

@@ -48,7 +48,7 @@ class StepStart:
         return replace(self, n_updates=optimizer.n_updates, versions=optimizer.versions())
 
     def has_weights_of(self, trainer: Any) -> bool:
-        """Return whether the weights are still those of this state."""
+        """Return whether the weights still equal this state's."""
         optimizer = trainer.optimizer
         return self.n_updates == optimizer.n_updates and self.versions == optimizer.versions()
 

@@ -270,7 +270,7 @@ class ReferenceTrainer(FrozenModelTrainer):
 
     @torch.no_grad()
     def update_reference(self, share: float) -> None:
-        """Move the reference's weights to those of the trained model by `share` of the way."""
+        """Move the reference's weights by `share` of the way to the trained model's weights."""
         parts = zip(self.models["reference"].parts, self.model_parts, strict=True)
         for reference, model in parts:
             trained = dict(itertools.chain(model.named_parameters(), model.named_buffers()))

@@ -2,8 +2,8 @@
 update.
 
 The other ranks wait for the failed one in the collectives of the step. So it takes part in them to
-the end of the backward passes: with the micro-batches of the step before in place of data that it
-cannot read, and with a gradient of zero in place of a loss that it cannot compute. The sum of the
+the end of the backward passes: with the micro-batches of the step before if it cannot read data,
+and with a gradient of zero if it cannot compute a loss. The sum of the
 step's numbers then tells all ranks, which save the step before and end.
 """
 
@@ -47,7 +47,7 @@ class StepFailure:
         self._batch: Batch | None = None  # the last one that was processed
         self._before: Sequence[_Pass] = ()  # through the models, in the last micro-batch
         self._passes: list[_Pass] | None = None  # in this micro-batch; None outside of one
-        self._open: list[_Pass] = []  # of them, those in progress
+        self._open: list[_Pass] = []  # of them, the passes in progress
         self._stage = _FORWARD
 
     @property
@@ -228,8 +228,8 @@ class _Pass:
     kwargs: Mapping[str, Any]
     has_gradients: bool
     ends: list[tuple[GradientEdge, Callable[[], Tensor]]] = field(default_factory=list)
-    """Where the backward pass begins, with the function that makes a gradient of zeros. An edge
-    keeps no result in memory."""
+    """Beginnings of the backward pass, with functions that make gradients of zeros. An edge keeps
+    no result in memory."""
 
     def without_result(self) -> "_Pass":
         return _Pass(self.model, self.args, self.kwargs, self.has_gradients)

@@ -8,7 +8,7 @@ questions have the same answers takes the same path through the template, so its
 recorded one with its own texts. If an answer differs, the template runs.
 
 A placeholder is no `str`, and everything that a template can do with a value goes through the
-environment of `_Recorder`. What is not known to depend only on the recorded answers raises
+environment of `_Recorder`. An operation that may depend on more than the recorded answers raises
 `_Unrecordable`; such shapes are always rendered by the template itself.
 """
 
@@ -402,7 +402,7 @@ class _RecordingSandbox(sandbox.Sandbox):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if isinstance(argument, _Text):
-            raise _Unrecordable  # Jinja returns undefined for what is not a key
+            raise _Unrecordable  # Jinja returns undefined for other keys
         if not isinstance(obj, _Text):
             return super().getitem(obj, argument)
         return self.getattr(obj, argument) if isinstance(argument, str) else obj[argument]

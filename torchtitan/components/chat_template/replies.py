@@ -1,4 +1,4 @@
-"""How a chat template writes reasoning and calls, found by trial, and the reader of replies."""
+"""Formats of reasoning and calls in chat templates, found by trial, and the reader of replies."""
 
 import json
 import re
@@ -45,10 +45,10 @@ class CallMarks:
     name_key: str
     arguments_key: str
     before_name: str | None
-    """What a reply begins with that calls a function, up to its name. None: unknown, since the
-    finished turn does not continue the generation prompt."""
+    """Text from the beginning of a reply that calls a function to the function's name. None:
+    unknown, since the finished turn does not continue the generation prompt."""
     after_name: str
-    """What follows the name, up to the arguments."""
+    """Text between the name and the arguments."""
 
     def read(self, text: str, known: Collection[str]) -> list[Call] | None:
         """Return the calls in a text of nothing else; None if it is anything else. Without marks,
@@ -101,7 +101,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 class ReplyFormat:
-    """What a template's replies consist of.
+    """The parts of a template's replies.
 
     Calls are read if the template writes them as JSON objects with a name and arguments, as
     Hermes, Qwen 2.5 and 3 (`<tool_call>`), Mistral (`[TOOL_CALLS]`) and Llama 3.1 (nothing but the
@@ -240,7 +240,7 @@ class ReplyReader:
         self._has_calls = False
 
     def push(self, text: str) -> Piece:
-        """Append text, and return what is known to be new."""
+        """Append text, and return the parts that are complete."""
         return self._read(text, is_final=False)
 
     def finish(self) -> Piece:

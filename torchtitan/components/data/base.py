@@ -31,7 +31,7 @@ samples of T = `seq_len` tokens; tensors are int64:
 - `attention`, with document masking or padding: the `AttentionMetadata` of the batch. With document
   masking, positions restart with each document and in each window.
 - `images`, with a loader of images: the `ImageInputs` of the batch.
-- `image_keys` (B, T), with a frozen model's results in a cache: 0, or a number that stands for the
+- `image_keys` (B, T), with a frozen model's results in a cache: 0, or a number that identifies the
   images of the token's document.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with
   `NO_DOCUMENT`; for windows of running text (B, 2), any numbers for the first and last document.

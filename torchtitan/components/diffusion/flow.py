@@ -20,7 +20,7 @@ N_BUCKETS = 4
 
 class FlowMatchingLoss(Configurable):
     """Mean squared error of the velocity, at times with a logit-normal distribution (Esser et al.
-    2024, arXiv:2403.03206, 3.1), with conditions left out of some samples, for classifier-free
+    2024, arXiv:2403.03206, 3.1), without conditions for some samples, for classifier-free
     guidance (Ho and Salimans 2022, arXiv:2207.12598).
 
     It draws nothing: it takes uniform random numbers, so whoever draws them decides what a repeated

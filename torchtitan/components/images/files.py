@@ -236,7 +236,7 @@ class ImageOpener:
     """Opens the images of rows.
 
     Args:
-        folder: the data's folder, which contains all files that rows name; None: there is none.
+        folder: the data's folder, which contains all files that rows name, or None.
         image_root: folder instead of `folder`; empty: none.
         remote: fetches images behind URLs; None: such images are refused.
 

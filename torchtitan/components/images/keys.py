@@ -12,7 +12,7 @@ _BITS = 63
 
 
 def image_keys(processor: ImageProcessor, windows: Windows, tokens_BL: Tensor) -> Tensor:
-    """Return, for each token of the samples in windows, a number that stands for all images of its
+    """Return, for each token of the samples in windows, a number that identifies all images of its
     sample and their processor; 0 without images, and in padding: int64 (B, L)."""
     keys_BL = torch.zeros_like(tokens_BL)
     for keys_L, window in zip(keys_BL, windows, strict=True):

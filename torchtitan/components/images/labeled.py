@@ -33,7 +33,7 @@ _DESCRIPTION = "images.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFormat:
-    """What the images of a dataset become."""
+    """Shape of the images that a dataset yields."""
 
     size: int
     """Height and width in pixels. The shorter side of a larger image is scaled to it, and the rest
@@ -99,7 +99,7 @@ class FolderPart(Part):
 
 def find_source(dataset: str, split: str, format: ImageFormat) -> Source:
     """Return the rows of a dataset: of a folder with a folder of images for each class; otherwise
-    of files with rows (see `resolve_source`). Raise `UserError` if there is none."""
+    of files with rows (see `resolve_source`). Raise `UserError` for an empty dataset."""
     folder = searched_folder(dataset)
     if folder and next(_images_in(Path(folder)), None):
         return Source(dataset, [FolderPart(Path(folder), format)], documents=False)
@@ -156,7 +156,7 @@ def _read(folder: Path, shape: tuple[int, int, int]) -> LabeledImages:
 
 @dataclass
 class _Counts:
-    """Rows that are left out, by reason."""
+    """Skipped rows, by reason."""
 
     broken: ExampleCounter = field(default_factory=ExampleCounter)
     too_small: ExampleCounter = field(default_factory=ExampleCounter)
@@ -209,7 +209,7 @@ def _numbers_first(label: str) -> tuple[bool, int, str]:
 def _image_of(
     row: Row, format: ImageFormat, opener: ImageOpener, counts: _Counts
 ) -> tuple[np.ndarray, str] | None:
-    """Return the pixels and label of a row, or None if it is left out."""
+    """Return the pixels and label of a row, or None to skip it."""
     try:
         cells = row.values
         if cells is None:

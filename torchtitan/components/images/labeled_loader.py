@@ -58,7 +58,7 @@ class LabeledImageDataLoader(BaseDataLoader):
         """Split to read, if the data has more than one."""
         image_size: int = 32
         """Height and width in pixels. Larger images are scaled down and cut to a square; smaller
-        ones are left out, and counted."""
+        ones are skipped, and counted."""
         channels: Literal[1, 3] = 3
         """Colors: 3 (RGB) or 1 (gray)."""
         image_column: str = "image"

@@ -86,9 +86,9 @@ class ImagePreferenceDataLoader(ImageRowsDataLoader, PreferenceDataLoader):
 class ImageAnswerDataLoader(ImagePreferenceDataLoader, AnswerDataLoader):
     """Single answers with a label to prompts with images, as `AnswerDataLoader` packs them.
 
-    A batch also has `mismatched_images`, those of the prompts of `mismatched_input`. A prompt that
+    A batch also has `mismatched_images`, the images in `mismatched_input`. A prompt that
     would be too long with an answer to another prompt is not shortened, since it would lose its
-    images, but left out of the estimate.
+    images, but is not part of the estimate.
     """
 
     config: ImagePreferenceDataLoader.Config

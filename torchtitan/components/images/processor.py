@@ -167,7 +167,7 @@ class ImageProcessor:
         return self.inputs([[Image.new("RGB", _TRIAL_SIZES[0], "white")]])
 
     def token_types(self, ids: np.ndarray) -> np.ndarray:
-        """Return the types of tokens: 1 for those of images, and 0 for others."""
+        """Return the types of tokens: 1 for tokens of images, and 0 for others."""
         return np.isin(ids, self._image_ids).astype(np.int64)
 
     def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
@@ -235,7 +235,7 @@ class ImageProcessor:
         return tensor.float() if tensor.is_floating_point() else tensor
 
     def _try(self) -> None:
-        """Process two images, and compare what can be seen."""
+        """Process two images, and compare the results."""
         from PIL import Image
 
         noise = np.random.default_rng(0)
@@ -304,7 +304,7 @@ def _digest(parts: Sequence[Any], back_end: str) -> str:
 
 
 def preferred_back_end(back_end: BackEnd) -> str:
-    """Return the back end that is chosen, or else that of a class with both. Raise `UserError` if
+    """Return the chosen back end, by default the one for a class with both. Raise `UserError` if
     torchvision is chosen and absent, or installed and broken."""
     has_torchvision = _has_torchvision()
     if back_end == "torchvision" and not has_torchvision:
@@ -337,7 +337,7 @@ def _back_end(image_processor: Any) -> str:
 
 
 def _processor_class(folder: Path) -> Any:
-    """Return the class that the folder's files name, or else that of its model_type."""
+    """Return the class that the folder's files name, or else the class of its model_type."""
     from transformers.models.auto import processing_auto
 
     documents = [read_object(folder / name) for name in (*_CONFIGS, "tokenizer_config.json")]
@@ -377,7 +377,7 @@ def _pixtral_class() -> Any:
 
 def _open_processor(folder: Path, back_end: BackEnd) -> Any:
     """Build the processor of a folder from its image processor and tokenizer. `AutoProcessor` also
-    wants those of videos and sounds, which need other packages."""
+    wants processors of videos and sounds, which need other packages."""
     preferred = preferred_back_end(back_end)
     from transformers import AutoImageProcessor, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""`ImageReader`: the images of the rows of a batch, as a model gets them."""
+"""`ImageReader`: reads the images in a batch, as the model's inputs."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,10 +1,10 @@
 """Rows with images, in the forms of public data.
 
-Images are parts of messages, or stand in a column `image` or `images`. Their places in the texts
+Images are parts of messages, or are in a column `image` or `images`. Their places in the texts
 are then marks `<image>` or parts without an image of their own; without any, they come before the
 first text of the user.
 
-A row is converted by its format as if it were text alone: characters for private use stand for
+A row is converted by its format as if it were text alone: characters for private use replace
 parts with images, and become parts again in the converted messages.
 """
 
@@ -61,8 +61,8 @@ _LISTS = ("messages", "conversations")
 
 def folder_of(source: Source) -> Path | None:
     """Return the folder to which paths in a source's rows are relative: the one that is searched
-    for files, that of its only file, or the common one of several files. None: the data is in no
-    local folder."""
+    for files, the folder of its only file, or the common one of several files. None: the data is
+    not in a local folder."""
     folders = [part.folder for part in source.parts]
     known = [folder.absolute() for folder in folders if folder is not None]
     return Path(os.path.commonpath(known)) if known and len(known) == len(folders) else None
@@ -71,7 +71,7 @@ def folder_of(source: Source) -> Path | None:
 def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
     """Return a row format that also converts rows with images: the content of a message with images
     is a list of parts `{"type": "image"}` and `{"type": "text", "text": …}`; a text has
-    `IMAGE_PLACE` for each. The images of a pair are those of its prompt.
+    `IMAGE_PLACE` for each. The images of a pair are in its prompt.
 
     Its `convert` raises `BrokenSample` for an image that cannot be opened, naming its number, for
     another number of images than of their places, and for images that the assistant writes. Rows
@@ -119,12 +119,12 @@ class _Images:
     """Index in the column, from 0, by the number of a part that states it."""
     of_column: list[Any] = field(default_factory=list)
     named: list[str] = field(default_factory=list)
-    """Names of the column's images that are the own images of parts."""
+    """Names of the column's images that parts hold themselves."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row itself."""
 
     def marked_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Add a part's image, and return the part with text in its place."""
+        """Add a part's image, and return the part with text instead."""
         number = len(self.of_parts)
         key = filled_key(part)
         has_own = key is not None
@@ -136,7 +136,7 @@ class _Images:
 
     def _named_in_column(self, reference: Any) -> Any:
         """Return the column's image with content whose file name a reference states, as in an
-        archive of images beside their messages; None: there is none."""
+        archive of images next to their messages, or None."""
         name = reference.get("url") if isinstance(reference, Mapping) else reference
         base = os.path.basename(name) if isinstance(name, str) else ""
         found = [image for image in self.of_column if base and _name_of(image) == base]
@@ -214,7 +214,7 @@ def _opened(references: Sequence[Any], opener: ImageOpener) -> list[ImageFile]:
 
 
 def _check_answers(pair: Pair) -> None:
-    """Raise `BrokenSample` if an answer has an image: both have those of the prompt."""
+    """Raise `BrokenSample` if an answer has an image: only the prompt may have images."""
     for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if any(True for message in messages for _ in _places_in(message)):
             raise BrokenSample(
@@ -224,7 +224,7 @@ def _check_answers(pair: Pair) -> None:
 
 
 def _without_bytes(value: Any) -> Any:
-    """Return a value with None in the place of all bytes in it, such as those of images."""
+    """Return a value with None instead of all bytes in it, such as images."""
     if isinstance(value, Mapping):
         return {key: _without_bytes(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -235,9 +235,9 @@ def _without_bytes(value: Any) -> Any:
 def _marked_row(
     images: _Images, mapping: Mapping[str, str], row: Mapping[str, Any], has_pairs: bool
 ) -> dict[str, Any]:
-    """Return a row with text in the place of each part with an image, which is added to `images`
-    like those of columns, which are left out. If rows have pairs, both answers of one may repeat
-    the images of the prompt."""
+    """Return a row with text instead of each part with an image, and without columns of images;
+    add both kinds to `images`. If rows have pairs, both answers of one may repeat the images of
+    the prompt."""
     images.row = row
     named = {mapping[column] for column in IMAGE_COLUMNS if column in mapping}
     used = set(mapping.values()) - named

@@ -1,4 +1,4 @@
-"""What data loaders of rows with images share."""
+"""The base class of data loaders for rows with images."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,11 +34,11 @@ class ImageRowsDataLoader(PlannedDataLoader):
         __slots__ = ()  # the subclass has the fields: two bases with slots cannot be combined
 
         image_root: str = ""
-        """Folder with the images, to which paths in the data are relative; empty: the folder of the
-        data file."""
+        """Folder of the images; paths in the data are relative to it. Empty: the folder of the data
+        file."""
         image_back_end: BackEnd = "auto"
-        """What computes pixel values, which differ: pillow, torchvision, or auto (torchvision if it
-        is installed and the model's processor has it)."""
+        """Library that computes pixel values, which differ: pillow, torchvision, or auto
+        (torchvision if it is installed and the model's processor has it)."""
         fetch_images: bool = False
         """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
         such rows are broken."""

@@ -35,6 +35,6 @@ def importance_weights(
 
 
 def sample_sums(values_N: Tensor, places_N: Tensor) -> Tensor:
-    """Return for each token the sum of the values of its sample's tokens, (N,). `places_N` are
+    """Return for each token the sum of values over its sample, (N,). `places_N` are
     numbers of samples, below N."""
     return torch.zeros_like(values_N).index_add(0, places_N, values_N)[places_N]

@@ -149,9 +149,9 @@ class PolicyLoss(Configurable):
 
         advantage: Advantage | None = None
         """Advantage of a sample: its reward minus the mean of its group (centered), divided by the
-        group's deviation (normalized) or by that of all rewards of the step (batch_scaled); minus
-        the mean of the others (leave_one_out); or 1 for the best and 0 for the others (best). None:
-        the method's; reinforce_pp and ppo have no other."""
+        group's deviation (normalized) or by the deviation of all the step's rewards (batch_scaled);
+        minus the mean of the others (leave_one_out); or 1 for the best and 0 for the others (best).
+        None: the method's; reinforce_pp and ppo have no other."""
 
         clip_low: float | None = None
         """Largest distance of the ratio of probabilities below 1. None: the method's."""
@@ -180,8 +180,8 @@ class PolicyLoss(Configurable):
 
         importance: Importance = "token"
         """Correction for a difference between the sampler's probabilities and the trainer's: their
-        ratio for each token, or for a whole sequence; token_mask and sequence_mask leave out what
-        exceeds the maximum."""
+        ratio for each token, or for a whole sequence; token_mask and sequence_mask exclude
+        ratios above the maximum."""
 
         max_importance_weight: float = 2.0
         """Maximum of this correction."""
@@ -300,8 +300,8 @@ class PolicyLoss(Configurable):
 
 
 def sample_ratios(log_ratio_N: Tensor, places_N: Tensor, lengths: Tensor, kind: str) -> Tensor:
-    """Return the logarithms of the ratios that `Method.ratio` names, (N,), from those of tokens,
-    the place of each token's sample, and the lengths of the samples."""
+    """Return the logarithms of the ratios that `Method.ratio` names, (N,), from the ratios of
+    tokens, the place of each token's sample, and the lengths of the samples."""
     if kind == "token":
         return log_ratio_N
     sums_N = sample_sums(log_ratio_N, places_N)

@@ -133,7 +133,7 @@ def discopop_loss(x: Tensor, temperature: float) -> Tensor:
 def aot_loss(upper: Tensor, lower: Tensor, is_pair: Tensor, beta: float) -> Tensor:
     """Return -log sigmoid(beta (upper - lower)) of the values of all pairs in order of size, so
     that the distribution of `upper` comes to lie above that of `lower` (AOT, Melnyk et al.,
-    arXiv:2406.05882, with the logistic loss); 0 where there is no pair. The n-th loss is of the
+    arXiv:2406.05882, with the logistic loss); 0 without a pair. The n-th loss is of the
     n-th smallest values."""
     # Places without a pair come last. Shapes do not depend on values, which dry runs lack.
     uppers, lowers = (
@@ -169,7 +169,7 @@ class Answers(NamedTuple):
 
     @property
     def is_pair(self) -> Tensor:
-        """Where both answers are, (...)."""
+        """True for a pair with both answers, (...)."""
         return (self.lengths > 0).all(dim=-1)
 
     def means(self, values: Tensor) -> Tensor:

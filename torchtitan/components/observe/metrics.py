@@ -53,7 +53,7 @@ class _Interval:
     excluded: float = 0.0
     data: float = 0.0
     n_tokens: int = 0
-    n_flops: float = 0.0  # besides those of tokens
+    n_flops: float = 0.0  # in addition to the operations of tokens
     n_images: int = 0
     n_image_tokens: int = 0
 
@@ -239,7 +239,7 @@ class MetricsProcessor(Configurable):
         self._interval.n_tokens += n_tokens
 
     def count_flops(self, n_flops: float) -> None:
-        """Add to the operations of this step, over all ranks, besides those of its tokens."""
+        """Add operations to this step, over all ranks, in addition to those for its tokens."""
         self._interval.n_flops += n_flops
 
     def count_images(self, n_images: int, n_tokens: int) -> None:

@@ -50,8 +50,8 @@ def open_events(folder: Path, step: int, command: str) -> JsonLines:
 
 def read_events(folder: Path, broken: list[int] | None = None) -> list[Event]:
     """Return the events of a run's folder in order, from the first start on; empty without a file.
-    Of more than `_MOST_PROGRESS` events of progress, some are left out, which changes only the
-    time of lost steps slightly. Append the numbers of broken lines to `broken`."""
+    Skip some events of progress beyond `_MOST_PROGRESS`, which changes only the time of lost
+    steps slightly. Append the numbers of broken lines to `broken`."""
     lines = json_lines(folder / EVENTS, _is_event, [] if broken is None else broken)
     events: list[Event] = []
     n_progress, most = 0, _MOST_PROGRESS
@@ -63,7 +63,7 @@ def read_events(folder: Path, broken: list[int] | None = None) -> list[Event]:
         if n_progress > most:
             events = _thinned(events)
             n_progress = sum(event["event"] == "progress" for event in events)
-            # Few can be left out if there are other events between them.
+            # Few can be skipped if other events are between them.
             most = max(_MOST_PROGRESS, n_progress * 3 // 2)
     return events
 

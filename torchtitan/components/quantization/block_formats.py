@@ -91,8 +91,8 @@ def nvfp4(
             same values.
         stochastic: round an element to one of its two neighbors, with the probabilities that make
             the expected value exact. The choices depend on nothing but the tensor, up to a power of
-            2 (by which layouts scale gradients): equal tensors are rounded equally, whichever
-            process computes them, and when.
+            2 (by which layouts scale gradients): equal tensors are rounded equally, in any process
+            and at any time.
         group: ranks with other parts of the tensor. A collective.
     """
     x = x.float()

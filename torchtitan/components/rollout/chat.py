@@ -1,4 +1,4 @@
-"""The model's turns in conversations: prompts, replies and what follows them, as tokens."""
+"""The model's turns in conversations: prompts, replies and the messages between, as tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Reply:
     reasoning: str = ""
     tool_calls: Sequence[Call] = field(default_factory=list)
     is_cut: bool = False
-    """Whether it ended without a stop."""
+    """True if it ended without a stop."""
 
     def to_message(self) -> dict[str, Any]:
         """Return a message in the form of OpenAI's API."""

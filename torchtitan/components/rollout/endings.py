@@ -1,5 +1,5 @@
-"""What may follow a number that is an answer: known endings. Other text, as in `4 [sic]`, makes the
-number a part of something else."""
+"""Known endings of an answer after its number. With other text, as in `4 [sic]`, the number is
+a part of something else."""
 
 import re
 from fractions import Fraction

@@ -13,13 +13,13 @@ Messages = str | Message | Sequence[Message] | None
 
 @dataclass(slots=True)
 class Step:
-    """What an environment answers to a turn of the model."""
+    """The answer of an environment to a turn of the model."""
 
     message: Messages = None
     """Text of the user, or messages, such as one of the role `tool` for each call."""
     reward: float = 0.0
     is_done: bool = False
-    """Whether the turn was the last one; then no message follows."""
+    """True if the turn was the last one; no message follows."""
     named: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log, such as the number of guesses; later ones replace earlier ones."""
 
@@ -33,7 +33,7 @@ class Environment:
     max_turns = 16
     """Turns of the model after which the trajectory ends."""
     rewards_per_turn = False
-    """Whether the reward of a step is for its turn and those before it; otherwise, for all
+    """True if the reward of a step is for its turn and earlier ones; otherwise, it is for all
     turns."""
 
     def reset(self, row: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from torchtitan.tools.errors import UserError
 class OpenEnvironment(Environment):
     """One session of a server. Subclass it, and set `url`.
 
-    A session is a WebSocket, on which the server keeps the environment's state; its HTTP requests
+    A session is a WebSocket. The server keeps an environment for each; its HTTP requests
     would each get a new environment. Rollouts beyond `sessions` wait. Processes do not know of one
     another's sessions."""
 

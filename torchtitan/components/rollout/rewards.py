@@ -1,4 +1,4 @@
-"""Rewards: functions of prompt, completion and row, or of those of a whole batch."""
+"""Rewards: functions of a prompt, completion and row, or of a whole batch."""
 
 import functools
 import inspect
@@ -20,7 +20,7 @@ from torchtitan.tools.user_code import errors_of_user_code, is_canceled
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns a number for prompt, completion and the row of the dataset with the prompt; several
-numbers by name, of which the reward is the sum; or None for no verdict. It may be asynchronous. A
+numbers by name, whose sum is the reward; or None for no verdict. It may be asynchronous. A
 function whose first parameter is `prompts` takes lists, and returns one."""
 
 BUILT_IN = ("pattern=", "length=", "reward_model=")
@@ -199,7 +199,7 @@ class Rewards:
 
     @property
     def has_batch_functions(self) -> bool:
-        """Whether functions rate a whole batch."""
+        """True if some functions rate a whole batch."""
         return bool(self._of_batch)
 
     async def rate_batch(self, texts: Texts) -> list[Rating]:

@@ -52,10 +52,10 @@ class RolloutEngine:
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
     """Settings of `--rollout`."""
     chat: Chat | None = None
-    """The chat template; None: there is none."""
+    """The chat template, or None."""
     n_calls: int = 0
     is_full: bool = False
-    """Whether the context has ended a continuation."""
+    """True if the context has ended a continuation."""
     rating: Rating = field(default_factory=Rating)
     """Numbers of the last `rate`."""
     to_rate: tuple[str, str, Mapping[str, Any]] | None = None
@@ -72,7 +72,7 @@ class RolloutEngine:
         **settings: Any,
     ) -> Generation:
         """Return a sampled continuation, which ends with the end of the turn or within the context;
-        `logprobs` are those of the distribution that was sampled from. Tokens that begin with the
+        `logprobs` are of the distribution that was sampled from. Tokens that begin with the
         prompt have its images. Raise `ContextFull` if no token fits.
 
         Args:
@@ -111,7 +111,7 @@ class RolloutEngine:
         return {"on_token": on_token}
 
     def images_of(self, tokens: Sequence[int]) -> Sequence[ImageFile]:
-        """Return the images of a text: those of the prompt if it begins with it."""
+        """Return the images of a text: the prompt's images if it begins with the prompt."""
         begins = list(tokens[: len(self.prompt)]) == self.prompt
         return self.images if begins else ()
 
@@ -170,8 +170,8 @@ class RolloutEngine:
             trajectory.reward += rating.value or 0.0
 
     def trajectory_of(self, tokens: Sequence[int]) -> Trajectory:
-        """Return a trajectory of a text, in which the continuations so far are trained, with the
-        reward 0, or without a verdict if there are none."""
+        """Return a trajectory of a text that trains the continuations so far, with the reward 0, or
+        without a verdict if it has no continuation."""
         trajectory = Trajectory()
         trajectory.append(tokens)
         for place, generation in self._sampled_in(tokens):
@@ -317,7 +317,7 @@ def _is_rollout(member: Any) -> bool:
 async def play(
     environment_class: type[Environment], row: Mapping[str, Any], engine: RolloutEngine
 ) -> Trajectory:
-    """Let the model act in an environment until it ends, and rate all texts by `--rewards`, if
+    """Run the model in an environment until it ends, and rate all texts by `--rewards`, if
     there are any. Without a turn of the model, since the first messages fill the context, there is
     no verdict."""
     environment = environment_class()

@@ -30,9 +30,9 @@ class Trajectory:
     token_rewards: dict[int, float] = field(default_factory=dict)
     """Further rewards at places in `tokens`, for the sampled tokens up to them."""
     named: dict[str, float] = field(default_factory=dict)
-    """Numbers that are logged; the trainer adds those of the reward functions."""
+    """Numbers that are logged; the trainer adds the results of reward functions."""
     is_overlong: bool = False
-    """Whether the context ended it."""
+    """True if the context ended it."""
     versions: list[int] = field(default_factory=list)
     """With `--rollout.max_staleness`: for each sampled token, the step after which its weights were
     the run's, and -1 for other tokens. The trainer adds them."""
@@ -103,7 +103,7 @@ Group = list[Trajectory]  # of one prompt
 def shape_overlong(
     trajectory: Trajectory, limit: int, kind: Overlong, buffer: int | None = None
 ) -> None:
-    """Change the reward of a long trajectory, of which the context may have ended some.
+    """Change the reward of a long trajectory, which the context may have ended.
 
     `mask` gives no verdict on these (DAPO's overlong filtering). `penalty` adds, with y tokens
     after the prompt, (limit - buffer - y) / buffer where this is between -1 and 0 (DAPO,
@@ -129,8 +129,8 @@ Advantages = Callable[[Tensor], Tensor]
 
 
 def advantages_of(groups: Sequence[Group], of_groups: Advantages) -> list[float | list[float]]:
-    """Return the advantage of each trajectory among those of its group with a verdict, 0 without
-    one; for groups with rewards at tokens, of each token.
+    """Return the advantage of each trajectory in its group, 0 without a verdict; for groups with
+    rewards at tokens, return the advantage of each token.
 
     Rewards at tokens are compared with all others in the group, and the advantage of a token is the
     sum for the rewards at it and after it, plus the advantage of the whole trajectory
@@ -160,7 +160,7 @@ def _of_judged(group: Group, of_groups: Advantages) -> list[float]:
 def _with_token_rewards(
     group: Group, whole: Sequence[float], of_groups: Advantages
 ) -> list[list[float]]:
-    """Return the advantages of each token: those of whole trajectories, and for later rewards."""
+    """Return the advantages of each token: its trajectory's, plus those for later rewards."""
     judged = [t for t in group if t.reward is not None]
     relative = iter(_compared([r for t in judged for r in t.token_rewards.values()], of_groups))
     advantages = []

@@ -42,7 +42,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a client may ask for."""
+    """Limits of requests."""
 
     api_key: str = ""
     """Key that requests must carry as `Authorization: Bearer KEY`; empty: none."""
@@ -188,7 +188,7 @@ class _Server:
     def http_error(self, request: HTTPRequest, error: Exception) -> Response:
         """Answer a request that has no endpoint."""
         assert isinstance(error, HTTPException)
-        # Of a Host that is no name, `request.url` cannot be read.
+        # `request.url` cannot be read if Host is not a name.
         path = shown(request.scope["path"])
         words = {
             404: f"there is no {path}; see GET /v1/models, POST /v1/chat/completions and "

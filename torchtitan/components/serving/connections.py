@@ -25,7 +25,7 @@ class TimedConnection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Report all bytes that the client does not take, also those of a finished answer.
+        # Report all bytes that the client does not take, also after the answer is finished.
         transport.set_write_buffer_limits(high=0)
         self._expect_headers()
 

@@ -52,7 +52,7 @@ def parse_body(content: bytes) -> dict[str, Any]:
     a key twice, text that is not Unicode."""
     try:
         body = json.loads(content, parse_constant=_constant, object_pairs_hook=_unique)
-        # A lone surrogate, written as \ud800, is no character.
+        # A lone surrogate, written as \ud800, is not a character.
         json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         words = " ".join(str(error).split())[:200]

@@ -29,7 +29,7 @@ class Update:
     index: int
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
-    """The new tokens, after those of a scored prompt."""
+    """The new tokens, after the tokens of a scored prompt."""
     n_generated: int = 0
     """Number of new tokens."""
     finish_reason: FinishReason | None = None
@@ -56,9 +56,9 @@ class Job:
     """Special tokens that the text contains."""
     n_top: int = 0
     scores_prompt: bool = False
-    """Whether entries begin with the tokens of the prompt."""
+    """True if entries begin with the tokens of the prompt."""
     streams: bool = False
-    """Whether text is delivered as it appears; otherwise, at the end."""
+    """True to deliver text as it appears; otherwise, at the end."""
     deliver: Callable[[Update], None] = lambda update: None
     """Called with each update in the engine's thread."""
     is_cancelled: bool = False

@@ -33,7 +33,7 @@ class Histogram:
 
 
 class Metrics:
-    """Counters of requests; those of tokens are the schedulers'."""
+    """Counters of requests; the schedulers count tokens."""
 
     def __init__(self, schedulers: Sequence[Scheduler]):
         self._schedulers = schedulers

@@ -70,7 +70,7 @@ class Preparer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model answers chats."""
+        """True if the model answers chats."""
         return self.template is not None
 
     def completion(self, request: CompletionRequest) -> Prepared:

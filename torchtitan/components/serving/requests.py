@@ -1,4 +1,4 @@
-"""What a client asks for: the bodies of `/v1/completions` and `/v1/chat/completions`, checked."""
+"""Checked requests: the bodies of `/v1/completions` and `/v1/chat/completions`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,9 +48,9 @@ class Request:
     """Most probable tokens to return per token."""
     stream: bool
     include_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """True if a stream ends with the numbers of tokens."""
     ids_as_tokens: bool
-    """Whether tokens are written as `token_id:5`."""
+    """True to write tokens as `token_id:5`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class CompletionRequest(Request):
 
     prompts: list[Prompt]
     echo: bool
-    """Whether choices begin with the prompt."""
+    """True if choices begin with the prompt."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -147,7 +147,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     if fields.any("stream_options") is not None and not stream:
         raise RequestError("stream_options needs stream true", param="stream_options")
     include_usage = options.flag("include_usage")
-    options.flag("include_obfuscation")  # there is none: the lengths of pieces are as they are
+    options.flag("include_obfuscation")  # ignored: the lengths of pieces are as they are
     options.finish()
     return include_usage
 

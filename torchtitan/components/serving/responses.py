@@ -17,8 +17,8 @@ _UNDECODED = "�"
 
 
 class TokenTexts:
-    """Texts of single tokens, so that those of a text's tokens, put together, are the text. A part
-    of a character has the text U+FFFD."""
+    """Texts of single tokens, which together are the whole text. A part of a character has the text
+    U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ class TokenTexts:
 
 @dataclass(slots=True)
 class _Choice:
-    """What a choice has so far."""
+    """The state of a choice."""
 
     texts: list[str] = field(default_factory=list)
     piece: Piece = field(default_factory=Piece)

@@ -1,4 +1,4 @@
-"""The scheduler: a thread that runs the engine, in which jobs join and leave between tokens."""
+"""The scheduler: a thread that runs the engine. Jobs join and leave between tokens."""
 
 import asyncio
 import contextlib
@@ -117,7 +117,7 @@ class Scheduler:
 
     @property
     def is_alive(self) -> bool:
-        """Whether jobs are computed."""
+        """True while jobs are computed."""
         return self._thread.is_alive() and not self._is_closing
 
     def start(self) -> None:
@@ -295,7 +295,7 @@ class Scheduler:
         self.totals.generated_tokens += 1
         try:
             return job.take(token)
-        except Exception as error:  # of a tokenizer, for example; other jobs go on
+        except Exception as error:  # of a tokenizer, for example; other jobs continue
             logger.error("a text failed: %s\n%s", in_words(error), traceback.format_exc())
             self.totals.failed += 1
             job.fail(RequestError(_FAILED, status=500))

@@ -1,4 +1,4 @@
-"""What a server's page shows beside chats, such as runs."""
+"""Further views on a server's page, such as runs."""
 
 import asyncio
 from collections.abc import Mapping

@@ -5,8 +5,8 @@ from torch import nn
 
 
 def share_weights(model: nn.Module, other: nn.Module) -> float:
-    """Let the parameters of the second model that equal the first one's use the same memory; return
-    their share of its elements."""
+    """Make the second model use the memory of the first one for equal parameters; return their
+    share of its elements."""
     known = dict(model.named_parameters(remove_duplicate=False))
     n_shared = 0
     n_all = 0

@@ -10,7 +10,7 @@ from torchtitan.tools.errors import UserError
 
 
 class NoTokens(Tokenizer):
-    """A tokenizer without tokens: the vocabulary is empty, and there are no files."""
+    """A tokenizer without tokens: it has an empty vocabulary and needs no file."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Tokenizer.Config):

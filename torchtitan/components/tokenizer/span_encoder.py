@@ -1,5 +1,5 @@
 """Token ids of rendered conversations with the characters of each token, by the library gigatoken
-where its ids equal those of the tokenizer."""
+if its ids equal the tokenizer's."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -97,7 +97,7 @@ class _Pieces:
         self._sizes = np.fromiter(map(len, table), np.int64, len(table))
 
     def spans(self, text: str, ids: Array) -> TokenSpans | None:
-        """Return the tokens of a text; None if the bytes of the tokens are not those of the
+        """Return the tokens of a text; None if the bytes of the tokens differ from the
         text."""
         try:
             content = text.encode()

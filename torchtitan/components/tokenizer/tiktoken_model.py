@@ -173,7 +173,7 @@ class Tiktoken:
             return [ids for slice_ids in pool.map(tokenize, slices) for ids in slice_ids]
 
     def is_divided(self, text: str) -> bool:
-        """Return whether `tokenize` divides a text at blanks, where the tokenizer would not."""
+        """Return whether `tokenize` divides a text at blanks that the tokenizer keeps together."""
         step = _LONG_BLANK_LENGTH  # every run of this length has a character at one of the places
         places = range(step - 1, len(text), step)
         return any(text[i].isspace() for i in places) and _LONG_BLANK.search(text) is not None

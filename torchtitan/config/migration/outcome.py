@@ -62,7 +62,7 @@ class Migration:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the chosen configuration trains adapters."""
+        """True if the chosen configuration trains adapters."""
         return "lora" in self.config
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The trainer of FLUX on classes, each of which a fixed text stands for."""
+"""The trainer of FLUX on classes; a fixed text represents each class."""
 
 import functools
 from collections.abc import Mapping

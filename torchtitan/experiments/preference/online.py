@@ -114,7 +114,7 @@ class OnlinePreferenceTrainer(PreferenceTrainer, RatedRolloutTrainer):
 
 def pairs_of(groups: Iterable[Group]) -> list[AnswerPair]:
     """Return the best and the worst trajectory of each group, the first of equal ones, for groups
-    with several rewards. Trajectories without a verdict are left out."""
+    with several rewards. Trajectories without a verdict are skipped."""
     pairs = []
     for group in groups:
         judged = [(t.total, t) for t in group if t.total is not None]

@@ -94,8 +94,8 @@ class PreferenceTrainer(ReferenceTrainer):
 
 
 def beyond_the_shorter(is_trained_BW: Tensor, sequences_BW: Tensor, lengths_BW2: Tensor) -> Tensor:
-    """Return where a token comes after as many tokens of its answer as the pair's shorter answer
-    has, (B, W). The sequences follow one another by their numbers."""
+    """Return whether each token lies beyond the length of the pair's shorter answer, (B, W).
+    The sequences follow one another by their numbers."""
     lengths = lengths_BW2.flatten(1)
     before = lengths.cumsum(dim=1) - lengths  # tokens of earlier answers
     order_BW = is_trained_BW.cumsum(dim=1) - before.gather(1, sequences_BW)

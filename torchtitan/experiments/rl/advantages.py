@@ -13,7 +13,7 @@ from torchtitan.distributed.process_group import sum_over_ranks
 
 def estimate_advantages(batches: Sequence[Batch], decay: float) -> None:
     """Replace the `advantages` of batches, which are rewards, with advantages by `old_values`, and
-    add `returns`, the targets of the values. A token's own reward is minus its `penalties`, where a
+    add `returns`, the targets of the values. A token's own reward is minus its `penalties`, if the
     batch has them. The advantages have mean 0 and deviation 1 over the
     sampled tokens of all ranks, which are computed one after the other: the mean of squares minus
     the square of the mean would cancel."""

@@ -84,8 +84,8 @@ class Calculator(Environment):
 
 
 class GuessNumber(Environment):
-    """Find a number in two guesses, of which the first is answered with higher or lower: 1 if one
-    is right. Of three numbers, the middle one and the answer always find it; guesses at random
+    """Find a number in two guesses. The answer to the first is higher or lower. The reward is 1 if
+    one is right. Of three numbers, the middle one and the answer always find it; guesses at random
     find it in five of nine games. Rows have the columns `question` and `secret`."""
 
     max_turns = 2

@@ -145,8 +145,8 @@ class RLTrainer(RatedRolloutTrainer):
         return self.gradient_accumulation_steps * self.config.training.local_batch_size
 
     def reward_deviation(self, groups: list[Group]) -> float:
-        """Return the deviation of the rewards of all ranks, without trajectories that have no
-        verdict."""
+        """Return the standard deviation of rewards over all ranks, without trajectories that have
+        no verdict."""
         own = [t.reward for group in groups for t in group if t.reward is not None]
         counted = self.ranks.gather(own if self.parallel_dims.is_batch_leader else [])
         rewards = torch.tensor(list(itertools.chain(*counted)), dtype=torch.float64)

@@ -44,7 +44,7 @@ class DiTModel(ImageModel):
         """Attention heads; divides dim. The feed-forward network has the width 4 dim."""
 
         n_classes: int
-        """Classes; a further one stands for no class."""
+        """Classes; a further one means no class."""
 
         @builds(lambda: DiTModel)
         def build(self) -> Any:
@@ -82,7 +82,7 @@ class DiTModel(ImageModel):
         Args:
             images_BCHW: noisy images.
             times_B: from 0 (data) to 1 (noise), float32.
-            classes: (B,) int64; `n_classes` is no class.
+            classes: (B,) int64; `n_classes` means no class.
         """
         config = self.config
         if tuple(images_BCHW.shape[1:]) != config.image_shape:

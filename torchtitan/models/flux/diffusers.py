@@ -78,7 +78,7 @@ def _to_external(config: FluxModel.Config) -> dict[str, Any]:
         )
     return {
         "_class_name": CLASS,
-        "patch_size": 1,  # of what is already cut into patches
+        "patch_size": 1,  # of latents that are already cut into patches
         "in_channels": config.channels * _PATCH**2,
         "out_channels": None,
         "num_layers": config.n_double,

@@ -67,7 +67,7 @@ class FluxModel(ImageModel):
         """Read the scale of guidance, which was distilled into the model (dev)."""
 
         n_classes: int = 1
-        """Classes that training stands for by fixed texts; without captions."""
+        """Classes of data without captions; a fixed text represents each of them."""
 
         @builds(lambda: FluxModel)
         def build(self) -> Any:
@@ -149,7 +149,7 @@ class FluxModel(ImageModel):
     def without_conditions(
         self, conditions: Mapping[str, Tensor], dropped_B: Tensor
     ) -> dict[str, Tensor]:
-        """Return the conditions with zeros in place of the text where `dropped_B`."""
+        """Return the conditions with zeros instead of the text where `dropped_B`."""
         text, pooled = conditions["text"], conditions["pooled"]
         return {
             **conditions,

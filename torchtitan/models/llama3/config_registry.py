@@ -108,7 +108,7 @@ def llama3_8b_mxfp8() -> Trainer.Config:
 
 
 def llama3_8b_nvfp4() -> Trainer.Config:
-    """Llama 3.1 8B with linear layers in NVFP4, except those of the last four blocks: for GPUs of
+    """Llama 3.1 8B with linear layers in NVFP4, except in the last four blocks: for GPUs of
     compute capability 10."""
     return dataclasses.replace(
         llama3_8b(),

@@ -93,8 +93,8 @@ class ClassCache(KVCache):
     def _positions(
         self, model: Any, all_BS: Tensor, mask_BS: Tensor, images: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the positions of all tokens; those of a text with images may have several
-        dimensions, which the class decides."""
+        """Return the positions of all tokens. With images, the class may give positions several
+        dimensions."""
         if self._images is None:
             return (mask_BS.cumsum(-1) - 1).clamp(min=0)
         if self._image_positions is None:

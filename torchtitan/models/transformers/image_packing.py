@@ -65,7 +65,7 @@ class DocumentRows:
 
     def put(self, x_XNMD: Tensor, dim: int) -> Tensor:
         """Return the packed rows of documents, (..., B, L, ...), with 0 in the padding. `dim` is
-        that of the N rows."""
+        the dimension of the N rows."""
         is_token = self.mask_NM.bool().flatten()
         places_T = self.index_NM.flatten()[is_token]
         x = x_XNMD.flatten(dim, dim + 1)
@@ -242,7 +242,7 @@ class _Trial:
         return logits
 
     def _show(self, images: slice) -> None:
-        """Let the class get the features of these images from its vision tower."""
+        """Make the class get the features of these images from its vision tower."""
         features, deepstack = self.features[images], self.deepstack[images]
         result = SimpleNamespace(
             pooler_output=features if self.is_joined else features.unbind(),

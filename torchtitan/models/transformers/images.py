@@ -20,11 +20,11 @@ Part = Literal["language", "projector", "vision"]
 
 _PROJECTORS = re.compile(
     r"(model\.)?("
-    # a module beside the vision tower
+    # a module next to the vision tower
     r"\w*(projector|projection|connector|aligner|adapter|resampler|qformer)\w*(\.|$)|"
     r"(embed_vision|visual_embeddings_table|vision_embed_tokens)\.|"
     r"(image_newline|view_separator|query_tokens)$|"
-    # a module in the tower, behind its layers
+    # a module in the tower, after its layers
     r"\w+\.(\w*merger\w*|connector|downsample\w*|head_linear|head_norm)\."
     r")"
 )
@@ -70,7 +70,7 @@ def train_parts(model: Any, trained: list[Part]) -> None:
 
 
 def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the arguments of a class for images, in `dtype`: that of the weights that read
+    """Return the arguments of a class for images, in `dtype`: the type of the weights that read
     them."""
     accepted = inspect.signature(model.forward).parameters
     arguments = {
@@ -98,8 +98,8 @@ def feature_owner(model: Any) -> Any:
 
 def flops_of_images(model: Any) -> tuple[float, float]:
     """Return the operations per patch and per token of images, forward and backward: 2 per weight
-    of the vision tower and of the projector, and twice as many for a backward pass (Kaplan et al.
-    2020, arXiv:2001.08361, 2.1, without attention). Nothing before the first trained part has a
+    of the vision tower and of the projector, and twice that number for a backward pass (Kaplan et
+    al. 2020, arXiv:2001.08361, 2.1, without attention). Nothing before the first trained part has a
     backward pass."""
     parts = parts_of(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -114,7 +114,7 @@ def flops_of_images(model: Any) -> tuple[float, float]:
 
 
 def count_patches(model: Any, images: ImageInputs) -> float:
-    """Return the number of patches of the images of a batch, including those of padding."""
+    """Return the number of patches of the images of a batch, including padding."""
     pixels = images.tensors.get("pixel_values")
     if pixels is None:
         return 0.0
@@ -127,7 +127,7 @@ def count_patches(model: Any, images: ImageInputs) -> float:
 
 @contextlib.contextmanager
 def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterator[None]:
-    """Let a class read the blank image of a batch without images, and add its features times 0 to
+    """Make a class read the blank image of a batch without images, and add its features times 0 to
     the embeddings: each rank must gather the same weights and reduce the same gradients."""
     owner = feature_owner(model)
     method = owner.get_image_features
@@ -177,7 +177,7 @@ def running_vision_once(model: Any, layer: nn.Module) -> Iterator[None]:
 
 
 def vision_layers(model: Any) -> list[str]:
-    """Return the names of the layers of a class's vision tower: the modules in its largest list, in
+    """Return the layers of a class's vision tower by name: the modules in its largest list, in
     forward order; empty without a list, or without a method for the features of images."""
     vision = {id(parameter) for parameter in parts_of(model).get("vision", [])}
     lists: dict[str, list[nn.Parameter]] = {}

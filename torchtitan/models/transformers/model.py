@@ -312,8 +312,8 @@ class TransformersModel(BaseModel):
 
     @contextlib.contextmanager
     def reading(self, images: ImageInputs) -> Iterator[None]:
-        """Let the prompt that is generated from have `images`; inside, generate from one prompt at
-        a time.
+        """Give `images` to the prompt that is generated from; inside, generate from one prompt at a
+        time.
 
         Raises:
             UserError: if the class has no cache here that keeps images.

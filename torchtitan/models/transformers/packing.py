@@ -40,17 +40,17 @@ _WINDOW_MASK: Any = masking_utils.sliding_window_overlay(1)
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What the masks of a forward pass depend on."""
+    """The inputs of a forward pass that its masks depend on."""
 
     attention: AttentionMetadata
     """Documents of the tokens."""
     static: bool = False
     """True if kernels must have constant shapes, for compiled blocks."""
     configs: tuple[type, ...] | None = None
-    """Types of the configurations whose masks are those of the tokens, since a vision tower has
-    masks of its own; None: all."""
+    """Types of the configurations whose masks are for tokens, since a vision tower has masks of its
+    own; None: all."""
     at_places: bool = False
-    """True if masks depend on places in the row, as those of images do, and not on positions in
+    """True if masks depend on places in the row, as masks of images do, and not on positions in
     documents only."""
 
     def call(self, model: Any, **inputs: Any) -> Any:

@@ -178,7 +178,7 @@ def read_answers(answers: str, row: Cells) -> Pair:
 
 
 def read_other_answer(column: str, row: Cells) -> Pair:
-    """Read `messages`, which end with the chosen answer, and a rejected answer in its place, or
+    """Read `messages`, which end with the chosen answer, and a rejected answer to replace it, or
     another whole conversation (ms-swift)."""
     turns, rejected = listed_in("messages", row), _continuation(row, column)
     if not turns or role_of(turns[-1]) != "assistant":

@@ -211,7 +211,7 @@ def mismatch(
     prompt, and are not trained.
 
     Args:
-        shortens: Remove the first tokens of prompts from what is longer than `seq_len` positions.
+        shortens: Remove the first tokens of prompts from samples longer than `seq_len` positions.
             Otherwise, a prompt that would be too long has its own answer, which is not trained.
     """
     of_prompts: dict[bytes, list[EncodedRow]] = {}

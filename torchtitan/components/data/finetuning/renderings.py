@@ -392,7 +392,7 @@ class Renderings:
         common, which ends before markup that differs."""
         message = self.messages[number]
         if prompt is None:
-            # Some templates write no content beside calls.
+            # Some templates write no content next to calls.
             for marked in ({**message, "content": MARK}, {"role": "assistant", "content": MARK}):
                 header, found, _ = self._replaced(number, marked, form).rpartition(MARK)
                 if found:
@@ -456,8 +456,8 @@ class Renderings:
         return "reasoning after an empty block of reasoning" if is_twice else ""
 
     def _missing_beginning(self, number: int, finished: str, form: Form) -> str:
-        """Return the special token before the calls of a trial turn if it were the first answer,
-        which the template leaves out after earlier calls; empty if there is none."""
+        """Return the special token that the template writes before the calls of a first answer, and
+        omits after earlier calls; empty without such a token."""
         message = self.messages[number]
         if not (message.get("tool_calls") and has_calls(self.messages[:number])):
             return ""

@@ -64,7 +64,7 @@ class RowFormat:
     mapping: Mapping[str, str] = field(default_factory=dict)
     """Format's column name → column name in the file, if they differ."""
     function: RowFunction | None = None
-    """User function that converts the rows to those of known formats."""
+    """User function that converts the rows to rows of known formats."""
     fingerprint: str = ""
     """Cache key of the conversion, set by `find_format`."""
     prefetch: Callable[[Sequence[Mapping[str, Any]]], None] | None = None

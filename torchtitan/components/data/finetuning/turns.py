@@ -81,8 +81,8 @@ class TurnFinder:
         lacks a part of its message that must be trained, `BrokenSample` if the template rejects the
         conversation or a turn does not begin with the generation prompt.
 
-        Messages for which there is no prompt are left out, unless the row wants them trained or no
-        other turn is."""
+        Skip messages without a prompt, unless the row asks for them to be trained or no other turn
+        is."""
         row = Renderings(self._tried, conversation, thinks)
         turns: list[Turn] = []
         unprompted: list[UnpromptedTurn] = []
@@ -255,7 +255,7 @@ class TurnFinder:
 
 
 class WholeConversation:
-    """The text of a whole conversation, for callers that need it beside its turns. Raises
+    """The text of a whole conversation, for callers that need it and its turns. Raises
     `BrokenSample` if the template rejects it.
 
     Args:

@@ -133,7 +133,7 @@ def _checked(content: bytes, digest: str, name: str) -> bytes:
 def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
     """Return the preparation at a path or URL; None for other content, or if the dataset is a name
     in the catalog. Raise `UserError` if it is not complete."""
-    is_file = without_query(dataset) != dataset  # a name after a query is no file of a folder
+    is_file = without_query(dataset) != dataset  # a name after a query is not a file name
     if not dataset or dataset in catalog.names() or is_file:
         return None
     folder = folder_at(os.path.expanduser(dataset))

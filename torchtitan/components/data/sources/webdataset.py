@@ -162,7 +162,7 @@ def _with_numbers(kind: str) -> list[tuple[int, int, str]]:
 
 def _named_image(reference: Any, images: Sequence[dict[str, Any]], n_named: int) -> Any:
     """Return the image with the file name of a reference. A single reference may have another name
-    than a single image: that of the file before it was packed."""
+    than a single image: the name before the file was packed."""
     name = reference.get("path") if isinstance(reference, Mapping) else reference
     if not isinstance(name, str) or name.startswith("data:"):
         return reference  # the content itself

@@ -86,7 +86,7 @@ class _Int8Weight(QuantizedWeight):
 
 
 def bitsandbytes_weights(source: TensorSource, dtype: torch.dtype) -> dict[str, QuantizedWeight]:
-    """Return the weights of bitsandbytes by name; those of 4 bits in the type that they had.
+    """Return the weights of bitsandbytes by name; 4-bit weights have the type from before.
 
     Args:
         source: stored tensors.

@@ -43,7 +43,7 @@ class _Packed:
     size: int
     """Integers along the packed dimension."""
     dense: bool = True
-    """Whether integers continue in the next word; otherwise a word holds whole ones, and ends with
+    """True if integers continue in the next word; otherwise a word holds whole ones, and ends with
     unused bits."""
     order: tuple[int, ...] | None = None
     """Position in a word of each integer; None: the lowest bits first."""
@@ -152,7 +152,7 @@ def gptq_weights(source: TensorSource, section: Mapping[str, Any]) -> dict[str, 
     for missing tensors or wrong shapes.
 
     Early programs store a bias of zeros for each layer, which the model does not have. Such biases
-    are left out if all layers have them.
+    are skipped if all layers have them.
 
     Args:
         source: stored tensors.
@@ -240,7 +240,7 @@ def compressed_integer(
     Args:
         source: stored tensors.
         layer: its name.
-        schemes: entries `weights` of the groups in config.json, of which one is the layer's.
+        schemes: entries `weights` of the groups in config.json; one of them is the layer's.
 
     Raises:
         UserError: a tensor is missing or has another shape, or several schemes fit.

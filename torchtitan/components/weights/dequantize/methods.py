@@ -122,7 +122,7 @@ def read_method(folder: Path) -> tuple[str, Section]:
 
 
 def _section(folder: Path) -> Any:
-    """Return the description of the quantization; None if there is none."""
+    """Return the description of the quantization, or None."""
     document = read_object(folder / "config.json")
     text = document.get("text_config")
     nested = text if isinstance(text, dict) else {}
