@@ -75,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:
+def prepare(sources: Sequence[str], options: argparse.Namespace, config: object) -> None:
     """Prepare `sources` as the data of a configuration."""
     from torchtitan.components.checkpoint.filesystem import folder_at
     from torchtitan.components.data.prepare.merge import merge

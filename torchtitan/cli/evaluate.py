@@ -166,7 +166,7 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     print_table(console, "", ("task", "metric", "value"), rows, numbers=("value",))
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Replace numbers that JSON cannot represent, such as the perplexity of a hopeless model, with
     null."""
     if isinstance(value, dict):

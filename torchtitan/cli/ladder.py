@@ -317,7 +317,7 @@ class Chart:
         def y(value: float) -> float:
             return round(20 + (cls.HEIGHT - 60) * (high_y - log(value)) / (high_y - low_y), 1)
 
-        series: list[dict[str, Any]] = []
+        series: list[dict[str, object]] = []
         for dial in sorted({rung.dial for rung, _ in done}):
             own = [(rung, loss) for rung, loss in done if rung.dial == dial]
             points = [(x(rung.cost.flops), y(loss)) for rung, loss in own]

@@ -1,14 +1,13 @@
 """Pages from the HTML templates of this package."""
 
 from pathlib import Path
-from typing import Any
 
 from torchtitan.tools.logging import presentable
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """Return a template of this package with these values, which are escaped, and `presentable`;
     the template itself escapes (`| e`) the content of data, which must be `visible` already."""
     import jinja2
@@ -22,5 +21,5 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(values)
 
 
-def _presentable(value: Any) -> Any:
+def _presentable(value: object) -> object:
     return presentable(value) if type(value) is str else value  # HTML is of another type

@@ -97,7 +97,7 @@ class RunRecord:
             self.problems.append(f"{self.name}: {file}: skipped broken lines: {shown}{rest}")
         return lines
 
-    def _values(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    def _values(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, object]:
         try:
             return read(path) if path.exists() else {}
         except UserError as error:
@@ -208,7 +208,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
     return [section for section in found if section.rows]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
     if isinstance(value, float):
@@ -218,7 +218,7 @@ def _text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def _summary(run: RunRecord) -> dict[str, Any]:
+def _summary(run: RunRecord) -> dict[str, object]:
     facts = {key: run.start.get(key) for key in ("total_steps", "parameters", "layout")}
     if run.events:
         last = run.events[-1]

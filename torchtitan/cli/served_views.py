@@ -104,7 +104,7 @@ class DataView:
         except UserError as error:
             raise RequestError(str(error), status=500) from None
 
-    def _shown(self, row: Row, encoder: BatchEncoder) -> dict[str, Any]:
+    def _shown(self, row: Row, encoder: BatchEncoder) -> dict[str, object]:
         samples, dropped = [], ""
         for result in encoder.results(row):
             if isinstance(result, Dropped):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, ClassVar, get_args
 
 from torchtitan.tools.files import is_url
 
@@ -81,7 +81,7 @@ CacheFolder = Annotated[str, StaysInCache()]
 Mark = NamesCode | StaysInRun | StaysInCache
 
 
-def untrusted_in(value: Any, declared: Any) -> dict[str, str]:
+def untrusted_in(value: object, declared: object) -> dict[str, str]:
     """Return the texts in the value of an option with the declared type, at any depth, that need
     trust → the reason."""
     marks = _marks(declared)
@@ -91,13 +91,13 @@ def untrusted_in(value: Any, declared: Any) -> dict[str, str]:
     return {text: mark.problem for text in texts for mark in marks if mark.needs_trust(text)}
 
 
-def _marks(declared: Any) -> list[Mark]:
+def _marks(declared: object) -> list[Mark]:
     """Return the marks in a type, including the marks of a list's item type."""
     found = [mark for mark in getattr(declared, "__metadata__", ()) if isinstance(mark, Mark)]
     return found + [mark for argument in get_args(declared) for mark in _marks(argument)]
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[object]:
     """Return the innermost values of lists and mappings, or the value itself."""
     if isinstance(value, Mapping):
         return [item for part in value.values() for item in _items(part)]

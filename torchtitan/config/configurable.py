@@ -49,13 +49,13 @@ class Section:
 
     if not TYPE_CHECKING:  # with this method, mypy would allow any attribute
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             if isinstance(value, (str, Path, int, float)):
                 value = _listed(type(self), name, value)
             object.__setattr__(self, name, value)
 
 
-def _listed(cls: type, name: str, value: Any) -> Any:
+def _listed(cls: type, name: str, value: object) -> Any:
     """Return a single value of an option as its list, and values of other options unchanged."""
     declared = list_options(cls).get(name)
     if declared is None:
@@ -76,7 +76,7 @@ def list_options(cls: type) -> dict[str, Any]:
     }
 
 
-def holds_list(declared: Any) -> bool:
+def holds_list(declared: object) -> bool:
     """Return whether an option of the declared type holds a list or tuple, or possibly None."""
     if get_origin(declared) is Annotated:
         return holds_list(get_args(declared)[0])
@@ -100,7 +100,7 @@ def builds(
     the subclass. `owner` is never called; it names the class before the class exists.
     """
 
-    def typed(declared: Callable[..., Any]) -> Callable[Concatenate[Any, P], T]:
+    def typed(declared: Callable[..., object]) -> Callable[Concatenate[Any, P], T]:
         @functools.wraps(declared)
         def build(self: "Configurable.Config", /, *args: P.args, **runtime: P.kwargs) -> T:
             built: T = Configurable.Config.build(self, *args, **runtime)
@@ -142,7 +142,7 @@ class Configurable:
             return _fields_as_plain(self)
 
         @classmethod
-        def from_dict(cls, document: Mapping[str, Any]) -> Self:
+        def from_dict(cls, document: Mapping[str, object]) -> Self:
             """Return the configuration from `to_dict`'s result, with defaults for missing fields.
             Raise `UserError` for an unknown key, an unusable value, a missing field without a
             default, or a value that names code, since documents come from files."""
@@ -153,7 +153,7 @@ class Configurable:
     def __init__(self, config: "Configurable.Config"):
         self.config = config
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "Config" not in cls.__dict__:
             cls.Config = _derive_config(cls)  # type: ignore[misc,assignment]
@@ -169,7 +169,7 @@ def config_key(config: Configurable.Config) -> str:
     return config._owner.__name__.lower()
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Convert `value` to JSON-ready values. Raise `TypeError` if this is impossible."""
     if callable(to_dict := getattr(value, "to_dict", None)):
         return to_dict()
@@ -193,7 +193,7 @@ def _fields_as_plain(value: Any) -> dict[str, Any]:
     return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
-def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
+def from_plain(cls: type, document: Mapping[str, object], prefix: str = "") -> Any:
     """Return the dataclass `cls` with values from `to_plain`; see
     `Configurable.Config.from_dict`."""
     if not isinstance(document, Mapping):
@@ -234,9 +234,9 @@ def _field_value(declared: Any, value: Any, key: str) -> Any:
     return value
 
 
-def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(document: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested dictionary by their dotted keys."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in document.items():
         found |= (
             leaves(value, f"{prefix}{name}.")
@@ -271,7 +271,7 @@ def _check_config(cls: type[Configurable]) -> None:
         raise TypeError(f"{name} must be decorated with @dataclass(kw_only=True, slots=True)")
 
 
-def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
+def fits(value: object, declared: object, *, quoted: bool = True) -> bool:
     """Return whether a value of a YAML or JSON file, or a word of the command line, fits the
     declared type. A type that files cannot express accepts any value. With `quoted`, numbers may be
     quoted and a single item may replace a list, as on the command line."""
@@ -304,7 +304,7 @@ def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
     return True
 
 
-def convert(value: Any, declared: Any) -> Any:
+def convert(value: object, declared: object) -> Any:
     """Return a value that `fits` the declared type, quoted or not, as this type."""
     arguments = get_args(declared)
     origin = get_origin(declared)
@@ -327,7 +327,7 @@ def convert(value: Any, declared: Any) -> Any:
     return value
 
 
-def _item_types(declared: Any, n_items: int) -> Sequence[Any]:
+def _item_types(declared: object, n_items: int) -> Sequence[Any]:
     """Return the item types of a list or tuple with `n_items` items; of a fixed tuple, all of its
     types."""
     arguments = get_args(declared)

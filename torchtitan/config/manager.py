@@ -120,7 +120,7 @@ class ConfigManager:
             arguments[ASSETS_PARAMETER] = self._assets_path(config_name, overrides, document)
         try:
             with exits_as_errors(f"the configuration {config_name} of module {module}"):
-                default: Any = function(**arguments)
+                default: object = function(**arguments)
         except ImportError as error:
             raise import_failure(module, error) from error
         if not isinstance(default, Configurable.Config):
@@ -153,7 +153,7 @@ class ConfigManager:
         return ResolvedConfig(module, config_name, config)
 
     def _check_early(
-        self, known: KnownConfiguration, args: list[str], document: dict[str, Any], path: str
+        self, known: KnownConfiguration, args: list[str], document: Mapping[str, object], path: str
     ) -> None:
         """Report a mistake, or print the help, without importing torch, if the table of options is
         up to date."""
@@ -174,7 +174,9 @@ class ConfigManager:
             if known.is_current:
                 raise
 
-    def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
+    def _assets_path(
+        self, config_name: str, overrides: list[str], document: Mapping[str, object]
+    ) -> str:
         option = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
         option.add_argument(
             f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path"
@@ -192,7 +194,7 @@ class ConfigManager:
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
     def _optional_arguments(
-        self, function: Callable[..., object], overrides: list[str], document: dict[str, Any]
+        self, function: Callable[..., object], overrides: list[str], document: Mapping[str, object]
     ) -> dict[str, Any]:
         """Return the arguments that the options of a configuration function's parameters give.
         Raise `UserError` for a value of another type."""
@@ -202,7 +204,7 @@ class ConfigManager:
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             options.add_argument(*spellings, dest=name)
         given = vars(options.parse_known_args(overrides)[0])
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         for name, kind in types.items():
             value = document.get(name) if given[name] is None else given[name]
             if value is None:
@@ -212,7 +214,7 @@ class ConfigManager:
             arguments[name] = whole_number(str(value)) if kind is int else kind(value)
         return arguments
 
-    def _parse(self, default: Any, args: list[str], known: Collection[str]) -> Any:
+    def _parse(self, default: object, args: list[str], known: Collection[str]) -> Any:
         _check_words(args, types_by_key(default, type(default)))
         registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)
@@ -323,7 +325,7 @@ def _refusals_named() -> Iterator[None]:
         ) from error
 
 
-def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
+def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
     """Check the values on the command line, with the messages of a file, before tyro parses them.
     Raise `UserError` for the first wrong one; of an option that is repeated, the last value
     counts."""
@@ -340,12 +342,12 @@ def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
         is_list = holds_list(declared)
         if not given and not is_list:
             raise UserError(f"--{key} has no value; it must be {_described(declared)}")
-        tried: Any = given if is_list and given != ["None"] else given[0]
+        tried: object = given if is_list and given != ["None"] else given[0]
         if not fits(tried, declared):
             raise UserError(f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}")
 
 
-def _unknown_words(words: Sequence[str], types: Mapping[str, Any]) -> list[str]:
+def _unknown_words(words: Sequence[str], types: Mapping[str, object]) -> list[str]:
     """Return the words of the command line, with booleans as switches, that set no option."""
     switches = {
         _key_of(_switch(key, value))
@@ -374,7 +376,7 @@ def _is_option(word: str) -> bool:
     return bool(_key_of(word)) or word == "-h"
 
 
-def _described(declared: Any) -> str:
+def _described(declared: object) -> str:
     return describe(declared).replace("null", "None")
 
 
@@ -393,7 +395,7 @@ def registered_name(function: Callable[..., object]) -> str:
     return f"{package}.{function.__name__}"
 
 
-def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> None:
+def _check_keys(document: Mapping[str, object], known: Sequence[str], path: str) -> None:
     sections = {
         ".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)
     }
@@ -406,7 +408,7 @@ def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> No
             raise UserError(f"unknown key '{key}' in {path}{suggest(key, known)}")
 
 
-def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str) -> None:
+def _check_values(document: Mapping[str, object], types: Mapping[str, object], path: str) -> None:
     for key, value in leaves(document).items():
         if not fits(value, types[key]):
             raise UserError(f"'{key}' in {path} is {value!r}, but must be {describe(types[key])}")
@@ -419,7 +421,10 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
 
 
 def _check_hidden(
-    document: dict[str, Any], own: dict[str, Any], types: Mapping[str, Any], path: str
+    document: Mapping[str, object],
+    own: Mapping[str, object],
+    types: Mapping[str, object],
+    path: str,
 ) -> None:
     """Require that a file repeats the `own` values of fields that are not options, as a saved
     configuration does."""
@@ -469,7 +474,7 @@ def _check_trust(
         raise _untrusted_in_file(strange, words, path)
 
 
-def _words_of(value: Any) -> list[str]:
+def _words_of(value: object) -> list[str]:
     """Return the words of the command line for the value of an option."""
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 

@@ -84,7 +84,7 @@ class KnownConfiguration:
         values that other code computes may differ."""
         return bool(self._source == source_digest())
 
-    def stand_in(self) -> Any:
+    def stand_in(self) -> object:
         """Return an instance of dataclasses with the same options, whose help is the same."""
         document = nested({key: self.fields[key] for key in self.options})
         return self._stand_in(document, "")()
@@ -105,7 +105,7 @@ class KnownConfiguration:
         return dataclasses.make_dataclass("StandIn", fields, kw_only=True)
 
 
-def _types(spelled: Mapping[str, str]) -> dict[str, Any]:
+def _types(spelled: Mapping[str, str]) -> dict[str, object]:
     """Return types by key, as Python spells them."""
     holder = type("Types", (), {"__annotations__": dict(spelled)})
     return get_type_hints(holder, localns={"Literal": Literal})

@@ -9,7 +9,7 @@ import tyro
 from torchtitan.config.configurable import Configurable, config_key, convert
 
 
-def option_names(keys: Iterable[str], types: Mapping[str, Any]) -> list[str]:
+def option_names(keys: Iterable[str], types: Mapping[str, object]) -> list[str]:
     """Return the configuration's keys whose types (`types_by_key`) are not hidden."""
     return [key for key in keys if not is_hidden(types.get(key))]
 
@@ -32,7 +32,7 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
         children = ((config_key(item), item, type(item)) for item in value)
     else:
         return {key: declared}
-    types: dict[str, Any] = {}
+    types: dict[str, object] = {}
     for name, item, item_type in children:
         if is_hidden(declared):
             item_type = Annotated[item_type, tyro.conf.Suppress]
@@ -40,7 +40,7 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
     return types
 
 
-def _value_type(declared: Any) -> Any:
+def _value_type(declared: object) -> object:
     """Return the type of a mapping's values, which may be mappings of any values."""
     arguments = get_args(declared)
     if get_origin(declared) is Annotated:
@@ -48,18 +48,18 @@ def _value_type(declared: Any) -> Any:
     return arguments[1] if len(arguments) == 2 else Any
 
 
-def is_unnamed(declared: Any) -> bool:
+def is_unnamed(declared: object) -> bool:
     annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
     return any(getattr(annotation, "name", None) == "" for annotation in annotations)
 
 
-def is_hidden(declared: Any) -> bool:
+def is_hidden(declared: object) -> bool:
     """Return whether a field is not an option."""
     annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
     return any(annotation in (tyro.conf.Fixed, tyro.conf.Suppress) for annotation in annotations)
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Return a nested dictionary of values by their dotted keys."""
     document: dict[str, Any] = {}
     for key, value in values.items():
@@ -78,7 +78,7 @@ def with_values(value: Any, declared: Any, document: Any) -> Any:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = get_type_hints(type(value), include_extras=True)
-        changes: dict[str, Any] = {}
+        changes: dict[str, object] = {}
         for field in dataclasses.fields(value):
             name, child = field.name, getattr(value, field.name)
             if is_unnamed(hints[name]):
@@ -101,7 +101,7 @@ def with_values(value: Any, declared: Any, document: Any) -> Any:
     return convert(document, declared)
 
 
-def _is_config_list(value: Any) -> bool:
+def _is_config_list(value: object) -> bool:
     return (
         isinstance(value, list)
         and bool(value)

@@ -65,7 +65,7 @@ def read_config_file(path: Path, name: str) -> dict[str, Any]:
     return document
 
 
-def _load_yaml(text: str) -> Any:
+def _load_yaml(text: str) -> object:
     loader = _PlainLoader(text)
     try:
         node = loader.get_single_node()

@@ -92,7 +92,7 @@ def apply_activation_checkpointing(model: BaseModel, config: ActivationCheckpoin
         _wrap_blocks(model, every=int(config.selective_option))
 
 
-def _wrap_blocks(model: BaseModel, *, every: int = 1, **checkpoint_options: Any) -> None:
+def _wrap_blocks(model: BaseModel, *, every: int = 1, **checkpoint_options: object) -> None:
     for name, block in model.blocks().items():
         # Numbered over the whole model, so that pipeline stages choose the same layers.
         if int(name.rpartition(".")[2]) % every == 0:
@@ -103,7 +103,7 @@ def _wrap_blocks(model: BaseModel, *, every: int = 1, **checkpoint_options: Any)
 def _always_saved() -> frozenset[Any]:
     """Return the operations that are always saved: attention and reducing collectives, but not
     gathers, whose results are large."""
-    compiled: Any = torch.ops.higher_order.inductor_compiled_code
+    compiled: object = torch.ops.higher_order.inductor_compiled_code
     return frozenset({*attention_operations(), *communication_operations(), compiled})
 
 
@@ -113,7 +113,7 @@ def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContext
     linear, products = product_operations(), {False: 0, True: 0}
 
     def policy(
-        context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+        context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object
     ) -> CheckpointPolicy:
         kept = op in _always_saved()
         # PyTorch 2.13 calls this only in the forward pass, 2.11 also in the recomputation, which

@@ -96,13 +96,13 @@ def apply_compile(model: BaseModel, config: CompileConfig, parallelism: Parallel
         block.compile(backend=config.backend)
 
 
-def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _wait_for_communication(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     """Wait for the embeddings: in compiled code, PyTorch 2.13 loses the gradient type of an
     asynchronous tensor."""
     return wait_tensor(output) if isinstance(output, AsyncCollectiveTensor) else output
 
 
-def compile_loss(loss: Any, config: CompileConfig) -> None:
+def compile_loss(loss: object, config: CompileConfig) -> None:
     """Compile the loss of a chunk of logits, in place, with the loss's method `compile`, if it has
     one."""
     if not hasattr(loss, "compile"):
@@ -147,7 +147,7 @@ def _records() -> list[Any]:
     return statistics.get_compilation_metrics() if statistics else []
 
 
-def _reasons_since(last_record: Any) -> list[str]:
+def _reasons_since(last_record: object) -> list[str]:
     """Return why functions were recompiled since `last_record`, latest first. PyTorch keeps 64
     records."""
     reasons = []

@@ -140,7 +140,7 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
             for x in args
         )
 
-    def add_up(_: nn.Module, args: Any, out_ND: Tensor) -> Tensor:
+    def add_up(_: nn.Module, args: object, out_ND: Tensor) -> Tensor:
         return wait_tensor(
             reduce_scatter_single_autograd(out_ND.contiguous(), "sum", scatter_dim=0, group=mesh)
         )

@@ -295,7 +295,7 @@ class Pipeline:
         with _forward_only(self.schedule):
             return self._run(self.schedule.eval, batch)
 
-    def _run(self, run: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
+    def _run(self, run: Callable[..., object], batch: dict[str, Any]) -> Tensor:
         tokens, labels = batch["input"], batch["labels"]
         # A stage cannot create this itself, since its input may be only a part of the sequence.
         attention = batch.get("attention", AttentionMetadata.of_rows(*tokens.shape))
@@ -368,7 +368,7 @@ def _forward_only(schedule: Any) -> Iterator[None]:
         schedules.RESHARD,
     )
 
-    def kept_parts(action: Any) -> list[Any]:
+    def kept_parts(action: Any) -> list[object]:
         parts = action.sub_actions if action.computation_type == schedules.OVERLAP_F_B else [action]
         return [part for part in parts if part.computation_type in kept]
 

@@ -310,10 +310,10 @@ def on_all_ranks(condition: bool) -> bool:
     return all(gather_objects(condition))
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the `value` of every process, or of each in a group, by rank."""
     if not dist.is_initialized():
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
+    gathered: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
     return gathered

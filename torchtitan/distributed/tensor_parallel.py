@@ -160,14 +160,14 @@ def compute_with_local_parameters(
     """Run a module's forward pass, but not the passes of its submodules, with plain tensors instead
     of DTensors; or that of `user`, which uses the module's parameters."""
 
-    def use_local(*_: Any) -> None:
+    def use_local(*_: object) -> None:
         # Not attributes: a module accepts only a leaf, and gradients must reach the DTensor.
         for name, parameter in parameter_entries(module).items():
             if isinstance(parameter, DTensor):
                 parameter_entries(module)[name] = localize(name, parameter)
                 replaced[name] = parameter
 
-    def restore(*_: Any) -> None:
+    def restore(*_: object) -> None:
         parameter_entries(module).update(replaced)
         replaced.clear()
 
@@ -274,7 +274,7 @@ def apply_tensor_parallel(
 def _give_routers_own_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
     """Pass to each rank's routers the documents of its own tokens, split like the hidden states."""
 
-    def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[object, ...]:
         x_BLD, documents = inputs
         if documents is None:
             return inputs

@@ -44,7 +44,7 @@ class VocabularySize(Tokenizer):
         super().__init__(config)
         self.vocab_size = config.vocab_size
 
-    def tokenize(self, *args: Any, **options: Any) -> Any:
+    def tokenize(self, *args: object, **options: object) -> Any:
         raise NotImplementedError
 
     decode = tokenize

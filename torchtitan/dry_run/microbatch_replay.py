@@ -66,7 +66,7 @@ class MicrobatchReplay:
             )
 
     def forward(
-        self, stage: Any, compute: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any
+        self, stage: Any, compute: Callable[..., object], microbatch: int, *args: Any, **kwargs: Any
     ) -> Any:
         """Replace `stage.forward_one_chunk`."""
         key = (stage.stage_index, "forward")
@@ -77,12 +77,12 @@ class MicrobatchReplay:
         return output
 
     def backward(
-        self, stage: Any, compute: Callable[..., Any], microbatch: int, **kwargs: Any
+        self, stage: Any, compute: Callable[..., object], microbatch: int, **kwargs: Any
     ) -> None:
         """Replace `stage.backward_one_chunk`."""
         key = (stage.stage_index, "backward")
 
-        def gradients_of_inputs() -> Any:
+        def gradients_of_inputs() -> object:
             compute(microbatch, **kwargs)
             return stage.bwd_cache[microbatch]
 
@@ -93,7 +93,7 @@ class MicrobatchReplay:
             del stage.fwd_cache[microbatch]
             stage.bwd_cache[microbatch] = self._replay(key, (stage.stage_index, microbatch))
 
-    def _sample(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+    def _sample(self, key: Hashable, compute: Callable[[], object]) -> object:
         start, before = self.memory.now, self.work.work.copy()
         result = compute()
         allocations = [self.memory.allocation_of(tensor) for tensor in tensors_in(result)]
@@ -105,7 +105,7 @@ class MicrobatchReplay:
         )
         return result
 
-    def _replay(self, key: Hashable, microbatch: Hashable) -> Any:
+    def _replay(self, key: Hashable, microbatch: Hashable) -> object:
         sample = self.samples[key]
         self.work.work += sample.work
         self.memory.replay(

@@ -41,7 +41,7 @@ class Operation(NamedTuple):
         ]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested containers."""
     return (part for part in tree_iter(value) if isinstance(part, Tensor))
 
@@ -89,7 +89,7 @@ class _Observation(TorchDispatchMode):
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the wrapper unwraps itself first; this mode then sees its parts
         kwargs = kwargs or {}
@@ -112,8 +112,8 @@ class _Observation(TorchDispatchMode):
         finally:
             self.looking_away = before
 
-    def observing_resize(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def resize(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+    def observing_resize(self, method: Callable[..., object]) -> Callable[..., Any]:
+        def resize(storage: torch.UntypedStorage, n_bytes: int) -> object:
             for observer in self.observers:
                 observer.resized(storage, n_bytes)
             return method(storage, n_bytes)

@@ -122,7 +122,7 @@ class WorkTracker(Observer):
             self.work[Transfer(kind, ranks, max(map(_count_bytes, values)))] += 1
 
 
-def _count_bytes(value: Any) -> int:
+def _count_bytes(value: object) -> int:
     return sum(part.numel() * part.element_size() for part in tensors_in(value))
 
 
@@ -133,7 +133,7 @@ def _count_written_bytes(operation: Operation) -> int:
     return _count_bytes(written_arguments(*operation[:3]) or operation.new_tensors())
 
 
-def _dtype_of(value: Any) -> torch.dtype:
+def _dtype_of(value: object) -> torch.dtype:
     """Return the type of the first tensor of floating-point numbers."""
     return next(
         (tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()), torch.float32

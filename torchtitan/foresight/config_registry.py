@@ -101,7 +101,7 @@ def dial(
     return balanced(config) if hasattr(model, "moe") else config
 
 
-def _transfers(model: Any, base: Any) -> dict[str, Transfer]:
+def _transfers(model: object, base: object) -> dict[str, Transfer]:
     """Return name → transfer for the configuration of a model, and warn of depth."""
     largest = on_meta(model)
     if not transfers_depth(largest):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
-from typing import Any
 
 from torchtitan.config.configurable import leaves
 from torchtitan.config.sections import PipelineSchedule
@@ -49,7 +48,7 @@ CHOSEN = (
 """Options that a plan may change."""
 
 
-def option_words(config: Trainer.Config, planned: Mapping[str, Any]) -> list[str]:
+def option_words(config: Trainer.Config, planned: Mapping[str, object]) -> list[str]:
     """Return the command-line options that give a configuration the layout in the dictionary
     `planned`."""
     values = leaves(planned)

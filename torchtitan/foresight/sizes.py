@@ -61,7 +61,7 @@ def _rounded(width: float) -> int:
     return max(_MULTIPLE, _MULTIPLE * round(width / _MULTIPLE))
 
 
-def parameters_per_token(model: Any) -> float:
+def parameters_per_token(model: object) -> float:
     """Return the number of parameters that multiply every token, with the output head: a part of
     the experts, and no embedding that is only looked up."""
     flops: float = on_meta(model).flops_per_token(0)

@@ -69,7 +69,7 @@ def speed_of_this_machine(processes: int) -> dict[str, Any]:
         with os_errors_as(f"{cache} cannot be written", "; set TORCHTITAN_CACHE to a folder"):
             durable.make_folder(cache)
             durable.write(path, _measure_together(processes))
-    fields: dict[str, Any] = json.loads(path.read_text())
+    fields: dict[str, object] = json.loads(path.read_text())
     return fields
 
 

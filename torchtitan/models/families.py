@@ -40,7 +40,7 @@ _SIZES = (
 
 
 def of_sizes(
-    format: ExternalFormat, model_type: str, *sizes: int, max_seq_len: int, **keys: Any
+    format: ExternalFormat, model_type: str, *sizes: int, max_seq_len: int, **keys: object
 ) -> Any:
     """Return the model of a config.json with the `sizes` width, feed-forward width, layers, heads
     and vocabulary, and further `keys`. The others have their defaults in transformers."""

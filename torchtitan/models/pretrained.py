@@ -158,7 +158,7 @@ def huggingface_model(
     return _external_spec(any_class, "hf", located), document
 
 
-def _family_spec(document: Mapping[str, Any], family: ModuleType | None) -> ModelSpec | None:
+def _family_spec(document: Mapping[str, object], family: ModuleType | None) -> ModelSpec | None:
     """Return the model that a config.json describes if a family has its `model_type`."""
     if family is not None and family.__name__ == ANY_CLASS:
         return None
@@ -185,7 +185,7 @@ def _read_description(folder: Path, format: str) -> dict[str, Any]:
     return read_object(folder / name)
 
 
-def _external_spec(family: ModuleType, format: str, document: Mapping[str, Any]) -> ModelSpec:
+def _external_spec(family: ModuleType, format: str, document: Mapping[str, object]) -> ModelSpec:
     spec: ModelSpec = family.model_spec(
         family.FORMATS[format].from_external(document), _FOREIGN_FLAVOR
     )

@@ -119,7 +119,7 @@ class BaseModel(nn.Module, Configurable):
         cache must be recomputed."""
         return frozenset()
 
-    def generation_cache(self, make_default: Callable[[], Any]) -> Any:
+    def generation_cache(self, make_default: Callable[[], object]) -> Any:
         """Return a cache for generation with the interface of `components.generation.KVCache`,
         which `make_default` makes: it keeps the keys and values of attention modules. None: the
         model cannot continue a text without its beginning."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +51,7 @@ def with_further_tokens(
         return F.pad(x_BL[:, k:], (0, min(k, x_BL.shape[1])), value=last)
 
     def loss_of(
-        hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, **inputs: Any
+        hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, **inputs: object
     ) -> Tensor:
         losses = [head(hidden_BLD, weight_VD, labels_BL=labels_BL, **inputs)]
         for k, module in enumerate(modules, start=1):

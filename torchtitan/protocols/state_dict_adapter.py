@@ -325,7 +325,7 @@ class ExternalFormat:
     PEFT adapts; None: the class has the names and layouts of the files."""
 
 
-def adapter_for(format: ExternalFormat, config: Any, names: Container[str]) -> StateDictAdapter:
+def adapter_for(format: ExternalFormat, config: object, names: Container[str]) -> StateDictAdapter:
     """Return the table for a checkpoint with these `names`: the other layout's table if a name
     occurs only there."""
     adapter, other = format.adapter(config), format.other_adapter(config)

@@ -65,7 +65,7 @@ def bytes_digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
     return bytes_digest(json.dumps(value).encode())
 
 

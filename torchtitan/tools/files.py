@@ -198,7 +198,7 @@ def _may_be_deep(text: str | bytes) -> bool:
     return text.count(curly) + text.count(square) > _MOST_JSON_LEVELS  # type: ignore[arg-type]
 
 
-def _levels(content: Any) -> int:
+def _levels(content: object) -> int:
     levels, level = 0, [content]
     while level := [value for value in level if isinstance(value, (dict, list))]:
         levels += 1

@@ -12,7 +12,7 @@ from torchtitan.tools.logging import presentable
 class Parser(argparse.ArgumentParser):
     """Parser that reports a mistake in one line, without the usage, and exits with code 2."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Any:  # type: ignore[override]
         """Parse all arguments; name the option nearest to an unknown one."""
         options, others = self.parse_known_args(args, namespace)
         if others:

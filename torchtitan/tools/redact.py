@@ -110,7 +110,7 @@ def _without_signature(found: re.Match[str]) -> str:
     return address if HIDDEN in query else found[0]
 
 
-def redacted(value: Any) -> Any:
+def redacted(value: object) -> Any:
     """Return JSON-ready values with `***` for credentials, also in keys. Keys such as `secret` or
     `api_key` name them too."""
     if isinstance(value, Mapping):
@@ -120,10 +120,10 @@ def redacted(value: Any) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-def _name(key: Any) -> Any:
+def _name(key: object) -> Any:
     return redact(key) if isinstance(key, str) else key
 
 
-def _of_key(key: str, value: Any) -> Any:
+def _of_key(key: str, value: object) -> object:
     names_credential = re.fullmatch(rf"(?i){_NAME}|token", key) is not None
     return HIDDEN if names_credential and isinstance(value, str) and value else redacted(value)

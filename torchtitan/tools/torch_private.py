@@ -275,7 +275,7 @@ def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
     return getattr(storage, "_checkpoint_offset", None)
 
 
-def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operation writes, by its schema; none if it returns only new
     tensors or views."""
     by_name = (
@@ -290,7 +290,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return [by_name.get(name) for name in written]
 
 
-def is_process_group(value: Any) -> bool:
+def is_process_group(value: object) -> bool:
     """Return whether an operation's argument is a process group, boxed for TorchScript without a
     public class."""
     import torch
@@ -310,7 +310,7 @@ def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def gathered_weights(record: Any) -> list["Tensor"]:
+def gathered_weights(record: object) -> list["Tensor"]:
     """Return the whole weight of an `fsdp_parameters` record, after it was first gathered; FSDP
     hides it."""
     return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
@@ -326,7 +326,7 @@ def adjust_microbatches(schedule: Any, adjust: Callable[[list[dict[str, Any]]], 
     divided them."""
     split = schedule._split_inputs
 
-    def split_and_adjust(args: Any, kwargs: Any) -> Any:
+    def split_and_adjust(args: object, kwargs: object) -> Any:
         parts, keyword_parts = split(args, kwargs)
         adjust(keyword_parts)
         return parts, keyword_parts

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from torchtitan.components.observe import run_events
 from torchtitan.components.observe.run_events import Event
@@ -43,7 +42,7 @@ class Accounting(Recorder):
     _saved_step: int | None = None
     _reason: StopReason | None = None
 
-    def around_run(self) -> AbstractContextManager[Any]:
+    def around_run(self) -> AbstractContextManager[object]:
         self._hosts = gather_objects(socket.gethostname())
         if self.trainer.rank == 0:
             self._open()
@@ -57,7 +56,7 @@ class Accounting(Recorder):
         )
         summary = trainer.dataloader.summary(n_samples)
         sets = summary.sets if summary else ()
-        environment: dict[str, Any] = {
+        environment: dict[str, object] = {
             **software(),
             "system": platform.platform(),
             "processes": len(self._hosts),
@@ -80,7 +79,7 @@ class Accounting(Recorder):
             environment=environment,
         )
 
-    def _write(self, event: str, **values: Any) -> Event:
+    def _write(self, event: str, **values: object) -> Event:
         """Append an event that happens now, and return it."""
         # read before `time`, which the parts of goodput must not exceed
         seconds = self.trainer.phases.seconds()

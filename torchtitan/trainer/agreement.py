@@ -10,7 +10,6 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
 
 import torch.distributed as dist
 
@@ -36,7 +35,7 @@ class Agreement:
         if ranks.group is not None:
             self._store = dist.PrefixStore(f"agreement {name}", default_store())
 
-    def reach(self, state: Mapping[str, Any]) -> bool:
+    def reach(self, state: Mapping[str, object]) -> bool:
         """Return whether all ranks call this with the same state within `SECONDS`. All that call it
         get the same result, unless the store is gone: then False."""
         if self._store is None:

@@ -172,7 +172,7 @@ class RunConfig(Configurable.Config):
         return dataclasses.replace(self, registered_as=name, model_spec=spec, loss=None)
 
     @classmethod
-    def based_on(cls, other: "RunConfig", **sections: Any) -> Self:
+    def based_on(cls, other: "RunConfig", **sections: object) -> Self:
         """Return this trainer's configuration with the sections of another's, except for the given
         ones."""
         return cls(
@@ -373,7 +373,7 @@ class RunConfig(Configurable.Config):
     def identity(self, tokenizer: Tokenizer) -> RunIdentity:
         """Return the properties that must stay the same when the run resumes, after
         `resolve(tokenizer)`; steps, rates, layout and logging may change."""
-        properties: dict[str, Any] = (
+        properties: dict[str, object] = (
             {"configuration": self.registered_as} if self.registered_as else {}
         )
         properties["trainer"] = import_path(self._owner)

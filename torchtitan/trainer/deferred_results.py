@@ -123,7 +123,7 @@ class DeferredResults:
             return result
         values = trainer.sum_result(*sums)
         is_usable = values[1:3].isfinite().all() & (values[RANKS_FAILED] == 0)
-        known: dict[str, Any] = {
+        known: dict[str, object] = {
             "step": step,
             "data_step": trainer.run_length.data_step + 1,
             "skip": is_usable.logical_not().float(),

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -33,7 +32,7 @@ class Ledger(Recorder):
         self.path = Path(trainer.config.dump_folder) / "ledger.jsonl"
         self._taken: list[list[str]] = []
 
-    def around_run(self) -> AbstractContextManager[Any]:
+    def around_run(self) -> AbstractContextManager[object]:
         if self.enabled and self.trainer.rank == 0:
             self.file = JsonLines(self.path, self.trainer.step)
         return super().around_run()
@@ -48,7 +47,7 @@ class Ledger(Recorder):
         taken, self._taken = self._taken, []
         if not self.enabled:
             return
-        line: dict[str, Any] = {
+        line: dict[str, object] = {
             "step": self.trainer.step,
             "data_step": self.trainer.run_length.data_step,
         }

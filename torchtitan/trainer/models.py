@@ -72,7 +72,7 @@ class RunModel:
                 initialize_weights(part, seed, loaded=loaded)
         self.is_initialized = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the forward pass; see `torchtitan.models.common.decoder.Decoder.forward`."""
         (model,) = self.parts
         if self.num_trained:

@@ -319,7 +319,7 @@ class RolloutTrainer(Trainer):
         return self.rank - self.parallel_dims.coordinate("tp")
 
     async def checked_rollout(
-        self, row: Mapping[str, Any], engine: RolloutEngine, where: str
+        self, row: Mapping[str, object], engine: RolloutEngine, where: str
     ) -> Trajectory:
         """Return a valid trajectory. Raise `UserError` that names the row (`where`) and the
         function that fails."""

@@ -175,7 +175,9 @@ class StepFailure:
         self._open.append(begun)
         return (args, {**kwargs, "head": self.guarded(kwargs["head"])}) if head else None
 
-    def _end_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _end_pass(
+        self, model: nn.Module, args: Any, kwargs: Mapping[str, object], result: Any
+    ) -> None:
         if self._passes is None:
             return
         done = self._open.pop()
@@ -245,7 +247,7 @@ class _Zero(torch.autograd.Function):
         return torch.zeros((), device=device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> object:
         return tuple(x if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
 
 

@@ -263,7 +263,11 @@ class Forms:
         )
 
     def _render(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **options: Any
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = False,
+        **options: Any,
     ) -> str:
         """Render messages, with tools if the template needs some."""
         known = {"add_generation_prompt": add_generation_prompt, **options}
@@ -342,7 +346,7 @@ def without_empty_block(content: str) -> str:
     return _NO_REASONING.sub("", content, count=1) if _NO_REASONING.match(content) else content
 
 
-def split_reasoning(message: Mapping[str, Any], tags: Sequence[Tags]) -> dict[str, Any]:
+def split_reasoning(message: Mapping[str, object], tags: Sequence[Tags]) -> dict[str, object]:
     """Move reasoning between tags at the beginning of a message's content to `reasoning_content`,
     and keep the content as `written`; return other messages as they are. An opening tag may be
     missing if the tags are the template's. Tags after other text are part of the answer, which
@@ -367,12 +371,12 @@ def split_reasoning(message: Mapping[str, Any], tags: Sequence[Tags]) -> dict[st
     return dict(message)
 
 
-def prepared(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[str, Any]]:
+def prepared(messages: Sequence[Mapping[str, object]], form: Form) -> list[dict[str, Any]]:
     """Return messages in a form."""
     return [_prepared(message, form) for message in messages]
 
 
-def _prepared(message: Mapping[str, Any], form: Form) -> dict[str, Any]:
+def _prepared(message: Mapping[str, Any], form: Form) -> dict[str, object]:
     if message["role"] != "assistant":
         is_renamed = form.developer_as_system and message["role"] == "developer"
         return {**message, "role": "system"} if is_renamed else dict(message)
@@ -416,7 +420,7 @@ def _set_reasoning(
         message["content"] = form.tags.rest(reasoning) + content
 
 
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text(call: Mapping[str, Any]) -> dict[str, object]:
     function = call["function"]
     arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -106,8 +106,8 @@ class Replays:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
+        messages: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
         run: Callable[[], str],
     ) -> str:
         """Return the result of `run`, the template's rendering, or the same without running it.
@@ -148,11 +148,11 @@ class Replays:
         return False
 
 
-def _texts_of(message: Mapping[str, Any]) -> list[str]:
+def _texts_of(message: Mapping[str, object]) -> list[str]:
     return [value for key, value in message.items() if type(value) is str and key != "role"]
 
 
-def _shape_of(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bytes:
+def _shape_of(messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> bytes:
     """Return a digest of everything in a conversation but the texts of its messages."""
     others = [
         [
@@ -171,7 +171,7 @@ def _joined(parts: Sequence[str | int], values: Values) -> str:
     return "".join(pieces)
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: Any) -> object:
     """Return a text or list of texts. Raise `_TooLong` if it is too long."""
     if len(value) > _LONGEST_TEXT:
         raise _TooLong
@@ -208,7 +208,7 @@ class _Trace:
         return answer
 
 
-def _unsupported(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _unsupported(self: object, *args: object, **kwargs: object) -> NoReturn:
     raise _Unrecordable
 
 
@@ -240,17 +240,17 @@ class _Text(_Opaque):
         assert isinstance(number, int)
         return number
 
-    def made(self, function: Callable[..., Any], *args: Any) -> "_Text":
+    def made(self, function: Callable[..., object], *args: object) -> "_Text":
         """Return the text that a function makes of this one."""
         number = self.number()
         return _Text(self.trace, (self.trace.made(lambda values: function(values[number], *args)),))
 
-    def answer(self, function: Callable[..., Any], *args: Any) -> Any:
+    def answer(self, function: Callable[..., object], *args: object) -> Any:
         """Return the answer of a function about this text."""
         number = self.number()
         return self.trace.answered(lambda values: function(values[number], *args))
 
-    def pieces(self, function: Callable[..., Sequence[str]], *args: Any) -> "list[_Text]":
+    def pieces(self, function: Callable[..., Sequence[str]], *args: object) -> "list[_Text]":
         """Return the texts into which a function divides this one."""
         number, trace = self.number(), self.trace
         whole = trace.made(lambda values: function(values[number], *args))
@@ -331,7 +331,7 @@ class _Method:
     def __init__(self, text: _Text, name: str):
         self._text, self._name = text, name  # which templates cannot read
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         if any(type(argument) not in (str, int, tuple) for argument in args):
             raise _Unrecordable
         if self._name == "replace":
@@ -344,7 +344,7 @@ class _Method:
         return self._text.pieces(function, *args)
 
 
-def _check_growth(old: Any, new: Any, *count: Any) -> None:
+def _check_growth(old: object, new: object, *count: object) -> None:
     if not isinstance(old, str) or not isinstance(new, str) or count:
         raise _Unrecordable
     if len(new) > _MOST_GROWTH * len(old):
@@ -388,10 +388,10 @@ class _RecordingSandbox(sandbox.Sandbox):
     concat = staticmethod(_concatenated)
 
     @staticmethod
-    def written(value: Any) -> Any:
+    def written(value: object) -> Any:
         return value if isinstance(value, _Text) else str(value)
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
+    def getattr(self, obj: object, attribute: str) -> Any:
         if not isinstance(obj, _Text):
             return super().getattr(obj, attribute)
         if attribute in (*_MADE, *_ASKED, *_DIVIDING):
@@ -400,7 +400,7 @@ class _RecordingSandbox(sandbox.Sandbox):
             raise _Unrecordable
         return self.undefined(obj="", name=attribute)
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
+    def getitem(self, obj: object, argument: object) -> object:
         if isinstance(argument, _Text):
             raise _Unrecordable  # Jinja returns undefined for other keys
         if not isinstance(obj, _Text):
@@ -408,7 +408,7 @@ class _RecordingSandbox(sandbox.Sandbox):
         return self.getattr(obj, argument) if isinstance(argument, str) else obj[argument]
 
     def call(
-        __self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any
+        __self, __context: jinja2.runtime.Context, __obj: object, *args: object, **kwargs: object
     ) -> Any:  # noqa: B902, N805
         if isinstance(__obj, _Method):
             for name in ("_loop_vars", "_block_vars"):  # Jinja's own
@@ -417,9 +417,11 @@ class _RecordingSandbox(sandbox.Sandbox):
         return super().call(__context, __obj, *args, **kwargs)
 
 
-def _recording_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _recording_filter(name: str, plain: Callable[..., object]) -> Callable[..., Any]:
     @jinja2.pass_context
-    def recording(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def recording(
+        context: jinja2.runtime.Context, value: object, *args: object, **kwargs: object
+    ) -> object:
         if not any(isinstance(one, _Text) for one in (value, *args, *kwargs.values())):
             return plain(context, value, *args, **kwargs)
         others = (*args, *kwargs.values())
@@ -440,7 +442,7 @@ def _recording_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any
 
 def _recording_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(plain)
-    def recording(*args: Any, **kwargs: Any) -> bool:
+    def recording(*args: object, **kwargs: object) -> bool:
         if not any(isinstance(one, _Text) for one in (*args, *kwargs.values())):
             return plain(*args, **kwargs)
         # some tests get the context first
@@ -456,7 +458,7 @@ def _recording_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool
 
 
 @jinja2.pass_context
-def _concat(context: jinja2.runtime.Context, parts: list[Any]) -> Any:
+def _concat(context: jinja2.runtime.Context, parts: Sequence[object]) -> object:
     return _concatenated([one if isinstance(one, _Text) else str(one) for one in parts])
 
 
@@ -486,7 +488,7 @@ class _Recorder:
         self._template = recording.from_string(sandbox.add_charges(tree, recording))
 
     def record(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
     ) -> Recording | None:
         """Return a recording of the rendering of messages; None if that is not possible."""
         trace = _Trace()

@@ -77,7 +77,7 @@ class CallMarks:
     def _marks(self) -> list[str]:
         return [mark for mark in (self.opening, self.closing) if mark]
 
-    def _call(self, value: Any) -> Call | None:
+    def _call(self, value: object) -> Call | None:
         if not isinstance(value, dict) or not isinstance(value.get(self.name_key), str):
             return None
         arguments = value.get(self.arguments_key, {})

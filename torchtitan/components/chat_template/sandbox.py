@@ -157,12 +157,12 @@ class Progress:
         if self.budget < 0:
             raise WorkLimitError
 
-    def size(self, value: Any) -> int:
+    def size(self, value: object) -> int:
         """Return the length of a value as text. Raise `WorkLimitError` if it exceeds the remaining
         budget."""
         return len(value) if isinstance(value, str) else self._size(value, {})
 
-    def _size(self, value: Any, known: dict[int, int]) -> int:
+    def _size(self, value: object, known: dict[int, int]) -> int:
         """`known`: sizes by `id` of the containers in a value, which may be in it any number of
         times."""
         if isinstance(value, str):
@@ -223,13 +223,13 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
+    def getattr(self, obj: object, attribute: str) -> Any:
         """Look up dictionary keys directly, faster than Jinja, which tries attributes first."""
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         key = type(obj), attr
         if key not in self._safe:
             returns_bytes = attr == "encode"  # methods of bytes are not needed
@@ -238,7 +238,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
+    ) -> object:
         progress: Progress = context.parent[PROGRESS]
         if operator == "+":
             # The most common case, inlined.
@@ -259,7 +259,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(
-        __self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any
+        __self, __context: jinja2.runtime.Context, __obj: object, *args: object, **kwargs: object
     ) -> Any:  # noqa: B902, N805
         progress = _progress(__context)
         progress.spend(_STEP)
@@ -422,7 +422,7 @@ def _charge_iteration(context: jinja2.runtime.Context, price: int) -> None:
 
 
 @jinja2.pass_context
-def _charge_value(context: jinja2.runtime.Context, value: Any) -> Any:
+def _charge_value(context: jinja2.runtime.Context, value: object) -> Any:
     progress: Progress = context.parent[PROGRESS]
     progress.spend(len(value) if type(value) is str else progress.size(value))
     return value
@@ -445,7 +445,9 @@ def _priced_filter(environment: Sandbox, name: str) -> Callable[..., Any]:
     reads_all, growing = name in (*_TEXT, *_DEEP), _GROWING.get("%" if name == "format" else name)
 
     @jinja2.pass_context
-    def priced(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def priced(
+        context: jinja2.runtime.Context, value: object, *args: object, **kwargs: object
+    ) -> object:
         progress = _progress(context)
         if isinstance(value, str):
             progress.spend(rate * len(value))
@@ -469,7 +471,9 @@ def _priced_filter(environment: Sandbox, name: str) -> Callable[..., Any]:
 
 def _priced_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
     @jinja2.pass_context
-    def priced(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> bool:
+    def priced(
+        context: jinja2.runtime.Context, value: object, *args: object, **kwargs: object
+    ) -> bool:
         progress = _progress(context)
         progress.spend(progress.size([value, args, kwargs]))
         if name in ("divisibleby", "even", "odd") and isinstance(value, str):
@@ -480,7 +484,7 @@ def _priced_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _price_replace(
-    progress: Progress, text: str, old: Any, new: Any, count: int | None = None
+    progress: Progress, text: str, old: object, new: object, count: int | None = None
 ) -> None:
     progress.spend((text.count(str(old)) if old else len(text) + 1) * len(str(new)))
 
@@ -497,7 +501,7 @@ def _price_indent(
 
 
 def _price_format(
-    progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any
+    progress: Progress, text: str, *args: object, sign: str = "{", **kwargs: object
 ) -> None:
     """Charge for a format operation. Raise `WorkLimitError` for widths that are too large or not
     literal."""
@@ -519,12 +523,12 @@ _GROWING: dict[str, Callable[..., None]] = {
 """Pricing of methods and filters whose results may be longer than their arguments."""
 
 
-def _check_numbers(*values: Any) -> None:
+def _check_numbers(*values: object) -> None:
     if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in values):
         raise WorkLimitError
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> object:
     """Convert a generator to a list, which has a size; return other values unchanged."""
     return list(value) if isinstance(value, Iterator) else value
 
@@ -560,5 +564,5 @@ def _date(now: datetime, format: str) -> str:
 
 
 @jinja2.pass_context
-def _raise_exception(context: jinja2.runtime.Context, message: Any) -> NoReturn:
+def _raise_exception(context: jinja2.runtime.Context, message: object) -> NoReturn:
     raise jinja2.TemplateError(_charge_value(context, message))

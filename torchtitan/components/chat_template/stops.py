@@ -81,7 +81,7 @@ class Stops:
         self._known: dict[tuple[str, str], Stop | None] = {}
         self._trailers: dict[tuple[bool, str], str] = {}
 
-    def of(self, kind: Kind, options: Mapping[str, Any]) -> Stop | None:
+    def of(self, kind: Kind, options: Mapping[str, object]) -> Stop | None:
         """Return the stop of a kind of turns; None if the template does not write such turns."""
         key = kind, repr(sorted(options.items()))
         if key not in self._known:
@@ -107,7 +107,7 @@ class Stops:
         """Return the texts at which inference stops because they are not single tokens."""
         return [stop.text for stop in self.all() if stop.token_id is None]
 
-    def trailer(self, options: Mapping[str, Any], *, has_tools: bool) -> str:
+    def trailer(self, options: Mapping[str, object], *, has_tools: bool) -> str:
         """Return the text that the template writes after the last message of any conversation,
         before the generation prompt, such as an instruction (Command R+); empty if there is
         none."""
@@ -127,7 +127,7 @@ class Stops:
             self._trailers[key] = _trailer_of(*renderings)
         return self._trailers[key]
 
-    def _try(self, trial: "Trial", options: Mapping[str, Any]) -> Stop | None:
+    def _try(self, trial: "Trial", options: Mapping[str, object]) -> Stop | None:
         try:
             finished = self._render(trial.messages, options, trial.tools)
         except UserError:
@@ -188,7 +188,7 @@ class Stops:
         lead = following.rstrip()
         return Stop((tail + lead).rstrip() if lead else "", None, lead=lead)
 
-    def _opening(self, trial: "Trial", options: Mapping[str, Any]) -> set[str]:
+    def _opening(self, trial: "Trial", options: Mapping[str, object]) -> set[str]:
         """Return the special tokens of the generation prompt, which begin the next message."""
         before = trial.messages[:-1]
         prompt = self._prompt(before, options, trial.tools)
@@ -198,7 +198,7 @@ class Stops:
             )
         )
 
-    def _interior(self, trial: "Trial", options: Mapping[str, Any]) -> set[str]:
+    def _interior(self, trial: "Trial", options: Mapping[str, object]) -> set[str]:
         """Return the special tokens between two calls of a turn; none if each call is a message of
         its own, with the header of the generation prompt: inference then stops after the first."""
         if trial.kind == "answer":

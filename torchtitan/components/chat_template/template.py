@@ -120,7 +120,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         null_content: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Return the text of a conversation with special tokens; encode it with `allow_special` and
         without adding BOS. Raise `UserError` if the template rejects the conversation (with its own
@@ -143,7 +143,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         null_content: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the marked spans in order. Raise `UserError` as
         `render` does, or if the positions of marks are unknown, for example in a macro."""
@@ -158,14 +158,14 @@ class ChatTemplate:
         return rendered, [(start, start + len(text)) for start, text in marks]
 
     def _known(
-        self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, object]
+    ) -> dict[str, object]:
         """Return the variables of a rendering besides the messages."""
         # Some templates, such as Llama 3.1's, treat an empty list of tools differently from None.
         return {"tools": tools or None, "documents": None, **self.variables, **variables}
 
     def _run(
-        self, turns: Sequence[Message], known: Mapping[str, Any]
+        self, turns: Sequence[Message], known: Mapping[str, object]
     ) -> tuple[str, list[tuple[int, str]]]:
         """Return the text, and the start and text of each mark."""
         import jinja2.sandbox
@@ -199,12 +199,12 @@ class ChatTemplate:
         return "".join(blocks), progress.marks
 
 
-def _as_template_inputs(messages: Sequence[Message], null_content: bool) -> list[dict[str, Any]]:
+def _as_template_inputs(messages: Sequence[Message], null_content: bool) -> list[dict[str, object]]:
     turns = [_as_template_input(message) for message in messages]
     return [{"content": None, **turn} for turn in turns] if null_content else turns
 
 
-def _as_template_input(message: Message) -> dict[str, Any]:
+def _as_template_input(message: Message) -> dict[str, object]:
     """Drop keys with null values, and provide the reasoning under both names that templates use, as
     transformers."""
     known = {key: value for key, value in message.items() if value is not None}

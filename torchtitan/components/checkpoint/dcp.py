@@ -70,7 +70,7 @@ _SHOWN_PROBLEMS = 5
 # Entries
 
 
-def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
+def encode(name: str, state_dict: Mapping[str, object]) -> Entries:
     """Return the entries of the state `name`: its tensors, and all other values as one JSON string.
     The string's key contains its digest, so that equal strings of several ranks are saved once, and
     different strings (such as optimizer settings of pipeline stages) separately. Raise `TypeError`
@@ -85,7 +85,7 @@ def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
     return {**tensors, f"json-{hashlib.sha256(text.encode()).hexdigest()[:16]}": text}
 
 
-def decode(entries: Entries, template: Mapping[str, Any]) -> dict[str, Any]:
+def decode(entries: Entries, template: Mapping[str, object]) -> dict[str, Any]:
     """Return the state dict encoded in `entries`. Lists become tuples for keys that are tuples in
     `template`."""
     state_dict: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def rank_key(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
 
 
-def _tensors(state_dict: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+def _tensors(state_dict: Mapping[str, object]) -> list[tuple[str, Tensor]]:
     return [(key, value) for key, value in state_dict.items() if isinstance(value, Tensor)]
 
 
@@ -211,7 +211,7 @@ class _LazyPlanner(DefaultSavePlanner):
         self._specs = specs
         self._make = make
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         name = str(self.mappings[index.fqn][-1])
         if name not in self._specs:
             return super().lookup_object(index)
@@ -300,7 +300,7 @@ def _unreadable_error(path: Folder, error: BaseException) -> UserError:
 
 def _check_tensors(
     path: Folder,
-    templates: Mapping[str, Mapping[str, Any]],
+    templates: Mapping[str, Mapping[str, object]],
     saved: Mapping[str, Mapping[str, TensorSpec]],
     ranks: Ranks,
 ) -> None:
@@ -356,7 +356,7 @@ class _Reader(dcp.FileSystemReader):
             self.fs, self.path = remote.fs, remote.path
         self.metadata = metadata
 
-    def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: object, sinfo: StorageInfo) -> IO[bytes]:
         """Return an entry's slice of a file. Reject records that would unpack to more than its
         length."""
         entry = super()._slice_file(file, sinfo)
@@ -368,7 +368,7 @@ class _Reader(dcp.FileSystemReader):
         entry.seek(0)
         return entry
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.metadata
 
 

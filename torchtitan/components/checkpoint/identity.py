@@ -48,7 +48,7 @@ class RunIdentity:
     length: Mapping[str, int]
     """Requested `steps` or `epochs`, which may change between interruptions."""
 
-    def describe_differences(self, saved: Mapping[str, Any]) -> list[str]:
+    def describe_differences(self, saved: Mapping[str, object]) -> list[str]:
         """Describe the properties that differ from a marker's. A property known to only one side
         counts as equal."""
         pairs = [
@@ -74,19 +74,19 @@ def identify_content(location: str, digest: str) -> dict[str, str]:
     return {"location": unsigned(location), "digest": digest}
 
 
-def _are_equal(before: Any, now: Any) -> bool:
+def _are_equal(before: object, now: object) -> bool:
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return bool(before == now)
     key = "digest" if before["digest"] and now["digest"] else "location"
     return bool(before[key] == now[key])
 
 
-def _describe(name: str, before: Any, now: Any) -> str:
+def _describe(name: str, before: object, now: object) -> str:
     old, new = _format_value(before), _format_value(now)
     return f"{name} ({new}) has changed since" if old == new else f"{name} was {old} and is {new}"
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
         return str(value["location"])
     return (", ".join(map(str, value)) if isinstance(value, list) else str(value)) or "none"

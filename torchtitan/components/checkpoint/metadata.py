@@ -125,7 +125,7 @@ class _Record:
     def __init__(self, *args: Any):
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
@@ -137,7 +137,7 @@ class _Unpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(content))
         self._classes = {name: type(name, (_Record,), {}) for name in _RECORDS}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return the record class for a class or function; reject names that are not allowed in
         `.metadata`."""
         if module in _RECORDS.get(name, ()):
@@ -175,7 +175,7 @@ def _check_keys(keys: list[Any]) -> None:
     )
 
 
-def _parse_metadata(root: Any, sizes: Mapping[str, int]) -> Metadata:
+def _parse_metadata(root: object, sizes: Mapping[str, int]) -> Metadata:
     """Return the metadata described by `root`; raise an error of any class if `root` is malformed.
     `sizes` maps the files in the folder to their bytes."""
     fields = _get_fields(root, "Metadata")
@@ -198,7 +198,7 @@ def _parse_metadata(root: Any, sizes: Mapping[str, int]) -> Metadata:
 
 
 def _parse_spec(
-    name: str, record: Any, locations: Mapping[MetadataIndex, StorageInfo]
+    name: str, record: object, locations: Mapping[MetadataIndex, StorageInfo]
 ) -> TensorStorageMetadata | BytesStorageMetadata:
     if not _is_tensor(record):
         require(
@@ -226,7 +226,7 @@ def _parse_spec(
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
-def _parse_chunk(name: str, record: Any, shape: torch.Size) -> ChunkStorageMetadata:
+def _parse_chunk(name: str, record: object, shape: torch.Size) -> ChunkStorageMetadata:
     fields = _get_fields(record, "ChunkStorageMetadata")
     chunk = ChunkStorageMetadata(_parse_size(fields["offsets"]), _parse_size(fields["sizes"]))
     is_inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
@@ -237,7 +237,7 @@ def _parse_chunk(name: str, record: Any, shape: torch.Size) -> ChunkStorageMetad
     return chunk
 
 
-def _parse_index(record: Any) -> MetadataIndex:
+def _parse_index(record: object) -> MetadataIndex:
     fields = _get_fields(record, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     require(index is None or type(index) is int, "it has a non-integer index")
@@ -246,7 +246,7 @@ def _parse_index(record: Any) -> MetadataIndex:
     )
 
 
-def _parse_location(record: Any, sizes: Mapping[str, int]) -> StorageInfo:
+def _parse_location(record: object, sizes: Mapping[str, int]) -> StorageInfo:
     fields = _get_fields(record, "_StorageInfo")
     file, numbers = _parse_text(fields["relative_path"]), (fields["offset"], fields["length"])
     require(
@@ -270,7 +270,7 @@ def _parse_saved_name(key: str, planner_data: Mapping[str, Any]) -> tuple[str, s
     return _parse_text(path[0]), _parse_text(path[1])
 
 
-def _is_tensor(record: Any) -> bool:
+def _is_tensor(record: object) -> bool:
     return type(record).__name__ == "TensorStorageMetadata"
 
 
@@ -279,7 +279,7 @@ def _get_fields(record: Any, kind: str = "") -> dict[str, Any]:
     require(not kind or name == kind, f"it has a {name} instead of a {kind}")
     state = record.state
     require(isinstance(state, dict), f"a {name} has no fields")
-    fields: dict[str, Any] = state
+    fields: dict[str, object] = state
     return fields
 
 
@@ -296,7 +296,7 @@ def _parse_size(record: Any) -> torch.Size:
     return torch.Size(value)
 
 
-def _parse_text(value: Any) -> str:
+def _parse_text(value: object) -> str:
     require(
         isinstance(value, str) and len(value) <= _MAX_NAME,
         "it has a name that is too long or not text",

@@ -4,7 +4,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.config import CheckpointConfig
@@ -49,7 +48,10 @@ def save_elsewhere(
 
 
 def check_fallback(
-    config: CheckpointConfig, folder: Folder, fallback: Folder | None, identity: Mapping[str, Any]
+    config: CheckpointConfig,
+    folder: Folder,
+    fallback: Folder | None,
+    identity: Mapping[str, object],
 ) -> None:
     """Raise `UserError` if the folder `fallback` has a newer checkpoint of this run than `folder`.
     Otherwise the run would silently repeat steps."""

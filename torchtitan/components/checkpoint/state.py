@@ -114,7 +114,7 @@ class TrainedState:
             name: value for name, value in self._state.state_dict().items() if name not in frozen
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         self._state.load_state_dict({**self._state.state_dict(), **state_dict})
 
 

@@ -221,7 +221,7 @@ def serve() -> None:
             request = connection.recv()
         except (EOFError, ConnectionError):
             return
-        reply: Any
+        reply: object
         try:
             reply = _write_items(memory, *request)
         except Exception as error:  # the rank reports any error

@@ -51,5 +51,5 @@ def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
         prepare()
 
 
-def _call(argument: Any) -> Any:
+def _call(argument: object) -> Any:
     return _function(argument)

@@ -86,7 +86,7 @@ class SequenceCache:
             result.dtype.itemsize * math.prod(result.shape) for result in self.results.values()
         )
 
-    def mark(self, data: Any) -> Path:
+    def mark(self, data: object) -> Path:
         """Return the file that lists the files of all sequences of `data`, JSON values, once these
         are complete."""
         return self.folder / f"{bytes_digest(self._setting + json.dumps(data).encode())}.complete"

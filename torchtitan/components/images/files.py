@@ -64,7 +64,7 @@ class ImageFile(NamedTuple):
     """Pixels of the image that `decode` returns."""
     height: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return a value for JSON, with the content in base64."""
         return {**self._asdict(), "content": base64.b64encode(self.content).decode()}
 
@@ -265,13 +265,13 @@ class ImageOpener:
     def fetches(self) -> bool:
         return self._remote is not None
 
-    def prefetch(self, references: Iterable[Any]) -> None:
+    def prefetch(self, references: Iterable[object]) -> None:
         """Fetch the remote images among references at the same time; `open` reports failures."""
         if self._remote is not None:
             texts = (_text_in(reference) for reference in references)
             self._remote.prefetch({text for text in texts if text and _is_remote(text)})
 
-    def open(self, reference: Any) -> ImageFile:
+    def open(self, reference: object) -> ImageFile:
         """Return the image of a row's reference: a path, `file:` or data URL, content (bytes, or
         base64 in JSON), or an object with one of these, as in a column of `datasets`
         (`{"bytes": …, "path": …}`), OpenAI's (`{"url": …}`) or Anthropic's (`{"type": "base64",
@@ -361,12 +361,12 @@ REFERENCE_KEYS = ("bytes", "data", "path", "url", "image_url", "image", "source"
 """Keys of objects with an image, the first filled one is used: `datasets` prefers bytes."""
 
 
-def filled_key(reference: Mapping[str, Any]) -> str | None:
+def filled_key(reference: Mapping[str, object]) -> str | None:
     """Return the key of an object with its image; None: it has none."""
     return next((key for key in REFERENCE_KEYS if reference.get(key) not in (None, "", b"")), None)
 
 
-def _text_in(reference: Any) -> str | None:
+def _text_in(reference: object) -> str | None:
     """Return the path or URL of a reference; None for content."""
     while isinstance(reference, Mapping):
         reference = reference.get(filled_key(reference) or "")

@@ -354,7 +354,7 @@ def _processor_class(folder: Path) -> Any:
         raise UserError(
             f"'{folder}' names the processor_class {names[0]!r}, which transformers does not have"
         )
-    cls: Any = processing_auto.processor_class_from_name(names[0])
+    cls: object = processing_auto.processor_class_from_name(names[0])
     if getattr(cls, "is_dummy", False) and names[0] == "PixtralProcessor":
         return _pixtral_class()
     return cls
@@ -409,7 +409,7 @@ def _open_processor(folder: Path, back_end: BackEnd) -> Any:
 class _ImagesOnly:
     """Makes a processor's parts optional."""
 
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> object:
         if argument is None:
             return None
         return super().check_argument_for_proper_class(  # type: ignore[misc]

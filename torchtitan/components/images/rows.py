@@ -123,7 +123,7 @@ class _Images:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row itself."""
 
-    def marked_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+    def marked_part(self, part: Mapping[str, object]) -> dict[str, object]:
         """Add a part's image, and return the part with text instead."""
         number = len(self.of_parts)
         key = filled_key(part)
@@ -134,7 +134,7 @@ class _Images:
             self.indices[number] = index
         return {"type": "text", "text": f"{_OPENING}{number}{_CLOSING}"}
 
-    def _named_in_column(self, reference: Any) -> Any:
+    def _named_in_column(self, reference: object) -> object:
         """Return the column's image with content whose file name a reference states, as in an
         archive of images next to their messages, or None."""
         name = reference.get("url") if isinstance(reference, Mapping) else reference
@@ -152,10 +152,10 @@ def _name_of(image: Any) -> str:
     return os.path.basename(str(image["path"])) if has_both else ""
 
 
-def _prefetch(format: RowFormat, opener: ImageOpener, rows: Sequence[Mapping[str, Any]]) -> None:
+def _prefetch(format: RowFormat, opener: ImageOpener, rows: Sequence[Mapping[str, object]]) -> None:
     """Fetch the remote images of rows. Those that a function of the user makes are fetched when its
     row is converted."""
-    references: list[Any] = []
+    references: list[object] = []
     for row in rows:
         images = _Images()
         with suppress(BrokenSample):  # which the conversion reports
@@ -164,7 +164,7 @@ def _prefetch(format: RowFormat, opener: ImageOpener, rows: Sequence[Mapping[str
     opener.prefetch(references)
 
 
-def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> Sample | None:
+def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, object]) -> Sample | None:
     images = _Images()
     has_pairs = format.kind == "preference"
     if format.function is None:
@@ -203,7 +203,7 @@ def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, Any]) -> 
     return sample
 
 
-def _opened(references: Sequence[Any], opener: ImageOpener) -> list[ImageFile]:
+def _opened(references: Sequence[object], opener: ImageOpener) -> list[ImageFile]:
     opened = []
     for number, reference in enumerate(references, 1):
         try:
@@ -223,7 +223,7 @@ def _check_answers(pair: Pair) -> None:
             )
 
 
-def _without_bytes(value: Any) -> Any:
+def _without_bytes(value: object) -> Any:
     """Return a value with None instead of all bytes in it, such as images."""
     if isinstance(value, Mapping):
         return {key: _without_bytes(one) for key, one in value.items()}
@@ -233,7 +233,7 @@ def _without_bytes(value: Any) -> Any:
 
 
 def _marked_row(
-    images: _Images, mapping: Mapping[str, str], row: Mapping[str, Any], has_pairs: bool
+    images: _Images, mapping: Mapping[str, str], row: Mapping[str, object], has_pairs: bool
 ) -> dict[str, Any]:
     """Return a row with text instead of each part with an image, and without columns of images;
     add both kinds to `images`. If rows have pairs, both answers of one may repeat the images of
@@ -288,7 +288,7 @@ def _add_common(images: _Images, chosen: _Images, rejected: _Images) -> None:
     images.named += chosen.named
 
 
-def _listed(cell: Any) -> list[Any]:
+def _listed(cell: object) -> list[Any]:
     """Return the images of a cell: a list, one image, or the JSON text of these in a table."""
     if isinstance(cell, str) and cell.lstrip().startswith(("[", "{")):
         with suppress(BrokenSample):  # the name of a file
@@ -296,7 +296,7 @@ def _listed(cell: Any) -> list[Any]:
     return cell if isinstance(cell, list) else [cell]
 
 
-def _marked_turns(images: _Images, value: Any, may_be_text: bool) -> Any:
+def _marked_turns(images: _Images, value: object, may_be_text: bool) -> Any:
     """Return a cell with marks in the turns that it lists."""
     if may_be_text:
         value = _from_text(value)
@@ -310,11 +310,11 @@ def _marked_turns(images: _Images, value: Any, may_be_text: bool) -> Any:
     ]
 
 
-def _unchanged(value: Any) -> Any:
+def _unchanged(value: object) -> object:
     return value
 
 
-def _from_text(value: Any) -> Any:
+def _from_text(value: object) -> object:
     """Return the value of a JSON text that may contain a part with an image."""
     if isinstance(value, str) and "image" in value and value.lstrip().startswith(("[", "{")):
         with suppress(BrokenSample):  # which the conversion reports
@@ -322,7 +322,7 @@ def _from_text(value: Any) -> Any:
     return value
 
 
-def _marked_turn(images: _Images, turn: Mapping[str, Any]) -> dict[str, Any]:
+def _marked_turn(images: _Images, turn: Mapping[str, Any]) -> dict[str, object]:
     """Return a turn, or a result of a tool, with marks in the place of its parts with images."""
     marked = dict(turn)
     for key in _CONTENTS:
@@ -331,7 +331,7 @@ def _marked_turn(images: _Images, turn: Mapping[str, Any]) -> dict[str, Any]:
     return marked
 
 
-def _marked_part(images: _Images, part: Any) -> Any:
+def _marked_part(images: _Images, part: object) -> object:
     if not isinstance(part, Mapping):
         return part
     kind = part.get("type")
@@ -339,7 +339,7 @@ def _marked_part(images: _Images, part: Any) -> Any:
     return images.marked_part(part) if is_image else _marked_turn(images, part)
 
 
-def _is_untyped_image(part: Mapping[str, Any]) -> bool:
+def _is_untyped_image(part: Mapping[str, object]) -> bool:
     return any(part.get(key) is not None for key in ("image", "image_url"))
 
 
@@ -385,7 +385,7 @@ def _places_in(message: Message) -> Iterator[re.Match[str]]:
     return _PLACES.finditer(content) if isinstance(content, str) else iter(())
 
 
-def _references(places: list[re.Match[str]], images: _Images) -> list[Any]:
+def _references(places: list[re.Match[str]], images: _Images) -> list[object]:
     """Return the image of each place. Raise `BrokenSample` unless the column's images are those of
     the places without an image of their own."""
     numbers = [int(place[1]) if place[1] else None for place in places]
@@ -417,9 +417,9 @@ def _put_before_text(messages: list[Message], n: int) -> None:
     of_user["content"] = [{"type": "image"}] * n + _parts(of_user["content"])
 
 
-def _parts(content: str) -> list[dict[str, Any]]:
+def _parts(content: str) -> list[dict[str, object]]:
     """Divide a text at its marks."""
-    parts: list[dict[str, Any]] = []
+    parts: list[dict[str, object]] = []
     start = 0
     for place in _PLACES.finditer(content):
         parts += [*_text(content[start : place.start()]), {"type": "image"}]
@@ -427,5 +427,5 @@ def _parts(content: str) -> list[dict[str, Any]]:
     return [*parts, *_text(content[start:])]
 
 
-def _text(text: str) -> list[dict[str, Any]]:
+def _text(text: str) -> list[dict[str, object]]:
     return [{"type": "text", "text": text}] if text else []

@@ -151,7 +151,7 @@ class LoadBalancer:
         loads = [value for name, value in values.items() if name.startswith("expert_load/")]
         return {"expert_load": max(loads), **values} if loads else {}
 
-    def _of_stages(self, value: Any) -> list[Any]:
+    def _of_stages(self, value: object) -> list[Any]:
         """Return this value of each stage of the pipeline."""
         return [value] if self._pipeline is None else gather_objects(value, self._pipeline)
 

@@ -55,7 +55,7 @@ class JsonLines(Sink):
             | {name: value if math.isfinite(value) else None for name, value in values.items()}
         )
 
-    def append(self, document: Mapping[str, Any]) -> None:
+    def append(self, document: Mapping[str, object]) -> None:
         """Write a line of JSON-serializable values, including its `step`. Raise `OSError` like
         `write`."""
         line = (json.dumps(document) + "\n").encode()

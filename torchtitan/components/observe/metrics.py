@@ -146,7 +146,7 @@ class MetricsProcessor(Configurable):
         total_steps: int,
         world_size: int = 1,
         rank: int = 0,
-        run_config: Mapping[str, Any] | None = None,
+        run_config: Mapping[str, object] | None = None,
         unit: str = "tokens",
         clock: Callable[[], float] = time.perf_counter,
     ):

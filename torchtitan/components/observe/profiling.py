@@ -181,7 +181,7 @@ class Profiler(Configurable):
             logger.info(f"wrote the {kind} {path}")
 
 
-def _record_memory_history(**options: Any) -> None:
+def _record_memory_history(**options: object) -> None:
     from torchtitan.tools.torch_private import record_memory_history
 
     record_memory_history(**options)

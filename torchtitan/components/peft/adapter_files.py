@@ -221,7 +221,7 @@ def read_adapter(
     logger.info("loaded the adapter in %s", folder)
 
 
-def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, Any]:
+def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, object]:
     """Return adapter_config.json. Raise `UserError` if a file is missing, or if adapter_config.json
     has unsupported or different options. The sizes of single layers are not compared."""
     for name in (CONFIG, WEIGHTS):
@@ -253,7 +253,7 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, Any]:
 
 
 def _with_sizes_of_file(
-    folder: Path, config: LoRAConfig, document: Mapping[str, Any], entries: Mapping[str, Entry]
+    folder: Path, config: LoRAConfig, document: Mapping[str, object], entries: Mapping[str, Entry]
 ) -> dict[str, Entry]:
     """Return the entries, of fused layers as their adapters in the file are. Raise `UserError` if
     the file's adapters have other ranks or scales than ours."""
@@ -303,7 +303,7 @@ def _advice(config: LoRAConfig, field: str, patterns: Mapping[str, float]) -> li
     return [f"leave out {option}"] if getattr(config, field) else []
 
 
-def _read_patterns(file: Path, document: Mapping[str, Any], key: str) -> dict[str, float]:
+def _read_patterns(file: Path, document: Mapping[str, object], key: str) -> dict[str, float]:
     """Return PEFT's numbers by pattern. Raise `UserError` for a value that PEFT would not
     accept."""
     patterns = document.get(key) or {}

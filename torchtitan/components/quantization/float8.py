@@ -165,7 +165,7 @@ class Float8LinearConverter(NarrowConverter):
 
 
 def _give_plain_weight(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
     """Replace torchao's wrapper in a state dict with the plain tensor that it wraps, without
     copying. Otherwise, checkpoints would refer to the wrapper's class."""

@@ -39,7 +39,7 @@ class Reply:
 
     def to_message(self) -> dict[str, Any]:
         """Return a message in the form of OpenAI's API."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, object] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:

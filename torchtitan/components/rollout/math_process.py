@@ -51,7 +51,7 @@ def _have_letters_of_one_case(*texts: str) -> bool:
     return not any(letter.isupper() and letter.lower() in letters for letter in letters)
 
 
-def _equal_objects(one: Any, other: Any) -> bool:
+def _equal_objects(one: object, other: object) -> bool:
     from math_verify import verify
     from sympy import Expr, MatrixBase
 

@@ -32,15 +32,15 @@ class OpenEnvironment(Environment):
         `message`, the content."""
         return {"message": reply.content}
 
-    def to_messages(self, observation: Mapping[str, Any]) -> Messages:
+    def to_messages(self, observation: Mapping[str, object]) -> Messages:
         """Return an observation for the model. Default: its JSON."""
         return json.dumps(observation)
 
-    def reset_options(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def reset_options(self, row: Mapping[str, object]) -> Mapping[str, Any]:
         """Return the options of the server's reset for a row, such as `seed`."""
         return {}
 
-    async def reset(self, row: Mapping[str, Any]) -> Messages:
+    async def reset(self, row: Mapping[str, object]) -> Messages:
         try:
             from openenv import GenericEnvClient
         except ImportError as error:

@@ -30,7 +30,7 @@ RewardName = Annotated[str, NamesCode(built_in=BUILT_IN)]
 """One of `--rewards`: a built-in reward, or a function to import."""
 
 
-def reference_answer(row: Mapping[str, Any]) -> str:
+def reference_answer(row: Mapping[str, object]) -> str:
     """Return the text of a row's reference answer. Raise `UserError` if it has none."""
     answer = next((row[column] for column in ANSWERS if row.get(column) is not None), None)
     if answer is None:
@@ -38,7 +38,7 @@ def reference_answer(row: Mapping[str, Any]) -> str:
     return str(answer)
 
 
-def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+def number_match(prompt: str, completion: str, row: Mapping[str, object]) -> float:
     """Return 1 if the final answers of completion and reference are the same number, exactly, or
     the same list of numbers; else 0. Raise `UserError` without reference."""
     reference = reference_answer(row)
@@ -168,7 +168,7 @@ class Rewards:
         self._of_batch = [one for one in every if _rates_batches(one.call)]
         self._single = [one for one in every if not _rates_batches(one.call)]
 
-    def rated_now(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Rating:
+    def rated_now(self, prompt: str, completion: str, row: Mapping[str, object]) -> Rating:
         """Return the rating by the functions of single completions. Raise `UserError` that names
         the function that fails, must be awaited, or rates a whole batch."""
         for function in self._of_batch:
@@ -185,7 +185,7 @@ class Rewards:
             rating.add(function, found)
         return rating
 
-    async def rate(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Rating:
+    async def rate(self, prompt: str, completion: str, row: Mapping[str, object]) -> Rating:
         """Return the rating by the functions of single completions. Raise `UserError` that names
         the function that fails."""
         rating = self._empty()
@@ -236,7 +236,7 @@ def _short(name: str) -> str:
     return name.partition("=")[0] if name.startswith(BUILT_IN) else name.rpartition(":")[2]
 
 
-async def _awaited(value: Any, subject: str) -> Any:
+async def _awaited(value: object, subject: str) -> Any:
     """Return a value, which may have to be awaited, with the errors of the user's code."""
     try:
         return await value if inspect.isawaitable(value) else value

@@ -145,13 +145,13 @@ class RolloutEngine:
             raise UserError("there is no chat template; set --dataloader.chat_template")
         return self.chat
 
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+    def reward(self, completion: str, row: Mapping[str, object]) -> float | None:
         """Return the sum of `--rewards` for a completion; None without a verdict. Raise `UserError`
         if one of them must be awaited; `rate` does so."""
         self.rating = self.rewards.rated_now(self.decode(self.prompt), completion, row)
         return self.rating.value
 
-    async def rate(self, completion: str, row: Mapping[str, Any]) -> float | None:
+    async def rate(self, completion: str, row: Mapping[str, object]) -> float | None:
         """Return what `reward` returns. Functions may be asynchronous. If some rate a whole batch,
         return the sum of the others, 0 without a verdict: `add_rating` adds the rest when all
         rollouts have ended."""
@@ -206,7 +206,7 @@ class RolloutEngine:
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
 
 
-async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
+async def single_turn(row: Mapping[str, object], engine: RolloutEngine) -> Trajectory:
     """Answer the prompt once, and rate the answer by `--rewards`."""
     trajectory = Trajectory()
     trajectory.append(engine.prompt)
@@ -308,14 +308,14 @@ class RolloutConfig:
         return cast(Rollout, found)
 
 
-def _is_rollout(member: Any) -> bool:
+def _is_rollout(member: object) -> bool:
     return inspect.isfunction(member) or (
         inspect.isclass(member) and issubclass(member, Environment)
     )
 
 
 async def play(
-    environment_class: type[Environment], row: Mapping[str, Any], engine: RolloutEngine
+    environment_class: type[Environment], row: Mapping[str, object], engine: RolloutEngine
 ) -> Trajectory:
     """Run the model in an environment until it ends, and rate all texts by `--rewards`, if
     there are any. Without a turn of the model, since the first messages fill the context, there is
@@ -337,7 +337,7 @@ async def play(
 
 async def _play(
     environment: Environment,
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     engine: RolloutEngine,
     trajectory: Trajectory,
 ) -> float:

@@ -23,7 +23,7 @@ class TasksetEnvironment(Environment):
         """Return the taskset, such as `MyTaskset(MyTasksetConfig())`."""
         raise NotImplementedError
 
-    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
+    async def reset(self, row: Mapping[str, object]) -> list[Message]:
         try:
             from mcp.server import MCPServer
             from verifiers.v1 import MessageNode
@@ -70,7 +70,7 @@ class TasksetEnvironment(Environment):
             results.append({**result, "name": call.name})
         return Step(results)
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def _call(self, name: str, arguments: Mapping[str, object]) -> str:
         from mcp.server.mcpserver.exceptions import ToolError
 
         try:
@@ -80,7 +80,7 @@ class TasksetEnvironment(Environment):
         content = getattr(result, "content", result)
         return "\n".join(part.text for part in content if hasattr(part, "text"))
 
-    def _add(self, message: Mapping[str, Any], *, is_sampled: bool) -> None:
+    def _add(self, message: Mapping[str, object], *, is_sampled: bool) -> None:
         from verifiers.v1.dialects import parse_message
 
         parent = len(self._nodes) - 1 if self._nodes else None

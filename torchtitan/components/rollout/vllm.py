@@ -24,7 +24,7 @@ _START = (
 )
 
 
-def request(url: str, path: str, body: Any = None, *, seconds: float = 3600.0) -> Any:
+def request(url: str, path: str, body: object = None, *, seconds: float = 3600.0) -> Any:
     """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it
     does not within some seconds, by default an hour, since a continuation may wait for many
     others."""
@@ -127,7 +127,7 @@ class VLLMEngine:
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(self._max_rows))
             results.extend(await asyncio.gather(*texts))
 
-        results: list[Any] = []
+        results: list[object] = []
         self._transfer.send_weights()
         # Its cache of prompts is of the weights before. All ranks wait, since they share the
         # server.

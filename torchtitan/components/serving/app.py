@@ -251,7 +251,7 @@ class _Server:
         """Describe a model."""
         return JSONResponse(self._description(self._model(request.path_params["name"])))
 
-    def _description(self, model: ServedModel) -> dict[str, Any]:
+    def _description(self, model: ServedModel) -> dict[str, object]:
         return {
             "id": model.name,
             "object": "model",
@@ -351,7 +351,7 @@ class _Server:
 
     async def _collect(
         self, ticket: Ticket, answer: CompletionAnswer | ChatAnswer, started: float
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         async for update in ticket.updates():
             answer.add(update)
         self._metrics.finish(time.monotonic() - started)
@@ -391,7 +391,7 @@ class _TicketStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _event(document: Mapping[str, Any]) -> str:
+def _event(document: Mapping[str, object]) -> str:
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return f"data: {text}\n\n"
 

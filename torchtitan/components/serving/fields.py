@@ -47,7 +47,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 _MISSING = object()
 
 
-def parse_body(content: bytes) -> dict[str, Any]:
+def parse_body(content: bytes) -> dict[str, object]:
     """Return the JSON object in a body. Raise `RequestError` for anything else: invalid JSON, NaN,
     a key twice, text that is not Unicode."""
     try:
@@ -66,7 +66,7 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, object]:
     known = dict(pairs)
     if len(known) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -75,7 +75,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return known
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Return JSON's name of a value's type, with its article."""
     if value is None:
         return "null"
@@ -90,7 +90,7 @@ def kind(value: Any) -> str:
     return names[type(value)]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value's JSON, shortened."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -105,7 +105,7 @@ class Fields:
         self._body = {name: value for name, value in body.items() if value is not None}
         self._read: set[str] = set()
 
-    def any(self, name: str, default: Any = None) -> Any:
+    def any(self, name: str, default: object = None) -> Any:
         """Return a field of any type."""
         self._read.add(name)
         return self._body.get(name, default)
@@ -182,12 +182,12 @@ class Fields:
                 )
 
 
-def _equal(value: Any, other: Any) -> bool:
+def _equal(value: object, other: object) -> bool:
     """Return whether two JSON values are equal; true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
-def wrong(name: str, value: Any, what: str) -> RequestError:
+def wrong(name: str, value: object, what: str) -> RequestError:
     """Return the error for a field with a wrong value."""
     return RequestError(
         f"{name} is {shown(value)}, but must be {what}", param=name, code="invalid_value"

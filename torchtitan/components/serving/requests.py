@@ -74,7 +74,7 @@ class ChatRequest(Request):
     """Options of the chat template."""
 
 
-def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
+def completion_request(body: Mapping[str, object]) -> CompletionRequest:
     """Return the checked body of `/v1/completions`. Raise `RequestError` for a mistake in it."""
     fields = Fields(body)
     n_top = fields.integer("logprobs", 0, _MOST_TOP, None)
@@ -90,7 +90,7 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     return request
 
 
-def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+def chat_request(body: Mapping[str, object]) -> ChatRequest:
     """Return the checked body of `/v1/chat/completions`. Raise `RequestError` for a mistake in
     it."""
     fields = Fields(body)
@@ -152,7 +152,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     return include_usage
 
 
-def _stops(value: Any) -> list[str]:
+def _stops(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     what = f"a string, or an array of up to {_MOST_STOPS}"
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -165,7 +165,7 @@ def _stops(value: Any) -> list[str]:
     return stops
 
 
-def _prompts(value: Any) -> list[Prompt]:
+def _prompts(value: object) -> list[Prompt]:
     what = "a string, an array of strings, an array of token ids, or an array of those"
     if isinstance(value, str):
         return [value]
@@ -209,7 +209,7 @@ def _conversation(fields: Fields) -> Conversation:
         raise RequestError(str(error), param="messages", code="invalid_value") from None
 
 
-def _check_message(message: Any, name: str) -> None:
+def _check_message(message: object, name: str) -> None:
     if not isinstance(message, dict):
         raise wrong(name, message, f"an object, not {kind(message)}")
     role = message.get("role")
@@ -230,7 +230,7 @@ def _check_message(message: Any, name: str) -> None:
             raise wrong(f"{name}.content", part, 'parts {"type": "text", "text": …}')
 
 
-def _check_tool(tool: Any, name: str) -> None:
+def _check_tool(tool: object, name: str) -> None:
     what = '{"type": "function", "function": {"name": …, "parameters": {…}}}'
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise wrong(name, tool, what)

@@ -100,13 +100,13 @@ class _Answer:
         """Return the parts of a stream for an update."""
         raise NotImplementedError
 
-    def last_chunks(self) -> list[dict[str, Any]]:
+    def last_chunks(self) -> list[dict[str, object]]:
         """Return the parts after all choices."""
         if not self._request.include_usage:
             return []
         return [self._document(self.part, [], usage=self.usage())]
 
-    def first_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         """Return the parts before all choices."""
         return []
 
@@ -115,10 +115,10 @@ class _Answer:
         choices = [self._whole_choice(index) for index in range(len(self._choices))]
         return self._document(self.whole, choices, usage=self.usage())
 
-    def _whole_choice(self, index: int) -> dict[str, Any]:
+    def _whole_choice(self, index: int) -> dict[str, object]:
         raise NotImplementedError
 
-    def _document(self, kind: str, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
+    def _document(self, kind: str, choices: Sequence[Any], **more: Any) -> dict[str, object]:
         return {
             "id": self._id,
             "object": kind,
@@ -128,7 +128,7 @@ class _Answer:
             **more,
         }
 
-    def _part(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _part(self, choice: dict[str, Any]) -> dict[str, object]:
         usage = {"usage": None} if self._request.include_usage else {}
         return self._document(self.part, [choice], **usage)
 
@@ -144,7 +144,7 @@ class CompletionAnswer(_Answer):
     part = "text_completion"
     _request: CompletionRequest
 
-    def first_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         return [
             self._part({"index": index, "text": echo, "logprobs": None, "finish_reason": None})
             for index, echo in enumerate(self._prepared.echoes)
@@ -170,7 +170,7 @@ class CompletionAnswer(_Answer):
         }
         return [self._part(part)]
 
-    def _whole_choice(self, index: int) -> dict[str, Any]:
+    def _whole_choice(self, index: int) -> dict[str, object]:
         choice = self._choices[index]
         return {
             "index": index,
@@ -179,7 +179,7 @@ class CompletionAnswer(_Answer):
             "finish_reason": choice.finish_reason,
         }
 
-    def _logprobs(self, index: int, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, entries: Sequence[Entry]) -> dict[str, object] | None:
         if not self._request.logprobs:
             return None
         offsets = []
@@ -217,7 +217,7 @@ class ChatAnswer(_Answer):
     part = "chat.completion.chunk"
     _request: ChatRequest
 
-    def first_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         delta = {"role": "assistant", "content": ""}
         return [self._chat_part(index, delta, [], None) for index in range(len(self._choices))]
 
@@ -263,10 +263,10 @@ class ChatAnswer(_Answer):
     def _reason(reason: FinishReason | None, piece: Piece) -> str | None:
         return "tool_calls" if piece.calls and reason == "stop" else reason
 
-    def _whole_choice(self, index: int) -> dict[str, Any]:
+    def _whole_choice(self, index: int) -> dict[str, object]:
         choice = self._choices[index]
         texts = choice.piece.texts
-        message: dict[str, Any] = {
+        message: dict[str, object] = {
             "role": "assistant",
             "content": texts.get("content", None if choice.piece.calls else ""),
             "refusal": None,
@@ -284,7 +284,7 @@ class ChatAnswer(_Answer):
 
     def _chat_part(
         self, index: int, delta: dict[str, Any], entries: Sequence[Entry], reason: str | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         choice = {
             "index": index,
             "delta": delta,
@@ -293,7 +293,7 @@ class ChatAnswer(_Answer):
         }
         return self._part(choice)
 
-    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, object] | None:
         if not self._request.logprobs:
             return None
         content = [
@@ -305,7 +305,7 @@ class ChatAnswer(_Answer):
         ]
         return {"content": content, "refusal": None}
 
-    def _item(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _item(self, token: int, logprob: float | None) -> dict[str, object]:
         text = self._token_texts.of(token)
         return {
             "token": self._shown(token),

@@ -99,7 +99,7 @@ class Scheduler:
         self._model = model
         self._device = next(model.parameters()).device
 
-    def replace(self, model: Any, on_use: Callable[[], None]) -> None:
+    def replace(self, model: object, on_use: Callable[[], None]) -> None:
         """Use another model, with the same tokenizer and context, as soon as the running texts have
         ended; waiting ones are computed by it. `on_use` is called then, in the scheduler's thread,
         unless a third model comes first."""

@@ -98,7 +98,7 @@ class ArrayEncoder:
         self._n_remembered = 0
         self._is_closed = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_fast": None, "_load": None}
 
     @property

@@ -237,7 +237,7 @@ def _new_settings(
     return updated
 
 
-def _text_of(token: Any) -> Any:
+def _text_of(token: object) -> Any:
     """Return the text of a token (possibly a serialized `AddedToken`), or of all tokens in a
     list."""
     if isinstance(token, list):

@@ -229,7 +229,7 @@ def _special_id(
     return next(iter(named), None), False
 
 
-def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
+def _named_id(token: object, path: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
     """Return the id of a token declared as null, a string, or a serialized `AddedToken`."""
     name = token.get("content") if isinstance(token, dict) else token
     if name is None:

@@ -89,7 +89,7 @@ class HuggingFace:
             raise UserError(f"'{path}' has an empty vocabulary")
         self.vocab_size = max(vocab.values()) + 1
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A pickled `tokenizers.Tokenizer` loses `encode_special_tokens`, so the copy parses the
         # content again.
         return {

@@ -112,7 +112,7 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     files in `folder`, from generation_config.json, `config` (a config.json, which may be absent) or
     the tokenizer, in this order. Unknown ids are omitted, with a warning if the tokenizer cannot be
     read. Raise `UserError` if a JSON file cannot be read."""
-    ids: dict[str, Any] = {}
+    ids: dict[str, object] = {}
     # the second overrides: it lists all end tokens
     for file in (config, folder / "generation_config.json"):
         content = read_object(file)
@@ -235,5 +235,5 @@ def _read_json(folder: Path | None, name: str) -> dict[str, Any]:
     return read_object(folder / name) if folder else {}
 
 
-def _to_json(document: dict[str, Any]) -> str:
+def _to_json(document: Mapping[str, object]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

@@ -145,7 +145,7 @@ def format_for(spec: ModelSpec, to: str) -> ExternalFormat:
     return spec.formats[to]
 
 
-def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def config_json(spec: ModelSpec, ids: Mapping[str, object], dtype: torch.dtype) -> dict[str, Any]:
     """Return a model's config.json, for transformers 4 and 5, or for diffusers, which needs no
     further keys. `ids` come from `assets.token_ids`; `dtype` is the type of the weights."""
     format = format_for(spec, "hf")
@@ -203,7 +203,7 @@ def write_hf_description(
     make_loadable_by_auto_tokenizer(folder)
 
 
-def _write_token_ids(folder: Path, assets: Path | None) -> Mapping[str, Any]:
+def _write_token_ids(folder: Path, assets: Path | None) -> Mapping[str, object]:
     ids = token_ids(folder, assets / "config.json") if assets else {}
     if ids and not (folder / GENERATION_CONFIG).exists():
         _write_json(folder / GENERATION_CONFIG, dict(ids))
@@ -218,5 +218,5 @@ def prevailing_dtype(specs: Mapping[str, TensorSpec]) -> torch.dtype:
     return n_elements.most_common(1)[0][0]
 
 
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+def _write_json(path: Path, document: Mapping[str, object]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n")

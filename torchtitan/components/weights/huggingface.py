@@ -212,7 +212,7 @@ def write_file(
     first; `metadata` extends the header; other arguments are as in `write_huggingface`."""
     # Wide dtypes first, as in the safetensors library, so that all values are aligned.
     names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in names:
         spec = specs[name]

@@ -184,12 +184,12 @@ def _data(migration: Migration) -> None:
         migration.take("train_on_inputs", "dataloader.train_on", value)
 
 
-def _kind(dataset: Mapping[str, Any]) -> str:
+def _kind(dataset: Mapping[str, object]) -> str:
     kind = dataset.get("type") or ""
     return "custom" if isinstance(kind, Mapping) else str(kind)
 
 
-def _names(migration: Migration, dataset: Mapping[str, Any]) -> list[str]:
+def _names(migration: Migration, dataset: Mapping[str, object]) -> list[str]:
     """Return the dataset strings: of the data files, or of the folder or repository."""
     path = str(dataset.get("path"))
     if dataset.get("data_files") and path in ("json", "csv", "parquet", "text", "arrow"):
@@ -198,7 +198,7 @@ def _names(migration: Migration, dataset: Mapping[str, Any]) -> list[str]:
     return [migration.dataset(path, name, revision, split)]
 
 
-def _columns(dataset: Mapping[str, Any]) -> list[str]:
+def _columns(dataset: Mapping[str, object]) -> list[str]:
     """Return the columns that are renamed, also for a type that is described in place."""
     kind = dataset.get("type")
     fields = {**dataset, **(kind if isinstance(kind, Mapping) else {})}

@@ -105,7 +105,7 @@ def _stable_and_decay(migration: Migration, key: str) -> None:
     prefix = "lr_scheduler_kwargs."
     n_decay, n_steps = migration.get(f"{prefix}num_decay_steps"), migration.get("max_steps")
     curve = str(migration.get(f"{prefix}decay_type", "cosine"))
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if curve in ("linear", "cosine"):
         options = {"lr_scheduler__decay_type": curve}
         if migration.get(f"{prefix}decay_type") is not None:

@@ -47,17 +47,17 @@ _HUB_DATA = {
 _PRETRAINING = ("TextFiles", "TinyLlama", "TinyStories", "OpenWebText", "LitData")
 
 
-def defaults(given: Mapping[str, Any], command: str) -> Mapping[str, Any]:
+def defaults(given: Mapping[str, object], command: str) -> Mapping[str, Any]:
     """Return the values that a command uses for absent keys."""
     words = command.split()
     return _PRE_TRAINING if _pretrains(given, " ".join(words[1:2])) else _FINE_TUNING
 
 
-def _kind_of_data(given: Mapping[str, Any]) -> str:
+def _kind_of_data(given: Mapping[str, object]) -> str:
     return str(given.get("data.class_path") or given.get("data") or "Alpaca").rpartition(".")[2]
 
 
-def _pretrains(given: Mapping[str, Any], command: str) -> bool:
+def _pretrains(given: Mapping[str, object], command: str) -> bool:
     """Return whether a command, or the keys without a command, are of pre-training."""
     if command:
         return command == "pretrain"

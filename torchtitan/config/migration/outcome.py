@@ -46,7 +46,7 @@ class Migration:
     def __init__(
         self,
         given: Mapping[str, Any],
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, object] | None = None,
         devices: int = 1,
         command: str = "",
     ):
@@ -65,11 +65,11 @@ class Migration:
         """True if the chosen configuration trains adapters."""
         return "lora" in self.config
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return a value, and leave it to be read."""
         return self._values.get(key, default)
 
-    def default(self, key: str, value: Any) -> None:
+    def default(self, key: str, value: object) -> None:
         """Fill in the value that the other library uses for an absent key."""
         self._values.setdefault(key, value)
 
@@ -77,18 +77,18 @@ class Migration:
         """Return the keys that have not been read."""
         return list(self._values)
 
-    def set(self, **options: Any) -> None:
+    def set(self, **options: object) -> None:
         """Set our options, named with `__` for dots."""
         self.options |= {name.replace("__", "."): value for name, value in options.items()}
 
-    def take(self, key: str, option: str, value: Any = _SAME, why: str = "") -> None:
+    def take(self, key: str, option: str, value: object = _SAME, why: str = "") -> None:
         """Set an option to the value of a key, or to another one, for a reason."""
         theirs = self._values.get(key)
         ours = theirs if value is _SAME else value
         self.options[option] = ours
         self._note(key, "changed" if why else "taken over", f"{option}: {_shown(ours)}", why)
 
-    def change(self, key: str, why: str, **options: Any) -> None:
+    def change(self, key: str, why: str, **options: object) -> None:
         """Note what a key became, which `options` say."""
         self.set(**options)
         named = ", ".join(
@@ -136,7 +136,7 @@ class Migration:
             self.take(key, "hf_assets_path", path)
 
     def dataset(
-        self, path: str, config: Any = None, revision: Any = None, split: Any = None
+        self, path: str, config: object = None, revision: object = None, split: object = None
     ) -> str:
         """Return the dataset string of a repository on the hub, `org/name:config@revision[split]`,
         or of a local path. List a split that such a string cannot name."""
@@ -158,7 +158,7 @@ class Migration:
         selection = {"module": self.module, "config": self.config}
         return {**selection, **nested(self.options)}
 
-    def _miss_split(self, path: str, split: Any, why: str) -> None:
+    def _miss_split(self, path: str, split: object, why: str) -> None:
         self._list(Row(f"split {split} of {path}", _shown(split), "without a counterpart", why))
 
     def _list(self, row: Row) -> None:
@@ -214,17 +214,17 @@ def is_local(path: str) -> bool:
     return is_path or Path(path).exists()
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """Return a list of the items of a list, of a text with commas, or of one value."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(document: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return dotted key → value; texts that spell numbers or booleans become them, as in the other
     libraries. Raise `UserError` for a number of more than 100 digits."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in document.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -250,7 +250,7 @@ def _check_size(key: str, value: Any) -> None:
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "": None}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return the number or boolean that a text spells; other values stay the same."""
     if not isinstance(value, str):
         return value
@@ -264,6 +264,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

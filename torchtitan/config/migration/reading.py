@@ -128,7 +128,7 @@ def _devices(launcher: Mapping[str, Any]) -> int:
     return max([1, *processes.values()]) * max([1, *hosts.values()])
 
 
-def kind_of(values: Mapping[str, Any], name: str) -> str:
+def kind_of(values: Mapping[str, object], name: str) -> str:
     """Return the library whose names a file has. Raise `UserError` if none has them."""
     sections = {key.partition(".")[0] for key in values}
     if any(key.endswith("_component_") for key in values):
@@ -178,7 +178,7 @@ def _kind_of_command(command: str) -> str:
     return found or ("trl" if _runs_trl(command) else "")
 
 
-def _arguments(words: Sequence[str]) -> dict[str, Any]:
+def _arguments(words: Sequence[str]) -> dict[str, object]:
     """Return the values of `--key value ...`, `--key=value`, `--switch` and `--no_switch`."""
     values: dict[str, list[str]] = {}
     key = ""
@@ -205,14 +205,14 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def _parsed_toml(text: str, path: Path) -> dict[str, Any]:
+def _parsed_toml(text: str, path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
-def _parsed_json(text: str, path: Path) -> dict[str, Any]:
+def _parsed_json(text: str, path: Path) -> dict[str, object]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -4,7 +4,6 @@ import ast
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from torchtitan.config.configurable import fits
 from torchtitan.config.migration.outcome import Migration, Rule, flat, missing, to, unneeded
@@ -157,7 +156,7 @@ def _ranks_of_a_batch(migration: Migration) -> int:
     return math.prod(max(1, int(degree)) for degree in degrees)
 
 
-def _known_options(migration: Migration) -> dict[str, Any]:
+def _known_options(migration: Migration) -> dict[str, object]:
     known = known_configuration(migration.module, migration.config)
     assert known is not None
     return {key: known.types[key] for key in known.options}
@@ -195,7 +194,7 @@ class _Expression(str):
     """Source text of a value that the file computes."""
 
 
-def values_in_python(text: str, name: str, path: str) -> dict[str, Any]:
+def values_in_python(text: str, name: str, path: str) -> dict[str, object]:
     """Return the values that a function of a `config_registry.py` writes as keywords, without
     running it: `optimizer=OptimizersContainer.Config(lr=8e-4)` is `optimizer.lr`.
 
@@ -234,9 +233,9 @@ def _returned_call(function: ast.FunctionDef) -> ast.Call | None:
     return None
 
 
-def _keywords(call: ast.Call) -> dict[str, Any]:
+def _keywords(call: ast.Call) -> dict[str, object]:
     """Return the keywords of a call whose values are written out, nested."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for keyword in call.keywords:
         if keyword.arg is None:
             continue

@@ -91,10 +91,10 @@ def migrate_torchtune(migration: Migration) -> None:
     hugging_face.finish_adapters(migration)
 
 
-def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+def resolved(values: Mapping[str, object]) -> dict[str, Any]:
     """Return the values with references such as `${output_dir}` replaced."""
 
-    def replaced(value: Any, depth: int = 0) -> Any:
+    def replaced(value: object, depth: int = 0) -> object:
         if not isinstance(value, str) or depth > 8:
             return value
         found = re.sub(r"\$\{([\w.]+)\}", lambda match: str(values.get(match[1], match[0])), value)
@@ -103,7 +103,7 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: replaced(value) for key, value in values.items()}
 
 
-def _last(name: Any) -> str:
+def _last(name: object) -> str:
     return str(name or "").rpartition(".")[2]
 
 
@@ -188,7 +188,7 @@ def _data(migration: Migration) -> None:
         migration.take("shuffle", "dataloader.sampler.shuffle")
 
 
-def _source(migration: Migration, dataset: Mapping[str, Any]) -> str:
+def _source(migration: Migration, dataset: Mapping[str, object]) -> str:
     function = _last(dataset.get("_component_"))
     files, source = dataset.get("data_files"), dataset.get("source")
     if files:
@@ -203,7 +203,7 @@ def _source(migration: Migration, dataset: Mapping[str, Any]) -> str:
     return migration.dataset(name, dataset.get("name") or dataset.get("subset"), None, split)
 
 
-def _options_of(migration: Migration, dataset: Mapping[str, Any]) -> None:
+def _options_of(migration: Migration, dataset: Mapping[str, object]) -> None:
     packed = bool(dataset.get("packed"))
     if migration.module == "auto":
         migration.set(dataloader__packing="ffd" if packed else "none")

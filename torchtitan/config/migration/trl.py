@@ -34,7 +34,7 @@ def defaults(method: str) -> dict[str, Any]:
     return {**_TRL, **own, "learning_rate": _RATES[method]}
 
 
-def method_of(given: Mapping[str, Any], command: str) -> str:
+def method_of(given: Mapping[str, object], command: str) -> str:
     """Return the method that the name of a script, or the keys, tell."""
     if found := method_of_command(command):
         return found

@@ -1,7 +1,6 @@
 """The trainer of proximal policy optimization, with its critic."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ class PPOTrainer(RLTrainer):
         }
 
     def heads(self) -> dict[str, Head]:
-        def values(hidden_BLD: Tensor, *_: Any, **__: Any) -> Tensor:
+        def values(hidden_BLD: Tensor, *_: object, **__: object) -> Tensor:
             result: Tensor = self.models["value"](hidden_BLD)
             return result
 

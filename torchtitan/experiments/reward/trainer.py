@@ -94,7 +94,7 @@ def batch_reward_function(
     tokenizer = PretrainedTokenizer.Config().build(path=loaded.tokenizer_path)
     template = resolve_chat_template("", [loaded.tokenizer_path], tokenizer)
 
-    def ids_of(completion: str, row: Mapping[str, Any]) -> Tensor:
+    def ids_of(completion: str, row: Mapping[str, object]) -> Tensor:
         sample: Any = find_format(list(row), "auto", {}, "prompt").convert(dict(row))
         messages = [*sample.prompt.messages, {"role": "assistant", "content": completion}]
         text = template.render(messages, tools=sample.prompt.tools, add_generation_prompt=False)
@@ -102,7 +102,7 @@ def batch_reward_function(
 
     @torch.no_grad()
     def rate(
-        prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Mapping[str, object]]
     ) -> list[float]:
         texts = list(map(ids_of, completions, rows))
         rewards = [0.0] * len(texts)

@@ -249,7 +249,7 @@ class RLTrainer(RatedRolloutTrainer):
         log_probs = partial(token_log_probs, temperature=self.temperature)
         heads: dict[str, Head] = {"log_probs": log_probs, **self.heads()}
 
-        def head(*outputs: Any, **changes: Any) -> tuple[Tensor, ...]:
+        def head(*outputs: object, **changes: object) -> tuple[Tensor, ...]:
             return tuple(each(*outputs, batch["labels"], **changes) for each in heads.values())
 
         results = self.models["model"](

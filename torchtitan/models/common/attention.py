@@ -74,7 +74,7 @@ def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMet
     """Add the kernel that `choose_kernel` returns for these `properties`, and its input. Runs once
     per batch and window, not in each layer, outside compiled and checkpointed code."""
     kernel, device = choose_kernel(attention, **properties), properties["device"]
-    mask: Any = None
+    mask: object = None
     if kernel == "varlen":
         mask = send(attention.cu_seqlens, device)
     elif kernel in ("dense", "flex"):

@@ -71,7 +71,7 @@ class ConfigReader:
             raise self.wrong(key, value, "an object")
         return ConfigReader(self.file, value or {})
 
-    def value(self, key: str, declared: Any) -> Any:
+    def value(self, key: str, declared: object) -> Any:
         """Return a value of the type that a model's field declares; of a list, only the repeating
         part."""
         value, types = (
@@ -106,6 +106,6 @@ class ConfigReader:
         )
         return items[: next(periods)]
 
-    def wrong(self, key: str, value: Any, must_be: str) -> UserError:
+    def wrong(self, key: str, value: object, must_be: str) -> UserError:
         said = f"is {value!r}" if key in self.values else "is missing"
         return UserError(f"{self.file}: {key} {said}, but must be {must_be}")

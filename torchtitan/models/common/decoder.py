@@ -231,7 +231,7 @@ class Decoder(BaseModel):
         """True if blocks are compiled, so that attention needs kernels with constant shapes."""
 
     def make_block(
-        self, index: int, *, kind: type[nn.Module] | None = None, **options: Any
+        self, index: int, *, kind: type[nn.Module] | None = None, **options: object
     ) -> nn.Module:
         """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`;
         `options` are arguments of its `kind`, by default `block_kind`. `rope` is None if the layer
@@ -248,7 +248,7 @@ class Decoder(BaseModel):
         kind: type[nn.Module] = GroupedQueryAttention,
         attend: Attention | None = None,
         scale: float | None = None,
-        **options: Any,
+        **options: object,
     ) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`.
         `attend` computes scores and their products; None: `Attention` with this `scale`."""
@@ -339,7 +339,7 @@ class Decoder(BaseModel):
         attention: AttentionMetadata | None = None,
         *,
         head: Head = compute_logits,
-        **head_inputs: Any,
+        **head_inputs: object,
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`. A loss passed as `head` never needs to
         hold all logits.
@@ -497,7 +497,7 @@ class OutputHead(nn.Module):
         self.transform = transform
 
     def forward(
-        self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any
+        self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: object
     ) -> Tensor:
         """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of
         a tied embedding."""

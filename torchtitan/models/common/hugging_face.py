@@ -315,7 +315,7 @@ class _Adapter(StateDictAdapter):
 
 
 def _from_config_json(
-    model_types: Mapping[str, ModelType], document: Mapping[str, Any]
+    model_types: Mapping[str, ModelType], document: Mapping[str, object]
 ) -> Decoder.Config:
     """Return the model that a config.json of transformers 4 or 5 describes; warn of keys with
     unknown effect. Raise `UserError` for another model type, a missing size, or an unsupported
@@ -379,7 +379,7 @@ def _keys_of(kind: ModelType) -> dict[str, str]:
     return {**{key: name for key, name in shared.KEYS.items() if name not in own}, **kind.keys}
 
 
-def _type_of(owner: Any, name: str) -> Any:
+def _type_of(owner: object, name: str) -> Any:
     """Return the declared type of a field, or of a field's field."""
     return reduce(lambda kind, field_name: _types_of(kind)[field_name], name.split("."), owner)
 
@@ -391,7 +391,7 @@ def _types_of(owner: type) -> dict[str, Any]:
     return get_type_hints(owner)
 
 
-def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(owner: object, values: Mapping[str, object]) -> dict[str, Any]:
     """Return the values of fields; nested fields become one object."""
     plain = {name: value for name, value in values.items() if "." not in name}
     for own in {name.partition(".")[0] for name in values.keys() - plain.keys()}:

@@ -126,7 +126,7 @@ _OF_OTHER_PARTS = re.compile(
 
 
 def check_values(
-    document: Mapping[str, Any], fixed: Mapping[str, Any], known: Collection[str]
+    document: Mapping[str, object], fixed: Mapping[str, object], known: Collection[str]
 ) -> None:
     """Raise `UserError` for a key whose value differs from the only supported one, `fixed`, and for
     a key that is not `known` unless its value has no effect."""
@@ -146,7 +146,7 @@ def check_values(
             )
 
 
-def warn_about_ignored_keys(document: Mapping[str, Any], known: Collection[str]) -> None:
+def warn_about_ignored_keys(document: Mapping[str, object], known: Collection[str]) -> None:
     """Log keys besides `known` ones whose effect is unknown, and dropout, which is not applied."""
     for key in _DROPOUTS:
         if document.get(key):
@@ -160,7 +160,7 @@ def warn_about_ignored_keys(document: Mapping[str, Any], known: Collection[str])
         logger.warning("config.json: ignoring unknown keys: %s", ", ".join(unknown))
 
 
-def language_model(document: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+def language_model(document: Mapping[str, object], model_type: str) -> dict[str, Any]:
     """Return the config.json of the language model in a file of a model with vision. Raise
     `UserError` if it is of another type, the two contradict each other, or a key is neither the
     language model's nor about images and sound."""
@@ -188,7 +188,7 @@ def language_model(document: Mapping[str, Any], model_type: str) -> dict[str, An
     return {"model_type": model_type, **shared, **text}
 
 
-def precision_of(document: Mapping[str, Any], default: DefaultT) -> Precision | DefaultT:
+def precision_of(document: Mapping[str, object], default: DefaultT) -> Precision | DefaultT:
     """Return the `dtype` (transformers 5) or `torch_dtype` (4) of a config.json, or log and return
     `default` if it is not supported. Raise `UserError` for a value that is not a name."""
     key = "dtype" if document.get("dtype") is not None else "torch_dtype"

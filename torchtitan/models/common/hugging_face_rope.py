@@ -82,7 +82,7 @@ def read_rope(
 
 def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) -> RoPEConfig:
     said = parameters.values.get("rope_type", parameters.values.get("type", "default"))
-    kind: Any = _ALIASES.get(said, said) if isinstance(said, str) else said
+    kind: object = _ALIASES.get(said, said) if isinstance(said, str) else said
     if kind != "default" and kind not in [*_FIELDS]:
         supported = ", ".join(("default", *_FIELDS))
         raise UnsupportedModelError(
@@ -170,7 +170,7 @@ def write_rope(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
     """Return the keys of transformers 4, which 5 also reads. Raise `UserError` if neither can
     express the model."""
     scaling = _scaling(rope, max_seq_len)
-    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
+    keys: dict[str, object] = {"rope_theta": rope.theta, "rope_scaling": scaling}
     if rope.rotated_fraction != 1.0:
         keys["partial_rotary_factor"] = rope.rotated_fraction
     if rope.scaling == "longrope":  # where transformers 4 reads it

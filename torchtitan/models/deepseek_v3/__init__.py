@@ -13,7 +13,12 @@ from torchtitan.models.families import SMALL, Family, of_sizes
 
 
 def _published(
-    kind: str, sizes: Sequence[int], factor: float, mscale: float, fast: float = 32.0, **keys: Any
+    kind: str,
+    sizes: Sequence[int],
+    factor: float,
+    mscale: float,
+    fast: float = 32.0,
+    **keys: object,
 ) -> Any:
     """Return the model of a published config.json, whose other keys are DeepSeek-V3's."""
     yarn = {

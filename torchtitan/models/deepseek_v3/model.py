@@ -96,7 +96,7 @@ class DeepSeekModel(MoEDecoder):
         modules = [module(block, k) for k, block in enumerate(blocks, start=1)]
         return with_further_tokens(head, modules, tokens_BL, positions_BL, self.config.mtp_weight)
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, **options: object) -> nn.Module:
         config = self.config
         ranks: Any = {
             "q_rank": config.q_lora_rank,

@@ -110,7 +110,7 @@ def _to_external(config: DiTModel.Config) -> dict[str, Any]:
     }
 
 
-def _from_external(document: Mapping[str, Any]) -> DiTModel.Config:
+def _from_external(document: Mapping[str, object]) -> DiTModel.Config:
     reader = ConfigReader("config.json", document)
     heads, width = map(reader.whole_number, ("num_attention_heads", "attention_head_dim"))
     channels = reader.whole_number("in_channels")

@@ -92,7 +92,7 @@ def _to_external(config: FluxModel.Config) -> dict[str, Any]:
     }
 
 
-def _from_external(document: Mapping[str, Any]) -> FluxModel.Config:
+def _from_external(document: Mapping[str, object]) -> FluxModel.Config:
     reader = ConfigReader("config.json", document)
     heads, width = (
         reader.whole_number(key) for key in ("num_attention_heads", "attention_head_dim")

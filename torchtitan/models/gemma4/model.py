@@ -197,7 +197,7 @@ class Gemma4MoEModel(ExpertLayers, Gemma4Model):
     def make_router(self, *args: Any, **options: Any) -> ScaledRouter:
         return ScaledRouter(*args, norm=self.make_norm, **options)
 
-    def make_block(self, index: int, **options: Any) -> nn.Module:
+    def make_block(self, index: int, **options: object) -> nn.Module:
         return super().make_block(
             index, dense=Gemma4Model.make_feed_forward(self, index), **options
         )

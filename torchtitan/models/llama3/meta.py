@@ -70,7 +70,7 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
     )
 
 
-def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
+def from_params_json(document: Mapping[str, object]) -> Llama3Model.Config:
     """Return the model that a params.json describes. Warn of facts that neither Meta's keys nor
     `_EXTRA` give. Raise `UserError` for a missing size or an unsupported value."""
     if unknown := sorted(document.keys() - _KNOWN):

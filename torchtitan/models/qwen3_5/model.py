@@ -22,7 +22,7 @@ class Qwen35Model(HybridDecoder):
 
     norm_kind = OffsetRMSNorm
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, **options: object) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
 
 

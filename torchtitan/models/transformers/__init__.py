@@ -1,7 +1,5 @@
 """Any class of transformers that predicts the next token, for models without a built-in family."""
 
-from typing import Any
-
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.transformers.description import (
     type_of_architecture,
@@ -24,7 +22,7 @@ __all__ = [
 ]
 
 
-def _small(model_type: str, **document: Any) -> TransformersModel.Config:
+def _small(model_type: str, **document: object) -> TransformersModel.Config:
     sizes = {"hidden_size": SMALL["dim"], "intermediate_size": SMALL["ffn_dim"], "vocab_size": 512}
     sizes |= {
         "num_hidden_layers": 4,

@@ -58,7 +58,7 @@ def model_classes() -> dict[str, list[str]]:
     return names
 
 
-def type_of_architecture(document: Mapping[str, Any]) -> str | None:
+def type_of_architecture(document: Mapping[str, object]) -> str | None:
     """Return the model_type of the first class of transformers in a config.json's `architectures`
     if transformers does not know the file's own type, and no code in the folder may compute it."""
     architectures = document.get("architectures")
@@ -80,7 +80,7 @@ def unknown_keys(document: Mapping[str, Any]) -> list[str]:
     return sorted(document.keys() - known - {"auto_map", FOLDER_KEY})
 
 
-def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
+def checked_document(document: Mapping[str, object]) -> dict[str, Any]:
     """Return the part of a config.json that describes the model. Raise `UserError` if no class here
     computes it."""
     is_known = document.get("model_type") in model_classes()
@@ -110,7 +110,7 @@ def _global_value(config: PretrainedConfig, name: str, default: Any) -> Any:
         return default
 
 
-def _check_sections(document: Mapping[str, Any], config: PretrainedConfig) -> None:
+def _check_sections(document: Mapping[str, object], config: PretrainedConfig) -> None:
     """Refuse sizes beside the section that a class reads them from: it would take its defaults."""
     text = config.get_text_config(decoder=True)
     if text is config or any(name in document for name in config.sub_configs):
@@ -132,7 +132,7 @@ def _check_sections(document: Mapping[str, Any], config: PretrainedConfig) -> No
         )
 
 
-def _own_code(document: Mapping[str, Any]) -> bool:
+def _own_code(document: Mapping[str, object]) -> bool:
     """Return whether the code in the model's folder computes it, and may be executed."""
     code = ConfigReader("config.json", document).section("auto_map").values
     # else in another repository
@@ -200,14 +200,14 @@ def class_of(config: Any) -> tuple[Any, Any]:
     return cls, text if cls.config_class is type(text) else config
 
 
-def missing_kernels(config: Any) -> list[str]:
+def missing_kernels(config: object) -> list[str]:
     """Return the packages whose kernels a class would use if they were installed."""
     source = inspect.getsource(inspect.getmodule(class_of(config)[0]))  # type: ignore[arg-type]
     packages = set(re.findall(r'_with_fallback\("\w+", "(\w+)"\)', source))
     return sorted(package for package in packages if importlib.util.find_spec(package) is None)
 
 
-def build_class(config: Any, implementation: str | dict[str, str] | None = None) -> Any:
+def build_class(config: object, implementation: str | dict[str, str] | None = None) -> Any:
     """Build the class for a transformers configuration in float32, with the attention
     `implementation`, if any: for all parts, or by the name of a part's configuration."""
     cls, config = class_of(config)
@@ -220,7 +220,7 @@ def build_class(config: Any, implementation: str | dict[str, str] | None = None)
         ) from error
 
 
-def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
+def written_document(document: Mapping[str, object], vocab_size: int | None) -> dict[str, Any]:
     """Return the config.json of an exported model."""
     cls, config = class_of(transformers_config(document, vocab_size))
     config.architectures = [cls.__name__]

@@ -138,7 +138,7 @@ def implementation_with_images(config: PretrainedConfig, packing: Packing) -> An
     return {name: KERNEL for name in config.sub_configs if getattr(config, name, None) is text}
 
 
-def _of_tokens(inputs: Mapping[str, Any]) -> list[str]:
+def _of_tokens(inputs: Mapping[str, object]) -> list[str]:
     return [name for name in ("input_ids", *TYPES) if name in inputs]
 
 

@@ -55,7 +55,7 @@ def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
     return parts
 
 
-def train_parts(model: Any, trained: list[Part]) -> None:
+def train_parts(model: object, trained: list[Part]) -> None:
     """Freeze the parameters of all other parts. Raise `UserError` if a part has none."""
     parts = parts_of(model)
     for name in trained:
@@ -90,7 +90,7 @@ def without_images(readers: Sequence[nn.Parameter], hidden_BLD: Tensor) -> Tenso
     return hidden_BLD
 
 
-def feature_owner(model: Any) -> Any:
+def feature_owner(model: object) -> Any:
     """Return the module whose `get_image_features` a class calls; None if it has none."""
     owners = (getattr(model, "model", None), model)
     return next((owner for owner in owners if hasattr(owner, "get_image_features")), None)
@@ -136,7 +136,7 @@ def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterat
     arguments = image_arguments(model, blank, dtype)
     arguments = {name: value for name, value in arguments.items() if name in accepted}
 
-    def add_zero(module: nn.Module, args: Any, inputs: dict[str, Any]) -> Any:
+    def add_zero(module: nn.Module, args: object, inputs: dict[str, Any]) -> Any:
         output = method(**arguments, return_dict=True)
         used = [output.pooler_output, getattr(output, "deepstack_features", None)]
         zero = sum(0 * tensor.sum() for tensor in tree_iter(used) if tensor is not None)
@@ -157,10 +157,10 @@ def running_vision_once(model: Any, layer: nn.Module) -> Iterator[None]:
     weights."""
     calls: list[str] = []
 
-    def before_embedding(*_: Any) -> None:
+    def before_embedding(*_: object) -> None:
         calls.append("embedding")
 
-    def before_layer(*_: Any) -> None:
+    def before_layer(*_: object) -> None:
         if calls != ["embedding"]:
             raise UserError(
                 f"{type(model).__name__} runs its vision tower several times, or before its "

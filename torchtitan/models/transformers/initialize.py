@@ -105,7 +105,7 @@ def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
-def _with_owners(module: nn.Module, owner: Any = None) -> Iterator[tuple[Any, nn.Module]]:
+def _with_owners(module: nn.Module, owner: object = None) -> Iterator[tuple[Any, nn.Module]]:
     """Yield every module with the innermost model of transformers around it, whose `_init_weights`
     initializes it."""
     owner = module if isinstance(module, PreTrainedModel) else owner

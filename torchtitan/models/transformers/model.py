@@ -269,7 +269,7 @@ class TransformersModel(BaseModel):
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         return class_values(self.config, names, seed)
 
-    def generation_cache(self, make_default: Callable[[], Any]) -> ClassCache | None:
+    def generation_cache(self, make_default: Callable[[], object]) -> ClassCache | None:
         if not has_cache(self.config.document, self.packing.implementation):
             return None
         return ClassCache(self._prompt_images)

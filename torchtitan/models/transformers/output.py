@@ -2,7 +2,6 @@
 this differently."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ order."""
 
 
 @trial
-def logit_transform(document: Mapping[str, Any]) -> LogitTransform | None:
+def logit_transform(document: Mapping[str, object]) -> LogitTransform | None:
     """Return the transform that the class of a config.json applies to the logits of its output
     layer; None if it is not a `LogitTransform`, or the class calls its output layer differently."""
     try:

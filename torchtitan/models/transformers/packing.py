@@ -72,7 +72,7 @@ class Documents:
         self._with_kernels: dict[Any, AttentionMetadata] = {}
         self.with_kernel(**properties)  # expected of all layers, so that blocks find it
 
-    def with_kernel(self, **properties: Any) -> AttentionMetadata:
+    def with_kernel(self, **properties: object) -> AttentionMetadata:
         """Return the metadata with the kernel for these arguments of `choose_kernel`, chosen once
         per batch."""
         key = None if self.static else tuple(properties.values())
@@ -123,7 +123,7 @@ def _active(options: dict[str, Any]) -> ForwardPass | None:
     return current if shape == (options["batch_size"], options["q_length"]) else None
 
 
-def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
+def _within_documents(make: Callable[..., object]) -> Callable[..., Any]:
     """Make one of transformers' mask functions keep the documents of the current forward pass
     apart."""
 
@@ -141,7 +141,7 @@ def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remap(
-    mask_function: Callable[..., Any], positions_BL: Tensor, *, at_places: bool
+    mask_function: Callable[..., object], positions_BL: Tensor, *, at_places: bool
 ) -> Callable[..., Any]:
     documents_BL = (positions_BL == 0).cumsum(-1)
 
@@ -248,13 +248,13 @@ class Packing:
 
     def run(
         self,
-        model: Any,
+        model: object,
         tokens_BL: Tensor,
         attention: AttentionMetadata | None,
         *,
         static: bool = False,
         masks_padding: bool = False,
-        **options: Any,
+        **options: object,
     ) -> Any:
         """Call a class on packed tokens, or, without `attention`, on rows of one document each;
         `gather` its results. With `static`, kernels have constant shapes, for compiled blocks. With
@@ -264,7 +264,7 @@ class Packing:
         mask_BL = torch.ones_like(tokens_BL)
         if masks_padding:
             mask_BL = padding_mask(tokens_BL, attention)
-        inputs: dict[str, Any] = {"attention_mask": mask_BL} if masks_padding else {}
+        inputs: dict[str, object] = {"attention_mask": mask_BL} if masks_padding else {}
         positions_BL = attention.positions_BL
         if self.mode != "rows":
             if positions_BL is None:

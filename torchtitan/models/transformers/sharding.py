@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ _KINDS: Mapping[str | None, TensorSharding] = {
 
 
 @trial
-def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
+def class_plan(document: Mapping[str, object]) -> tuple[ShardingPlan, str]:
     """Return the sharding plan for a config.json, and why tensor parallelism is not supported ("":
     it is)."""
     with torch.device("meta"):

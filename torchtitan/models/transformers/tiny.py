@@ -86,7 +86,7 @@ def trial(compute: F) -> F:
     description."""
 
     @functools.wraps(compute)
-    def compute_once(*args: Any, **kwargs: Any) -> Any:
+    def compute_once(*args: object, **kwargs: object) -> Any:
         key = json.dumps((compute.__name__, args, kwargs), sort_keys=True, default=str)
         if key not in _results:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
@@ -161,7 +161,7 @@ def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[
     _fit(values, old)
 
 
-def _smaller(name: str, value: Any, old: dict[str, Any]) -> Any:
+def _smaller(name: str, value: object, old: dict[str, Any]) -> Any:
     """Return the value of a field for a tiny model; `old` holds the fields of the real one."""
     if isinstance(value, (list, tuple)):
         return [_smaller(name, item, old) for item in value]

@@ -39,7 +39,7 @@ class Tagged(NamedTuple):
     calls: list[Any]
 
 
-def read_call(text: str) -> Any:
+def read_call(text: str) -> object:
     """Parse a function call, or a list of them: JSON, a Python literal, or Glaive's, whose
     arguments are JSON in single quotes. Raise `BrokenSample` for other texts."""
     if glaive := _GLAIVE_ARGUMENTS.fullmatch(text):
@@ -58,7 +58,7 @@ def read_call(text: str) -> Any:
         return literal
 
 
-def _quoted(text: str) -> Any:
+def _quoted(text: str) -> object:
     """Parse JSON from between single quotes. Single quotes in it may have backslashes."""
     try:
         return parse_json(text)
@@ -87,14 +87,14 @@ def calls_in(text: str) -> Tagged | None:
     found = _CALLS_AT_END.fullmatch(text)
     if not found:
         return None
-    calls: list[Any] = []
+    calls: list[object] = []
     for one in _ONE_CALL.finditer(found["calls"]):
         call = read_call(one["inner"].strip())
         calls += call if isinstance(call, list) else [call]
     return Tagged(found["text"].rstrip(), calls)
 
 
-def results_in(text: str) -> list[dict[str, Any]]:
+def results_in(text: str) -> list[dict[str, object]]:
     """Return the results in a text that has only these, between Hermes' tags `<tool_response>`,
     each with its name if it has one; empty for other texts."""
     if not _RESULTS.fullmatch(text):
@@ -120,7 +120,7 @@ def _result(text: str) -> dict[str, Any]:
     return {**known, "content": content}
 
 
-def move_tools(messages: list[Any], tools: Any) -> tuple[list[Any], Any]:
+def move_tools(messages: list[Any], tools: object) -> tuple[list[Any], Any]:
     """Return messages without the tools that Hermes' system prompts write between `<tools>` tags,
     and the tools. The other words of the prompt stay. Raise `BrokenSample` if a row's tools differ
     from those."""
@@ -134,7 +134,7 @@ def move_tools(messages: list[Any], tools: Any) -> tuple[list[Any], Any]:
         listed = _objects(block[1])
         if not listed:  # the words may mention the tags
             continue
-        probe: list[Any] = [{"role": "user", "content": ""}]
+        probe: list[object] = [{"role": "user", "content": ""}]
         written = normalize(probe, listed).tools
         given = normalize(probe, tools).tools
         if given is not None and given != written:
@@ -146,7 +146,7 @@ def move_tools(messages: list[Any], tools: Any) -> tuple[list[Any], Any]:
     return messages, tools
 
 
-def _objects(text: str) -> list[Any]:
+def _objects(text: str) -> list[object]:
     """Parse a list of objects, or objects after each other, in JSON or Python's syntax; empty for
     other texts."""
     text = text.strip()
@@ -162,7 +162,7 @@ def _objects(text: str) -> list[Any]:
     return listed if all(isinstance(one, Mapping) for one in listed) else []
 
 
-def _consecutive(text: str) -> list[Any]:
+def _consecutive(text: str) -> list[object]:
     decoder = json.JSONDecoder()
     position = 0
     found = []

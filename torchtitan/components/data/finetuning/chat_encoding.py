@@ -543,7 +543,7 @@ class _Tokens:
         return int(self._starts.searchsorted(character))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     pending = [value]
     while pending:
         value = pending.pop()

@@ -44,13 +44,13 @@ _ANSWER_NAMES = (
 _TURN_NAMES = "conversation dialogue dialog chat turns dialogs".split()
 
 
-def mapped_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
+def mapped_row(row: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, Any]:
     """Rename the columns of a row; `mapping` maps torchtitan's column names to the row's."""
     unmapped = {column: value for column, value in row.items() if column not in mapping.values()}
     return unmapped | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
 
 
-def renamed_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
+def renamed_row(row: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, Any]:
     """Rename the columns of a row by `mapping`, then by `SYNONYMS`."""
     renamed = mapped_row(row, mapping)
     for theirs, ours in SYNONYMS.items():
@@ -59,11 +59,11 @@ def renamed_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str,
     return renamed
 
 
-def is_filled(value: Any) -> bool:
+def is_filled(value: object) -> bool:
     return not (value is None or value == [] or isinstance(value, str) and not value.strip())
 
 
-def relevant_columns(row: Mapping[str, Any]) -> list[str]:
+def relevant_columns(row: Mapping[str, object]) -> list[str]:
     """Return the non-empty columns of a row whose names suggest an effect on training."""
     return [
         column

@@ -129,7 +129,7 @@ class Prompt:
 Sample = Conversation | Text | Pair | Prompt
 
 
-def normalize(messages: Any, tools: Any = None, options: Any = None) -> Conversation:
+def normalize(messages: object, tools: object = None, options: object = None) -> Conversation:
     """Convert messages in OpenAI's format, as by `openai_messages`, to a conversation for chat
     templates.
 
@@ -168,7 +168,7 @@ def normalize(messages: Any, tools: Any = None, options: Any = None) -> Conversa
     return Conversation(normal, functions, trained, _options(options))
 
 
-def _options(options: Any) -> dict[str, Any]:
+def _options(options: object) -> dict[str, Any]:
     if options in (None, "", {}):
         return {}
     known = _object(from_json(options, "chat_template_kwargs"), "chat_template_kwargs")
@@ -180,7 +180,7 @@ def _options(options: Any) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def from_json(value: Any, what: str) -> Any:
+def from_json(value: object, what: str) -> Any:
     """Parse `value` if it is text. Raise `BrokenSample` for invalid JSON."""
     if not isinstance(value, str):
         return value
@@ -199,20 +199,20 @@ def has_content(message: Message) -> bool:
     )
 
 
-def checked_text(value: Any, what: str) -> str:
+def checked_text(value: object, what: str) -> str:
     """Return `value`. Raise `BrokenSample` if it is not a string."""
     if not isinstance(value, str):
         raise BrokenSample(f"the {what} must be text, not {kind_of(value)}: {shortened(value)}")
     return value
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """Shorten the `repr` of a value for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def describe_other_keys(turn: Mapping[str, Any]) -> str:
+def describe_other_keys(turn: Mapping[str, object]) -> str:
     """Return the keys of a turn for the error message about a missing key: `, but has text`."""
     others = [
         key
@@ -222,7 +222,7 @@ def describe_other_keys(turn: Mapping[str, Any]) -> str:
     return f", but has {', '.join(others)}" if others else ""
 
 
-def _message(turn: Mapping[str, Any], parameters: Mapping[str, Any]) -> Message:
+def _message(turn: Mapping[str, object], parameters: Mapping[str, object]) -> Message:
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
     for key in message.keys() - _KNOWN_KEYS:
         if near := suggest(str(key), [*_KEYS, *_FLAGS], cutoff=0.8):
@@ -249,7 +249,7 @@ def _message(turn: Mapping[str, Any], parameters: Mapping[str, Any]) -> Message:
     return message
 
 
-def _content(content: Any) -> str:
+def _content(content: object) -> str:
     if isinstance(content, list):
         return "".join(_part(part) for part in content)
     return checked_text(content, "content")
@@ -275,7 +275,7 @@ def _part(part: Any) -> str:
     return checked_text(text, "text of a part")
 
 
-def _tool_call(call: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_call(call: Mapping[str, object], parameters: Mapping[str, object]) -> dict[str, Any]:
     wrapper = {key: value for key, value in call.items() if value is not None}
     function = _function(wrapper, "tool call")
     arguments = function.get("arguments")
@@ -290,7 +290,7 @@ def _tool_call(call: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[s
     return {**wrapper, "type": "function", "function": function}
 
 
-def _without_nulls(value: Any, schema: Any = None) -> Any:
+def _without_nulls(value: object, schema: object = None) -> Any:
     """Return an object without the null values that a table adds to it, in all depths: null stays
     where the schema requires the key or allows null."""
     if isinstance(value, list):
@@ -308,7 +308,7 @@ def _without_nulls(value: Any, schema: Any = None) -> Any:
     return kept
 
 
-def _allows_null(schema: Any) -> bool:
+def _allows_null(schema: object) -> bool:
     if not isinstance(schema, Mapping):
         return False
     types = schema.get("type")
@@ -320,7 +320,7 @@ def _allows_null(schema: Any) -> bool:
     )
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
+def _tools(tools: object) -> list[dict[str, Any]] | None:
     wrapped = []
     listed = _parsed(tools, "tools")
     for item in [listed] if isinstance(listed, Mapping) else _list(listed or [], "tools"):
@@ -337,18 +337,18 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     return wrapped or None
 
 
-def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
+def _objects(value: object, what: str) -> list[Mapping[str, Any]]:
     """Return the objects of a list. It and each item may be JSON text."""
     items = _list(_parsed(value, what) or [], what)
     return [_object(from_json(item, f"item of {what}"), f"item of {what}") for item in items]
 
 
-def _parsed(value: Any, what: str) -> Any:
+def _parsed(value: object, what: str) -> Any:
     """Return a cell that may be JSON text; None for blank text."""
     return None if isinstance(value, str) and not value.strip() else from_json(value, what)
 
 
-def _function(wrapper: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _function(wrapper: Mapping[str, object], what: str) -> dict[str, Any]:
     """Return the function of a tool or tool call, without `type`. The tool or call has a key
     `function`, or is the function itself."""
     function = wrapper.get("function")
@@ -360,7 +360,7 @@ def _function(wrapper: Mapping[str, Any], what: str) -> dict[str, Any]:
     return function
 
 
-def _trained(turn: Mapping[str, Any]) -> bool | None:
+def _trained(turn: Mapping[str, object]) -> bool | None:
     if _ALL_FLAGS.isdisjoint(turn):
         return None
     if fine := [key for key in _FINE_FLAGS if turn.get(key) is not None]:
@@ -383,13 +383,13 @@ def _trained(turn: Mapping[str, Any]) -> bool | None:
     return values.pop() if values else None
 
 
-def _list(value: Any, what: str) -> Sequence[Any]:
+def _list(value: object, what: str) -> Sequence[Any]:
     if not isinstance(value, list):
         raise BrokenSample(f"the {what} must be a list, not {kind_of(value)}: {shortened(value)}")
     return value
 
 
-def _object(value: Any, what: str) -> Mapping[str, Any]:
+def _object(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise BrokenSample(
             f"the {what} must be an object, not {kind_of(value)}: {shortened(value)}"

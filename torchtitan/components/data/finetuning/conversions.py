@@ -97,7 +97,7 @@ def read_question(question: str, answer: str, row: Cells) -> Conversation:
     return _answered(_conversation(row, [*prompt, *_with_reasoning(response, row)]))
 
 
-def _with_reasoning(response: list[Any], row: Cells) -> list[Any]:
+def _with_reasoning(response: list[Any], row: Cells) -> list[object]:
     """Return the turns of an answer with the reasoning of a row's own column, which belongs to the
     only turn."""
     reasoning = one_reasoning({column: row.get(column) for column in REASONING_COLUMNS})
@@ -205,7 +205,7 @@ def read_rated(question: str, answer: str, label: str, row: Cells) -> Pair:
     return Pair(prompt, answers, []) if is_desirable else Pair(prompt, [], answers)
 
 
-def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: Any) -> Pair:
+def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: object) -> Pair:
     pair = Pair(
         Conversation(
             chosen.messages[:n_prompt], chosen.tools, chosen.trained[:n_prompt], chosen.options
@@ -261,9 +261,9 @@ def _answer(row: Cells) -> str | None:
     return None
 
 
-def instruction_in(row: Cells) -> list[Any]:
+def instruction_in(row: Cells) -> list[object]:
     """Return the turns of an instruction, with its history and input."""
-    messages: list[Any] = []
+    messages: list[object] = []
     history = from_json(row.get("history") or [], "history")
     if not isinstance(history, list):
         raise BrokenSample(f"history must be a list of pairs of texts, not {shortened(history)}")
@@ -280,7 +280,7 @@ def instruction_in(row: Cells) -> list[Any]:
     return [*messages, _message("user", text)]
 
 
-def no_prompt(row: Cells) -> list[Any]:
+def no_prompt(row: Cells) -> list[object]:
     raise BrokenSample(
         "chosen and rejected have no prompt; name its column with --dataloader.columns "
         "prompt=NAME, or write transcripts such as '\\n\\nHuman: ...\\n\\nAssistant: ...'"
@@ -313,7 +313,7 @@ def _conversation(row: Cells, turns: list[Any]) -> Conversation:
     return conversation
 
 
-def listed_in(column: str, row: Cells) -> list[Any]:
+def listed_in(column: str, row: Cells) -> list[object]:
     """Return the turns in a column with a list, its JSON text or a transcript."""
     value = row[column]
     if value is None:
@@ -333,14 +333,14 @@ def listed_in(column: str, row: Cells) -> list[Any]:
     return alternating(listed)
 
 
-def _continuation(row: Cells, column: str) -> list[Any]:
+def _continuation(row: Cells, column: str) -> list[object]:
     value = row[column]
     return (transcript(value) if isinstance(value, str) else None) or turns_in(
         "assistant", column, row
     )
 
 
-def turns_in(role: str, column: str, row: Cells) -> list[Any]:
+def turns_in(role: str, column: str, row: Cells) -> list[object]:
     """Return the turns in a column: a list, one turn, a transcript without an answer, or a text
     with the given role."""
     value = row[column]
@@ -356,7 +356,7 @@ def turns_in(role: str, column: str, row: Cells) -> list[Any]:
     return value if isinstance(value, list) and value else [_message(role, _filled(row, column))]
 
 
-def _message(role: str, content: Any) -> dict[str, Any]:
+def _message(role: str, content: object) -> dict[str, object]:
     return {"role": role, "content": content}
 
 
@@ -369,7 +369,7 @@ def _filled(row: Cells, column: str) -> str:
     return text
 
 
-def _number_as_text(value: Any) -> Any:
+def _number_as_text(value: object) -> object:
     """Convert a number to text; return other values unchanged."""
     is_number = (
         isinstance(value, int)
@@ -380,7 +380,7 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if is_number else value
 
 
-def alternating(turns: list[Any]) -> list[Any]:
+def alternating(turns: list[Any]) -> list[object]:
     """Convert a list of plain texts (not JSON) to alternating user and assistant turns; return
     other lists unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):

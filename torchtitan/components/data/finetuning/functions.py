@@ -118,7 +118,7 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
             "function imports"
         )
 
-    def digest(value: Any) -> str:
+    def digest(value: object) -> str:
         try:
             return str(Hasher.hash(value))
         except Exception as error:  # pickling may run any code of a class

@@ -44,7 +44,7 @@ def _is_called(function: Mapping[str, Any], text: str) -> bool:
     return all(is_written(leaf, text) for leaf in _leaves(function.get("arguments") or {}))
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Yield the keys and values in arguments as text."""
     if isinstance(value, Mapping):
         for key, inside in value.items():

@@ -69,7 +69,9 @@ def numbered_marker(number: int) -> re.Pattern[str]:
     return re.compile(rf"{MARK}{number}x(\d+x)?")
 
 
-def _marked_call(call: Mapping[str, Any], number: int, marker: str = _VALUE_MARK) -> dict[str, Any]:
+def _marked_call(
+    call: Mapping[str, Any], number: int, marker: str = _VALUE_MARK
+) -> dict[str, object]:
     function = call["function"]
     names = function.get("arguments") or {}
     arguments = {name: f"{marker}{number}x{i}x" for i, name in enumerate(names)}

@@ -186,7 +186,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             policies = self.loss_policies()
             return [part for part in PARTS if policies[f"on_loss_of_{part}"] == "train"]
 
-        def order_key(self) -> list[Any]:
+        def order_key(self) -> list[object]:
             """Return all settings that affect windows, except samples and sequence length, as
             JSON-serializable values."""
             return [self.too_long, self.sampler.to_dict()]
@@ -435,7 +435,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         # a snapshot refers to arrays, which nothing modifies
         return partial(self._state_at, self._position)
 
-    def _state_at(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _state_at(self, snapshot: Snapshot) -> dict[str, object]:
         position = self._planner.state_dict(snapshot)
         names = redacted(self.config.dataset)
         return {"dataset": names, "data": self._fingerprint, "position": position}

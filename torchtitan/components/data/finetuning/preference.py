@@ -83,7 +83,7 @@ class PreferenceDataLoader(PlannedDataLoader):
         """Packing of pairs into windows: ffd (first-fit-decreasing), multipack (equally full
         windows), or none."""
 
-        def order_key(self) -> list[Any]:
+        def order_key(self) -> list[object]:
             return [*PlannedDataLoader.Config.order_key(self), self.packing]
 
     config: Config

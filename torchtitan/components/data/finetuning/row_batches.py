@@ -304,7 +304,7 @@ def _is_respelled(row: Row, conversation: Conversation) -> bool:
     return _without_nulls(conversation.messages) not in map(_without_nulls, lists)
 
 
-def _without_nulls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _without_nulls(turns: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in turn.items() if value is not None} for turn in turns]
 
 

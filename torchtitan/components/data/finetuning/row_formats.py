@@ -74,7 +74,7 @@ class RowFormat:
     def columns(self) -> tuple[str, ...]:
         return (*self.required, *self.optional)
 
-    def unread_columns(self, row: Mapping[str, Any]) -> list[str]:
+    def unread_columns(self, row: Mapping[str, object]) -> list[str]:
         """Return a row's ignored, non-empty columns whose names suggest an effect on training."""
         if self.function or not (suspects := relevant_columns(row)):
             return []
@@ -362,7 +362,7 @@ def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kin
 
 
 def _convert(
-    format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, Any]
+    format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, object]
 ) -> Sample | None:
     if images := [column for column in IMAGE_COLUMNS if mapping.get(column) in row]:
         raise UserError(
@@ -399,7 +399,7 @@ _BAD = ("false", "0", "0.0", "undesirable")
 """Labels and weights of answers that must not be learned."""
 
 
-def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
+def _check_label(format: RowFormat, row: Mapping[str, object]) -> None:
     if format.kind != "sft" or format.required == ("text",):
         return
     if _JUDGING_COLUMNS.keys().isdisjoint(row):
@@ -414,7 +414,7 @@ def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
             )
 
 
-def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | None:
+def _filled_format(format: RowFormat, row: Mapping[str, object]) -> RowFormat | None:
     """Return another format that fits a row without content in its own format: all required columns
     have content, including its own columns with content. A `text` next to an instruction without
     output does not count."""
@@ -427,7 +427,9 @@ def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | Non
     )
 
 
-def convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, Any]) -> Sample | None:
+def convert_by_function(
+    function: RowFunction, kind: Kind, row: Mapping[str, object]
+) -> Sample | None:
     """Convert the row that a function returns. Raise `BrokenSample` for an unusable row, and if the
     function fails; `UserError` if it returns no row of a known format."""
     name = f"the function {function.__qualname__}"

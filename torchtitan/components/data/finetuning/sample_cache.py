@@ -80,7 +80,7 @@ class SampleCache:
             self._locations = _Texts(folder, "place", n)
             self._stored = {name: _Texts(folder, name, n) for name in stored}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return SampleCache, (self.folder, self._n_parts, tuple(self._stored))
 
     @property
@@ -285,6 +285,6 @@ class _Column:
         self._items.write(item)
         self._offsets.write(np.int64(self._end).tobytes())
 
-    def add_json(self, value: Any) -> None:
+    def add_json(self, value: object) -> None:
         item = json.dumps(value).encode()
         self.add(item, len(item))

@@ -110,7 +110,7 @@ _TAGS = (
 _SOLUTION = re.compile(r"\s*<\|begin_of_solution\|>(.*)<\|end_of_solution\|>\s*", re.DOTALL)
 
 
-def role_of(turn: Any) -> Any:
+def role_of(turn: object) -> object:
     """Return the role of a turn in any format; None if it has none."""
     if not isinstance(turn, Mapping):
         return None
@@ -121,7 +121,7 @@ def role_of(turn: Any) -> Any:
     return SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
 
 
-def openai_messages(turns: list[Any]) -> list[Any]:
+def openai_messages(turns: list[Any]) -> list[object]:
     """Convert turns in any spelling to messages with `role` and `content`.
 
     Call ids that are missing have nine letters and digits, as some templates require. Raise
@@ -156,7 +156,7 @@ def split_reasoning(text: str) -> tuple[str, str] | None:
     return None
 
 
-def one_reasoning(found: Mapping[str, Any]) -> str:
+def one_reasoning(found: Mapping[str, object]) -> str:
     """Return the reasoning that is the value of each filled key; empty if all keys are empty. Raise
     `BrokenSample` if two differ in more than whitespace."""
     texts = {
@@ -170,7 +170,7 @@ def one_reasoning(found: Mapping[str, Any]) -> str:
     return next(iter(texts.values()), "")
 
 
-def _reasoning_text(value: Any, what: str) -> str:
+def _reasoning_text(value: object, what: str) -> str:
     """Return the text of reasoning: a text, a part, or a list of these. The full text has
     precedence over a summary."""
     if value is None:
@@ -192,7 +192,7 @@ def _reasoning_text(value: Any, what: str) -> str:
     return ""
 
 
-def _is_encrypted(value: Any) -> bool:
+def _is_encrypted(value: object) -> bool:
     """Return whether `reasoning_details` of OpenRouter contain no text."""
     return (
         isinstance(value, list)
@@ -228,7 +228,7 @@ class _Reader:
         self._ids: set[Any] = set()
         self._n_calls = 0
 
-    def read(self, turn: Any) -> None:
+    def read(self, turn: object) -> None:
         if not isinstance(turn, Mapping):
             self.messages.append(turn)
             return
@@ -325,7 +325,7 @@ class _Reader:
             message["tool_call_id"] = call
         self.messages.append(message)
 
-    def _call_of(self, given: Any, name: Any, message: Turn) -> Any:
+    def _call_of(self, given: object, name: object, message: Turn) -> object:
         """Return the id of the call that a result answers, and mark it as answered; None for a call
         in the text."""
         if given is not None:
@@ -346,7 +346,7 @@ class _Reader:
             )
         return None
 
-    def _call_by_id(self, given: Any, message: Turn) -> Any:
+    def _call_by_id(self, given: object, message: Turn) -> object:
         for calls in (self._pending, self._unanswered):
             if found := [call for call in calls if call.id == given]:
                 calls.remove(found[0])
@@ -371,7 +371,7 @@ class _Reader:
         return bool(others) and role_of(others[-1]) == "assistant"
 
 
-def _unified(turn: Mapping[str, Any]) -> tuple[Turn, bool]:
+def _unified(turn: Mapping[str, object]) -> tuple[Turn, bool]:
     """Return a turn as a message with `role` and `content`, and whether it is a call by itself
     rather than a message of the assistant."""
     speaker, message = turn.get("role"), dict(turn)
@@ -408,7 +408,7 @@ def _unified(turn: Mapping[str, Any]) -> tuple[Turn, bool]:
     return message, is_call
 
 
-def _function_calls(functions: Any) -> list[Any]:
+def _function_calls(functions: object) -> list[object]:
     if isinstance(functions, str):
         if tagged := calls_in(functions):
             return [_call(call) for call in tagged.calls]
@@ -442,7 +442,7 @@ def _item(message: Turn) -> Turn:
     }
 
 
-def _refuse_lost_keys(message: Mapping[str, Any]) -> None:
+def _refuse_lost_keys(message: Mapping[str, object]) -> None:
     if _LOST.isdisjoint(message):
         return
     for key in _LOST_KEYS:
@@ -458,7 +458,7 @@ def _refuse_lost_keys(message: Mapping[str, Any]) -> None:
             )
 
 
-def _call(call: Any) -> Any:
+def _call(call: object) -> Any:
     """Return a call in OpenAI's format; an invalid one unchanged."""
     if isinstance(call, str):
         with suppress(BrokenSample):  # which `normalize` reports
@@ -511,7 +511,7 @@ def _split(message: Turn) -> list[Turn]:
     return messages
 
 
-def _result(part: Mapping[str, Any]) -> Turn:
+def _result(part: Mapping[str, object]) -> Turn:
     values = [part[key] for key in ("content", "output", "result") if part.get(key) is not None]
     content = values[0] if values else ""
     if isinstance(content, Mapping) and set(content) == {"type", "value"}:  # Vercel's AI SDK
@@ -531,7 +531,7 @@ def _result(part: Mapping[str, Any]) -> Turn:
     return result
 
 
-def _type_of(part: Any) -> Any:
+def _type_of(part: object) -> Any:
     return part.get("type") if isinstance(part, Mapping) else None
 
 
@@ -567,15 +567,15 @@ def _answer(message: Turn) -> Turn:
     return message
 
 
-def _is_filled(found: Mapping[str, Any], except_key: str) -> bool:
+def _is_filled(found: Mapping[str, object], except_key: str) -> bool:
     return any(value for key, value in found.items() if key != except_key)
 
 
 def _take_parts(message: Turn) -> str:
     """Move calls from the parts of a message to its calls, keep parts with text; return the
     reasoning."""
-    kept: list[Any] = []
-    calls: list[Any] = []
+    kept: list[object] = []
+    calls: list[object] = []
     reasoning = []
     for part in message["content"]:
         kind = _type_of(part)
@@ -607,7 +607,7 @@ def _take_parts(message: Turn) -> str:
     return "\n\n".join(text for text in reasoning if text.strip())
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(part: object) -> bool:
     return (
         isinstance(part, str)
         or isinstance(_text_of(part), str)
@@ -615,12 +615,12 @@ def _is_text(part: Any) -> bool:
     )
 
 
-def _has_text(part: Any) -> bool:
+def _has_text(part: object) -> bool:
     text = part if isinstance(part, str) else _text_of(part)
     return isinstance(text, str) and bool(text.strip())
 
 
-def _text_of(part: Any) -> Any:
+def _text_of(part: object) -> Any:
     keys = ("text", "value", "content")
     return (
         next((part[key] for key in keys if part.get(key) is not None), None)
@@ -716,7 +716,7 @@ def _with_parameters(function: Turn) -> Turn:
     return {**function, "parameters": _schema(parameters)}
 
 
-def _is_table(parameters: Mapping[str, Any]) -> bool:
+def _is_table(parameters: Mapping[str, object]) -> bool:
     """Return whether parameters are xLAM's: a mapping of names to objects with a type, without a
     schema's own keys."""
     return bool(parameters) and all(

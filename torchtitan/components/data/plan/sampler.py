@@ -148,7 +148,7 @@ def permutation(size: int, *key: int) -> Array:
     return np.argsort(raw, kind="stable")
 
 
-def arrays_to_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+def arrays_to_lists(values: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy with numpy arrays converted to lists."""
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value

@@ -167,7 +167,7 @@ class _Merge:
             dropped=dropped,
         )
 
-    def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, Any]:
+    def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, object]:
         """Write the caches and the index of a split, with the reports of its parts; return its
         counts."""
         preparation = self.preparation

@@ -52,7 +52,7 @@ class TokenCache(ArrayTokens):
             super().__init__(folder.name, tokens, offsets, names, meta["documents_per_part"])
         self.place = str(folder / "tokens.bin")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return TokenCache, (self.folder, self.names)
 
 
@@ -103,7 +103,7 @@ def token_dtype(tokenizer: Tokenizer) -> str:
 
 def write_tokens(
     source: Source, encoder: ArrayEncoder, folder: Path, advance: OnRead
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write `tokens.bin` and `offsets.bin` of a source, including empty documents; return the
     content of `meta.json`. Raise `DifferentIds` if the caller must rewrite the files, see
     `ArrayEncoder`."""

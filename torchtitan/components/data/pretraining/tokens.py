@@ -149,7 +149,7 @@ class JoinedTokens(Tokens):
         # an open one may have files mapped into memory
         self._stream = functools.lru_cache(128)(open_stream)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), self._arguments
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int, int]]:

@@ -244,7 +244,7 @@ class CachedBatches(BatchIterator):
         sizes = [count_windows(tokens.n_tokens, block) for tokens in self._sets]
         return BlockOrder(sizes, self._weights, shuffle=self._shuffle, seed=self._seed)
 
-    def _identity(self) -> list[Any]:
+    def _identity(self) -> list[object]:
         return [[tokens.key for tokens in self._sets], self._weights, self._block, self._shuffle]
 
     def __next__(self) -> Batch:

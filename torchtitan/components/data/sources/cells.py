@@ -33,7 +33,7 @@ def cell_readers(schema: "pyarrow.Schema") -> dict[str, CellReader]:
     }
 
 
-def _features(schema: "pyarrow.Schema") -> Mapping[str, Any]:
+def _features(schema: "pyarrow.Schema") -> Mapping[str, object]:
     """Return the features of `datasets` by column, in the form of `Features.to_dict`; empty if the
     schema has none."""
     try:
@@ -43,11 +43,11 @@ def _features(schema: "pyarrow.Schema") -> Mapping[str, Any]:
     return features if isinstance(features, dict) else {}
 
 
-def _unchanged(cell: Any) -> Any:
+def _unchanged(cell: object) -> object:
     return cell
 
 
-def _reader(kind: "pyarrow.DataType", feature: Any) -> CellReader | None:
+def _reader(kind: "pyarrow.DataType", feature: object) -> CellReader | None:
     """Return the reader of a type with a feature of `datasets`, if known; None if cells stay
     unchanged."""
     import pyarrow
@@ -90,14 +90,14 @@ def _is_list(kind: "pyarrow.DataType") -> bool:
     return any(check(kind) for check in checks)
 
 
-def _of_items(feature: Any) -> Any:
+def _of_items(feature: object) -> object:
     """Return the feature of a list's items."""
     if isinstance(feature, list):
         return feature[0] if feature else None
     return feature.get("feature") if isinstance(feature, dict) else None
 
 
-def _if_any(read: Callable[..., Any], *readers: CellReader | None) -> CellReader | None:
+def _if_any(read: Callable[..., object], *readers: CellReader | None) -> CellReader | None:
     """Return the function with the readers of a cell's contents; None if nothing in it changes."""
     if not any(readers):
         return None
@@ -121,7 +121,7 @@ def _decoder() -> CellReader:
 
 def _read_object(
     readers: Mapping[str, CellReader | None], cell: dict[str, Any] | None
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     if cell is None:
         return None
     values = ((name, reader, cell[name]) for name, reader in readers.items())

@@ -306,7 +306,7 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
     import pyarrow
     from pyarrow import parquet
 
-    source: Any = path
+    source: object = path
     if path.suffix.lower() in COMPRESSIONS:  # as a whole, because reading begins at the end
         with _open_bytes(path, _ignore_progress) as content:
             remedy = "decompress it (parquet has its own compression)"

@@ -108,14 +108,14 @@ def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
         raise UserError(f"{where}: no column {text_column!r}; {remedy}")
 
 
-def check_text(value: Any, text_column: str, where: str) -> str:
+def check_text(value: object, text_column: str, where: str) -> str:
     """Return a cell's text, empty for null. Raise `UserError` for other types."""
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where}: column {text_column!r} contains {kind_of(value)}, not text")
     return value or ""
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Describe a value's type for an error message: `a str`, `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
@@ -231,14 +231,14 @@ def json_elements(name: str, text: str, path: Path) -> Iterator[Row]:
             yield object_row(where, value)
 
 
-def object_row(where: str, value: Any) -> Row:
+def object_row(where: str, value: object) -> Row:
     """Return the row of a JSON object, or an error for another value."""
     if isinstance(value, dict):
         return Row(where, value)
     return Row(where, None, f"expected an object with columns as its keys, found {kind_of(value)}")
 
 
-def _check_characters(value: Any, text: str) -> None:
+def _check_characters(value: object, text: str) -> None:
     """Raise `ValueError` for a lone surrogate, which JSON allows but UTF-8 cannot encode."""
     if "\\ud" in text or "\\uD" in text:
         try:

@@ -113,7 +113,7 @@ def saved_table(folder: Path, text_column: str) -> Table:
         except Exception as error:  # damage may cause any error in `datasets` or pyarrow
             raise _read_error(str(folder), error) from error
 
-    def files(dataset: Any) -> list[Path]:
+    def files(dataset: object) -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.is_file())
 
     return Table(folder.name, str(folder), load, files, text_column, folder)

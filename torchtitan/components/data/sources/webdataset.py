@@ -88,7 +88,7 @@ def _sample_row(
     archive: tarfile.TarFile, where: str, files: Iterable[_SampleFile], media: bool
 ) -> Row | None:
     """Return the row of a sample; None for a sample without text."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     images: dict[str, dict[str, Any]] = {}
     others: dict[str, list[str]] = {}
     kinds: set[str] = set()
@@ -138,7 +138,9 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return content
 
 
-def _with_images(values: dict[str, Any], members: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _with_images(
+    values: dict[str, Any], members: Mapping[str, dict[str, Any]]
+) -> dict[str, object]:
     """Return columns with the images of members: those that a column of images names, otherwise all
     as the column `images`, numbers in their kinds in order. Raise `ValueError` for a name that is
     no member's."""
@@ -160,7 +162,7 @@ def _with_numbers(kind: str) -> list[tuple[int, int, str]]:
     return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces]
 
 
-def _named_image(reference: Any, images: Sequence[dict[str, Any]], n_named: int) -> Any:
+def _named_image(reference: object, images: Sequence[dict[str, Any]], n_named: int) -> object:
     """Return the image with the file name of a reference. A single reference may have another name
     than a single image: the name before the file was packed."""
     name = reference.get("path") if isinstance(reference, Mapping) else reference

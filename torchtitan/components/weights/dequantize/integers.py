@@ -147,7 +147,7 @@ def _of_outputs(source: TensorSource, name: str, outputs: slice, dim: int) -> Te
     return values[:, None] if values.dim() == 1 else values.movedim(dim, 0)
 
 
-def gptq_weights(source: TensorSource, section: Mapping[str, Any]) -> dict[str, QuantizedWeight]:
+def gptq_weights(source: TensorSource, section: Mapping[str, object]) -> dict[str, QuantizedWeight]:
     """Return GPTQ's weights by name. Raise `UserError` for another variant, naming the entry, and
     for missing tensors or wrong shapes.
 
@@ -197,7 +197,7 @@ def gptq_weights(source: TensorSource, section: Mapping[str, Any]) -> dict[str, 
 
 
 def awq_weights(
-    specs: Mapping[str, TensorSpec], section: Mapping[str, Any]
+    specs: Mapping[str, TensorSpec], section: Mapping[str, object]
 ) -> dict[str, QuantizedWeight]:
     """Return AWQ's weights by name, see `gptq_weights`."""
     bits = _whole(section, "bits" if "bits" in section else "w_bit", (4,))
@@ -309,7 +309,7 @@ def compressed_integer(
     return weight
 
 
-def _n_groups(scheme: Mapping[str, Any], inputs: int) -> int:
+def _n_groups(scheme: Mapping[str, object], inputs: int) -> int:
     """Return the number of scales of a row."""
     group_size = scheme.get("group_size")
     return ceil(inputs / group_size) if isinstance(group_size, int) and group_size > 0 else 1
@@ -353,7 +353,7 @@ def _check(specs: Mapping[str, TensorSpec], name: str, shape: tuple[int, int]) -
         )
 
 
-def _whole(section: Mapping[str, Any], key: str, allowed: tuple[int, ...] | None = None) -> int:
+def _whole(section: Mapping[str, object], key: str, allowed: tuple[int, ...] | None = None) -> int:
     value = section.get(key)
     is_valid = type(value) is int and (value in allowed if allowed else value == -1 or value > 0)
     if not is_valid:

@@ -121,7 +121,7 @@ def read_method(folder: Path) -> tuple[str, Section]:
     return method, section
 
 
-def _section(folder: Path) -> Any:
+def _section(folder: Path) -> object:
     """Return the description of the quantization, or None."""
     document = read_object(folder / "config.json")
     text = document.get("text_config")
@@ -135,7 +135,7 @@ def _section(folder: Path) -> Any:
     )
 
 
-def _dtype(folder: Path) -> Any:
+def _dtype(folder: Path) -> object:
     document = read_object(folder / "config.json")
     text = document.get("text_config")
     parts = [document, text] if isinstance(text, dict) else [document]
