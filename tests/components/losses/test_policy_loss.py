@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan.components.losses import policy_loss
-from torchtitan.components.losses.entropies import token_entropies
+from torchtitan.components.losses.entropies import log_probs_and_entropies
 from torchtitan.components.losses.policy_loss import METHODS, PolicyLoss
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
@@ -141,27 +141,30 @@ def test_penalties_reduce_the_rewards_of_tokens():
 
 
 @pytest.mark.parametrize("has_weight", [True, False])
-def test_entropies_equal_float64(has_weight):
+def test_log_probs_and_entropies_equal_float64(has_weight):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 5, 6, generator=generator, requires_grad=True)
     weight = torch.randn(6 if not has_weight else 9, 6, generator=generator, requires_grad=True)
     labels = torch.tensor([[-100, 1, 2, 3, -100], [4, -100, 0, 1, 2]])
     outputs = (hidden, weight) if has_weight else (hidden @ weight.T, None)
     transform = LogitTransform(multiplier=0.7, softcap=3.0)
-    entropies = token_entropies(*outputs, labels, transform=transform, chunk_tokens=2)
-    gradients = torch.autograd.grad(entropies.sum(), (hidden, weight))
+    both = log_probs_and_entropies(*outputs, labels, transform=transform, chunk_tokens=2)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     p = (3 * torch.tanh(wide[0] @ wide[1].T * 0.7 / 3)).softmax(-1)
-    expected = torch.where(labels >= 0, -(p * p.log()).sum(-1), 0)
-    torch.testing.assert_close(entropies.double(), expected, rtol=1e-5, atol=1e-6)
-    for found, exact in zip(gradients, torch.autograd.grad(expected.sum(), wide), strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+    likelihoods = p.log().gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    for values, exact in zip(both, (likelihoods, -(p * p.log()).sum(-1)), strict=True):
+        expected = torch.where(labels >= 0, exact, 0)
+        torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-6)
+        gradients = torch.autograd.grad(values.sum(), (hidden, weight), retain_graph=True)
+        exact_gradients = torch.autograd.grad(expected.sum(), wide, retain_graph=True)
+        for found, gradient in zip(gradients, exact_gradients, strict=True):
+            torch.testing.assert_close(found.double(), gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_impossible_tokens_add_nothing_to_entropies():
     """Neither a logit of -inf nor a probability that underflows."""
     logits = torch.tensor([[[0.0, 1.0, -200.0], [0.0, 1.0, -math.inf]]], requires_grad=True)
-    entropies = token_entropies(logits, None, torch.tensor([[0, 1]]), temperature=0.5)
+    _, entropies = log_probs_and_entropies(logits, None, torch.tensor([[0, 1]]), temperature=0.5)
     p = torch.tensor([0.0, 2.0], dtype=F64).softmax(-1)
     expected = -(p * p.log()).sum().item()
     assert entropies.tolist() == [[pytest.approx(expected)] * 2]

@@ -3,7 +3,7 @@
 - `loss`: the interface of losses, cross entropy in chunks, and its variants.
 - `cross_entropy`: the closed-form gradient of cross entropy in chunks of tokens.
 - `log_probs`: log-probabilities of given tokens.
-- `entropies`: entropies of next-token distributions.
+- `entropies`: log-probabilities and entropies of next-token distributions.
 - `preference_losses`: DPO and its relatives, KTO, reward models.
 - `policy_loss`: policy gradients with clipping.
 - `distillation`: divergences from a teacher.

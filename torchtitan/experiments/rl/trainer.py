@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.images.prompts import ImagePromptDataLoader
-from torchtitan.components.losses.entropies import token_entropies
+from torchtitan.components.losses.entropies import log_probs_and_entropies
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.losses.policy_loss import (
@@ -241,21 +241,29 @@ class RLTrainer(RatedRolloutTrainer):
     def heads(self) -> dict[str, Head]:
         """Return functions of hidden states, output weights and labels, whose results for each
         position `policy_outputs` adds to the log-probabilities."""
-        entropies = partial(token_entropies, temperature=self.temperature)
-        return {"entropies": entropies} if self.config.policy.entropy_weight else {}
+        return {}
 
     def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the `log_probs` of each label, (B, L), and the results of `heads`."""
-        log_probs = partial(token_log_probs, temperature=self.temperature)
-        heads: dict[str, Head] = {"log_probs": log_probs, **self.heads()}
+        """Return the `log_probs` of each label, (B, L), `entropies` if their weight is above 0, and
+        the results of `heads`."""
+        needs_entropies = self.config.policy.entropy_weight > 0
+        heads = self.heads()
 
-        def head(*outputs: object, **changes: object) -> tuple[Tensor, ...]:
-            return tuple(each(*outputs, batch["labels"], **changes) for each in heads.values())
+        def head(*outputs: Any, **changes: Any) -> tuple[Tensor, ...]:
+            inputs = (*outputs, batch["labels"])
+            options = {**changes, "temperature": self.temperature}
+            own = (
+                log_probs_and_entropies(*inputs, **options)
+                if needs_entropies
+                else (token_log_probs(*inputs, **options),)
+            )
+            return (*own, *(each(*inputs, **changes) for each in heads.values()))
 
         results = self.models["model"](
             batch["input"], batch.get("attention"), head=head, **images_in(batch)
         )
-        return dict(zip(heads, results, strict=True))
+        names = ("log_probs", "entropies") if needs_entropies else ("log_probs",)
+        return dict(zip((*names, *heads), results, strict=True))
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of
