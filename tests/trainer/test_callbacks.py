@@ -75,7 +75,7 @@ def test_hooks_are_called_in_order(tmp_path):
 
 
 def test_callbacks_are_options(tmp_path):
-    assert tiny_config(tmp_path, callbacks__evaluation__freq=7).callbacks == [
+    assert tiny_config(tmp_path, callbacks__evaluation__freq=7).callbacks[:1] == [
         Evaluation.Config(freq=7)
     ]
 
@@ -95,7 +95,8 @@ def files(tmp_path):
 
 def evaluations(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if any(key.startswith("evaluation/") for key in line)]
+    found = [line for line in lines if any(key.startswith("evaluation/") for key in line)]
+    return [line for line in found if "evaluation/mean/centered_accuracy" not in line]
 
 
 def _train(folder, files):

@@ -1,7 +1,6 @@
 """`torchtitan eval`: evaluate a checkpoint's model."""
 
 import argparse
-import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -68,13 +67,18 @@ def evaluate(args: Sequence[str]) -> int:
 def _evaluate(options: argparse.Namespace) -> None:
     from torchtitan.components.chat_template.stops import template_stop_ids
     from torchtitan.components.evaluation import Scorer
-    from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file
+    from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file, mean_centered
     from torchtitan.components.generation import stop_ids
     from torchtitan.tools.logging import logger
 
     files = [task for task in options.tasks if Path(task).suffix in SUFFIXES]
     names = [task for task in options.tasks if task not in files]
     _check(options, files, names)
+    tasks = None
+    if names:
+        from torchtitan.components.evaluation.lm_eval_adapter import HarnessTasks, TorchtitanLM
+
+        tasks = HarnessTasks(names, options.include_path)
     with_images = any(_has_images(Path(file), options.limit) for file in files)
     if with_images and not options.module:
         options.module = "torchtitan.models.transformers"
@@ -88,18 +92,19 @@ def _evaluate(options: argparse.Namespace) -> None:
         results[file] = evaluate_file(
             Path(file), scorer, opened.tokenizer, options.limit, images=images
         )
-    if names:
-        from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
-
+    if tasks:
         scorer.title = "lm-eval"
         ids = stop_ids(opened.tokenizer, *opened.folders) | template_stop_ids(
             opened.tokenizer, opened.folders
         )
         model = TorchtitanLM(scorer, opened.tokenizer, ids)
-        results |= evaluate_tasks(
-            model, names, include_path=options.include_path, limit=options.limit
-        )
-    _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
+        results |= tasks.evaluate(model, options.limit)
+    members = tasks.members if tasks else set()
+    tops = {name: numbers for name, numbers in results.items() if name not in members}
+    document: dict[str, Any] = {"checkpoint": str(options.checkpoint), "results": results}
+    if (mean := mean_centered(tops)) is not None:
+        document["centered_accuracy"] = mean
+    _report(document, options.output)
 
 
 def _has_images(file: Path, limit: int | None) -> bool:
@@ -119,24 +124,16 @@ def _image_scorer(opened: OpenedModel, scorer: "Scorer") -> "ImageQuestionScorer
 
 
 def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:
+    from torchtitan.components.evaluation.tasks import check_harness
+
     require(options.limit is None or options.limit >= 1, "--limit", options.limit, "at least 1")
     if missing := [file for file in files if not Path(file).is_file()]:
         raise UserError(f"file not found: {', '.join(missing)}")
-    if options.include_path is not None and not options.include_path.is_dir():
-        fault = "is not a folder" if options.include_path.exists() else "does not exist"
-        raise UserError(
-            f"--include_path: {options.include_path} {fault}; name the folder with the tasks' YAML "
-            "files"
-        )
+    check_harness(names, options.include_path, "--include_path")
     if options.output is not None and not options.output.parent.is_dir():
         raise UserError(f"--output: the folder {options.output.parent} does not exist")
     if options.output is not None and options.output.is_dir():
         raise UserError(f"--output: {options.output} is a folder; name a file")
-    if names and importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, "
-            "but lm-eval is not installed (pip install 'torchtitan[eval]')"
-        )
 
 
 def _report(document: dict[str, Any], output: Path | None) -> None:
@@ -158,10 +155,13 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     if output is None:
         print(text, flush=True)
     rows = []
-    for task, metrics in document["results"].items():
+    shown = dict(document["results"])
+    if "centered_accuracy" in document and len(shown) > 1:
+        shown["mean of the tasks"] = {"centered_accuracy": document["centered_accuracy"]}
+    for task, metrics in shown.items():
         for index, (name, value) in enumerate(metrics.items()):
-            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-            rows.append(("" if index else task, name, shown))
+            text = f"{value:.4f}" if isinstance(value, float) else str(value)
+            rows.append(("" if index else task, name, text))
     console = Console(stderr=True, markup=False, emoji=False)
     print_table(console, "", ("task", "metric", "value"), rows, numbers=("value",))
 

@@ -26,7 +26,13 @@ from torchtitan.components.observe.run_events import (
     read_events,
     shares,
 )
-from torchtitan.components.observe.run_files import COMPLETIONS, FORECAST, FORESIGHT, METRICS
+from torchtitan.components.observe.run_files import (
+    COMPLETIONS,
+    FORECAST,
+    FORESIGHT,
+    METRICS,
+    TEXT_SAMPLES,
+)
 from torchtitan.config.configurable import leaves
 from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
@@ -37,6 +43,7 @@ from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
 from torchtitan.tools.tables import open_console, print_table
 
+SAMPLES = (COMPLETIONS, TEXT_SAMPLES)
 _MOST_POINTS = 1000
 _MOST_INCIDENTS = 500
 _UNITS = {
@@ -77,7 +84,11 @@ class RunRecord:
         )
         """The start of the last session; empty if unknown."""
         self.goodput = goodput(self.events)
-        self.samples = self._lines(COMPLETIONS, partial(json_lines, folder / COMPLETIONS, bool))
+        self.samples = [
+            line
+            for name in SAMPLES
+            for line in self._lines(name, partial(json_lines, folder / name, bool))[-12:]
+        ]
         self.config = leaves(
             self._values(folder / "config.yaml", lambda path: read_config_file(path, f"'{path}'"))
         )
@@ -175,9 +186,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
     options = compared("Configuration", lambda run: run.config, folded=True)
     sampled = ("step", "reward", "prompt", "completion")
     samples = [
-        [run.name, *(_text(row.get(key)) for key in sampled)]
-        for run in runs
-        for row in run.samples[-12:]
+        [run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples
     ]
     found = [
         compared("Summary", _summary),

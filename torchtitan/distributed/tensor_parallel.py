@@ -17,6 +17,7 @@ from torch.distributed.tensor import (
 )
 
 from torchtitan.distributed.context_parallel import share_rows
+from torchtitan.distributed.whole_tensors import whole
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import LoadBalanced
 from torchtitan.protocols.output_head import compute_logits
@@ -294,7 +295,6 @@ def _use_full_tensors(
     head = kwargs.get("head", compute_logits)
 
     def on_full_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
-        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]
-        return head(*full, **inputs)
+        return head(whole(hidden_BLD), whole(weight_VD), **inputs)
 
     return args, {**kwargs, "head": on_full_tensors}

@@ -3,16 +3,19 @@ run."""
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
 from torchtitan.distributed.compile import RecompileMonitor
+from torchtitan.tools.logging import logger
 from torchtitan.trainer.run import Run, Sections
 from torchtitan.trainer.step_result import StepResult, StopReason
 
@@ -58,6 +61,10 @@ class Callback(Configurable):
 
     def after_step(self, outcome: StepResult) -> None:
         """Act on a finished step after it is reported, before validation and checkpoint."""
+
+    def on_measured(self, numbers: Mapping[str, float]) -> None:
+        """Act on the numbers of a validation, or of a task of an evaluation, after step
+        `trainer.step`, equal on all ranks: by their names in the metrics."""
 
     def on_end(self, reason: StopReason) -> None:
         """Act after the last step, before the last validation and checkpoint."""
@@ -125,6 +132,34 @@ class PeriodicEvaluation(Callback):
     def _evaluate(self) -> None:
         with self.trainer.metrics.exclude(), self.trainer.phases.during("validation"):
             self.evaluate()
+
+
+class LineRecorder(Recorder):
+    """Append lines to the file `file_name` of the dump folder on rank 0. Resuming from step N drops
+    later lines once; a fresh run moves an existing file aside. If the file cannot be written, the
+    run continues without it."""
+
+    file_name: ClassVar[str]
+
+    def around_run(self) -> AbstractContextManager[Any]:
+        if self.trainer.rank == 0:
+            path = Path(self.trainer.config.dump_folder) / self.file_name
+            self.file = JsonLines(path, self.trainer.step)
+        return super().around_run()
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines, each with its step."""
+        for line in lines:
+            self.use(partial(JsonLines.append, document=line))
+
+    def on_failure(self, error: OSError) -> None:
+        logger.warning(
+            "%s cannot be written: %s; the run continues without it", self.file_name, error
+        )
+        assert self.file is not None
+        with contextlib.suppress(OSError):
+            self.file.close()
+        self.file = None
 
 
 class GarbageCollection(Callback):

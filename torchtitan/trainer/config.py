@@ -58,6 +58,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.evaluation import Evaluation
+from torchtitan.trainer.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ class RunConfig(Configurable.Config):
     comm: CommConfig = field(default_factory=CommConfig)
     """Communication."""
 
-    callbacks: list[Callback.Config] = field(default_factory=lambda: [Evaluation.Config()])
+    callbacks: list[Callback.Config] = field(
+        default_factory=lambda: [Evaluation.Config(), Samples.Config()]
+    )
     """Further actions around the steps, in order."""
 
     debug: DebugConfig = field(default_factory=DebugConfig)

@@ -8,10 +8,8 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -24,7 +22,6 @@ from torchtitan.components.data.finetuning.prompts import PromptInBatch, prompts
 from torchtitan.components.generation import Engine, stop_ids
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.prompts import ImagePromptDataLoader
-from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.components.observe.run_files import COMPLETIONS
 from torchtitan.components.rollout.ahead import Rollouts, RolloutsAhead, added, staleness_of
 from torchtitan.components.rollout.batches import Advantage, to_batches
@@ -39,10 +36,9 @@ from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import SharedError, UserError, errors_of, require
-from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import is_canceled, is_ctrl_c, user_frames, with_place
 from torchtitan.trainer.ahead import RolloutsInFlight, check_ahead
-from torchtitan.trainer.callbacks import Callback, Recorder
+from torchtitan.trainer.callbacks import Callback, LineRecorder
 from torchtitan.trainer.step_result import StepResult
 from torchtitan.trainer.trainer import Trainer
 
@@ -99,31 +95,11 @@ def check_rollouts(config: Any) -> None:
         check_server(rollout.url)
 
 
-class Completions(Recorder):
-    """Append lines to `completions.jsonl` on rank 0. Resuming from step N drops later lines once; a
-    fresh run moves an existing file aside. If the file cannot be written, the run continues without
-    it."""
+class Completions(LineRecorder):
+    """Append the lines of sampled trajectories, of steps that are not complete yet, to
+    `completions.jsonl`."""
 
-    def around_run(self) -> AbstractContextManager[Any]:
-        if self.trainer.rank == 0:
-            self.file = JsonLines(
-                Path(self.trainer.config.dump_folder) / COMPLETIONS, self.trainer.step
-            )
-        return super().around_run()
-
-    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines of a step that is not complete yet."""
-        for line in lines:
-            self.use(partial(JsonLines.append, document=line))
-
-    def on_failure(self, error: OSError) -> None:
-        logger.warning(
-            "completions.jsonl cannot be written: %s; the run continues without it", error
-        )
-        assert self.file is not None
-        with contextlib.suppress(OSError):
-            self.file.close()
-        self.file = None
+    file_name = COMPLETIONS
 
 
 def _is_closed(error: BaseException) -> bool:

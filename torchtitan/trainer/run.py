@@ -1,5 +1,6 @@
 """`Run`: what a callback sees of a `Trainer`."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar, Protocol
 
@@ -89,6 +90,8 @@ class Run(Protocol):
     def trained_parts(self) -> list[nn.Module]: ...
 
     def evaluated_weights(self, *, averaged: bool = False) -> AbstractContextManager[None]: ...
+
+    def report_measured(self, numbers: Mapping[str, float]) -> None: ...
 
     def mixed_precision(self) -> AbstractContextManager[None]: ...
 

@@ -1003,6 +1003,11 @@ class Trainer(Configurable):
             with failure_kept(self, callback):
                 getattr(callback, method)(*args)
 
+    def report_measured(self, numbers: Mapping[str, float]) -> None:
+        """Tell the callbacks the numbers of a validation or evaluation, by their names in the
+        metrics."""
+        self.notify("on_measured", numbers)
+
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
@@ -1014,6 +1019,7 @@ class Trainer(Configurable):
         ):
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
+        self.report_measured(measured)
         return measured["validation_loss"]
 
     @contextlib.contextmanager

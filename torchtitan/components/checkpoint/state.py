@@ -3,7 +3,8 @@ PyTorch."""
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,6 +151,17 @@ class RandomState:
         numpy.random.set_state((algorithm, numpy.array(keys, dtype=numpy.uint32), *position))
         version, internal, gauss_next = state_dict["python"]
         random.setstate((version, tuple(internal), gauss_next))
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore this process's random number generators after the block."""
+    random_state = RandomState()
+    before = random_state.state_dict()
+    try:
+        yield
+    finally:
+        random_state.load_state_dict(before)
 
 
 def without_frozen(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":

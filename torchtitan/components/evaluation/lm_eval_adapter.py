@@ -3,23 +3,31 @@
 `lm_eval`."""
 
 import itertools
-from collections.abc import Sequence
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+import numpy
+import torch
 from lm_eval.api.model import LM
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from torchtitan.components.checkpoint.state import kept_random_state
 from torchtitan.components.evaluation.scoring import Request, Scorer
-from torchtitan.components.evaluation.tasks import encode_pairs
+from torchtitan.components.evaluation.tasks import centered, encode_pairs
 from torchtitan.components.generation import Sampling, TextStream, generate, start_id
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, in_words
 
 _MAX_NEW_TOKENS = 256  # lm-eval's default
+_BOOTSTRAPS = 100_000  # lm-eval's default
 
 
 class TorchtitanLM(LM):
@@ -53,17 +61,21 @@ class TorchtitanLM(LM):
         same_options: dict[str, list[int]] = {}  # each batch uses one set of options
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)
+        size, share = self.scorer.batch_size, self.scorer.share
+        batches = [
+            indices[i : i + size]
+            for indices in same_options.values()
+            for i in range(0, len(indices), size)
+        ]
         texts: dict[int, str] = {}
-        size = self.scorer.batch_size
         with self.scorer.progress(len(requests)) as advance:
-            for indices in same_options.values():
-                for batch in (indices[i : i + size] for i in range(0, len(indices), size)):
-                    contexts = [requests[index].args[0] for index in batch]
-                    texts |= zip(
-                        batch, self._generate(contexts, requests[batch[0]].args[1]), strict=True
-                    )
-                    advance(len(batch))
-        return [texts[index] for index in range(len(requests))]
+            for number in share.rounds(len(batches)):
+                batch = batches[number]
+                contexts = [requests[index].args[0] for index in batch]
+                options = requests[batch[0]].args[1]
+                texts |= zip(batch, self._generate(contexts, options), strict=True)
+                advance(len(batch) * share.count)
+        return share.gather(texts)
 
     def _generate(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
         until = options.get("until") or []
@@ -92,35 +104,123 @@ class TorchtitanLM(LM):
             sampling=_sampling(options),
             stop_ids=self.stop_ids,
             on_token=on_token,
+            group=self.scorer.share.group,
         )
         for stream in streams:
             stream.finish()
         return [stream.text for stream in streams]
 
 
-def evaluate_tasks(
-    model: TorchtitanLM,
-    tasks: Sequence[str],
-    *,
-    include_path: Path | None = None,
-    limit: int | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Return the metrics by task. Raise `UserError` for an unknown task. `tasks` are names of
-    lm-eval's tasks, or of YAML tasks in the folder `include_path`; `limit` is the number of
-    examples per task (None: all)."""
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise UserError(
-            f"unknown lm-eval task {', '.join(unknown)}; use a name listed by `lm_eval ls tasks`, "
-            "a task in --include_path, or a .jsonl, .txt or .md file"
-        )
-    results = simple_evaluate(
-        model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False
-    )
-    assert results is not None, (
-        "only the first of several processes gets results, but there is only one"
-    )
-    return dict(results["results"])
+class HarnessTasks:
+    """Tasks of lm-eval, loaded once. Raises `UserError` for an unknown task, or data that cannot be
+    read.
+
+    Args:
+        names: names of lm-eval's tasks, or of YAML tasks in the folder `include_path`.
+        option: name of the option that sets this folder, for messages.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        include_path: Path | None = None,
+        *,
+        option: str = "--include_path",
+    ):
+        manager = TaskManager(include_path=None if include_path is None else str(include_path))
+        if unknown := [name for name in names if name not in manager.all_tasks]:
+            raise UserError(
+                f"unknown lm-eval task {', '.join(unknown)}; use a name listed by `lm_eval ls "
+                f"tasks`, a task in {option}, or a .jsonl, .txt or .md file"
+            )
+        with _seeded():  # as lm-eval's command does, for tasks that draw examples
+            try:
+                self._loaded = manager.load([*names])
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"lm-eval cannot load {', '.join(names)}: {in_words(error)}"
+                ) from error
+        for task in self._loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+
+    @property
+    def members(self) -> set[str]:
+        """Names of the results that belong to the result of a group."""
+        return {name for names in self._loaded["group_map"].values() for name in names}
+
+    def evaluate(
+        self, model: TorchtitanLM, limit: int | None = None, *, with_stderr: bool = True
+    ) -> dict[str, dict[str, Any]]:
+        """Return the metrics by task and group, each with `centered_accuracy` if its chance level
+        is known. Random numbers of this process stay as they are.
+
+        Args:
+            limit: examples per task; None: all.
+            with_stderr: estimate standard errors, for some metrics by bootstrap in other processes.
+        """
+        tasks = self._loaded["tasks"]
+        with _seeded():
+            for task in tasks.values():
+                task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+            results = evaluate(
+                model,
+                self._loaded,
+                limit=limit,
+                log_samples=False,
+                bootstrap_iters=_BOOTSTRAPS if with_stderr else 0,
+            )
+        assert results is not None, "every rank of a model has the rank 0 of lm-eval"
+        found: dict[str, dict[str, Any]] = {
+            name: dict(numbers) for name, numbers in results["results"].items()
+        }
+        for name, numbers in found.items():
+            group = self._loaded["groups"].get(name)
+            leaves = group.get_all_tasks() if group else [tasks[name]]
+            numbers["centered_accuracy"] = _mean(
+                [(_centered(leaf, found[leaf.task_name]), _n_examples(leaf)) for leaf in leaves]
+            )
+        return found
+
+
+def _centered(task: Any, numbers: Mapping[str, Any]) -> float | None:
+    """Return the centered accuracy of a task: of the choice with the highest probability, or of
+    greedy texts, which chance never writes."""
+    kind = task.OUTPUT_TYPE
+    if kind != "multiple_choice":
+        names = {"loglikelihood": "acc", "generate_until": "exact_match"}
+        keys = (key for key in numbers if key.partition(",")[0] == names.get(kind))
+        return numbers.get(next(keys, ""))
+    accuracy = numbers.get("acc,none")
+    if accuracy is None or task.multiple_target:
+        return None
+    # mutual information also scores each choice without its question
+    passes = 2 if "acc_mutual_info,none" in numbers else 1
+    counts = Counter(instance.doc_id for instance in task.instances)
+    chance = sum(passes / count for count in counts.values()) / len(counts)
+    return centered(accuracy, chance)
+
+
+def _n_examples(task: Any) -> int:
+    return len({instance.doc_id for instance in task.instances})
+
+
+def _mean(values: Sequence[tuple[float | None, int]]) -> float | None:
+    """Return the weighted mean of values; None if one is unknown."""
+    known = [(value, weight) for value, weight in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed the generators as lm-eval's command does, and restore their states after the block."""
+    with kept_random_state():
+        random.seed(DEFAULT_RANDOM_SEED)
+        numpy.random.seed(DEFAULT_OTHER_SEED)
+        torch.manual_seed(DEFAULT_OTHER_SEED)
+        yield
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:

@@ -1,17 +1,24 @@
 """Probability of a continuation given a context, the basis of all evaluations."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.generation.engine import NOT_FINITE_HINT, evaluating
+from torchtitan.distributed.process_group import gather_objects
+from torchtitan.distributed.whole_tensors import sequence_splits, whole, whole_logits
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
+from torchtitan.tools.eager import uncompiled
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.progress import progress
+
+ResultT = TypeVar("ResultT")
 
 _LOGITS_AT_ONCE = 2**26  # elements: a quarter of a GiB in float32
 
@@ -38,9 +45,38 @@ class Score:
     """True if the beginning of the context was truncated to fit into the model's context."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This process's share of work that several processes divide and then have the results of.
+    Processes with the same index, such as those of a tensor-parallel group, do the same work."""
+
+    index: int = 0
+    count: int = 1
+    group: dist.ProcessGroup | None = None
+    """All of these processes; None: those of the run."""
+
+    def rounds(self, n_items: int) -> Iterator[int]:
+        """Yield the numbers of this process's items, one in each round. A process without an item
+        in the last round repeats the last item, since forward passes need all processes (FSDP,
+        expert parallelism)."""
+        for first in range(0, n_items, self.count):
+            yield min(first + self.index, n_items - 1)
+
+    def gather(self, results: dict[int, ResultT]) -> list[ResultT]:
+        """Return the results of all items, by their numbers from 0, on every process."""
+        parts = gather_objects(results, self.group) if self.count > 1 else [results]
+        found = {number: result for part in parts for number, result in part.items()}
+        return [found[number] for number in range(len(found))]
+
+
 class Scorer:
-    """Scores requests in batches of similar length, `batch_size` per forward pass. Under FSDP,
-    every rank scores the same requests. `max_seq_len` and `device` default to the model's."""
+    """Scores requests in batches of similar length, `batch_size` per forward pass. `max_seq_len`
+    and `device` default to the model's. Models may be under FSDP, DDP, tensor and expert
+    parallelism; all ranks make the same calls, and get the scores of all requests.
+
+    Args:
+        share: this rank's share of the batches, by default all.
+    """
 
     title = ""
     """Title of the progress that is shown during a task; empty: none."""
@@ -52,11 +88,14 @@ class Scorer:
         batch_size: int = 8,
         max_seq_len: int | None = None,
         device: torch.device | None = None,
+        share: Share = Share(),
     ):
         require(batch_size >= 1, "batch_size", batch_size, "at least 1")
         self.model = model
         self.max_seq_len: int = max_seq_len or model.config.max_seq_len  # type: ignore[union-attr,assignment]
         self.batch_size = batch_size
+        self.share = share
+        self._multiple = sequence_splits(model)
         self._device = device or next(model.parameters()).device
 
     @torch.no_grad()
@@ -77,15 +116,29 @@ class Scorer:
             range(len(requests)),
             key=lambda i: -len(requests[i].context) - len(requests[i].continuation),
         )
-        scores: dict[int, Score] = {}
-        with evaluating(self.model), self.progress(len(requests)) as advance:
-            for begin in range(0, len(order), self.batch_size):
-                batch = order[begin : begin + self.batch_size]
-                scores |= zip(
+        batches = [
+            order[begin : begin + self.batch_size]
+            for begin in range(0, len(order), self.batch_size)
+        ]
+        found: dict[int, Score] = {}
+        is_compiled = getattr(self.model, "is_compiled", False)  # for the lengths of training
+        with (
+            evaluating(self.model),
+            uncompiled() if is_compiled else nullcontext(),
+            self.progress(len(requests)) as advance,
+        ):
+            for number in self.share.rounds(len(batches)):
+                batch = batches[number]
+                found |= zip(
                     batch, self._score_batch([requests[index] for index in batch]), strict=True
                 )
-                advance(len(batch))
-        return [scores[index] for index in range(len(requests))]
+                advance(len(batch) * self.share.count)
+        scores = self.share.gather(found)
+        if not all(math.isfinite(score.logprob) for score in scores):
+            raise UserError(
+                f"the model's log-probabilities are not finite (NaN or infinite); {NOT_FINITE_HINT}"
+            )
+        return scores
 
     def progress(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show progress during a block, see `torchtitan.tools.progress`; only if there is a
@@ -97,7 +150,7 @@ class Scorer:
             (request.context + request.continuation)[-self.max_seq_len - 1 :]
             for request in requests
         ]
-        longest = max(map(len, sequences)) - 1
+        longest = -(-(max(map(len, sequences)) - 1) // self._multiple) * self._multiple
         # Padding after the tokens has no effect under causal attention.
         tokens = [sequence[:-1] + [0] * (longest + 1 - len(sequence)) for sequence in sequences]
         # Column j predicts token j + 1, so the n columns before a continuation's last token predict
@@ -114,10 +167,6 @@ class Scorer:
         logprobs_N, greedy_N = self._logprobs(
             tokens, rows_N, columns_N, torch.tensor(targets, device=self._device)
         )
-        if not logprobs_N.isfinite().all():
-            raise UserError(
-                f"the model's log-probabilities are not finite (NaN or infinite); {NOT_FINITE_HINT}"
-            )
         lengths = [len(request.continuation) for request in requests]
         return [
             Score(
@@ -137,14 +186,17 @@ class Scorer:
         token."""
 
         def head(
-            hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED
+            hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED
         ) -> Tensor:
-            chunk = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
+            width = hidden_BLD.shape[-1] if weight_VD is None else weight_VD.shape[0]
+            chunk = max(1, _LOGITS_AT_ONCE // width)
             parts = []
             for hidden_ND, targets in zip(
-                hidden_BLD[rows_N, columns_N].split(chunk), targets_N.split(chunk), strict=True
+                whole(hidden_BLD)[rows_N, columns_N].split(chunk),
+                targets_N.split(chunk),
+                strict=True,
             ):
-                logits_NV = transform(F.linear(hidden_ND, weight_VD).float())
+                logits_NV = transform(whole_logits(hidden_ND, weight_VD, UNCHANGED).float())
                 chosen_N = logits_NV.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
                 parts.append(torch.stack((chosen_N, (logits_NV.argmax(dim=-1) == targets).float())))
             return torch.cat(parts, dim=1).cpu()

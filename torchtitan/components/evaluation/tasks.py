@@ -1,8 +1,9 @@
 """Built-in tasks: multiple choice, and the perplexity of a text."""
 
 import dataclasses
+import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,8 @@ class MultipleChoiceResult:
     accuracy_norm: float
     """Accuracy by log-probability of the choice divided by its length in bytes of UTF-8."""
     accuracy_norm_stderr: float | None
+    centered_accuracy: float | None
+    """`centered` accuracy; None if no question has two choices."""
     questions: int
     truncated: int
     """Questions truncated at the beginning to fit into the model's context."""
@@ -94,14 +97,44 @@ def rated(questions: Sequence[Question], of_choices: Sequence[Score]) -> Multipl
         hits.append(logprobs.index(max(logprobs)) == question.gold)
         norm_hits.append(per_byte.index(max(per_byte)) == question.gold)
         truncated += any(score.truncated for score in choice_scores)
+    chance = sum(1 / len(question.choices) for question in questions) / len(questions)
     return MultipleChoiceResult(
         accuracy=sum(hits) / len(hits),
         accuracy_stderr=_stderr(hits),
         accuracy_norm=sum(norm_hits) / len(norm_hits),
         accuracy_norm_stderr=_stderr(norm_hits),
+        centered_accuracy=centered(sum(hits) / len(hits), chance),
         questions=len(questions),
         truncated=truncated,
     )
+
+
+def centered(accuracy: float, chance: float) -> float | None:
+    """Return 0 for an accuracy at chance and 1 for a perfect one, as in DCLM's CORE
+    (arXiv:2406.11794); None if chance alone is perfect."""
+    return None if chance == 1 else (accuracy - chance) / (1 - chance)
+
+
+def check_harness(names: Sequence[str], include_path: Path | None, option: str) -> None:
+    """Raise `UserError` if lm-eval, which has the tasks `names`, is not installed, or
+    `include_path`, which `option` sets, is not a folder."""
+    if include_path is not None and not include_path.is_dir():
+        fault = "is not a folder" if include_path.exists() else "does not exist"
+        raise UserError(
+            f"{option}: {include_path} {fault}; name the folder with the tasks' YAML files"
+        )
+    if names and importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, "
+            "but lm-eval is not installed (pip install 'torchtitan[eval]')"
+        )
+
+
+def mean_centered(results: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Return the mean of the centered accuracies in the numbers of tasks; None without any."""
+    found = [numbers.get("centered_accuracy") for numbers in results.values()]
+    known = [value for value in found if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:

@@ -93,7 +93,7 @@ class Validator(Configurable):
             if not self.dataset:
                 return {"": ""}
             sets = [
-                _split_name(text, default="" if len(self.dataset) == 1 else None)
+                split_name(text, default="" if len(self.dataset) == 1 else None)
                 for text in self.dataset
             ]
             for name, count in Counter(name for name, _ in sets).items():
@@ -256,7 +256,7 @@ class _Set:
         self.n_bytes: int | None = None
 
 
-def _split_name(text: str, default: str | None) -> tuple[str, str]:
+def split_name(text: str, default: str | None) -> tuple[str, str]:
     """Return the name and dataset of `name=dataset`; without a name, use `default` or the last part
     of the path."""
     if match := re.fullmatch(r"([\w.-]+)=(.+)", text):

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
@@ -27,10 +26,10 @@ from torchtitan.components.images.reader import ImageReader
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import gather_objects
+from torchtitan.distributed.whole_tensors import sequence_splits, whole, whole_logits
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
-from torchtitan.protocols.model import BaseModel
-from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.tools.sharded import is_dtensor
@@ -202,7 +201,7 @@ class Engine:
         self._is_advancing = False  # whether code of a coroutine without a loop is running
         self._session: Session | None = None
         self._running_now = threading.Lock()
-        self._degree, self._device = _tensor_parallel_degree(self._model), _device_of(model)
+        self._degree, self._device = sequence_splits(self._model), _device_of(model)
         if reader and not (use_cache and self._model.generation_cache(lambda: None)):
             name = type(getattr(model, "model", model)).__name__
             raise UserError(f"{name} cannot generate from images here: its cache is not used")
@@ -900,28 +899,11 @@ def _logits_at(
     def head(
         hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED
     ) -> Tensor:
-        if is_dtensor(hidden_BLD):
-            hidden_BLD = hidden_BLD.full_tensor()
-        hidden_BD = hidden_BLD[:, index]
-        if not is_dtensor(weight_VD):
-            return transform(hidden_BD if weight_VD is None else F.linear(hidden_BD, weight_VD))
-        from torch.distributed.tensor import DTensor, Replicate
-
-        # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
-        shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
-        return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()
+        return whole_logits(whole(hidden_BLD)[:, index], weight_VD, transform)
 
     more = {} if images is None else {"images": images}
     logits: Tensor = model(tokens_BL, attention, head=head, **more)
     return logits
-
-
-def _tensor_parallel_degree(model: BaseModel) -> int:
-    """Return the number of ranks that split sequences."""
-    if not model.splits_sequences:
-        return 1
-    meshes = (parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter))
-    return next((mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), 1)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -8,7 +8,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError

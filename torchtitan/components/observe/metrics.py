@@ -330,16 +330,16 @@ class MetricsProcessor(Configurable):
             f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_format_extra(extra)}"
         )
 
-    def log_evaluation(self, step: int, name: str, numbers: Mapping[str, float | None]) -> None:
+    def log_evaluation(
+        self, step: int, name: str, numbers: Mapping[str, float]
+    ) -> dict[str, float]:
         """Report an evaluation task after `step` on a separate line, as
-        `evaluation/NAME/NUMBER`."""
-        if not self._reports:
-            return
-        known = {
-            f"evaluation/{name}/{key}": value for key, value in numbers.items() if value is not None
-        }
-        self._for_each_sink(lambda sink: sink.write(step, known))
-        logger.info(f"{self._step_label(step)}  evaluation{_format_extra(known)}")
+        `evaluation/NAME/NUMBER`, and return the numbers by these names."""
+        named = {f"evaluation/{name}/{key}": value for key, value in numbers.items()}
+        if self._reports:
+            self._for_each_sink(lambda sink: sink.write(step, named))
+            logger.info(f"{self._step_label(step)}  evaluation{_format_extra(named)}")
+        return named
 
     def sync(self) -> None:
         """Flush all reports to disk. Call this before saving a checkpoint."""

@@ -6,6 +6,9 @@ METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 """Answers that the model of a run has sampled."""
 
+TEXT_SAMPLES = "samples.jsonl"
+"""Texts that the model of a run has written at times."""
+
 FORECAST = "forecast.json"
 """The loss that a ladder forecast for the run."""
 

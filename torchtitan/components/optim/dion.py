@@ -69,9 +69,7 @@ class Dion(OwnState):
 
 def _own_slices(parameter: Tensor) -> Slices:
     """Return the rows and columns of this rank's part of each matrix."""
-    slices = (
-        local_slices(parameter) if is_dtensor(parameter) else full_slices(parameter.shape)
-    )
+    slices = local_slices(parameter) if is_dtensor(parameter) else full_slices(parameter.shape)
     return slices[-2:]
 
 
