@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torchtitan.components.data.base import Batch
 from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.config import Configurable
-from torchtitan.config.configurable import builds
+from torchtitan.config.configurable import builds, config_key
 from torchtitan.distributed.compile import RecompileMonitor
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.run import Run, Sections
@@ -22,12 +22,17 @@ from torchtitan.trainer.step_result import StepResult, StopReason
 
 class Callback(Configurable):
     """Base class for actions around the steps of a run, on every rank. Callbacks run in the order
-    of `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`.
-    Checkpoints contain no callback state; state needed to resume belongs in `Trainer.states`."""
+    of `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`. If
+    `Config.has_state` is true, checkpoints contain `state_dict()`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Options of a callback."""
+
+        @property
+        def has_state(self) -> bool:
+            """Whether the callback has state that a resumed run needs."""
+            return False
 
         @builds(lambda: Callback)
         def build(self) -> Any:
@@ -35,6 +40,8 @@ class Callback(Configurable):
 
         def check_run(self, run: Sections) -> None:
             """Raise `UserError` if the callback does not support a run, a `Trainer.Config`."""
+
+    config: Config
 
     def __init__(self, config: Config, *, trainer: Run):
         super().__init__(config)
@@ -73,11 +80,41 @@ class Callback(Configurable):
         """Act after the run has loaded the weights of step `step` again, which undid the steps
         since."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs, JSON-serializable and equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint. The trainer's step may not be restored yet."""
+
     def before_save(self) -> None:
         """Sync any files that the checkpoint relies on."""
 
     def close(self) -> None:
         """Release resources; may be called twice."""
+
+
+class CallbackStates:
+    """States of a run's callbacks in checkpoints, by the names of their options."""
+
+    def __init__(self, callbacks: Callable[[], Sequence[Callback]]):
+        self._callbacks = callbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: callback.state_dict() for name, callback in self._with_state().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the states; a callback that the saved run did not have keeps its own."""
+        for name, callback in self._with_state().items():
+            if name in state_dict:
+                callback.load_state_dict(state_dict[name])
+
+    def _with_state(self) -> dict[str, Callback]:
+        return {
+            config_key(callback.config): callback
+            for callback in self._callbacks()
+            if callback.config.has_state
+        }
 
 
 class Recorder(Callback):

@@ -57,6 +57,7 @@ from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.data_progress import DataProgress
+from torchtitan.trainer.early_stopping import EarlyStopping
 from torchtitan.trainer.evaluation import Evaluation
 from torchtitan.trainer.samples import Samples
 
@@ -157,7 +158,7 @@ class RunConfig(Configurable.Config):
     """Communication."""
 
     callbacks: list[Callback.Config] = field(
-        default_factory=lambda: [Evaluation.Config(), Samples.Config()]
+        default_factory=lambda: [Evaluation.Config(), Samples.Config(), EarlyStopping.Config()]
     )
     """Further actions around the steps, in order."""
 

@@ -55,7 +55,7 @@ class Run(Protocol):
 
     step: int
     total_steps: int
-    """The last step. A callback may set it to `step` to end the run."""
+    """The last step, unless the run ends early."""
     n_tokens_seen: int
     num_parameters: int
     device: torch.device
@@ -90,6 +90,8 @@ class Run(Protocol):
     def trained_parts(self) -> list[nn.Module]: ...
 
     def evaluated_weights(self, *, averaged: bool = False) -> AbstractContextManager[None]: ...
+
+    def end_early(self, reason: str) -> None: ...
 
     def report_measured(self, numbers: Mapping[str, float]) -> None: ...
 

@@ -18,6 +18,7 @@ from torchtitan.components.weights.sources import base_weights
 from torchtitan.protocols import ModelConverter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url
+from torchtitan.trainer.callbacks import CallbackStates
 from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.models import PlainModel, RunModel
 
@@ -71,7 +72,9 @@ def states_of(trainer: Any, models: Mapping[str, RunModel]) -> "dict[str, Statef
         own["loss_scale"] = trainer.loss_scale
     if trainer.config.ema.decay is not None:
         own["ema"] = trainer.ema
-    if taken := {*own, "loss_scale", "ema", "dataloader", "random"} & models.keys():
+    if any(config.has_state for config in trainer.config.callbacks):
+        own["callbacks"] = CallbackStates(lambda: trainer.callbacks)
+    if taken := {*own, "loss_scale", "ema", "callbacks", "dataloader", "random"} & models.keys():
         raise UserError(
             f"a model cannot be named {min(taken)}, the name of another state in checkpoints"
         )

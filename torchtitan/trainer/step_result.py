@@ -13,7 +13,7 @@ from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import COMMAND_VARIABLE
 
-StopReason = Literal["completed", "data ended", "stopped"]
+StopReason = Literal["completed", "ended early", "data ended", "stopped"]
 """Reason for the end of a run's loop."""
 
 
@@ -69,11 +69,19 @@ class StepResult:
 
 
 def log_stop_reason(
-    reason: StopReason, step: int, total_steps: int, checkpoint: CheckpointManager.Config
+    reason: StopReason,
+    step: int,
+    total_steps: int,
+    checkpoint: CheckpointManager.Config,
+    *,
+    early_end: str = "",
 ) -> None:
-    """Log how a run ended after `step` of `total_steps`, and how to resume it if it was stopped."""
+    """Log how a run ended after `step` of `total_steps`, and why if it ended early; if it was
+    stopped, how to resume it."""
     if reason == "completed":
         logger.info("training completed: %d steps", step)
+    elif reason == "ended early":
+        logger.info("training ended after step %d of %d: %s", step, total_steps, early_end)
     elif reason == "data ended":
         logger.info("the data ended after step %d, before step %d", step, total_steps)
     elif checkpoint.saves:

@@ -151,6 +151,8 @@ class Trainer(Configurable):
     end."""
     failure: BaseException | None
     """Failure of a user's callback on this rank, which ends the run after the step."""
+    early_end: str
+    """Reason why the run ends before `total_steps`; empty: it does not."""
     step_failure: StepFailure
     """Failure of this rank's data or loss, which ends the run before the step's update."""
     agreement: Agreement
@@ -229,6 +231,7 @@ class Trainer(Configurable):
         self.checkpoint_loaded = False
         self.is_step_complete, self.step_start = True, None
         self.failure = None
+        self.early_end = ""
         self.validator = self.build_validator()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
@@ -646,11 +649,15 @@ class Trainer(Configurable):
                 and self.should_continue_training()
             ):
                 return "stopped"
-        return "completed"
+        return "ended early" if self.early_end else "completed"
 
     def should_continue_training(self) -> bool:
         """Return whether to take another step."""
-        return self.step < self.total_steps
+        return self.step < self.total_steps and not self.early_end
+
+    def end_early(self, reason: str) -> None:
+        """End the run after the present step, on all ranks alike; `reason` is logged."""
+        self.early_end = reason
 
     def prepare_converters(self, step: int) -> None:
         """Run the converters' preparation of the model for a step."""
@@ -980,6 +987,7 @@ class Trainer(Configurable):
             if self.validator and self.validator.is_due(self.step, last=last)
             else None
         )
+        last = not self.should_continue_training()  # the validation may have ended the run
         self.save(last=last, validation_loss=validation_loss)
 
     def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
@@ -1062,7 +1070,9 @@ class Trainer(Configurable):
         self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
         with self.phases.during(SAVE):
             self.checkpointer.wait()
-        log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
+        log_stop_reason(
+            reason, self.step, self.total_steps, self.config.checkpoint, early_end=self.early_end
+        )
         self.release_signals()
 
     def save_last_step(self, error: BaseException) -> None:
@@ -1123,6 +1133,9 @@ class Trainer(Configurable):
             logger.warning(
                 "%s contains checkpoints, which are ignored without --checkpoint.enable", folder
             )
+        if self.early_end:
+            logger.info("training has ended after step %d: %s", self.step, self.early_end)
+            return
         if not self.should_continue_training():
             logger.info("training is already complete at step %d (--training.steps)", self.step)
             return

@@ -298,7 +298,9 @@ RULES: Mapping[str, Rule] = {
     "saves_per_epoch": _per_epoch,
     "dataset_prepared_path": to("dataloader.cache_dir"),
     "dataset_processes": unneeded("all cores tokenize"),
-    "early_stopping_patience": missing("stop it by hand; --checkpoint.keep_best keeps the best"),
+    "early_stopping_patience": missing(
+        "set --callbacks.earlystopping.metric validation_loss, and its patience"
+    ),
     "torch_compile": to("compile.enable", lambda value: value is True),
     "pad_to_sequence_len": unneeded("windows always have the same length"),
     "eval_sample_packing": unneeded("validation packs as training does"),

@@ -1,0 +1,156 @@
+"""Early stopping: when a run ends, what it says, and that a resumed run continues the count."""
+
+import json
+import logging
+import math
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from tests.training import run, tiny_config
+from torchtitan.components.checkpoint import list_checkpoints
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Callback
+from torchtitan.trainer.early_stopping import EarlyStopping
+
+
+def _stopping(metric="validation_loss", **options):
+    reasons = []
+    trainer = SimpleNamespace(step=0, end_early=reasons.append)
+    config = EarlyStopping.Config(metric=metric, **options)
+    return EarlyStopping(config, trainer=trainer), trainer, reasons
+
+
+def _steps_until_end(values, **options):
+    """Return the number of measurements after which the run ends; None: it does not."""
+    stopping, trainer, reasons = _stopping(**options)
+    for step, value in enumerate(values, start=1):
+        trainer.step = step
+        stopping.on_measured({stopping.config.metric: value})
+        if reasons:
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "end"),
+    [
+        ([3.0, 2.0, 2.1, 2.2], {"patience": 2}, 4),
+        ([3.0, 2.0, 2.1, 1.9, 2.0], {"patience": 2}, None),
+        ([3.0, 3.0, 3.0], {"patience": 2}, 3),  # a tie is no improvement
+        ([3.0, 2.95, 2.92, 2.91], {"patience": 2, "min_delta": 0.1}, 3),
+        ([math.nan, 3.0, math.nan, math.nan], {"patience": 2}, 4),
+        ([math.nan, math.nan], {"patience": 2}, 2),
+        ([0.1, 0.2, 0.2], {"patience": 1, "metric": "evaluation/quiz/accuracy"}, 3),
+        ([0.1, 0.2, 0.3], {"patience": 1, "metric": "evaluation/x/score", "goal": "max"}, None),
+        ([0.1, 0.2, 0.3], {"patience": 1, "metric": "evaluation/x/score", "goal": "min"}, 2),
+    ],
+)
+def test_end_by_patience(values, options, end):
+    assert _steps_until_end(values, **options) == end
+
+
+@pytest.mark.parametrize(
+    ("metric", "sign"),
+    [
+        ("validation_loss/books", -1),
+        ("validation_bits_per_byte", -1),
+        ("evaluation/wiki/word_perplexity", -1),
+        ("evaluation/arc/acc_norm", 1),
+        ("evaluation/mean/centered_accuracy", 1),
+        ("evaluation/gsm8k/exact_match,strict-match", 1),
+        ("validation_rewards/margins", 1),
+    ],
+)
+def test_names_tell_the_goal(metric, sign):
+    assert EarlyStopping.Config(metric=metric).sign() == sign
+
+
+def test_mistakes_are_reported(tmp_path):
+    with pytest.raises(UserError, match="does not tell whether lower or higher is better"):
+        EarlyStopping.Config(metric="evaluation/x/score").validate()
+    with pytest.raises(UserError, match=r"validation_loss needs --validator\.enable"):
+        tiny_config(tmp_path, callbacks__earlystopping__metric="validation_loss").check(1)
+    stopping, _, _ = _stopping("evaluation/quiz/accuracy_raw")
+    stopping.on_measured({"validation_loss": 1.0})
+    stopping.on_measured({"evaluation/other/accuracy": 1.0})
+    with pytest.raises(
+        UserError, match=r"no 'evaluation/quiz/accuracy_raw'.*evaluation/quiz/accuracy"
+    ):
+        stopping.on_measured({"evaluation/quiz/accuracy": 1.0})
+
+
+class Measures(Callback):
+    """Reports a value in each step that is best in the second one."""
+
+    def after_step(self, outcome):
+        self.trainer.report_measured({"value_loss": abs(self.trainer.step - 2.0)})
+
+
+def _config(folder, **options):
+    config = tiny_config(
+        folder,
+        training__steps=9,
+        checkpoint__enable=True,
+        checkpoint__interval=100,
+        callbacks__earlystopping__metric="value_loss",
+        callbacks__earlystopping__patience=3,
+        **options,
+    )
+    config.callbacks = [Measures.Config(), *config.callbacks]
+    return config
+
+
+class Stops(Callback):
+    """Stops the run after step 3."""
+
+    def on_step(self, outcome):
+        if self.trainer.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_resumed_run_continues_the_count(tmp_path, caplog):
+    """Whether or not it is interrupted, the run ends after step 5, and says why; run again, it
+    takes no step, and with more patience it continues."""
+    caplog.set_level(logging.INFO)
+    whole = run(_config(tmp_path / "whole"))
+    assert whole.step == 5
+    assert "training ended after step 5 of 9: value_loss has not improved in 3" in caplog.text
+    assert "its best value is 0 after step 2" in caplog.text
+
+    stopped = _config(tmp_path / "parts")
+    stopped.callbacks.append(Stops.Config())
+    first = run(stopped)
+    assert first.step in (3, 4)  # the count is then 1 or 2
+    assert run(_config(tmp_path / "parts")).step == 5
+    assert [info.step for info in list_checkpoints(tmp_path / "parts" / "checkpoint")][-1] == 5
+
+    caplog.clear()
+    assert run(_config(tmp_path / "parts")).step == 5
+    assert "training has ended after step 5: value_loss has not improved" in caplog.text
+    config = _config(tmp_path / "parts")
+    config.callbacks[-1].patience = 5
+    assert run(config).step == 7
+
+
+def test_validation_ends_the_run_and_saves_it(tmp_path):
+    """A rate of 0 improves nothing, so the second validation ends the run, which is saved."""
+    config = tiny_config(
+        tmp_path,
+        optimizer__lr=1e-30,
+        training__steps=9,
+        validator__enable=True,
+        validator__freq=2,
+        validator__steps=1,
+        checkpoint__enable=True,
+        checkpoint__interval=100,
+        checkpoint__keep_best=True,
+        callbacks__earlystopping__metric="validation_loss",
+        callbacks__earlystopping__patience=1,
+        training__dtype="bfloat16",
+    )
+    assert run(config).step == 4
+    assert [info.step for info in list_checkpoints(tmp_path / "checkpoint")] == [2, 4]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["reason"] == "ended early"
