@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.cli.merge_options import add_merge_options, check_merge, merged_source
 from torchtitan.cli.model_options import (
     add_base_option,
     add_module_option,
@@ -99,6 +100,7 @@ def convert(args: Sequence[str]) -> int:
         "(layers.0.feed_forward.w2) are not "
         "quantized",
     )
+    add_merge_options(parser)
     options = parser.parse_args(args)
     options.output = options.output.absolute()
     return run_command("convert", lambda: _convert(options))
@@ -140,6 +142,8 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "Writing
     from torchtitan.tools.progress import progress
 
     spec, source = internal_source(options.input, base=options.base, family=family)
+    if options.merge:
+        source = merged_source(options, spec, source, family)
     export = _exporter(options)
 
     def write(folder: Path) -> None:
@@ -257,6 +261,7 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     from torchtitan.models.pretrained import checkpoint_format
 
     require(options.max_shard_size > 0, "--max_shard_size", options.max_shard_size, "above 0")
+    check_merge(options)
     if options.base and options.to == "peft":
         raise UserError("--base cannot be combined with --to peft, which writes only the adapter")
     if options.quantize and options.to != _QUANTIZED[options.quantize]:
@@ -277,7 +282,8 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
         raise UserError(
             f"{options.input} is a checkpoint in the format {found}, not {options.source}"
         )
-    check_digests(options.input)
+    for checkpoint in (options.input, *options.models, *filter(None, [options.origin])):
+        check_digests(checkpoint)
 
 
 def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
