@@ -119,12 +119,71 @@ def test_decay_matches_torch_schedulers(decay_type):
     assert curve(ours, 30) == pytest.approx(expected, rel=1e-12)
 
 
+def test_points_match_torch_schedulers():
+    schedulers = torch.optim.lr_scheduler
+    steps = partial(schedulers.MultiStepLR, milestones=[3, 7], gamma=0.5)
+    ours = make_scheduler(10, warmup_steps=0, points=["3:0.5", "7:0.25"], min_lr_factor=0.1)
+    assert curve(ours, 12) == torch_curve(steps, 12)
+    line = partial(schedulers.LinearLR, start_factor=1.0, end_factor=0.2, total_iters=8)
+    ours = make_scheduler(10, warmup_steps=0, points=["8:0.2"], points_between="linear")
+    assert curve(ours, 10) == pytest.approx(torch_curve(line, 10), rel=1e-12)
+
+
+def test_warmup_multiplies_points():
+    ours = make_scheduler(6, warmup_steps=4, points=["0:0.5", "2:1.0", "5:0.1"])
+    assert curve(ours, 7) == pytest.approx([0.125, 0.25, 0.75, 1.0, 1.0, 0.1, 0.1])
+
+
+def test_groups_have_their_own_points():
+    """A group's points multiply the schedule's rate, also after a resumption."""
+    groups = {"late": ParamGroup(pattern="bias", lr_points=["0:0", "2:0.5"])}
+
+    def build():
+        optimizer = make_optimizer(**groups)
+        return LRScheduler.Config(warmup_steps=0).build(optimizer=optimizer, training_steps=4)
+
+    def rates(scheduler):
+        return sorted(group["lr"] / PEAK for group in scheduler.optimizer.param_groups)
+
+    scheduler, found = build(), []
+    for _ in range(4):
+        found.append(rates(scheduler))
+        scheduler.step()
+    assert found == [[0, 1.0], [0, 0.75], [0.25, 0.5], [0.125, 0.25]]
+    resumed = build()
+    resumed.load_state_dict({"steps_taken": 2, "unit": "steps"})
+    assert rates(resumed) == found[2]
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        (["x:1"], "is not like 1000:0.5"),
+        (["10"], "is not like 1000:0.5"),
+        (["1.5:1"], "is not like 1000:0.5"),
+        (["10:-1"], "is not like 1000:0.5"),
+        (["10:nan"], "is not like 1000:0.5"),
+        (["10:1", "10:0.5"], "do not ascend"),
+    ],
+)
+def test_malformed_points_are_reported(points, message):
+    with pytest.raises(UserError, match=message):
+        LRScheduler.Config(points=points).validate()
+    with pytest.raises(UserError, match=message):
+        Optimizer.Config(param_groups={"a": ParamGroup(pattern="x", lr_points=points)}).validate()
+
+
 @pytest.mark.parametrize(
     ("settings", "name", "theirs"),
     [
         ({}, "get_linear_schedule_with_warmup", {}),
         ({"decay_type": "cosine"}, "get_cosine_schedule_with_warmup", {}),
         ({"decay_ratio": 0.25}, "get_wsd_schedule", {"num_decay_steps": 5, "decay_type": "linear"}),
+        (
+            {"decay_type": "power", "decay_power": 3.0},
+            "get_polynomial_decay_schedule_with_warmup",
+            {"power": 3.0, "lr_end": 0.0},
+        ),
     ],
 )
 def test_matches_transformers_schedules(settings, name, theirs):

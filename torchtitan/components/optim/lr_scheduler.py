@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.components.optim.rate_points import Between, factor_at, parse_points
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
 from torchtitan.config.sections import require_at_least
@@ -51,11 +52,22 @@ class LRScheduler(Configurable):
         """Fraction of the schedule, at its end, over which the rate decays. None: everything after
         the warm-up."""
 
-        decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-        """Curve of the decay: 1 - p, 1 - sqrt(p) or (1 + cos(pi p)) / 2, with p from 0 to 1."""
+        decay_type: Literal["linear", "sqrt", "cosine", "power"] = "linear"
+        """Curve of the decay: 1 - p, 1 - sqrt(p), (1 + cos(pi p)) / 2 or (1 - p) ** decay_power,
+        with p from 0 to 1."""
+
+        decay_power: float = 2.0
+        """Exponent of the decay_type power."""
 
         min_lr_factor: float = 0.0
         """Final rate as a fraction of the peak."""
+
+        points: list[str] = field(default_factory=list)
+        """Rates after numbers of steps, as fractions of the peak: 1000:0.5 2000:0.1. They replace
+        the decay; the warm-up multiplies them."""
+
+        points_between: Between = "constant"
+        """Rates between two points: the earlier point's, or on a line."""
 
         @builds(lambda: LRScheduler)
         def build(self) -> Any:
@@ -65,6 +77,13 @@ class LRScheduler(Configurable):
             require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)
             if self.total_steps is not None:
                 require_at_least(1, lr_scheduler__total_steps=self.total_steps)
+            parse_points("--lr_scheduler.points", self.points)
+            require(
+                0 < self.decay_power < math.inf,
+                "--lr_scheduler.decay_power",
+                self.decay_power,
+                "above 0",
+            )
             for name in ("warmup_ratio", "decay_ratio", "min_lr_factor"):
                 value = getattr(self, name)
                 require(
@@ -78,6 +97,7 @@ class LRScheduler(Configurable):
     ):
         super().__init__(config)
         self.optimizer = optimizer
+        self._points = parse_points("--lr_scheduler.points", config.points)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.steps_taken = 0
@@ -114,9 +134,14 @@ class LRScheduler(Configurable):
 
     def factor(self, steps_taken: int) -> float:
         """Return the fraction of the peak rate for the step after `steps_taken` steps."""
+        warmed_up = 1.0
         if steps_taken < self.warmup_steps:
             ahead = 0 if self.config.warmup_from_zero else self.step_size
-            return min(steps_taken + ahead, self.warmup_steps) / self.warmup_steps
+            warmed_up = min(steps_taken + ahead, self.warmup_steps) / self.warmup_steps
+        if self._points:
+            return warmed_up * factor_at(self._points, steps_taken, self.config.points_between)
+        if steps_taken < self.warmup_steps:
+            return warmed_up
         decay_start = self.total_steps - self.decay_steps
         if steps_taken < decay_start or self.decay_steps == 0:
             return 1.0
@@ -125,6 +150,7 @@ class LRScheduler(Configurable):
             "linear": 1 - progress,
             "sqrt": 1 - math.sqrt(progress),
             "cosine": (1 + math.cos(math.pi * progress)) / 2,
+            "power": (1 - progress) ** self.config.decay_power,
         }[self.config.decay_type]
         return self.config.min_lr_factor + (1 - self.config.min_lr_factor) * curve
 
@@ -145,7 +171,10 @@ class LRScheduler(Configurable):
     def _set_steps_taken(self, steps_taken: int) -> None:
         self.steps_taken = steps_taken
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self.factor(steps_taken)
+            rate = group["initial_lr"] * self.factor(steps_taken)
+            if points := group.get("lr_points"):
+                rate *= factor_at(points, steps_taken, self.config.points_between)
+            group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps taken and its unit; everything else comes from the

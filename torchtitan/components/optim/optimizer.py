@@ -23,6 +23,7 @@ from torchtitan.components.optim.kinds import (
     names_where,
 )
 from torchtitan.components.optim.optimizer_state import OptimizerState, allocate_moments
+from torchtitan.components.optim.rate_points import parse_points
 from torchtitan.components.optim.schedule_free import ScheduleFreeAdamW
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import builds
@@ -54,6 +55,10 @@ class ParamGroup:
 
     weight_decay_factor: float = 1.0
     """Factor of the weight decay of these parameters, given here or the optimizer's."""
+
+    lr_points: list[str] = field(default_factory=list)
+    """Further factors of the rate of these parameters, like lr_scheduler.points: 0:0 1000:1 leaves
+    them unchanged for 1000 steps."""
 
 
 def _default_param_groups() -> dict[str, ParamGroup]:
@@ -144,6 +149,7 @@ class Optimizer(Configurable):
                     f"{option}.weight_decay_factor": group.weight_decay_factor,
                 }
                 check_pattern(f"--optimizer.{option}.pattern", group.pattern)
+                parse_points(f"--optimizer.{option}.lr_points", group.lr_points)
             for name, value in rates.items():
                 require(
                     0 <= value < math.inf, f"--optimizer.{name}", value, "a number of at least 0"
@@ -371,7 +377,7 @@ class Optimizer(Configurable):
     ) -> list[torch.optim.Optimizer]:
         """Return the `torch.optim` optimizers of one model part, with peak learning rates. `groups`
         maps a group's name ("" for parameters that match no pattern) to (canonical name, parameter)
-        pairs. Override this to use another optimizer."""
+        pairs. Override this to use another optimizer, with `group_settings`."""
         kind = KINDS[self.config.name]
         chosen: dict[str, list[tuple[str, nn.Parameter]]] = {}
         for_adam: dict[str, list[tuple[str, nn.Parameter]]] = {}
@@ -383,7 +389,7 @@ class Optimizer(Configurable):
         # A stage of a pipeline may be frozen, or have no matrices.
         return [
             make(settings, self.config)
-            for make, settings in ((make, self._group_settings(of)) for make, of in made)
+            for make, settings in ((make, self.group_settings(of)) for make, of in made)
             if settings
         ]
 
@@ -411,9 +417,11 @@ class Optimizer(Configurable):
                 )
                 logger.warning(message, key, group.pattern)
 
-    def _group_settings(
+    def group_settings(
         self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]
     ) -> list[dict[str, Any]]:
+        """Return the groups of a `torch.optim` optimizer, with rates and weight decays as
+        `param_groups` sets them, for `make_optimizers`."""
         settings = []
         for key, members in groups.items():
             if not members:
@@ -421,10 +429,12 @@ class Optimizer(Configurable):
             group = self.config.param_groups.get(key) or ParamGroup(pattern="")
             lr = self.config.lr if group.lr is None else group.lr
             decay = self.config.weight_decay if group.weight_decay is None else group.weight_decay
-            settings_of_group = {
+            settings_of_group: dict[str, Any] = {
                 "lr": lr * group.lr_factor,
                 "weight_decay": decay * group.weight_decay_factor,
             }
+            if group.lr_points:  # read by the schedule
+                settings_of_group["lr_points"] = parse_points("lr_points", group.lr_points)
             for parameters in by_mesh(parameter for _, parameter in members).values():
                 settings.append({"params": parameters, **settings_of_group})
         return settings
