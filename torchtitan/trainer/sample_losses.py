@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.base import NO_DOCUMENT, Batch
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, number_tokens
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed.context_parallel import shard_sequences
@@ -98,18 +98,6 @@ class SampleLosses:
         return StepStatistics(
             step=step, loss=loss, grad_norm=grad_norm, samples=samples, sample_losses=sums / counts
         )
-
-
-def number_tokens(batch: Batch) -> Tensor:
-    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document
-    of a row begins at the k-th position 0, and has the k-th number in `documents`."""
-    documents, attention = batch["documents"], batch.get("attention")
-    if attention is None or attention.positions_BL is None:
-        # each row is one document, and ends with padding without labels
-        return documents[:, :1].expand_as(batch["input"])
-    indices = (attention.positions_BL == 0).long().cumsum(dim=1) - 1
-    padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)
-    return padded.gather(1, indices)
 
 
 def _add_up(

@@ -62,6 +62,7 @@ from torchtitan.trainer.agreement import Agreement
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.data_progress import DataProgress
+from torchtitan.trainer.dataset_losses import DatasetLosses
 from torchtitan.trainer.deferred_results import DeferredResults
 from torchtitan.trainer.failures import (
     StepStart,
@@ -190,8 +191,21 @@ class Trainer(Configurable):
         self.sample_losses = SampleLosses(
             self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses
         )
+        if config.metrics.dataset_losses and self.has_own_loss:
+            raise UserError(
+                f"--metrics.dataset_losses: {type(self).__name__} computes its own loss, which is "
+                "not one of single tokens"
+            )
+        self.dataset_losses = DatasetLosses(
+            self.loss,
+            self.dataloader,
+            self.parallel_dims,
+            wanted=config.metrics.dataset_losses,
+        )
         self.measures = self.measures_class(
-            self.measures_named, device=self.device, dtype=self.statistics_dtype
+            (*self.measures_named, *self.dataset_losses.names),
+            device=self.device,
+            dtype=self.statistics_dtype,
         )
         # of the step, on this rank
         self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)
@@ -736,7 +750,11 @@ class Trainer(Configurable):
         with self.precision.fixed_weights():
             for index, batch in enumerate(micro_batches, start=1):
                 self.reduce_over_replicas(index == len(micro_batches))
-                with self.step_failure.completing(), self.sample_losses.of(batch):
+                with (
+                    self.step_failure.completing(),
+                    self.sample_losses.of(batch),
+                    self.dataset_losses.of(batch, self.measures),
+                ):
                     processed = self.step_failure.or_batch_before(
                         partial(self.post_dataloading_process, batch)
                     )

@@ -153,6 +153,9 @@ class BaseDataLoader(Configurable):
     """Samples of all ranks over all `epochs`, without padding; None: unknown (a stream) or
     endless."""
 
+    dataset_names: Sequence[str] = ()
+    """Names of the datasets that `datasets_of` tells apart; empty: none."""
+
     needs_sample_losses: bool = False
     """True if `observe` needs per-sample losses."""
 
@@ -207,6 +210,10 @@ class BaseDataLoader(Configurable):
         batch's `documents`."""
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 
+    def datasets_of(self, batch: Batch) -> torch.Tensor:
+        """Return the index in `dataset_names` of each token's dataset, (B, T); -1 for padding."""
+        raise NotImplementedError
+
     def batch_of(self, names: Sequence[str]) -> Batch | None:
         """Return a batch of the documents with these `document_names`, one per row, or None if
         names do not identify rows. Raise `UserError` for an unknown name."""
@@ -232,6 +239,18 @@ class BaseDataLoader(Configurable):
 
     def close(self) -> None:
         """Release resources such as worker processes. May be called repeatedly."""
+
+
+def number_tokens(batch: Batch) -> torch.Tensor:
+    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document
+    of a row begins at the k-th position 0, and has the k-th number in `documents`."""
+    documents, attention = batch["documents"], batch.get("attention")
+    if attention is None or attention.positions_BL is None:
+        # each row is one document, and ends with padding without labels
+        return documents[:, :1].expand_as(batch["input"])
+    indices = (attention.positions_BL == 0).long().cumsum(dim=1) - 1
+    padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)
+    return padded.gather(1, indices)
 
 
 class TokenizingDataLoader(BaseDataLoader):

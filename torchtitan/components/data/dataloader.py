@@ -189,6 +189,7 @@ class PretrainDataLoader(TokenizingDataLoader):
             order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed)
             self._batches = StreamBatches(data, tokenizer, layout, order)
         else:
+            self.dataset_names = config.dataset
             self._batches = CachedBatches(
                 config.dataset,
                 data,
@@ -227,6 +228,11 @@ class PretrainDataLoader(TokenizingDataLoader):
         """Return one name for all documents in a window, including partial ones."""
         first, last = documents.tolist()
         return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
+
+    def datasets_of(self, batch: Batch) -> torch.Tensor:
+        first_B1 = batch["documents"][:, :1]  # a window is of one dataset
+        sets_B1 = (first_B1 % len(self.dataset_names)).where(first_B1 != NO_DOCUMENT, -1)
+        return sets_B1.expand_as(batch["input"])
 
     def summary(self, n_samples: int) -> DataSummary | None:
         return self._batches.summary(n_samples)

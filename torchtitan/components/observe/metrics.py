@@ -99,6 +99,9 @@ class MetricsProcessor(Configurable):
         log_freq: int = 10
         """Steps between logged steps; the first and last steps are always logged."""
 
+        dataset_losses: bool = False
+        """Also report the training loss of each dataset in a step, as loss/DATASET."""
+
         enable_tensorboard: bool = False
         """Also write the metrics for TensorBoard (metrics.jsonl is always written)."""
 

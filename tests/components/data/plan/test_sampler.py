@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config, train
-from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, to_batch
+from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, number_tokens, to_batch
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.experiments.template.trainer import TemplateTrainer
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
-from torchtitan.trainer.sample_losses import SampleLosses, number_tokens
+from torchtitan.trainer.sample_losses import SampleLosses
 
 
 class Documents(BaseDataLoader):

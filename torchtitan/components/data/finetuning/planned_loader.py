@@ -17,6 +17,7 @@ from torchtitan.components.data.base import (
     Batch,
     TokenizingDataLoader,
     can_resume_position,
+    number_tokens,
 )
 from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
@@ -321,6 +322,7 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     def _new_planner(self, seed: int, windows_per_step: int) -> Planner:
         config = self.config
+        self.dataset_names = config.dataset
         sizes = [data.n_samples for data in self.samples.sets]
         samplers = [
             config.sampler.build(n_samples=size, seed=seed + i) for i, size in enumerate(sizes)
@@ -456,6 +458,10 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
         return [self.sample_name(number) for number in documents.tolist() if number != NO_DOCUMENT]
+
+    def datasets_of(self, batch: Batch) -> torch.Tensor:
+        offsets = torch.from_numpy(self._planner.offsets)
+        return torch.searchsorted(offsets, number_tokens(batch), right=True) - 1
 
     def batch_of(self, names: Sequence[str]) -> Batch:
         batch: Any = self._batches[[[number] for number in self.samples.find_numbers(names)]]
