@@ -208,6 +208,11 @@ class Optimizer(Configurable):
                         "use one of them"
                     )
             schedule = run.lr_scheduler
+            if schedule.points or any(group.lr_points for group in self.param_groups.values()):
+                raise UserError(
+                    f"{option} needs a constant learning rate after the warm-up; leave out "
+                    "--lr_scheduler.points, and lr_points of --optimizer.param_groups"
+                )
             if schedule.decay_ratio != 0 and schedule.min_lr_factor != 1:
                 raise UserError(
                     f"{option} needs a constant learning rate after the warm-up, and "
