@@ -191,7 +191,7 @@ def _list(upload: Upload, repo_id: str) -> None:
     total = f"{sum(sizes.values()):,} bytes in {len(sizes)} files of {upload.folder}"
     left = f"; {upload.n_left_out} other files are left out"
     print(presentable("\n".join([*lines, f"{total} would go to {repo_id}{left}"])))
-    print("\n" + upload.card.decode())
+    print(presentable("\n" + upload.card.decode()))
 
 
 def _send(api: "HfApi", upload: Upload, options: argparse.Namespace) -> str:

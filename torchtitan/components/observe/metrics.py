@@ -17,7 +17,7 @@ import torch
 
 from torchtitan.components.observe.metric_sinks import JsonLines, Sink, TensorBoard
 from torchtitan.components.observe.run_files import METRICS
-from torchtitan.components.observe.tracking_sinks import TRACKERS, Tracker
+from torchtitan.components.observe.tracking_sinks import MLflow, Tracker, Trackio, WandB
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable, builds
 from torchtitan.config.sections import require_at_least
@@ -134,7 +134,12 @@ class MetricsProcessor(Configurable):
 
         def trackers(self) -> list[type[Tracker]]:
             """Return the chosen trackers of experiments."""
-            return [tracker for name, tracker in TRACKERS.items() if getattr(self, name)]
+            chosen: dict[type[Tracker], bool] = {
+                WandB: self.enable_wandb,
+                MLflow: self.enable_mlflow,
+                Trackio: self.enable_trackio,
+            }
+            return [tracker for tracker, is_on in chosen.items() if is_on]
 
     config: Config
 

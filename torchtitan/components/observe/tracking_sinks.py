@@ -179,11 +179,3 @@ class Trackio(Tracker):
 
     def close(self) -> None:
         self._run.finish()
-
-
-TRACKERS: Mapping[str, type[Tracker]] = {
-    "enable_wandb": WandB,
-    "enable_mlflow": MLflow,
-    "enable_trackio": Trackio,
-}
-"""Field of `MetricsProcessor.Config` → the tracker that it selects."""

@@ -83,63 +83,63 @@ class Kind:
 
 def make_adam(
     groups: Groups,
-    settings: Settings,
+    optimizer: Settings,
     *,
     kind: type[torch.optim.AdamW] | type[torch.optim.Adam] = torch.optim.AdamW,
 ) -> torch.optim.Optimizer:
     """Return AdamW, or Adam."""
-    if settings.rounding != "nearest":
-        return RoundedAdamW(groups, rounding=settings.rounding, **_adam(settings))
-    flags: Any = {name: settings.implementation == name for name in ("fused", "foreach")}
+    if optimizer.rounding != "nearest":
+        return RoundedAdamW(groups, rounding=optimizer.rounding, **_adam(optimizer))
+    flags: Any = {name: optimizer.implementation == name for name in ("fused", "foreach")}
     adam = without_compiler(kind)
-    return adam(groups, **_adam(settings), **flags)
+    return adam(groups, **_adam(optimizer), **flags)
 
 
 def _make_few_bits(
-    groups: Groups, settings: Settings, *, bits: Literal[4, 8]
+    groups: Groups, optimizer: Settings, *, bits: Literal[4, 8]
 ) -> torch.optim.Optimizer:
-    return make_adamw_few_bits(groups, bits=bits, rounding=settings.rounding, **_adam(settings))
+    return make_adamw_few_bits(groups, bits=bits, rounding=optimizer.rounding, **_adam(optimizer))
 
 
-def _make_sgd(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
+def _make_sgd(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
     # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
-    foreach = settings.implementation != "for-loop"
-    momentum = settings.momentum or 0.0
+    foreach = optimizer.implementation != "for-loop"
+    momentum = optimizer.momentum or 0.0
     sgd = without_compiler(torch.optim.SGD)
-    return sgd(groups, lr=settings.lr, momentum=momentum, foreach=foreach)
+    return sgd(groups, lr=optimizer.lr, momentum=momentum, foreach=foreach)
 
 
-def _make_muon(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
+def _make_muon(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
     # Updates are scaled to AdamW's size, so that both can use the same learning rate.
     return Muon(
         groups,
-        lr=settings.lr,
-        momentum=_momentum(settings),
+        lr=optimizer.lr,
+        momentum=_momentum(optimizer),
         adjust_lr_fn="match_rms_adamw",
-        rounding=settings.rounding,
+        rounding=optimizer.rounding,
     )
 
 
-def _make_dion(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
+def _make_dion(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
     return Dion(
         groups,
-        lr=settings.lr,
-        momentum=_momentum(settings),
-        rank_fraction=settings.rank_fraction,
+        lr=optimizer.lr,
+        momentum=_momentum(optimizer),
+        rank_fraction=optimizer.rank_fraction,
     )
 
 
-def _make_soap(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
-    return SOAP(groups, **_adam(settings), basis_interval=settings.basis_interval)
+def _make_soap(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
+    return SOAP(groups, **_adam(optimizer), basis_interval=optimizer.basis_interval)
 
 
-def _adam(settings: Settings) -> dict[str, Any]:
-    betas = (settings.beta1, settings.beta2)
-    return {"lr": settings.lr, "betas": betas, "eps": settings.eps}
+def _adam(optimizer: Settings) -> dict[str, Any]:
+    betas = (optimizer.beta1, optimizer.beta2)
+    return {"lr": optimizer.lr, "betas": betas, "eps": optimizer.eps}
 
 
-def _momentum(settings: Settings) -> float:
-    return 0.95 if settings.momentum is None else settings.momentum
+def _momentum(optimizer: Settings) -> float:
+    return 0.95 if optimizer.momentum is None else optimizer.momentum
 
 
 def _check_few_bits(option: str) -> None:
@@ -151,14 +151,14 @@ KINDS: Mapping[str, Kind] = {
     "AdamW": Kind(make=make_adam, rounds=True, skips=True),
     "AdamW8bit": Kind(make=partial(_make_few_bits, bits=8), rounds=True, check=_check_few_bits),
     "AdamW4bit": Kind(make=partial(_make_few_bits, bits=4), rounds=True, check=_check_few_bits),
-    "AdamWOffload": Kind(make=lambda groups, settings: AdamWOffload(groups, **_adam(settings))),
+    "AdamWOffload": Kind(make=lambda groups, optimizer: AdamWOffload(groups, **_adam(optimizer))),
     "Adam": Kind(make=partial(make_adam, kind=torch.optim.Adam), skips=True),
     "SGD": Kind(make=_make_sgd, momentum=0.0),
     "Muon": Kind(make=_make_muon, for_matrices=True, momentum=0.95, rounds=True),
     "Dion": Kind(make=_make_dion, for_matrices=True, momentum=0.95, offloads=False),
     "SOAP": Kind(make=_make_soap, for_matrices=True, offloads=False),
     "ScheduleFreeAdamW": Kind(
-        make=lambda groups, settings: ScheduleFreeAdamW(groups, **_adam(settings)), averages=True
+        make=lambda groups, optimizer: ScheduleFreeAdamW(groups, **_adam(optimizer)), averages=True
     ),
 }
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.initialize import local_part, local_slices
 from torchtitan.distributed.process_group import world_size
 from torchtitan.protocols.attention import ScaledScores
 from torchtitan.protocols.converter import ModelConverter
@@ -55,6 +54,11 @@ class QKClip(ModelConverter):
                 raise UserError(
                     f"{self.option} records scores outside of compiled code; set "
                     "--compile.components loss, or disable --compile.enable"
+                )
+            if training.enable_cpu_offload:
+                raise UserError(
+                    f"{self.option} cannot be combined with --training.enable_cpu_offload, since "
+                    "it computes factors on the device; leave out one of them"
                 )
             if training.dtype != "float32":
                 raise UserError(
@@ -120,7 +124,10 @@ def _attention_of(model: nn.Module, option: str) -> dict[str, ScaledScores]:
 
 def _multiply_rows(parameter: Tensor, factor_E: Tensor) -> None:
     """Multiply each row of a whole or sharded parameter by a factor."""
-    local = local_part(parameter)
+    factors = factor_E.view(-1, *[1] * (parameter.ndim - 1))
     if is_dtensor(parameter):
-        factor_E = factor_E[local_slices(parameter)[0]]
-    local.mul_(factor_E.to(local.device).view(-1, *[1] * (local.ndim - 1)))
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = parameter.device_mesh
+        factors = DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    parameter.mul_(factors)

@@ -193,7 +193,6 @@ def gguf_format(*architectures: Architecture) -> ExternalFormat:
         adapter=lambda config: _adapter(find(config), config),
         to_external=lambda config: _metadata(find(config), config),
         from_external=read,
-        stem="gguf",
     )
 
 
