@@ -37,7 +37,7 @@ class Samples(PeriodicEvaluation, LineRecorder):
     file_name = TEXT_SAMPLES
 
     @dataclass(kw_only=True, slots=True)
-    class Config(LineRecorder.Config):
+    class Config(PeriodicEvaluation.Config):
         """Texts written during training."""
 
         prompts: list[str] = field(default_factory=list)

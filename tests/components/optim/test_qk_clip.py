@@ -38,7 +38,7 @@ def scores_in_float64(
                 key_head = head * n_keys // n_heads
                 seen = k_BLKD[row, query - n_seen + 1 : query + 1, key_head].double()
                 products = seen @ q_BLHD[row, query, head, : seen.shape[1]].double() * scale
-                peaks[head] = max(peaks[head], float(products.max()))
+                peaks[head] = max(peaks[head], float(products.detach().max()))
     return torch.tensor(peaks, dtype=torch.float64)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ OptimizerName = Literal[
 Groups = list[dict[str, Any]]
 
 
-class Settings(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Settings:
     """Hyperparameters of `Optimizer.Config`."""
 
     lr: float

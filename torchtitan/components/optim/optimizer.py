@@ -18,6 +18,7 @@ from torchtitan.components.optim.bf16_weights import Rounding
 from torchtitan.components.optim.kinds import (
     KINDS,
     OptimizerName,
+    Settings,
     is_matrix_of_layer,
     make_adam,
     names_where,
@@ -383,7 +384,18 @@ class Optimizer(Configurable):
         """Return the `torch.optim` optimizers of one model part, with peak learning rates. `groups`
         maps a group's name ("" for parameters that match no pattern) to (canonical name, parameter)
         pairs. Override this to use another optimizer, with `group_settings`."""
-        kind = KINDS[self.config.name]
+        config, kind = self.config, KINDS[self.config.name]
+        hyperparameters = Settings(
+            lr=config.lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            momentum=config.momentum,
+            implementation=config.implementation,
+            rounding=config.rounding,
+            rank_fraction=config.rank_fraction,
+            basis_interval=config.basis_interval,
+        )
         chosen: dict[str, list[tuple[str, nn.Parameter]]] = {}
         for_adam: dict[str, list[tuple[str, nn.Parameter]]] = {}
         for key, members in groups.items():
@@ -393,7 +405,7 @@ class Optimizer(Configurable):
         made = ((kind.make, chosen), (make_adam, for_adam))
         # A stage of a pipeline may be frozen, or have no matrices.
         return [
-            make(settings, self.config)
+            make(settings, hyperparameters)
             for make, settings in ((make, self.group_settings(of)) for make, of in made)
             if settings
         ]
