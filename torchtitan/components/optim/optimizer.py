@@ -27,7 +27,7 @@ from torchtitan.components.optim.optimizer_state import OptimizerState, allocate
 from torchtitan.components.optim.rate_points import parse_points
 from torchtitan.components.optim.schedule_free import ScheduleFreeAdamW
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
-from torchtitan.config.configurable import builds
+from torchtitan.config.configurable import Section, builds
 from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
@@ -39,7 +39,7 @@ from torchtitan.tools.torch_private import write_count
 
 
 @dataclass(kw_only=True, slots=True)
-class ParamGroup:
+class ParamGroup(Section):
     """Settings of the parameters whose names match a pattern."""
 
     pattern: str
