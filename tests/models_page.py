@@ -9,7 +9,7 @@ from tests.model_sizes import short_name
 from torchtitan.cli.ls import SIZES, with_size
 from torchtitan.models.families import families_with
 
-_FORMATS = {"hf": "Hugging Face", "meta": "Meta"}
+_FORMATS = {"hf": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
 
 _INTRODUCTION = """# Models
 
