@@ -387,6 +387,11 @@ def test_configuration_file_runs_no_code(tmp_path):
         UserError, match=r"'dataloader.format' in .*: --dataloader.format .*config_registry.py:f"
     ):
         ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
+    tasks = f"callbacks: {{evaluation: {{include_path: '{module}'}}}}\n"
+    (tmp_path / "run.yaml").write_text(f"module: llama3\nconfig: debugmodel\n{tasks}")
+    with pytest.raises(UserError, match=r"include_path' .* a folder whose code would run"):
+        ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
+    (tmp_path / "run.yaml").write_text(f"module: llama3\nconfig: debugmodel_sft\n{rows}")
     given = f"--dataloader.format={module}/other.py:f"
     config = ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml"), given]).config
     assert config.dataloader.format == f"{module}/other.py:f"

@@ -291,6 +291,21 @@ def test_unknown_tasks_are_reported(tmp_path, offline):
         tiny_config(tmp_path, callbacks__evaluation__tasks=["no_such_task"]).check(world_size=1)
 
 
+def test_tasks_that_lm_eval_refuses_later_are_reported(tmp_path, files, offline):
+    """Before the model is built, not in the middle of a run."""
+    task = files / "local_text.yaml"
+    options = {
+        "callbacks__evaluation__include_path": str(task.parent),
+        "callbacks__evaluation__tasks": ["local_text"],
+    }
+    config = tiny_config(tmp_path, training__seq_len=6, **options)
+    with pytest.raises(UserError, match="task local_text needs 6 new tokens .* only 6 tokens"):
+        config.build()
+    task.write_text(task.read_text() + "unsafe_code: true\n")
+    with pytest.raises(UserError, match="task local_text executes code that the model writes"):
+        tiny_config(tmp_path, **options).check(world_size=1)
+
+
 def test_absent_lm_eval_is_reported(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(util=types.SimpleNamespace(find_spec=lambda name: None))
     monkeypatch.setattr("torchtitan.components.evaluation.tasks.importlib", fake)

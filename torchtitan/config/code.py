@@ -1,5 +1,6 @@
 """Types of options whose values need trust: no file may set them, unless Python or the command line
-does too. `CodeReference` names code, `RunFolder` and `CacheFolder` a folder to write to."""
+does too. `CodeReference` names code, `CodeFolder` a folder with code, `RunFolder` and `CacheFolder`
+a folder to write to."""
 
 import os
 from collections.abc import Mapping
@@ -32,6 +33,21 @@ class NamesCode:
 CodeReference = Annotated[str, NamesCode()]
 """Type of an option that names code: a name without a colon is built in, any other value is a
 reference."""
+
+
+@dataclass(frozen=True)
+class HoldsCode:
+    """Mark of a folder whose code runs."""
+
+    problem: ClassVar[str] = "a folder whose code would run"
+
+    def needs_trust(self, value: str) -> bool:
+        """Return whether the value names a folder."""
+        return bool(value)
+
+
+CodeFolder = Annotated[str, HoldsCode()]
+"""Type of an option that names a folder with code, or none."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,7 @@ class StaysInCache:
 CacheFolder = Annotated[str, StaysInCache()]
 """Type of an option that names a folder of a cache; empty: the default."""
 
-Mark = NamesCode | StaysInRun | StaysInCache
+Mark = NamesCode | HoldsCode | StaysInRun | StaysInCache
 
 
 def untrusted_in(value: object, declared: object) -> dict[str, str]:

@@ -21,6 +21,7 @@ from torchtitan.components.evaluation.tasks import (
 )
 from torchtitan.components.evaluation.validate import split_name
 from torchtitan.components.generation import stop_ids
+from torchtitan.config.code import CodeFolder
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import PeriodicEvaluation
@@ -54,7 +55,7 @@ class Evaluation(PeriodicEvaluation):
         tasks: list[str] = field(default_factory=list)
         """Names of lm-eval's tasks (extra eval)."""
 
-        include_path: str = ""
+        include_path: CodeFolder = ""
         """Folder with further lm-eval tasks in YAML, whose code is executed."""
 
         freq: int = 500
@@ -126,6 +127,8 @@ class Evaluation(PeriodicEvaluation):
         super().__init__(config, trainer=trainer)
         self.files = config.named_files()
         self.tasks = config.load_tasks() if config.tasks else None
+        if self.tasks is not None:
+            self.tasks.check_context(trainer.config.training.seq_len)
 
     @property
     def period(self) -> int:

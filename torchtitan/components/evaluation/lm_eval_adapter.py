@@ -81,12 +81,7 @@ class TorchtitanLM(LM):
         until = options.get("until") or []
         stop = [until] if isinstance(until, str) else until
         new_tokens = int(options.get("max_gen_toks", _MAX_NEW_TOKENS))
-        room = self.scorer.max_seq_len - new_tokens
-        if room < 1:
-            raise UserError(
-                f"the task needs {new_tokens} new tokens (max_gen_toks), but the model's context "
-                f"is only {self.scorer.max_seq_len} tokens"
-            )
+        room = _room(new_tokens, self.scorer.max_seq_len, "the task")
         prompts = [
             ids[-room:] or [start_id(self.tokenizer)]
             for ids in self.tokenizer.encode_batch(contexts)
@@ -140,9 +135,17 @@ class HarnessTasks:
                 raise UserError(
                     f"lm-eval cannot load {', '.join(names)}: {in_words(error)}"
                 ) from error
-        for task in self._loaded["tasks"].values():
+        for name, task in self._loaded["tasks"].items():
+            _check(name, task)
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
+
+    def check_context(self, n_tokens: int) -> None:
+        """Raise `UserError` if a task writes more new tokens than a context leaves."""
+        for name, task in self._loaded["tasks"].items():
+            options = task.get_config("generation_kwargs") or {}
+            if task.OUTPUT_TYPE == "generate_until":
+                _room(int(options.get("max_gen_toks", _MAX_NEW_TOKENS)), n_tokens, f"task {name}")
 
     @property
     def members(self) -> set[str]:
@@ -181,6 +184,28 @@ class HarnessTasks:
                 [(_centered(leaf, found[leaf.task_name]), _n_examples(leaf)) for leaf in leaves]
             )
         return found
+
+
+def _room(new_tokens: int, context: int, user: str) -> int:
+    """Return the tokens of a context that new ones leave for the prompt. Raise `UserError` if there
+    are none."""
+    if new_tokens >= context:
+        raise UserError(
+            f"{user} needs {new_tokens} new tokens (max_gen_toks), but the context is only "
+            f"{context} tokens"
+        )
+    return context - new_tokens
+
+
+def _check(name: str, task: Any) -> None:
+    """Raise `UserError` for a task that lm-eval refuses when it begins."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(
+            f"task {name} executes code that the model writes, which is not supported; use lm-eval "
+            "on an exported model, in a sandbox"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise UserError(f"task {name} has images or audio; only tasks of text are supported")
 
 
 def _centered(task: Any, numbers: Mapping[str, Any]) -> float | None:
