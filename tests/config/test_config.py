@@ -515,7 +515,15 @@ class TestModules:
                     size: int = 1
                     unit: str = "rows"
 
-            def sized(hf_assets_path: str = "", size: int | None = None, *, unit: str = "rows"):
+            def sized(
+                hf_assets_path: str = "",
+                size: int | None = None,
+                *,
+                unit: str = "rows",
+                wide: bool = True,
+                either: int | float = 1,
+            ):
+                assert wide is True and either == 1  # no options set these
                 config = SizedTrainer.Config.based_on(llama3_debugmodel(), size=size, unit=unit)
                 config.training.steps = 10 * (size or 0)
                 return config

@@ -262,14 +262,16 @@ def needs_assets(function: Callable[..., object]) -> bool:
 
 def optional_parameters(function: Callable[..., object]) -> dict[str, Any]:
     """Return name → type, without None, of the parameters of a configuration function that options
-    of the same names set. The configuration must also have these options."""
+    of the same names set: those of type str, int or float. The configuration must also have these
+    options."""
     names, n_required = _parameters_of(function)
     types = get_type_hints(function)
     found = {}
     for name in names[n_required:]:
-        if name != _FAMILY_PARAMETER:
-            kind = types.get(name, str)
-            [found[name]] = {*(get_args(kind) or (kind,))} - {NoneType}
+        kind = types.get(name)
+        kinds = {*(get_args(kind) or (kind,))} - {NoneType}
+        if name != _FAMILY_PARAMETER and len(kinds) == 1 and kinds <= {str, int, float}:
+            [found[name]] = kinds
     return found
 
 
