@@ -176,6 +176,19 @@ def test_mistakes_are_reported(tmp_path, capsys, args, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_classes_of_transformers_may_differ_in_ids_of_tokens(tmp_path):
+    config = transformers.GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=1, n_head=2, eos_token_id=1, use_cache=True
+    )
+    chat = transformers.GPT2Config(**{**config.to_dict(), "eos_token_id": 2, "use_cache": False})
+    for name, one in (("base", config), ("chat", chat)):
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(one).save_pretrained(tmp_path / name)
+    base, out = tmp_path / "base", tmp_path / "out"
+    assert convert("--to", "hf", base, out, "--average", tmp_path / "chat") == 0
+    assert_close(out, arrays(base))
+
+
 class Counted(TensorSource):
     """A source that knows how many of all sources' tensors are alive."""
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.parser import Parser
@@ -115,7 +115,7 @@ def merged_source(
 
     def open_other(path: Path) -> "TensorSource":
         other, weights = internal_source(path, family=family)
-        if other.model != spec.model:
+        if (other.name, _architecture(other)) != (spec.name, _architecture(spec)):
             raise UserError(
                 f"{path} is another model than {options.input}: {_difference(spec, other)}; only "
                 "checkpoints of one model can be merged"
@@ -144,9 +144,22 @@ def _method(options: argparse.Namespace) -> "Merge":
     return methods[options.merge]()
 
 
+def _architecture(spec: "ModelSpec") -> dict[str, Any]:
+    """Return what decides the weights and their use: for a class of transformers, its config.json
+    without the ids of tokens and the use of a cache."""
+    values = spec.model.to_dict()
+    document = values.pop("document", {})
+    kept = {
+        key: value
+        for key, value in document.items()
+        if not key.endswith("_token_id") and key != "use_cache"
+    }
+    return {**values, **kept}
+
+
 def _difference(spec: "ModelSpec", other: "ModelSpec") -> str:
-    here, there = spec.model.to_dict(), other.model.to_dict()
     if spec.name != other.name:
         return f"{other.name} instead of {spec.name}"
-    names = [name for name in here if here[name] != there.get(name)]
-    return ", ".join(f"{name} {there.get(name)} instead of {here[name]}" for name in names)
+    here, there = _architecture(spec), _architecture(other)
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    return ", ".join(f"{name} {there.get(name)} instead of {here.get(name)}" for name in names)
