@@ -19,7 +19,6 @@ active_environment_suffices() {
             ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
-        mlflow) packages+=(mlflow) ;;
         openenv) packages+=(openenv) ;;
         verifiers) packages+=(verifiers) ;;
         gguf) packages+=(gguf) ;;
@@ -28,15 +27,14 @@ active_environment_suffices() {
         sentencepiece) packages+=(sentencepiece) ;;
         serve) packages+=(starlette uvicorn) ;;
         transformers) packages+=(transformers) ;;
-        trackio) packages+=(trackio) ;;
         vision) packages+=(transformers pillow) ;;
         vllm) packages+=(vllm) ;;
         wandb) packages+=(wandb) ;;
         "") ;;
         *)
-            echo "EXTRA is '$1', but must be one of dev, docs, eval, gguf, math, mlflow," \
-                "openenv, quantization, sentencepiece, serve, trackio, transformers," \
-                "verifiers, vision, vllm, wandb" >&2
+            echo "EXTRA is '$1', but must be one of dev, docs, eval, gguf, math, openenv," \
+                "quantization, sentencepiece, serve, transformers, verifiers, vision, vllm," \
+                "wandb" >&2
             exit 2
             ;;
     esac
