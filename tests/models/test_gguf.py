@@ -6,7 +6,9 @@ llama-cpp-python==0.3.36).
 """
 
 import copy
+import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -293,6 +295,44 @@ def test_refusals(name, fixed, message, tmp_path, capsys):
     assert convert(tmp_path / "hf", tmp_path / "out") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("mixtral", {"ffn_dim": 24}, "--model.moe.ffn_dim is 24, but llama.cpp requires --model."),
+        ("qwen3_moe", {"shared_ffn_dim": None}, "--model.moe.shared_ffn_dim is None, but llama"),
+    ],
+)
+def test_experts_of_other_widths_are_refused(name, changes, message):
+    """No file of transformers describes these models; options do."""
+    family = next(each for each in families_with("gguf") if each.__name__.endswith(name))
+    config = copy.deepcopy(
+        next(
+            flavor
+            for flavor in family.FLAVORS.values()
+            if name == "mixtral" or flavor.moe.shared_ffn_dim
+        )
+    )
+    config.vocab_size = VOCAB
+    family.FORMATS["gguf"].to_external(config)
+    for key, value in changes.items():
+        setattr(config.moe, key, value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        family.FORMATS["gguf"].to_external(config)
+
+
+def test_ids_without_a_token_are_left_out(tmp_path, capsys):
+    save(tmp_path / "hf", "llama", seed=0)
+    path = tmp_path / "hf" / "config.json"
+    ids = {"pad_token_id": -1, "eos_token_id": [1, 2]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **ids}))
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    assert convert(tmp_path / "hf", tmp_path / "out") == 0
+    assert "no padding_token_id: the model has no token -1" in capsys.readouterr().err
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    assert reader.get_field("tokenizer.ggml.eot_token_id").contents() == 2
+    assert reader.get_field("tokenizer.ggml.padding_token_id") is None
 
 
 def test_window_limits_the_context(tmp_path, capsys):

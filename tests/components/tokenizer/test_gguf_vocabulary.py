@@ -107,8 +107,9 @@ def test_tokens_of_all_rows():
         ({"pre_tokenizer": split_by(r"\w+")}, "its pre-tokenizer is"),
         ({"normalizer": {"type": "Lowercase"}}, "it normalizes text by Lowercase"),
         ({"model__byte_fallback": True}, "it has no token <0x00>"),
+        ({"model__merges": []}, "it has no merges"),
     ],
-    ids=["pattern", "normalizer", "bytes"],
+    ids=["pattern", "normalizer", "bytes", "merges"],
 )
 def test_unknown_rules_are_refused(changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
@@ -150,9 +151,9 @@ def test_pieces_have_scores_by_rank(tmp_path):
     tokenizer = pieces(tmp_path, ["a b", "▁ ab", "b c"])
     keys = gguf_vocabulary(tokenizer, 300)
     tokens, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
-    scores = dict(zip(tokens, keys["tokenizer.ggml.scores"], strict=False))
+    scores = dict(zip(tokens, keys["tokenizer.ggml.scores"], strict=True))
     assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("llama", "default")
-    assert scores["ab"] > scores["▁ab"] > scores["bc"] > scores["a"]
+    assert scores["ab"] > scores["▁ab"] > scores["bc"] > scores["a"] == scores["[PAD299]"]
     assert types[tokens.index("<0x41>")] == TokenType.BYTE
     assert types[:3] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
     assert keys["tokenizer.ggml.add_space_prefix"] is True

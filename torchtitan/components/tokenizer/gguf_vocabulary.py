@@ -80,8 +80,7 @@ def gguf_vocabulary(tokenizer: PretrainedTokenizer, n_rows: int) -> dict[str, An
     Raises:
         UserError: if llama.cpp does not have its rules, or it has more tokens than the model.
     """
-    backend = tokenizer.as_hugging_face()
-    document = json.loads(backend.to_str())
+    document = json.loads(tokenizer.as_hugging_face().to_str())
     if tokenizer.vocab_size > n_rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {n_rows}"
@@ -93,8 +92,10 @@ def gguf_vocabulary(tokenizer: PretrainedTokenizer, n_rows: int) -> dict[str, An
         )
     if document["model"]["type"] != "BPE":
         raise _unknown(f"its model is {document['model']['type']}, not BPE")
-    read = _sentencepiece if document["model"].get("byte_fallback") else _byte_level
-    keys = read(backend, document)
+    if document["model"].get("byte_fallback"):
+        keys = _sentencepiece(document, n_rows)
+    else:
+        keys = _byte_level(document)
     tokens, types = _tokens(document, n_rows)
     if len(set(tokens)) < len(tokens):
         raise UserError("two tokens of the tokenizer have the same text in GGUF")
@@ -162,7 +163,7 @@ def _stripping(document: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _byte_level(backend: Any, document: Mapping[str, Any]) -> dict[str, Any]:
+def _byte_level(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a byte-level BPE."""
     model = document["model"]
     normalizer = document["normalizer"]
@@ -173,6 +174,8 @@ def _byte_level(backend: Any, document: Mapping[str, Any]) -> dict[str, Any]:
             "llama.cpp does not normalize text to NFC, which the tokenizer does: an accent that "
             "is a character of its own gets other tokens"
         )
+    if not model["merges"]:
+        raise _unknown("it has no merges")
     rules = _rules(document["pre_tokenizer"])
     if rules not in _NAMES:
         raise _unknown(f"its pre-tokenizer is {json.dumps(document['pre_tokenizer'])}")
@@ -188,7 +191,7 @@ def _byte_level(backend: Any, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    return [(left, right) for left, right in model["merges"]]
 
 
 def _merges_reach_all(document: Mapping[str, Any]) -> bool:
@@ -221,15 +224,15 @@ def _rule(part: Mapping[str, Any]) -> str:
     return json.dumps(part)
 
 
-def _sentencepiece(backend: Any, document: Mapping[str, Any]) -> dict[str, Any]:
+def _sentencepiece(document: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
     """Return the keys of a BPE of SentencePiece: pieces with scores, of which llama.cpp joins any
-    two that are a piece together, the best score first."""
+    two that are a piece together, the best score first. It reads a score for every row."""
     model = document["model"]
     vocab = model["vocab"]
     missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in vocab]
     if missing:
         raise _unknown(f"it has no token {missing[0]}")
-    scores = [float(-len(model["merges"]))] * (max(vocab.values()) + 1)
+    scores = [float(-len(model["merges"]))] * n_rows
     ranks: dict[str, list[int]] = {}
     pairs = _merges(model)
     for rank, (left, right) in enumerate(pairs):
@@ -245,11 +248,10 @@ def _sentencepiece(backend: Any, document: Mapping[str, Any]) -> dict[str, Any]:
             pair = (text[:cut], text[cut:])
             if pair[0] in vocab and pair[1] in vocab and pair not in known:
                 raise _unknown(f"it does not join {pair[0]!r} and {pair[1]!r}")
-    n_rows = len(scores)
     return {
         "model": "llama",
         "pre": "default",
-        "scores": scores[:n_rows],
+        "scores": scores,
         "add_space_prefix": _adds_space(document),
     }
 

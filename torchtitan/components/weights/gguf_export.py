@@ -132,12 +132,15 @@ def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, Any]:
     others = [
         stop for stop in (stops if isinstance(stops, list) else [stops]) if stop != tokenizer.eos_id
     ]
-    for key, stop in zip(("eot_token_id", "eom_token_id"), others, strict=False):
-        keys[f"tokenizer.ggml.{key}"] = stop
+    places = dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
+    places["padding_token_id"] = ids.get("pad_token_id")
+    for key, index in places.items():
+        if type(index) is int and index in range(n_rows):
+            keys[f"tokenizer.ggml.{key}"] = index
+        elif index is not None:
+            logger.warning("GGUF has no %s: the model has no token %s", key, index)
     if len(others) > 2:
         logger.warning("GGUF has places for three end tokens, not for the ids %s", others[2:])
-    if ids.get("pad_token_id") is not None:
-        keys["tokenizer.ggml.padding_token_id"] = ids["pad_token_id"]
     template = load_chat_template(assets)
     if template is not None:
         keys["tokenizer.chat_template"] = template.source

@@ -298,12 +298,10 @@ def _experts(config: Any) -> dict[str, Any]:
     moe = getattr(config, "moe", None)
     if moe is None:
         return {}
-    width = moe.ffn_dim or config.ffn_dim
     keys = {
-        "feed_forward_length": width if moe.ffn_dim is None else config.ffn_dim,
         "expert_count": moe.n_experts,
         "expert_used_count": moe.top_k,
-        "expert_feed_forward_length": width,
+        "expert_feed_forward_length": moe.ffn_dim or config.ffn_dim,
     }
     if moe.shared_ffn_dim:
         keys["expert_shared_feed_forward_length"] = moe.shared_ffn_dim

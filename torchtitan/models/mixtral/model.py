@@ -1,6 +1,8 @@
 """Mixtral ("Mixtral of Experts", arXiv:2401.04088), and its Hugging Face format."""
 
-from torchtitan.models.common.gguf import Architecture, gguf_format
+from typing import Any
+
+from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.rows import LOCAL_KEYS, expert_rows
@@ -25,6 +27,14 @@ _TYPE = ModelType(
 )
 FORMAT = dense_format({"mixtral": _TYPE})
 
+
+def _check_width(config: MoEDecoder.Config) -> dict[str, Any]:
+    width = config.moe.ffn_dim
+    must = f"--model.ffn_dim {config.ffn_dim}"
+    require_gguf(width in (None, config.ffn_dim), "moe.ffn_dim", width, must)
+    return {}
+
+
 GGUF = gguf_format(
     Architecture(
         name="llama",
@@ -32,5 +42,6 @@ GGUF = gguf_format(
         rotates_neighbors=True,
         biased="qkvo",
         experts={"norm_topk_prob": True, "shared_ffn_dim": None},
+        keys=_check_width,
     )
 )

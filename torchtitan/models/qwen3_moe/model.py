@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, gguf_format
+from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.rows import QWEN_KEYS, SPARSE_KEYS, expert_rows
@@ -97,6 +97,13 @@ _2 = replace(
 
 FORMAT = dense_format({"qwen3_moe": _3, "qwen2_moe": _2})
 
+
+def _check_shared(config: MoEDecoder.Config) -> dict[str, Any]:
+    width = config.moe.shared_ffn_dim
+    require_gguf(width is not None, "moe.shared_ffn_dim", width, "an expert for every token")
+    return {}
+
+
 GGUF = gguf_format(
     Architecture(
         name="qwen3moe",
@@ -109,5 +116,6 @@ GGUF = gguf_format(
         any_head_width=False,
         copies_tied=True,
         experts={"norm_topk_prob": False},
+        keys=_check_shared,
     ),
 )
