@@ -91,7 +91,8 @@ def use_endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 def started(command: str) -> dict[str, object]:
     """Return the first event of a run."""
     begun = {"time": 1.0, "begun": 0.5, "step": 0, "seconds": {}}
-    return {"event": "start", **begun, "command": command, "parameters": 7, "layout": "one"}
+    known = {"command": command, "parameters": 7, "layout": "one", "hub": ["org/data"]}
+    return {"event": "start", **begun, **known}
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def run(tmp_path):
     (folder / "checkpoint" / "step-5").mkdir()
     (model / "adapter").mkdir()
     for name, text in {
-        "config.json": '{"model_type": "llama"}',
+        "config.json": '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}',
         "model.safetensors": "weights",
         "tokenizer.json": "{}",
         "assets/model.json": "{}",
@@ -115,7 +116,7 @@ def run(tmp_path):
         (model / name).write_text(text)
     catalog.commit(model, catalog.Marker(step=4, kind="huggingface", world_size=1))
     (folder / "metrics.jsonl").write_text(
-        '{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 2.25, "n_tokens_seen": 1000}\n'
+        '{"step": 4, "loss": 2.5}\n{"step": 5, "loss": 2.25, "n_tokens_seen": 1000}\n'
     )
     start = started(COMMAND)
     (folder / "events.jsonl").write_text(json.dumps(start) + "\n")
@@ -161,6 +162,7 @@ def test_the_model_and_a_card_arrive(hub, run, capsys):
     }
     for said in ("| optimizer.lr | 0.001 |", "| last loss | 2.25 |", COMMAND, "lora.rank | 8 |"):
         assert said in body
+    assert "| step of these weights | 4 |\n| step of the last numbers | 5 |" in body
     assert "pushed 6 files" in capsys.readouterr().out
 
 
@@ -191,6 +193,37 @@ def test_a_card_of_ones_own_is_kept(hub, run):
     (run / "checkpoint" / "step-4" / "README.md").write_text("mine")
     assert push(run, "me/tiny") == 0
     assert hub.files["README.md"] == b"mine"
+
+
+@pytest.mark.parametrize("option", ["--license", "--base_model", "--run"])
+def test_options_of_the_card_need_one(option, run, capsys):
+    (run / "checkpoint" / "step-4" / "README.md").write_text("mine")
+    assert push(run, "me/tiny", option, run, "--dry_run") == 2
+    assert f"{option} has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config, header",
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, {"library_name": "transformers"}),
+        ({"_class_name": "DiTTransformer2DModel"}, {"library_name": "diffusers"}),
+        ({"model_type": "llama"}, {"library_name": "transformers"}),
+    ],
+    ids=["reward", "diffusers", "unsaid"],
+)
+def test_only_language_models_generate_text(config, header, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_text("weights")
+    assert push(tmp_path, "me/tiny", "--dry_run") == 0
+    card = capsys.readouterr().out.split("---\n")[1]
+    assert yaml.safe_load(card) == {**header, "tags": ["torchtitan"]}
+
+
+def test_datasets_are_those_that_the_run_found_on_the_hub(run, capsys):
+    start = {**started(COMMAND), "hub": []}  # the same name was a folder there
+    (run / "events.jsonl").write_text(json.dumps(start) + "\n")
+    assert push(run, "me/tiny", "--dry_run") == 0
+    assert "datasets:" not in capsys.readouterr().out
 
 
 def test_adapters_name_their_base(hub, tmp_path):
@@ -246,10 +279,20 @@ def test_mistakes(run, tmp_path, capsys):
 
 
 def test_credentials_stay(run, capsys):
-    file = run / "checkpoint" / "step-4" / "config.json"
-    file.write_text(json.dumps({"model_type": "llama", "url": f"https://x/?token={TOKEN}"}))
-    assert push(run, "me/tiny", "--dry_run") == 2
-    assert "config.json has a credential" in capsys.readouterr().err
+    folder = run / "checkpoint" / "step-4"
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    for path in (
+        *(folder / name for name in ("generation_config.json", "chat_template.jinja", "README.md")),
+        *(folder / "config.json", templates / "tool.jinja", folder / "adapter/adapter_config.json"),
+    ):
+        kept = path.read_text() if path.exists() else ""
+        path.write_text(json.dumps({"url": f"https://x/?token={TOKEN}"}))
+        assert push(run, "me/tiny", "--dry_run") == 2
+        assert f"{path} has a credential" in capsys.readouterr().err
+        path.write_text(kept)
+    (folder / "vocab.json").write_text(json.dumps({TOKEN: 0}))
+    assert push(run, "me/tiny", "--dry_run") == 0
     start = started(f"HF_TOKEN={TOKEN} {COMMAND}")
     (run / "events.jsonl").write_text(json.dumps(start) + "\n")
     card = model_card("tiny", "transformers", run=RunRecord(run))

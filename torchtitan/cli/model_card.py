@@ -12,7 +12,7 @@ from torchtitan.cli.report import RunRecord, sections
 from torchtitan.tools.redact import redact
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""Name of a repository; of data, `:config`, `@revision` and `[split]` may follow."""
+"""Name of a repository."""
 
 _OPTIONS = (
     "dataloader.dataset",
@@ -47,6 +47,8 @@ def model_card(
     title: str,
     library: str,
     *,
+    task: str | None = None,
+    step: int | None = None,
     run: RunRecord | None = None,
     base_model: str | None = None,
     license: str | None = None,
@@ -54,34 +56,37 @@ def model_card(
     """Return the text of a card, without credentials.
 
     Args:
-        library: that opens the files: `transformers`, `peft` or `gguf`.
+        library: that opens the files: `transformers`, `diffusers`, `peft` or `gguf`.
+        task: the Hub's name of what the model does; None: unsaid.
+        step: training step of the weights; None: unknown.
         run: the run that trained the model; None: unknown.
     """
     header: dict[str, Any] = {"library_name": library, "tags": ["torchtitan"]}
-    if library != "gguf":
-        header["pipeline_tag"] = "text-generation"
+    if task:
+        header["pipeline_tag"] = task
     if license:
         header["license"] = license
     if base_model:
         header["base_model"] = base_model
-    if run and (datasets := [*_datasets(run)]):
+    if run and (datasets := _datasets(run)):
         header["datasets"] = datasets
     parts = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n", f"# {title}\n"]
     origin = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     parts.append(f"Trained{origin} with torchtitan.\n")
     if run:
-        parts += _describe(run)
+        parts += _describe(run, step)
     return redact("\n".join(parts))
 
 
-def _datasets(run: RunRecord) -> Iterator[str]:
-    for name in run.config.get("dataloader.dataset", ()):
-        repository = re.split(r"[:@\[]", name)[0]
-        if is_repository(repository) and not Path(repository).suffix:
-            yield repository
+def _datasets(run: RunRecord) -> list[str]:
+    """Return the repositories that the run read from the Hub, none if it did not record them: the
+    same name may be a folder on its machine."""
+    recorded = run.start.get("hub")
+    names = recorded if isinstance(recorded, list) else []
+    return [name for name in names if isinstance(name, str) and _NAME.fullmatch(name)]
 
 
-def _describe(run: RunRecord) -> Iterator[str]:
+def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     config = run.config
     method = {"module": config.get("module"), "configuration": config.get("config")}
     method |= {key: config[key] for key in _OPTIONS if config.get(key) not in (None, "", [])}
@@ -93,11 +98,20 @@ def _describe(run: RunRecord) -> Iterator[str]:
     yield _table("Method", method)
     for section in sections([run]):
         if section.title in _FACTS:
-            yield _table(
-                section.title, {row[0]: row[1] for row in section.rows if row[0] not in _UNTOLD}
-            )
+            facts = {row[0]: row[1] for row in section.rows if row[0] not in _UNTOLD}
+            if section.title == "Summary":
+                facts = _steps(run, step) | facts
+            yield _table(section.title, facts)
     if command := run.start.get("command"):
         yield f"## Command\n\n```bash\n{command}\n```\n"
+
+
+def _steps(run: RunRecord, step: int | None) -> dict[str, Any]:
+    """Return the steps of the weights and of the last numbers, which may differ."""
+    return {
+        "step of these weights": "unknown" if step is None else step,
+        "step of the last numbers": run.lines[-1]["step"],
+    }
 
 
 def _table(title: str, facts: Mapping[str, Any]) -> str:

@@ -32,6 +32,15 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _DESCRIBING = ("config.json", "*.safetensors.index.json", "LICENSE*", _CARD)
 _TOKENIZER = ("tekken.json", "*.tiktoken", "tiktoken.model", "additional_chat_templates/*.jinja")
 
+_READ_BY_PEOPLE = (".json", ".jinja", ".md")
+"""Endings of files that are searched for credentials, except vocabularies, whose tokens may look
+like some."""
+
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "tekken.json", "*.index.json")
+
+_GENERATORS = ("ForCausalLM", "LMHeadModel")
+"""Ends of names of classes that continue text."""
+
 
 class Upload(NamedTuple):
     """Files of a model, and its card."""
@@ -110,14 +119,34 @@ def _prepare(options: argparse.Namespace) -> Upload:
             f"{folder} has no model in Hugging Face or GGUF format; write one with torchtitan "
             f"convert --to hf {folder} my_model"
         )
-    for name in ("config.json", _ADAPTER[0]):
-        text = read_regular(folder / name).decode(errors="replace") if name in names else ""
-        if redact(text) != text:
-            raise UserError(f"{folder / name} has a credential; remove it, then push again")
+    _check_credentials(folder, names)
+    step = None
     if catalog.has_marker(folder):
         catalog.raise_if_damaged(folder)
-    card = read_regular(folder / _CARD) if _CARD in names else _card(folder, names, run, options)
+        step = catalog.open_checkpoint(folder).step
+    if _CARD in names:
+        _check_options_of_card(folder / _CARD, options)
+        card = read_regular(folder / _CARD)
+    else:
+        card = _card(folder, names, run, step, options)
     return Upload(folder, [name for name in names if name != _CARD], n_left_out, card)
+
+
+def _check_credentials(folder: Path, names: Sequence[str]) -> None:
+    for name in map(Path, names):
+        is_vocabulary = any(fnmatch.fnmatch(name.name, pattern) for pattern in _VOCABULARIES)
+        if name.suffix in _READ_BY_PEOPLE and not is_vocabulary:
+            text = read_regular(folder / name).decode(errors="replace")
+            if redact(text) != text:
+                raise UserError(f"{folder / name} has a credential; remove it, then push again")
+
+
+def _check_options_of_card(card: Path, options: argparse.Namespace) -> None:
+    for name in ("run", "base_model", "license"):
+        if getattr(options, name) is not None:
+            raise UserError(
+                f"--{name} has no effect, since {card} is the card; remove the option or the file"
+            )
 
 
 def _model_and_run(source: Path, run: Path | None) -> tuple[Path, Path | None]:
@@ -167,21 +196,40 @@ def _files_of(folder: Path) -> tuple[list[str], int]:
 
 
 def _card(
-    folder: Path, names: Sequence[str], run: Path | None, options: argparse.Namespace
+    folder: Path,
+    names: Sequence[str],
+    run: Path | None,
+    step: int | None,
+    options: argparse.Namespace,
 ) -> bytes:
     from torchtitan.cli.model_card import is_repository, model_card
     from torchtitan.cli.report import RunRecord
 
-    library = "transformers" if "config.json" in names else "gguf"
+    library, task = _library_and_task(folder, names)
     base = options.base_model
-    if _ADAPTER[0] in names:
-        library = "peft"
+    if library == "peft":
         said = read_object(folder / _ADAPTER[0]).get("base_model_name_or_path")
         base = base or (said if is_repository(said) else None)
     record = RunRecord(run) if run else None
     title = options.repo_id.rpartition("/")[2]
-    text = model_card(title, library, run=record, base_model=base, license=options.license)
-    return text.encode()
+    origin = {"run": record, "step": step, "base_model": base}
+    return model_card(title, library, task=task, license=options.license, **origin).encode()
+
+
+def _library_and_task(folder: Path, names: Sequence[str]) -> tuple[str, str | None]:
+    """Return the library that opens the files, and the Hub's name of what the model does, if it is
+    known."""
+    if _ADAPTER[0] in names:
+        kind = read_object(folder / _ADAPTER[0]).get("task_type")
+        return "peft", "text-generation" if kind == "CAUSAL_LM" else None
+    if "config.json" not in names:
+        return "gguf", None
+    config = read_object(folder / "config.json")
+    if "_class_name" in config:
+        return "diffusers", None
+    classes = config.get("architectures")
+    generates = isinstance(classes, list) and str(*classes[:1]).endswith(_GENERATORS)
+    return "transformers", "text-generation" if generates else None
 
 
 def _list(upload: Upload, repo_id: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from torchtitan.components.data.sources.source import hub_repositories
 from torchtitan.components.observe import run_events
 from torchtitan.components.observe.run_events import Event
 from torchtitan.distributed.health import software
@@ -76,6 +77,7 @@ class Accounting(Recorder):
                 of.name: {"rows": of.report.rows, "tokens": of.report.tokens, "epochs": of.epochs}
                 for of in sets
             },
+            hub=hub_repositories(getattr(trainer.config.dataloader, "dataset", ())),
             environment=environment,
         )
 

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import PROJECT
 from tests.local_hub import local_hub
 from torchtitan.components.data.sources.hub_names import HubName, hub_name
+from torchtitan.components.data.sources.source import DOCUMENTS, HubDataset, hub_repositories
 
 pytest.importorskip("datasets")
 
@@ -40,6 +41,14 @@ def test_names(text, name, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     assert hub_name(text) == name
+
+
+def test_repositories_among_names(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DOCUMENTS.registered, "my/stories", HubDataset(path="mine"))
+    names = ["org/name:a", "org/name:b", "my/stories", "c4", "here/name", "a.jsonl", "x/y@v1"]
+    assert hub_repositories(names) == ["org/name", "x/y"]
 
 
 READ = """\

@@ -5,7 +5,7 @@ pre-training is a `StreamSource`, which is read during training.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -306,6 +306,14 @@ def _hub_table(name: str, dataset: ChatDataset | HubDataset, split: str, text_co
 def _on_hub(name: HubName, is_pretraining: bool) -> HubDataset | ChatDataset:
     kind = HubDataset if is_pretraining else ChatDataset
     return kind(path=name.repository, name=name.config, revision=name.revision)
+
+
+def hub_repositories(datasets: Iterable[str]) -> list[str]:
+    """Return the repositories on the hub among dataset strings. Registered names and local paths
+    (see `hub_name`) are omitted."""
+    registered = {*DOCUMENTS.registered, *CHAT_DATASETS.registered}
+    named = [hub_name(dataset) for dataset in datasets if dataset not in registered]
+    return list(dict.fromkeys(name.repository for name in named if name))
 
 
 def resolve_source(
