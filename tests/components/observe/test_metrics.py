@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.commands import run_command
 from tests.conftest import PROJECT
 from torchtitan.components.observe.metric_sinks import JsonLines, Sink
 from torchtitan.components.observe.metrics import MetricsProcessor
+from torchtitan.components.observe.tracking_sinks import MLflowNames
 from torchtitan.tools import device as device_facts
 from torchtitan.tools.device import PeakFlops, memory_gib, peak_flops, published_peak
 from torchtitan.tools.errors import UserError
@@ -471,6 +473,28 @@ def tracked(folder: Path, config: MetricsProcessor.Config, *spans: tuple[int, in
         metrics.start(start)
         train(metrics, start + 1, last)
         metrics.close()
+
+
+@pytest.mark.parametrize(
+    "name, allowed",
+    [
+        ("validation_loss/wiki text", "validation_loss/wiki text"),
+        ("loss/fineweb-edu:sample@rev[train]", "loss/fineweb-edu_sample_rev_train_"),
+        (
+            "evaluation/gsm8k/exact_match,strict-match",
+            "evaluation/gsm8k/exact_match_strict-match",
+        ),
+        ("loss//data/../a.jsonl", "loss/_/data/_/a.jsonl"),
+    ],
+)
+def test_names_that_mlflow_takes(name: str, allowed: str) -> None:
+    names = MLflowNames()
+    assert names.allowed(name) == allowed
+    assert names.allowed(name) == allowed
+    if name != allowed:
+        other = names.allowed(allowed)
+        assert re.fullmatch(re.escape(allowed) + "_[0-9a-f]{8}", other)
+        assert names.allowed(name) == allowed and names.allowed(allowed) == other
 
 
 class TestMLflow:

@@ -1,7 +1,9 @@
 """Trackers of experiments as destinations of a run's metrics: Weights & Biases, MLflow, Trackio."""
 
+import hashlib
 import importlib.util
 import os
+import re
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -94,6 +96,22 @@ _LONGEST_PARAMETER = 6000
 """Characters of MLflow's values of parameters."""
 
 
+class MLflowNames:
+    """Names under which MLflow takes metrics and parameters."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, str] = {}
+
+    def allowed(self, name: str) -> str:
+        """Return a name with `_` for characters and parts of paths that MLflow refuses. If another
+        name became the same, a digest keeps them apart."""
+        parts = re.sub(r"[^\w./ -]", "_", name).split("/")
+        allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+        if self._given.setdefault(allowed, name) == name:
+            return allowed
+        return f"{allowed}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
 class MLflow(Tracker):
     """MLflow (`MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). The configuration becomes its
     parameters."""
@@ -105,6 +123,7 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         self._error = mlflow.MlflowException
+        self._metric_names = MLflowNames()
         try:
             self._client = mlflow.MlflowClient()
             if run_id is not None:
@@ -120,8 +139,10 @@ class MLflow(Tracker):
                 experiment_id, run_name=os.environ.get("MLFLOW_RUN_NAME") or dump_folder.name
             )
             self._id = str(run.info.run_id)
+            names = MLflowNames()
             parameters = [
-                Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in leaves(config).items()
+                Param(names.allowed(key), str(value)[:_LONGEST_PARAMETER])
+                for key, value in leaves(config).items()
             ]
             for start in range(0, len(parameters), _MOST_PARAMETERS):
                 part = parameters[start : start + _MOST_PARAMETERS]
@@ -137,7 +158,10 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        metrics = [
+            Metric(self._metric_names.allowed(name), value, now, step)
+            for name, value in values.items()
+        ]
         try:
             self._client.log_batch(self._id, metrics=metrics)
         except self._error as error:
