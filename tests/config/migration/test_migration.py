@@ -278,6 +278,26 @@ def test_a_limit_that_the_file_lacks_is_noted(folder, tmp_path):
     assert row.note.startswith("training.seq_len: 2048; samples have no limit there")
 
 
+@pytest.mark.parametrize(
+    "name, options, outcome",
+    [
+        ("csv", {}, "not needed"),
+        ("wandb", {"metrics.enable_wandb": True}, "changed"),
+        ("mlflow", {"metrics.enable_mlflow": True}, "changed"),
+        ("litlogger", {}, "without a counterpart"),
+    ],
+)
+def test_loggers_and_texts_of_litgpt(name, options, outcome, folder, tmp_path):
+    text = filled(SAMPLES["litgpt.yaml"], folder).replace("csv", name)
+    text = text.replace("  interval: 100", "  interval: 100\n  max_new_tokens: 50")
+    migration = migration_of("file.yaml", text, tmp_path)
+    rows = {row.key: row for row in migration.rows}
+    assert rows["logger_name"].outcome == outcome
+    sinks = {k: v for k, v in migration.options.items() if k.startswith("metrics.enable_")}
+    assert sinks == options
+    assert "--callbacks.samples.prompts" in rows["eval.max_new_tokens"].note
+
+
 def test_devices_multiply_the_batch(folder, tmp_path):
     text = filled(SAMPLES["axolotl_lora.yml"], folder)
     assert (

@@ -278,14 +278,13 @@ def _precision(migration: Migration) -> None:
 
 
 def _logger(migration: Migration, key: str) -> None:
-    name = migration.get(key)
-    if name in ("wandb", "tensorboard"):
-        migration.take(key, f"metrics.enable_{name}", True)
-    else:
+    if migration.get(key) == "csv":
         migration.drop(key, "metrics.jsonl is always written")
+    else:
+        hugging_face.report_to(migration, key)
 
 
-_GENERATED = missing("no text is generated during training")
+_GENERATED = missing("name texts to continue during training: --callbacks.samples.prompts TEXT")
 
 RULES: Mapping[str, Rule] = {
     "out_dir": to("dump_folder"),
