@@ -99,7 +99,7 @@ class FolderPart(Part):
 
 def find_source(dataset: str, split: str, format: ImageFormat) -> Source:
     """Return the rows of a dataset: of a folder with a folder of images for each class; otherwise
-    of files with rows (see `resolve_source`). Raise `UserError` for an empty dataset."""
+    of files with rows (see `resolve_source`). Raise `UserError` if there is no such dataset."""
     folder = searched_folder(dataset)
     if folder and next(_images_in(Path(folder)), None):
         return Source(dataset, [FolderPart(Path(folder), format)], documents=False)

@@ -129,8 +129,8 @@ Advantages = Callable[[Tensor], Tensor]
 
 
 def advantages_of(groups: Sequence[Group], of_groups: Advantages) -> list[float | list[float]]:
-    """Return the advantage of each trajectory in its group, 0 without a verdict; for groups with
-    rewards at tokens, return the advantage of each token.
+    """Return the advantage of each trajectory among the ones in its group with a verdict, and 0 for
+    one without; for groups with rewards at tokens, return the advantage of each token.
 
     Rewards at tokens are compared with all others in the group, and the advantage of a token is the
     sum for the rewards at it and after it, plus the advantage of the whole trajectory
