@@ -41,7 +41,8 @@ _HUGGING_FACE_NAMES = {
 class ModelConverter(Configurable):
     """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, in order:
     `convert`; at the start of the run, `load_initial_weights` and `post_init_hook`; at every step,
-    `pre_step_hook` and `post_optimizer_hook`. They do nothing unless overridden."""
+    `pre_step_hook`, `post_optimizer_hook` and `refresh_hook`. They do nothing unless
+    overridden."""
 
     changes_weights: ClassVar[bool] = False
     """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the
@@ -116,7 +117,11 @@ class ModelConverter(Configurable):
         that step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        """Act after each optimizer step."""
+        """Act after each optimizer step, of which a training step may take several or none."""
+
+    def refresh_hook(self, model_parts: list[nn.Module]) -> None:
+        """Refresh state derived from the weights: after each optimizer step, and whenever other
+        weights replace them, such as averages or those of a checkpoint."""
 
     def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]

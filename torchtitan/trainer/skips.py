@@ -58,7 +58,7 @@ def return_to_checkpoint(trainer: Any) -> None:
         kept.add("lr_scheduler")
     with trainer.metrics.exclude(), trainer.phases.during(RETURN):
         returned_to = trainer.checkpointer.reload(last_taken, excluding=kept)
-        trainer.follow_weights()
+        trainer.refresh_converters()
     if returned_to == before:
         raise RunFailure(
             f"steps {last_taken + 1} to {step} are skipped, and the run has returned to step "

@@ -226,7 +226,7 @@ class Trainer(Configurable):
         self.is_divided = False
         self.start: StartDecision | None = None
         self.init_weights()
-        self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
+        self.ema = config.ema.build(model_parts=self.model_parts, follow=self.refresh_converters)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.step_failure = StepFailure(self)
         self.agreement = self.build_agreement()
@@ -960,9 +960,15 @@ class Trainer(Configurable):
         skip_step(self, outcome, micro_batches)
 
     def follow_weights(self) -> None:
-        """Refresh converter state derived from the weights."""
+        """Let converters act after an optimizer step, and follow the new weights."""
         for converter in self.converters:
             converter.post_optimizer_hook(self.model_parts)
+        self.refresh_converters()
+
+    def refresh_converters(self) -> None:
+        """Refresh converter state derived from the weights, which other weights have replaced."""
+        for converter in self.converters:
+            converter.refresh_hook(self.model_parts)
 
     def local_addend(self, loss: Tensor) -> Tensor:
         """Return this rank's term in a sum over all ranks: 0 if another rank contributes the same
@@ -1052,7 +1058,7 @@ class Trainer(Configurable):
     def evaluated_weights(self, *, averaged: bool = False) -> Iterator[None]:
         """Replace the weights in the block by those that the optimizer evaluates, and by the
         averages of `--ema.decay` if they are `averaged`."""
-        with self.optimizer.evaluating(self.follow_weights), self.ema.applied(averaged):
+        with self.optimizer.evaluating(self.refresh_converters), self.ema.applied(averaged):
             yield
 
     def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None:

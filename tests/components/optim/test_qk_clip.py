@@ -1,5 +1,6 @@
 """`QKClip` against scores computed in float64: the largest of each head, and after the clip."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import llama_config, tiny_config, train
+from tests.training import llama_config, run, tiny_config, train
+from torchtitan.components.checkpoint.dcp import DcpSource
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.optim.qk_clip import QKClip
 from torchtitan.components.peft import LoRA
@@ -22,7 +24,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.deepseek_v3 import FLAVORS
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import Trainer
+from torchtitan.trainer import Callback, Trainer
 
 
 def scores_in_float64(
@@ -244,6 +246,92 @@ def test_training_clips_by_the_scores_of_the_step(tmp_path):
                 expected |= {key} if (factors < 1).any() else set()
         assert changed == expected
     assert 0 < n_clipped < 3 * config.n_layers * config.n_heads
+
+
+class Twice(Recorder):
+    """Two updates in a step."""
+
+    def update(self, micro_batches):
+        super().update(micro_batches)
+        self.optimizer.zero_grad()
+        return super().update(micro_batches)
+
+
+def test_each_of_several_updates_clips_by_its_own_scores(tmp_path):
+    options = {**OPTIONS, "training__steps": 2}
+    trainer = train(tmp_path, QKClip.Config(threshold=0.01), trainer_class=Twice, **options)
+    assert len(trainer.steps) == 4
+    for before, peaks, after in trainer.steps:
+        factors = (0.01 / peaks[0].double()).clamp(max=1)
+        key = "layers.0.attention.wq.weight"
+        ratios = (after[key].double() / before[key].double()).unflatten(0, (len(factors), -1))
+        is_shared = trainer.config.model_spec.model.n_kv_heads < len(factors)
+        expected = factors if is_shared else factors.sqrt()
+        torch.testing.assert_close(ratios.amax((1, 2)), expected, rtol=1e-5, atol=0)
+        assert factors.min() < 1
+
+
+class Returned(Callback):
+    """Keeps the weights after a return to a checkpoint."""
+
+    def on_return(self, step):
+        state = ModelState(self.trainer.model_parts).state_dict()
+        self.trainer.returned = step, {name: value.clone() for name, value in state.items()}
+
+
+class NotFinite(Trainer):
+    """The losses of steps 3 and 4 are NaN."""
+
+    def forward_backward_step(self, batch, n_tokens):
+        loss = super().forward_backward_step(batch, n_tokens)
+        return loss * (math.nan if self.step in (2, 3) else 1)
+
+
+def test_scores_of_a_skipped_step_scale_no_checkpoint(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        **{**OPTIONS, "training__steps": 5},
+        training__on_nonfinite="skip",
+        spikes__max_in_a_row=2,
+        spikes__action="leave_out",
+        checkpoint__enable=True,
+        checkpoint__interval=2,
+    )
+    config.model_converters.append(QKClip.Config(threshold=0.01))
+    config.callbacks.append(Returned.Config())
+    trainer = run(config, NotFinite)
+    step, weights = trainer.returned
+    source = DcpSource(tmp_path / "checkpoint" / "step-2")
+    assert step == 2 and weights
+    assert all(torch.equal(value, source.read(name)) for name, value in weights.items())
+
+
+class Overflowing(Trainer):
+    """Its gradients overflow in the last step."""
+
+    def clip_gradients(self):
+        norm = super().clip_gradients()
+        return norm * math.inf if self.step == 2 else norm
+
+
+def test_scores_of_a_skipped_step_scale_no_export(tmp_path):
+    trainer = train(
+        tmp_path,
+        QKClip.Config(threshold=0.01),
+        trainer_class=Overflowing,
+        **{**OPTIONS, "optimizer__name": "AdamW", "training__mixed_precision_param": "float16"},
+        loss_scale__initial=1.0,
+        ema__decay=0.9,
+        ema__for_export=True,
+        checkpoint__enable=True,
+        checkpoint__last_save_model_only=True,
+        checkpoint__export_dtype="float32",
+    )
+    assert trainer.spikes.n_skipped == 1
+    source = DcpSource(tmp_path / "checkpoint" / "step-3")
+    averages = {n: v for n, v in trainer.ema.state_dict().items() if n != "n_updates"}
+    assert averages
+    assert all(torch.equal(value, source.read(name)) for name, value in averages.items())
 
 
 def test_a_high_threshold_changes_nothing(tmp_path):

@@ -450,7 +450,7 @@ def gather_float8(folder: Path) -> None:
         # separate FSDP units.
         assert Counter(gathers.sent)[expected] == 3, gathers.sent
         with CommDebugMode() as counted:
-            converter.build().post_optimizer_hook(trainer.model_parts)
+            converter.build().refresh_hook(trainer.model_parts)
         assert dict(counted.get_comm_counts()) == (
             {torch.ops.c10d_functional.all_reduce: 1} if all_gather else {}
         )

@@ -76,21 +76,14 @@ class QKClip(ModelConverter):
         scores do not follow its weights."""
         for attention in _attention_of(model, self.config.option).values():
             attention.scores.records_peaks = True
-        self._is_due = False
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        for attention in self._all(model_parts):
-            attention.scores.peaks_H = None
-        self._is_due = True
+        _forget_peaks(_all(model_parts))  # of a step that was not taken
 
     @torch.no_grad()
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        # Not when validation replaces the weights for a while.
-        if not self._is_due:
-            return
-        self._is_due = False
-        layers = self._all(model_parts)
-        if any(layer.scores.peaks_H is None for layer in layers):  # no step of training
+        layers = _all(model_parts)
+        if any(layer.scores.peaks_H is None for layer in layers):  # a step without samples
             return
         peaks = torch.cat([layer.scores.peaks_H for layer in layers])
         if world_size() > 1:
@@ -102,10 +95,17 @@ class QKClip(ModelConverter):
         for layer, factor_H in zip(layers, factors.split(sizes), strict=True):
             for parameter, factor_E in layer.rows_of_scores(factor_H):
                 _multiply_rows(parameter, factor_E)
+        _forget_peaks(layers)
 
-    def _all(self, model_parts: list[nn.Module]) -> list[ScaledScores]:
-        modules = (module for part in model_parts for module in part.modules())
-        return [module for module in modules if isinstance(module, ScaledScores)]
+
+def _all(model_parts: list[nn.Module]) -> list[ScaledScores]:
+    modules = (module for part in model_parts for module in part.modules())
+    return [module for module in modules if isinstance(module, ScaledScores)]
+
+
+def _forget_peaks(layers: list[ScaledScores]) -> None:
+    for layer in layers:
+        layer.scores.peaks_H = None
 
 
 def _attention_of(model: nn.Module, option: str) -> dict[str, ScaledScores]:

@@ -125,9 +125,9 @@ class Float8LinearConverter(NarrowConverter):
         if self.config.fsdp_float8_all_gather:
             for part in model_parts:
                 self._check_shards(part)
-        self.post_optimizer_hook(model_parts)
+        self.refresh_hook(model_parts)
 
-    def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
+    def refresh_hook(self, model_parts: list[nn.Module]) -> None:
         """Compute the scales of all weights with one all-reduce (two with tensor parallelism) if
         FSDP gathers float8. Otherwise, each weight would need its own all-reduce when gathered.
         Weights in CPU memory still do, since FSDP copies them to the device without the scale."""
