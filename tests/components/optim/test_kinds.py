@@ -33,6 +33,21 @@ def test_names_are_the_rows():
     assert get_args(OptimizerName) == tuple(KINDS)
 
 
+@pytest.mark.parametrize("name", ["SGD", "Muon", "Dion"])
+def test_the_row_has_the_default_momentum(name, monkeypatch):
+    model = nn.ModuleDict({"layers": nn.Linear(3, 3, bias=False)})
+    config = Optimizer.Config(name=name)
+
+    def momentum() -> float:
+        return Optimizer(config, model_parts=[model]).optimizers[0].param_groups[0]["momentum"]
+
+    assert momentum() == KINDS[name].momentum
+    monkeypatch.setitem(KINDS, name, replace(KINDS[name], momentum=0.5))
+    assert momentum() == 0.5
+    config.momentum = 0.25
+    assert momentum() == 0.25
+
+
 def gradients(step: int, shapes: list[tuple[int, ...]], dtype=torch.float32) -> list[Tensor]:
     """Gradients with a common part, of about 1e-2."""
     generator = torch.Generator().manual_seed(step)
@@ -112,6 +127,25 @@ def test_schedule_free_equals_the_paper():
         x = (1 - share) * x + share * z
     with optimizer.evaluating():
         torch.testing.assert_close(weight.detach(), x, rtol=1e-9, atol=1e-11)
+
+
+def test_schedule_free_restores_weights_if_their_averages_fail(monkeypatch):
+    """As without memory for the second one."""
+    weights = weights_of([(5, 3), (4,)])
+    optimizer = ScheduleFreeAdamW([{"params": weights}], **ADAM)
+    take_steps(optimizer, 3)
+    trained = [weight.detach().clone() for weight in weights]
+    has_averages = optimizer._has_averages
+
+    def fail(parameter):
+        if parameter is weights[1]:
+            raise MemoryError
+        return has_averages(parameter)
+
+    monkeypatch.setattr(optimizer, "_has_averages", fail)
+    with pytest.raises(MemoryError), optimizer.evaluating():
+        pass
+    assert all(map(torch.equal, trained, weights)) and not optimizer.training_weights
 
 
 # --- SOAP -----------------------------------------------------------------------------------------
@@ -351,7 +385,15 @@ CONSTANT = {"lr_scheduler__decay_ratio": 0.0}
         ),
         (
             {"optimizer__name": "ScheduleFreeAdamW", **CONSTANT, "training__dtype": "bfloat16"},
-            r"--training\.dtype bfloat16 rounds away; set float32",
+            r"small steps, for which --training\.dtype bfloat16 has too few bits; set float32",
+        ),
+        (
+            {"optimizer__name": "Dion", "training__dtype": "bfloat16"},
+            r"Dion computes QR decompositions, for which --training\.dtype bfloat16",
+        ),
+        (
+            {"optimizer__name": "SOAP", "training__dtype": "bfloat16"},
+            r"SOAP computes eigenvectors, for which --training\.dtype bfloat16",
         ),
         (
             {"optimizer__name": "ScheduleFreeAdamW", **CONSTANT, "optimizer__beta1": 0.0},

@@ -45,7 +45,9 @@ class Settings:
     beta1: float
     beta2: float
     eps: float
-    momentum: float | None
+    momentum: float
+    """0 for an optimizer that has none."""
+
     implementation: Literal["fused", "foreach", "for-loop"]
     rounding: Rounding
     rank_fraction: float
@@ -74,6 +76,9 @@ class Kind:
     averages: bool = False
     """Whether it evaluates averages of the weights, so that nothing else should average them, nor
     the learning rate decay."""
+
+    needs_float32: str = ""
+    """What it does that weights with fewer bits do not allow; empty: they do."""
 
     offloads: bool = True
     """Whether it supports weights that FSDP keeps in CPU memory."""
@@ -105,9 +110,8 @@ def _make_few_bits(
 def _make_sgd(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
     # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
     foreach = optimizer.implementation != "for-loop"
-    momentum = optimizer.momentum or 0.0
     sgd = without_compiler(torch.optim.SGD)
-    return sgd(groups, lr=optimizer.lr, momentum=momentum, foreach=foreach)
+    return sgd(groups, lr=optimizer.lr, momentum=optimizer.momentum, foreach=foreach)
 
 
 def _make_muon(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
@@ -115,7 +119,7 @@ def _make_muon(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
     return Muon(
         groups,
         lr=optimizer.lr,
-        momentum=_momentum(optimizer),
+        momentum=optimizer.momentum,
         adjust_lr_fn="match_rms_adamw",
         rounding=optimizer.rounding,
     )
@@ -125,7 +129,7 @@ def _make_dion(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
     return Dion(
         groups,
         lr=optimizer.lr,
-        momentum=_momentum(optimizer),
+        momentum=optimizer.momentum,
         rank_fraction=optimizer.rank_fraction,
     )
 
@@ -137,10 +141,6 @@ def _make_soap(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
 def _adam(optimizer: Settings) -> dict[str, Any]:
     betas = (optimizer.beta1, optimizer.beta2)
     return {"lr": optimizer.lr, "betas": betas, "eps": optimizer.eps}
-
-
-def _momentum(optimizer: Settings) -> float:
-    return 0.95 if optimizer.momentum is None else optimizer.momentum
 
 
 def _check_few_bits(option: str) -> None:
@@ -156,10 +156,23 @@ KINDS: Mapping[str, Kind] = {
     "Adam": Kind(make=partial(make_adam, kind=torch.optim.Adam), skips=True),
     "SGD": Kind(make=_make_sgd, momentum=0.0),
     "Muon": Kind(make=_make_muon, for_matrices=True, momentum=0.95, rounds=True),
-    "Dion": Kind(make=_make_dion, for_matrices=True, momentum=0.95, offloads=False),
-    "SOAP": Kind(make=_make_soap, for_matrices=True, offloads=False),
+    "Dion": Kind(
+        make=_make_dion,
+        for_matrices=True,
+        momentum=0.95,
+        needs_float32="computes QR decompositions",
+        offloads=False,
+    ),
+    "SOAP": Kind(
+        make=_make_soap,
+        for_matrices=True,
+        needs_float32="computes eigenvectors",
+        offloads=False,
+    ),
     "ScheduleFreeAdamW": Kind(
-        make=lambda groups, optimizer: ScheduleFreeAdamW(groups, **_adam(optimizer)), averages=True
+        make=lambda groups, optimizer: ScheduleFreeAdamW(groups, **_adam(optimizer)),
+        averages=True,
+        needs_float32="averages weights by small steps",
     ),
 }
 

@@ -191,13 +191,13 @@ class Optimizer(Configurable):
                     f"{option} cannot be combined with --training.enable_cpu_offload, since it "
                     "communicates on the device; set Muon or AdamW, or disable it"
                 )
+            if kind.needs_float32 and training.dtype != "float32":
+                raise UserError(
+                    f"{option} {kind.needs_float32}, for which --training.dtype {training.dtype} "
+                    "has too few bits; set float32"
+                )
             if not kind.averages:
                 return
-            if training.dtype != "float32":
-                raise UserError(
-                    f"{option} averages weights by steps that --training.dtype {training.dtype} "
-                    "rounds away; set float32"
-                )
             if run.ema.decay is not None:
                 raise UserError(
                     f"{option} averages the weights already; leave out --ema.decay {run.ema.decay}"
@@ -390,7 +390,7 @@ class Optimizer(Configurable):
             beta1=config.beta1,
             beta2=config.beta2,
             eps=config.eps,
-            momentum=config.momentum,
+            momentum=(kind.momentum or 0.0) if config.momentum is None else config.momentum,
             implementation=config.implementation,
             rounding=config.rounding,
             rank_fraction=config.rank_fraction,

@@ -64,13 +64,13 @@ class ScheduleFreeAdamW(OwnState):
     def evaluating(self) -> Iterator[None]:
         """Replace the weights y by the averages x in the block; afterwards, they have their exact
         values."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.training_weights[parameter] = parameter.detach().clone()
-                if self._has_averages(parameter):
-                    z = local_part(self.state[parameter]["z"])
-                    local_part(parameter).lerp_(z, 1 - 1 / group["betas"][0])
         try:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.training_weights[parameter] = parameter.detach().clone()
+                    if self._has_averages(parameter):
+                        z = local_part(self.state[parameter]["z"])
+                        local_part(parameter).lerp_(z, 1 - 1 / group["betas"][0])
             yield
         finally:
             for parameter, weight in self.training_weights.items():
