@@ -151,6 +151,7 @@ def test_incidents_say_why(tmp_path):
     start = {"event": "start", "begun": 10.0, "command": "train"}
     events = [start, {"event": "skipped", "reason": "a spike"}, {"event": "returned", "to": 5}]
     events += [start, {"event": "end", "reason": "stopped"}, start]
+    events += [{"event": "end", "reason": "ended early", "why": "no improvement"}]
     lines = [{"time": 9.0, "step": 7, "seconds": {}, **event} for event in events]
     (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
     record_of(tmp_path, [{"step": 1, "loss": 1.0}])
@@ -164,6 +165,7 @@ def test_incidents_say_why(tmp_path):
         ("start", "1.0 s after the last event, at step 7 (killed, or ended by an error)"),
         ("end", "stopped"),
         ("start", "1.0 s after the last event, at step 7 (stopped)"),
+        ("end", "ended early: no improvement"),
     ]
 
 

@@ -7,17 +7,18 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.training import run, tiny_config
 from torchtitan.components.checkpoint import list_checkpoints
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import Callback
+from torchtitan.trainer import Callback, Trainer
 from torchtitan.trainer.early_stopping import EarlyStopping
 
 
 def _stopping(metric="validation_loss", **options):
     reasons = []
-    trainer = SimpleNamespace(step=0, end_early=reasons.append)
+    trainer = SimpleNamespace(step=0, end_early=reasons.append, validator=None)
     config = EarlyStopping.Config(metric=metric, **options)
     return EarlyStopping(config, trainer=trainer), trainer, reasons
 
@@ -79,6 +80,98 @@ def test_mistakes_are_reported(tmp_path):
         UserError, match=r"no 'evaluation/quiz/accuracy_raw'.*evaluation/quiz/accuracy"
     ):
         stopping.on_measured({"evaluation/quiz/accuracy": 1.0})
+
+
+def test_a_known_number_that_is_missing_is_no_improvement():
+    """As a mean without anything to measure, which a validation leaves out."""
+    stopping, trainer, reasons = _stopping("validation_reward", patience=2)
+    trainer.validator = SimpleNamespace(measured_names=lambda: ["validation_reward"])
+    stopping.on_measured({"validation_loss": math.nan})
+    assert stopping.without_improvement == 1
+    stopping.on_measured({"validation_loss": 1.0, "validation_reward": 0.5})
+    assert stopping.best == 0.5 and stopping.without_improvement == 0
+    stopping.on_measured({"validation_loss": math.nan})
+    assert reasons == []
+    stopping.on_measured({"validation_loss": math.nan})
+    assert len(reasons) == 1 and "validation_reward has not improved in 2" in reasons[0]
+
+    stopping, _, _ = _stopping("evaluation/quiz/accuracy")
+    stopping.on_measured({"evaluation/quiz/accuracy": 0.5})
+    stopping.on_measured({"evaluation/quiz/other": 0.5})
+    assert stopping.without_improvement == 1
+
+
+class Mute(Trainer):
+    """Measures nothing in validations before the third one."""
+
+    measures_named = ("verdict", "other")
+    has_own_loss = True
+
+    def compute_loss(self, batch):
+        loss, weight = super().compute_loss(batch)
+        if not torch.is_grad_enabled():
+            is_measured = torch.tensor(float(self.step > 4))
+            self.measure("verdict", is_measured * self.step, is_measured)
+        return loss, weight
+
+
+VALIDATING = {"validator__enable": True, "validator__freq": 2, "validator__steps": 1}
+
+
+def test_validations_without_the_number(tmp_path):
+    options = {"callbacks__earlystopping__goal": "max", **VALIDATING}
+    options |= {"training__steps": 7, "callbacks__earlystopping__patience": 3}
+    metric = "callbacks__earlystopping__metric"
+    trainer = run(tiny_config(tmp_path, **{metric: "validation_verdict"}, **options), Mute)
+    (stopping,) = (one for one in trainer.callbacks if isinstance(one, EarlyStopping))
+    assert trainer.step == 7 and stopping.best == 7 and stopping.without_improvement == 0
+    with pytest.raises(UserError, match="there is no 'validation_verdicts'"):
+        run(tiny_config(tmp_path / "b", **{metric: "validation_verdicts"}, **options), Mute)
+    # By the clock of each rank, which would not end together.
+    with pytest.raises(UserError, match="there is no 'validation_time'"):
+        run(tiny_config(tmp_path / "c", **{metric: "validation_time"}, **options), Mute)
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_data_that_ends_before_the_first_validation(tmp_path, log, measures):
+    """The last validation follows the end, and measures the number."""
+    config = tiny_config(
+        tmp_path,
+        **{**VALIDATING, "validator__freq": 100},
+        callbacks__earlystopping__metric="validation_loss" if measures else "value_loss",
+    )
+    assert run(config, Ending).step == 2
+    assert ("was never measured" in log.text) is not measures
+
+
+class Ending(Trainer):
+    """Has no data after step 2."""
+
+    def read_batches(self, batches):
+        return super().read_batches(batches) if self.step < 2 else []
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_turned_on_later_it_counts_from_there(tmp_path, returns):
+    """Checkpoints of the run before, which it resumes or returns to, have no count."""
+    saving = {"checkpoint__enable": True, "checkpoint__interval": 2}
+    run(tiny_config(tmp_path, training__steps=2, **saving))
+    config = _config(
+        tmp_path,
+        training__on_nonfinite="skip",
+        spikes__max_in_a_row=2,
+        spikes__action="leave_out",
+    )
+    trainer = run(config, NotFinite if returns else None)
+    assert trainer.step == 6 and trainer.spikes.returned_to == (2 if returns else None)
+
+
+class NotFinite(Trainer):
+    """The losses of steps 3 and 4 are NaN."""
+
+    def forward_backward_step(self, batch, n_tokens):
+        loss = super().forward_backward_step(batch, n_tokens)
+        return loss * (math.nan if self.step in (2, 3) else 1)
 
 
 class Measures(Callback):
@@ -154,3 +247,4 @@ def test_validation_ends_the_run_and_saves_it(tmp_path):
     assert [info.step for info in list_checkpoints(tmp_path / "checkpoint")] == [2, 4]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert events[-1]["reason"] == "ended early"
+    assert events[-1]["why"].startswith("validation_loss has not improved in 1 measurements, and")

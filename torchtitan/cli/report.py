@@ -257,7 +257,8 @@ def _incidents(run: RunRecord) -> list[list[str]]:
 
 def _row_of_event(name: str, before: Event, event: Event) -> list[str]:
     values = {key: value for key, value in event.items() if key not in _UNLISTED}
-    words = _text(event.get("reason", values))
+    words = ": ".join(_text(event[key]) for key in ("reason", "why") if key in event)
+    words = words or _text(values)
     if event["event"] == "start":
         words = ""
         if before:

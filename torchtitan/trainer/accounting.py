@@ -146,7 +146,8 @@ class Accounting(Recorder):
     def close(self) -> None:
         """If the run came to its end, log the account."""
         if self._reason and self.file:
-            self._write("end", reason=self._reason)
+            why = {"why": self.trainer.early_end} if self.trainer.early_end else {}
+            self._write("end", reason=self._reason, **why)
             events = run_events.read_events(Path(self.trainer.config.dump_folder))
             if not events:
                 folder = self.trainer.config.dump_folder

@@ -71,7 +71,7 @@ class Callback(Configurable):
 
     def on_measured(self, numbers: Mapping[str, float]) -> None:
         """Act on the numbers of a validation, or of a task of an evaluation, after step
-        `trainer.step`, equal on all ranks: by their names in the metrics."""
+        `trainer.step`, equal on all ranks: by their names in the metrics, without times."""
 
     def on_end(self, reason: StopReason) -> None:
         """Act after the last step, before the last validation and checkpoint."""

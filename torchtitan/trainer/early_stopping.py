@@ -18,7 +18,8 @@ _HIGHER = ("accuracy", "accuracies", "acc", "acc_norm", "exact_match", "f1", "re
 
 class EarlyStopping(Callback):
     """End the run after `patience` measurements of a metric in a row that are no better than the
-    best one. A resumed run continues the count, as checkpoints contain it."""
+    best one. A resumed run continues the count, as checkpoints contain it. A measurement without a
+    number, such as of a validation without any verdict, is no improvement."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Callback.Config):
@@ -76,17 +77,15 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.best_step = 0
         self.without_improvement = 0
-        self._is_known = False
+        self._reason: StopReason | None = None  # of the run's end
 
     def on_measured(self, numbers: Mapping[str, float]) -> None:
         metric = self.config.metric
         if not metric:
             return
-        if metric not in numbers:
-            self._check_name(numbers)
+        if metric not in numbers and not self._is_missing(numbers):
             return
-        self._is_known = True
-        value, sign = numbers[metric], self.config.sign()
+        value, sign = numbers.get(metric, math.nan), self.config.sign()
         is_first = self.best is None and not math.isnan(value)
         if is_first or (
             self.best is not None and sign * (value - self.best) > self.config.min_delta
@@ -97,19 +96,30 @@ class EarlyStopping(Callback):
             self.without_improvement += 1
         self._end_if_due()
 
-    def _check_name(self, numbers: Mapping[str, float]) -> None:
-        """Raise `UserError` if `numbers` are those that would have the metric."""
+    @property
+    def _is_known(self) -> bool:
+        """True once the metric was measured."""
+        return self.best is not None or self.without_improvement > 0
+
+    def _is_missing(self, numbers: Mapping[str, float]) -> bool:
+        """Return whether the metric is missing in `numbers`, which may have it. Raise `UserError`
+        if they never will."""
         metric = self.config.metric
         task, _, _ = metric.rpartition("/")
         is_validation = metric.startswith("validation") and "validation_loss" in numbers
         is_task = task.startswith("evaluation/") and any(
             name.rpartition("/")[0] == task for name in numbers
         )
-        if is_validation or is_task:
+        if not (is_validation or is_task):
+            return False
+        validator = self.trainer.validator
+        possible = validator.measured_names() if is_validation and validator else []
+        if not self._is_known and metric not in possible:
             raise UserError(
                 f"--callbacks.earlystopping.metric: there is no '{metric}', but "
                 f"{', '.join(numbers)}{suggest(metric, list(numbers))}"
             )
+        return True
 
     def _end_if_due(self) -> None:
         if self.without_improvement >= self.config.patience:
@@ -120,7 +130,14 @@ class EarlyStopping(Callback):
             )
 
     def on_end(self, reason: StopReason) -> None:
-        if self.config.metric and not self._is_known and reason != "stopped":
+        self._reason = reason
+
+    def close(self) -> None:
+        """Warn if the metric was never measured, also not by a validation or evaluation after the
+        last step."""
+        ended = self._reason not in (None, "stopped")
+        self._reason = None
+        if ended and self.config.metric and not self._is_known:
             logger.warning(
                 "--callbacks.earlystopping.metric '%s' was never measured by this run",
                 self.config.metric,
@@ -140,5 +157,4 @@ class EarlyStopping(Callback):
             return
         self.best, self.best_step = state["best"], state["best_step"]
         self.without_improvement = state["without_improvement"]
-        self._is_known = True
         self._end_if_due()

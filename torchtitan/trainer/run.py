@@ -56,6 +56,8 @@ class Run(Protocol):
     step: int
     total_steps: int
     """The last step, unless the run ends early."""
+    early_end: str
+    """Reason why the run ends before `total_steps`; empty: it does not."""
     n_tokens_seen: int
     num_parameters: int
     device: torch.device

@@ -94,6 +94,8 @@ def initial_loads(trainer: Any) -> dict[str, Callable[[], None]]:
         loads["loss_scale"] = lambda: None
     if trainer.config.ema.decay is not None:
         loads["ema"] = trainer.ema.reset
+    if any(callback.has_state for callback in trainer.config.callbacks):
+        loads["callbacks"] = lambda: None  # turned on later, they keep their first state
     path = config.initial_load_path
     is_other = path and not is_url(path) and (trainer.tokenizer.added or read_converters(path))
     if not (config.initial_load_in_hf or is_other or converters or config.save_trainable_only):

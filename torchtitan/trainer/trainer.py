@@ -20,7 +20,7 @@ from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import StartDecision
 from torchtitan.components.data.base import BaseDataLoader, Batch, images_in
-from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.evaluation.validate import CLOCK_METRICS, Validator
 from torchtitan.components.losses.loss import IGNORE_INDEX, Measures
 from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.optim.ema import WeightAverage
@@ -1036,8 +1036,8 @@ class Trainer(Configurable):
                 getattr(callback, method)(*args)
 
     def report_measured(self, numbers: Mapping[str, float]) -> None:
-        """Tell the callbacks the numbers of a validation or evaluation, by their names in the
-        metrics."""
+        """Tell the callbacks the numbers of a validation or evaluation, equal on all ranks, by
+        their names in the metrics."""
         self.notify("on_measured", numbers)
 
     def validate(self) -> float:
@@ -1051,7 +1051,9 @@ class Trainer(Configurable):
         ):
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
-        self.report_measured(measured)
+        self.report_measured(
+            {name: value for name, value in measured.items() if name not in CLOCK_METRICS}
+        )
         return measured["validation_loss"]
 
     @contextlib.contextmanager

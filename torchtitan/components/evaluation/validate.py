@@ -33,6 +33,9 @@ from torchtitan.tools.logging import logger
 
 _HINT = "(docs/metrics.md)"
 
+CLOCK_METRICS = ("validation_tokens_per_second", "validation_time")
+"""Metrics of `Validator.validate` by the clock of each rank."""
+
 
 class Validator(Configurable):
     """Measures the mean loss over all valid tokens of the validation data on all ranks.
@@ -167,6 +170,12 @@ class Validator(Configurable):
         if self.tokenizer:
             metrics["validation_tokens_per_second"] = sums_of_sets[:, 1].sum().item() / seconds
         return {**metrics, "validation_time": seconds}
+
+    def measured_names(self) -> list[str]:
+        """Return the names of the metrics that `validate` leaves out if a validation has nothing to
+        measure."""
+        sets = ["", *(f"/{name}" for name in self.sets if name)]
+        return [f"validation_{name}{of_set}" for name in self.measures.names for of_set in sets]
 
     def _sum_set(self, data: "_Set") -> Tensor:
         """Return this rank's part of a set's summed loss, weight, bytes, cross entropy in nats,
