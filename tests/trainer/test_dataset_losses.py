@@ -1,12 +1,19 @@
 """The training loss of each dataset of a mixture, compared with validation on that dataset."""
 
+import contextlib
 import json
 
 import pytest
+import torch.distributed as dist
 
-from tests.training import flags, read_metrics, run, tiny_config
+from tests.processes import run_processes
+from tests.training import flags, read_metrics, run, tiny_config, train
+from torchtitan.components.checkpoint import list_checkpoints
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.template.trainer import TemplateTrainer
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
 
 
 def _rows(path, word, count):
@@ -73,6 +80,78 @@ def test_windows_of_text_belong_to_their_dataset(tmp_path):
     last = [line for line in lines if "loss/easy.txt" in line and "loss/hard.txt" in line][-1]
     assert last["loss/easy.txt"] < 0.7 * last["loss/hard.txt"]
     assert last["loss/easy.txt"] <= last["loss"] <= last["loss/hard.txt"]
+
+
+def test_a_step_that_does_not_record_is_refused(tmp_path):
+    class OwnStep(Trainer):
+        def update(self, micro_batches):
+            self.dataset_losses.of = lambda *_: contextlib.nullcontext()
+            return super().update(micro_batches)
+
+    config = tiny_config(tmp_path, metrics__dataset_losses=True)
+    with pytest.raises(UserError, match=r"which this trainer's train_step does not record"):
+        run(config, OwnStep)
+
+
+def test_the_template_records(tmp_path):
+    config = tiny_config(tmp_path, metrics__dataset_losses=True)
+    run(config, TemplateTrainer)
+    _assert_losses_of_the_only_set(tmp_path)
+
+
+def _assert_losses_of_the_only_set(folder):
+    """They are the training losses, summed in another order."""
+    (line, *_) = (folder / "metrics.jsonl").read_text().splitlines()
+    (name,) = (name for name in json.loads(line) if name.startswith("loss/"))
+    numbers = read_metrics(folder, name, "loss")
+    assert len(numbers) == 4
+    assert [own for _, own, _ in numbers] == pytest.approx([all_ for *_, all_ in numbers], rel=1e-6)
+
+
+class FailingTokens(CrossEntropyLoss):
+    """Fails on the second rank in the third of its calls."""
+
+    def __call__(self, *args, **options):
+        self.n_calls = getattr(self, "n_calls", 0) + 1
+        if self.n_calls == 3 and dist.get_rank() == 1:
+            raise ZeroDivisionError("mine")
+        return super().__call__(*args, **options)
+
+
+class Failing(Trainer):
+    def build_loss(self):
+        loss = super().build_loss()
+        loss.__class__ = FailingTokens
+        return loss
+
+
+LAYOUT = {"training__steps": 4, "training__local_batch_size": 1, "training__global_batch_size": 2}
+
+
+def _on_two_ranks(folder):
+    options = {**LAYOUT, "metrics__dataset_losses": True}
+    train(
+        folder / "cp",
+        **{**options, "training__local_batch_size": 2},
+        parallelism__data_parallel_shard_degree=1,
+        parallelism__context_parallel_degree=2,
+    )
+    with pytest.raises(UserError, match="rank 1 failed: .*mine"):
+        train(
+            folder / "failing",
+            trainer_class=Failing,
+            **options,
+            checkpoint__enable=True,
+            checkpoint__interval=100,
+        )
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    """The parts of sequences add up; after a loss that fails on one rank, all save and end."""
+    run_processes(_on_two_ranks, 2, tmp_path)
+    _assert_losses_of_the_only_set(tmp_path / "cp")
+    assert [info.step for info in list_checkpoints(tmp_path / "failing" / "checkpoint")] == [2]
 
 
 def test_own_losses_are_refused(tmp_path):

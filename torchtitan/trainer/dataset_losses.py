@@ -1,7 +1,8 @@
 """The training loss of each dataset of a mixture."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss, Measures
-from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer.token_losses import TokenLosses
 
 
 class DatasetLosses:
@@ -26,11 +28,17 @@ class DatasetLosses:
     """
 
     def __init__(
-        self, loss: Any, loader: BaseDataLoader, parallel_dims: ParallelDims, *, wanted: bool
+        self,
+        loss: Any,
+        loader: BaseDataLoader,
+        parallel_dims: ParallelDims,
+        *,
+        wanted: bool,
+        has_failed: Callable[[], bool] = lambda: False,
     ):
-        self._loss = loss
+        self._losses = TokenLosses(loss, parallel_dims, has_failed)
         self._loader = loader
-        self._dims = parallel_dims
+        self._has_recorded = self._is_checked = False
         self.names: list[str] = []
         """Names of the measures."""
         if not wanted:
@@ -61,18 +69,26 @@ class DatasetLosses:
         if not self.names:
             yield
             return
-        with self._loss.recording() as chunks:
+        self._has_recorded = True
+        sets = self._loader.datasets_of(batch)
+        with self._losses.passed_to(partial(self._add, measures), batch, {"sets": sets}):
             yield
-        per_token = {"labels": batch["labels"], "sets": self._loader.datasets_of(batch)}
-        if self._dims.cp > 1:
-            per_token = shard_sequences(
-                per_token, self._dims.sequence_shards, self._dims.coordinate("cp")
-            )
-        sets = per_token["sets"].where(per_token["labels"] != IGNORE_INDEX, -1).flatten()
-        losses = torch.cat(chunks)[: len(sets)]  # then the losses of multi-token prediction
-        assert losses.shape == sets.shape, "expected exactly one forward pass of the batch"
-        if not self._dims.is_tensor_leader:
+
+    def check_step(self) -> None:
+        """Raise `UserError` if no rank has recorded anything in the first step, when this is a
+        collective. Call it after each step."""
+        if not self.names or self._is_checked:
             return
+        self._is_checked = True
+        if not any(gather_objects(self._has_recorded)):
+            raise UserError(
+                "--metrics.dataset_losses needs the losses of single tokens, which this trainer's "
+                "train_step does not record; compute each micro-batch within "
+                "`self.dataset_losses.of(batch, self.measures)`"
+            )
+
+    def _add(self, measures: Measures, per_token: Mapping[str, Tensor], losses: Tensor) -> None:
+        sets = per_token["sets"].where(per_token["labels"] != IGNORE_INDEX, -1).flatten()
         sums_N2 = _sums_by_set(sets.to(losses.device), losses, len(self.names))
         for name, (total, weight) in zip(self.names, sums_N2, strict=True):
             measures.add(name, total, weight)

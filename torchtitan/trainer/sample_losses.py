@@ -1,7 +1,7 @@
 """The loss of each sample of a training step, for samplers that need it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ from torch import Tensor
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, number_tokens
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer.token_losses import TokenLosses
 
 
 class SampleLosses:
@@ -27,7 +27,14 @@ class SampleLosses:
     parallelism, since only the last stage has token losses.
     """
 
-    def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
+    def __init__(
+        self,
+        loss: Any,
+        parallel_dims: ParallelDims,
+        *,
+        wanted: bool,
+        has_failed: Callable[[], bool] = lambda: False,
+    ):
         if wanted and not isinstance(loss, CrossEntropyLoss):
             raise UserError(
                 f"the sampler needs per-sample losses, which {type(loss).__qualname__} does not "
@@ -40,8 +47,7 @@ class SampleLosses:
                 f"--parallelism.pipeline_parallel_degree {parallel_dims.pp}; set it to 1, or "
                 "choose another sampler"
             )
-        self._loss = loss
-        self._dims = parallel_dims
+        self._losses = TokenLosses(loss, parallel_dims, has_failed)
         self._wanted = wanted
         # per micro-batch: document numbers and losses of valid tokens
         self._recorded: list[tuple[Array, Tensor]] = []
@@ -53,23 +59,13 @@ class SampleLosses:
         if not self._wanted:
             yield
             return
-        with self._loss.recording() as chunks:
+        with self._losses.passed_to(self._record, batch, {"numbers": number_tokens(batch)}):
             yield
-        per_token = {
-            "input": batch["input"],
-            "labels": batch["labels"],
-            "numbers": number_tokens(batch),
-        }
-        if self._dims.cp > 1:
-            per_token = shard_sequences(
-                per_token, self._dims.sequence_shards, self._dims.coordinate("cp")
-            )
+
+    def _record(self, per_token: Mapping[str, Tensor], losses: Tensor) -> None:
         counts = (per_token["labels"] != IGNORE_INDEX) & (per_token["numbers"] != NO_DOCUMENT)
         numbers = torch.where(counts, per_token["numbers"], NO_DOCUMENT).flatten()
-        losses = torch.cat(chunks)[: len(numbers)]  # then the losses of multi-token prediction
-        assert losses.shape == numbers.shape, "expected exactly one forward pass of the batch"
-        if self._dims.is_tensor_leader:
-            self._recorded.append((numbers.numpy(), losses))
+        self._recorded.append((numbers.numpy(), losses))
 
     def statistics(self, step: int, loss: float, grad_norm: float) -> StepStatistics:
         """Return the recorded step's statistics, equal on all ranks. Repeated samples count once,

@@ -61,6 +61,10 @@ class StepFailure:
             and self._trainer.parallel_dims.tp == 1
         )
 
+    def has_failed(self) -> bool:
+        """Return whether the step in progress has failed on this rank."""
+        return self.error is not None
+
     def watch(self, models: Sequence[nn.Module]) -> None:
         """Record the passes through models, if the run saves."""
         if not self._is_on:

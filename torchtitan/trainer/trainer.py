@@ -188,8 +188,12 @@ class Trainer(Configurable):
 
         self.converters = [converter.build() for converter in config.model_converters]
         self.loss = self.build_loss()
+        self.step_failure = StepFailure(self)
         self.sample_losses = SampleLosses(
-            self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses
+            self.loss,
+            self.parallel_dims,
+            wanted=self.dataloader.needs_sample_losses,
+            has_failed=self.step_failure.has_failed,
         )
         if config.metrics.dataset_losses and self.has_own_loss:
             raise UserError(
@@ -201,6 +205,7 @@ class Trainer(Configurable):
             self.dataloader,
             self.parallel_dims,
             wanted=config.metrics.dataset_losses,
+            has_failed=self.step_failure.has_failed,
         )
         self.measures = self.measures_class(
             (*self.measures_named, *self.dataset_losses.names),
@@ -228,7 +233,6 @@ class Trainer(Configurable):
         self.init_weights()
         self.ema = config.ema.build(model_parts=self.model_parts, follow=self.refresh_converters)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
-        self.step_failure = StepFailure(self)
         self.agreement = self.build_agreement()
         self.pipeline = self.build_pipeline()
         if not self.pipeline:
@@ -925,7 +929,7 @@ class Trainer(Configurable):
         stop = self.failure is not None or (
             self.stop_request is not None and self.stop_request.received
         )
-        failed = self.step_failure.error is not None
+        failed = self.step_failure.has_failed()
         flags = [
             torch.full((), float(flag), device=self.device)
             for flag in (stop, self.has_data, failed)
@@ -1023,6 +1027,7 @@ class Trainer(Configurable):
         measured: dict[str, Any] = {**progress, **outcome.measures, **skipped, **scale}
         self.metrics.log_step(step, **numbers, **measured)
         statistics = self.sample_losses.statistics(step, **numbers)
+        self.dataset_losses.check_step()
         if outcome.is_taken:
             self.spikes.record(**numbers)
             self.ema.update()

@@ -41,7 +41,11 @@ class TemplateTrainer(Trainer):
                 inputs = batch["input"], batch.get("attention")
                 # The loss takes hidden states and output weights, so that no tensor ever holds all
                 # logits. For a custom loss on whole logits: `logits = model(*inputs)`.
-                with self.mixed_precision(), self.sample_losses.of(micro_batch):
+                with (
+                    self.mixed_precision(),
+                    self.sample_losses.of(micro_batch),
+                    self.dataset_losses.of(micro_batch, self.measures),
+                ):
                     self.watchdog.phase("forward")
                     summed_loss = model(*inputs, head=self.loss, labels_BL=batch["labels"])
                     mean_loss = summed_loss / n_tokens.clamp(min=1).float()
