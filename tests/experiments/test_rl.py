@@ -471,6 +471,22 @@ def test_a_spike_in_a_further_update_ends_its_step(folder, tmp_path, caplog, met
         train_rl(folder, tmp_path / "skipped", **options, policy__updates=3)
 
 
+def test_an_overflow_in_a_further_update_ends_its_step(folder, tmp_path, caplog):
+    """The step is taken, and the next one has a smaller loss scale."""
+    clip = RLTrainer.clip_gradients
+
+    def overflow(trainer: RLTrainer) -> torch.Tensor:
+        return clip(trainer) * (1 if trainer.is_first_update else math.inf)
+
+    options = {"training__steps": 1, "training__mixed_precision_param": "float16"}
+    options |= {"policy__updates": 2, "loss_scale__initial": 16.0}
+    with mock.patch.object(RLTrainer, "clip_gradients", overflow):
+        trainer = train_rl(folder, tmp_path, **options)
+    assert "step 1: a further update has loss" in caplog.text and trainer.step == 1
+    assert trainer.spikes.n_skipped == trainer.spikes.in_a_row == 0
+    assert trainer.loss_scale.value == 8
+
+
 @pytest.mark.parametrize(("inside", "method"), [(True, "grpo"), (False, "ppo")])
 def test_resume_is_exact(folder, tmp_path, inside, method):
     options = {"policy__beta": 0.1, "policy__updates": 2, "policy__method": method}

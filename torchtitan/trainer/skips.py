@@ -12,6 +12,18 @@ from torchtitan.trainer.ledger import in_global_order, names_of, shortened
 from torchtitan.trainer.step_result import NonFiniteError, StepResult
 
 
+def is_overflow(trainer: Any, outcome: StepResult) -> bool:
+    """Return whether gradients of a step are infinite by the loss scale of float16, while the loss
+    is finite."""
+    return trainer.loss_scale.is_on and math.isfinite(outcome.loss) and not outcome.is_finite
+
+
+def ends_run(trainer: Any, outcome: StepResult) -> bool:
+    """Return whether a step ends the run by numbers that are not finite."""
+    is_unexpected = not outcome.is_finite and not is_overflow(trainer, outcome)
+    return is_unexpected and trainer.config.training.on_nonfinite == "stop"
+
+
 def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch]) -> None:
     """Name a step that is not taken, with its documents, on all ranks of a `Trainer`. Raise
     `NonFiniteError` or `RunFailure` if the run must end."""
@@ -20,12 +32,12 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
     documents = in_global_order(names_of(local_batches, trainer.dataloader.document_names))
     data_step = f" (data step {outcome.data_step})" if outcome.data_step > outcome.step else ""
     scale = trainer.loss_scale
-    overflows = scale.is_on and math.isfinite(outcome.loss) and not outcome.is_finite
-    reason = f" (float16 overflows with the loss scale {scale.value:g})" if overflows else ""
+    overflow = f" (float16 overflows with the loss scale {scale.value:g})"
+    reason = overflow if is_overflow(trainer, outcome) else ""
     message = (
         f"step {outcome.step}{data_step}: {outcome}{reason}; documents: {shortened(documents)}"
     )
-    if not outcome.is_finite and not overflows and trainer.config.training.on_nonfinite == "stop":
+    if ends_run(trainer, outcome):
         # the process ends immediately, which would lose a save in the background
         trainer.checkpointer.wait()
         raise NonFiniteError(

@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.advantages import estimate_advantages
 from torchtitan.tools.errors import SharedError, UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import StepResult
+from torchtitan.trainer.skips import ends_run
 
 Head = Callable[..., Tensor]
 """See `token_log_probs`."""
@@ -229,9 +230,7 @@ class RLTrainer(RatedRolloutTrainer):
     def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
         """Skip the rest of a step whose first update was taken; such a step does not count as
         skipped."""
-        if self.is_first_update or not (
-            outcome.is_finite or self.config.training.on_nonfinite == "skip"
-        ):
+        if self.is_first_update or ends_run(self, outcome):
             super().skip_step(outcome, micro_batches)
         else:
             logger.warning(
