@@ -33,6 +33,7 @@ class Sections(Protocol):
 
     hf_assets_path: str
     dump_folder: str
+    dataloader: BaseDataLoader.Config
     optimizer: Optimizer.Config
     lr_scheduler: LRScheduler.Config
     training: TrainingConfig
