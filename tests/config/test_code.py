@@ -252,12 +252,16 @@ NO_PATHS = {
     "ActivationCheckpointConfig.selective_option",
     "CheckpointConfig.exclude_from_loading",
     "CompileConfig.backend",
+    "EarlyStopping.Config.metric",
+    "Evaluation.Config.tasks",
+    "LRScheduler.Config.points",
     "ModelSpec.flavor",
     "ModelSpec.formats",
     "ModelSpec.module",
     "ModelSpec.name",
     "Optimizer.Config.param_groups",
     "ParallelismConfig.module_fqns_per_model_part",
+    "ParamGroup.lr_points",
     "ParamGroup.pattern",
     "PlannedDataLoader.Config.columns",
     "PreferenceLoss.Config.mix",
@@ -265,6 +269,8 @@ NO_PATHS = {
     "PretrainedTokenizer.Config.added_tokens",
     "PretrainedTokenizer.Config.split_pattern",
     "RolloutConfig.url",
+    "Samples.Config.messages",
+    "Samples.Config.prompts",
     "LabeledImageDataLoader.Config.classes",
     "LabeledImageDataLoader.Config.image_column",
     "LabeledImageDataLoader.Config.label_column",
@@ -365,12 +371,8 @@ REVIEWED = {
     ("tools/process.py", "CDLL"): "the C library of this process",
     (
         "components/evaluation/lm_eval_adapter.py",
-        "simple_evaluate",
-    ): "--tasks and --include_path of the command line",
-    (
-        "components/evaluation/lm_eval_adapter.py",
         "TaskManager",
-    ): "--tasks and --include_path of the command line",
+    ): "--include_path of the command line, or a CodeFolder",
     ("cli/ls.py", "trusted_module"): "of built-in families",
     (
         "models/families.py",
@@ -384,7 +386,7 @@ REVIEWED = {
         "protocols/conversion.py",
         "trusted_module",
     ): "imports only what is built in, installed or imported",
-    ("cli/ladder.py", "Popen"): "this program",
+    ("cli/child.py", "Popen"): "this program",
     ("cli/launch.py", "Popen"): "this program",
     ("foresight/this_machine.py", "Popen"): "this program",
     (
@@ -392,7 +394,6 @@ REVIEWED = {
         "get_class_from_dynamic_module",
     ): "only with the environment variable",
     ("components/checkpoint/writer_process.py", "Popen"): "this program",
-    ("cli/run.py", "Popen"): "recipes run commands, and show them before",
 }
 """Calls in a file whose argument is not an option, with the reason."""
 

@@ -370,7 +370,7 @@ class TestMistakes:
             ("optimizer: {lr: fast}", "'optimizer.lr' .* is 'fast', but must be a number"),
             (
                 "lr_scheduler: {decay_type: cubic}",
-                "'lr_scheduler.decay_type' .* must be one of linear, sqrt, cosine",
+                "'lr_scheduler.decay_type' .* must be one of linear, sqrt, cosine, power",
             ),
             ("checkpoint: {exclude_from_loading: null}", r"must be a list \(each item a string\)"),
             (
@@ -437,7 +437,7 @@ class TestMistakes:
             (
                 ["--lr-scheduler.decay-type=a--------b"],
                 "--lr_scheduler.decay_type is 'a--------b', but must be one of linear, sqrt, "
-                "cosine",
+                "cosine, power",
             ),
             (
                 ["--dataloader.weights", "1", "a"],
@@ -446,7 +446,7 @@ class TestMistakes:
             (
                 ["--lr_scheduler.decay_type=--training.steps"],
                 "--lr_scheduler.decay_type is '--training.steps', but must be one of linear, sqrt, "
-                "cosine",
+                "cosine, power",
             ),
             (
                 ["--optimizer.lr", "x", "--optimizer.lr", "y"],
