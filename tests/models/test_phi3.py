@@ -169,7 +169,7 @@ def test_cache_is_computed_again_with_padding_of_tensor_parallelism(
     model, _ = tiny(sliding_window=None)
     expected = generated(model)
     module = importlib.import_module("torchtitan.components.generation.engine")
-    monkeypatch.setattr(module, "_tensor_parallel_degree", lambda model: degree)
+    monkeypatch.setattr(module, "sequence_splits", lambda model: degree)
     assert generated(model) == expected
 
 

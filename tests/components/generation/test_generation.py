@@ -471,7 +471,7 @@ def test_recurrent_states_continue_in_the_cache():
 
 def test_recurrent_states_under_tensor_parallelism_are_refused(monkeypatch):
     module = importlib.import_module("torchtitan.components.generation.engine")
-    monkeypatch.setattr(module, "_tensor_parallel_degree", lambda model: 2)
+    monkeypatch.setattr(module, "sequence_splits", lambda model: 2)
     generate(small_model(), [[1, 2]], max_new_tokens=2)
     with pytest.raises(UserError, match="tensor parallelism .degree 2. supports no recurrent"):
         generate(recurrent_model(), [[1, 2]], max_new_tokens=2)
