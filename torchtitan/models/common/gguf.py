@@ -121,6 +121,39 @@ FUSED_GATE_UP = KeyMapping(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """The RoPE of an architecture."""
+
+    neighbors: bool = False
+    """It pairs neighboring elements of queries and keys (LLAMA_ROPE_TYPE_NORM)."""
+
+    part: bool = False
+    """It rotates a part of each head, if told so."""
+
+    scalings: Sequence[str] = ("linear", "yarn")
+    """Changes for long contexts that it computes."""
+
+
+NEIGHBORS = Rotation(neighbors=True)
+"""The RoPE of Llama and its relatives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tying:
+    """The ties of an architecture's output to the embedding."""
+
+    required: bool | None = None
+    """Whether the output has the weights of the embedding; None: either."""
+
+    copies: bool = False
+    """It reads the output's weights even if they are tied."""
+
+
+TIED = Tying(required=True)
+"""An output that always has the embedding's weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """An architecture of llama.cpp, and what it requires of our model."""
 
@@ -130,8 +163,8 @@ class Architecture:
     config: type[Decoder.Config]
     """Configuration of the model here."""
 
-    rotates_neighbors: bool = False
-    """Its RoPE pairs neighboring elements of queries and keys (LLAMA_ROPE_TYPE_NORM)."""
+    rotation: Rotation = Rotation()
+    """Its RoPE."""
 
     rows: Sequence[KeyMapping] = ()
     """Rows that replace the shared ones of the same tensors."""
@@ -142,21 +175,12 @@ class Architecture:
     any_head_width: bool = True
     """The heads may be wider or narrower than the model's width divided by their number."""
 
-    rotates_part: bool = False
-    """It rotates a part of each head, if told so."""
-
-    scalings: Sequence[str] = ("linear", "yarn")
-    """Changes of RoPE for long contexts that it computes."""
-
     windows: Sequence[LayerType] = ()
     """Types of layers, repeated, if it computes windows. Without them, the context is as long as
     the window, within which every layer sees all earlier tokens."""
 
-    ties: bool | None = None
-    """Whether the output has the weights of the embedding; None: either."""
-
-    copies_tied: bool = False
-    """It reads the output's weights even if they are tied."""
+    tying: Tying = Tying()
+    """How it ties the output to the embedding."""
 
     experts: Mapping[str, Any] | None = None
     """Values of `moe` that it always computes; None: it has no experts."""
@@ -219,10 +243,10 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _transformed(row: KeyMapping, architecture: Architecture, config: Decoder.Config) -> KeyMapping:
     name = _names(row.internal)[0]
-    if name == "tok_embeddings.weight" and architecture.copies_tied and config.tie_embeddings:
+    if name == "tok_embeddings.weight" and architecture.tying.copies and config.tie_embeddings:
         return KeyMapping(name, ("token_embd.weight", "output.weight"), Repeated(2))
     is_rotated = name.startswith(("layers.*.attention.wq.", "layers.*.attention.wk."))
-    if is_rotated and architecture.rotates_neighbors:
+    if is_rotated and architecture.rotation.neighbors:
         head_dim = config.resolved_head_dim
         permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
         return KeyMapping(row.internal, row.external, permutation)
@@ -345,7 +369,7 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
 
 def _check_parts(architecture: Architecture, config: Decoder.Config) -> None:
     tied = config.tie_embeddings
-    require_gguf(architecture.ties in (None, tied), "tie_embeddings", tied, f"{not tied}")
+    require_gguf(architecture.tying.required in (None, tied), "tie_embeddings", tied, f"{not tied}")
     width = config.dim // config.n_heads
     is_usual = config.dim % config.n_heads == 0 and config.resolved_head_dim == width
     fits = architecture.any_head_width or is_usual
@@ -362,11 +386,11 @@ def _check_parts(architecture: Architecture, config: Decoder.Config) -> None:
 
 def _check_rope(architecture: Architecture, config: Decoder.Config) -> None:
     rope = config.rope
-    is_known = not rope.is_scaled or rope.scaling in architecture.scalings
-    known = " or ".join(architecture.scalings)
+    is_known = not rope.is_scaled or rope.scaling in architecture.rotation.scalings
+    known = " or ".join(architecture.rotation.scalings)
     require_gguf(is_known, "rope.scaling", rope.scaling, known)
     part = rope.rotated_fraction
-    require_gguf(part == 1.0 or architecture.rotates_part, "rope.rotated_fraction", part, "1.0")
+    require_gguf(part == 1.0 or architecture.rotation.part, "rope.rotated_fraction", part, "1.0")
     if rope.is_scaled and rope.scaling == "yarn" and rope.attention_factor is not None:
         usual = attention_factor(RoPEConfig(scaling="yarn", scaling_factor=rope.scaling_factor))
         fits = math.isclose(rope.attention_factor, usual, rel_tol=1e-6)

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
+from torchtitan.models.common.gguf import TIED, Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     SANDWICH_ROWS,
@@ -240,9 +240,9 @@ def _gguf_3(config: Gemma3Model.Config) -> dict[str, Any]:
 
 
 GGUF = gguf_format(
-    Architecture(name="gemma", config=GemmaModel.Config, ties=True, keys=_gguf_1),
+    Architecture(name="gemma", config=GemmaModel.Config, tying=TIED, keys=_gguf_1),
     Architecture(
-        name="gemma2", config=Gemma2Model.Config, ties=True, windows=one_full_of(2), keys=_gguf_2
+        name="gemma2", config=Gemma2Model.Config, tying=TIED, windows=one_full_of(2), keys=_gguf_2
     ),
     Architecture(name="gemma3", config=Gemma3Model.Config, windows=one_full_of(6), keys=_gguf_3),
 )

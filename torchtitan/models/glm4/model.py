@@ -60,8 +60,7 @@ GGUF = gguf.gguf_format(
     gguf.Architecture(
         name="glm4",
         config=GLM4Model.Config,
-        rotates_neighbors=True,
         rows=(gguf.FUSED_GATE_UP,),
-        rotates_part=True,
+        rotation=gguf.Rotation(neighbors=True, part=True),
     )
 )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.gguf import Architecture, gguf_format
+from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     FUSED_GATE_UP,
@@ -189,7 +189,7 @@ GGUF = gguf_format(
     Architecture(
         name="granite",
         config=GraniteModel.Config,
-        rotates_neighbors=True,
+        rotation=NEIGHBORS,
         biased="qkvof",
         keys=lambda config: {key: float(getattr(config, ours)) for ours, key in _SCALES.items()},
     )

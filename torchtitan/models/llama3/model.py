@@ -1,7 +1,7 @@
 """Llama 3 ("The Llama 3 Herd of Models", arXiv:2407.21783), and its Hugging Face format."""
 
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.gguf import Architecture, gguf_format
+from torchtitan.models.common.gguf import Architecture, Rotation, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
 
 
@@ -27,8 +27,7 @@ GGUF = gguf_format(
     Architecture(
         name="llama",
         config=Llama3Model.Config,
-        rotates_neighbors=True,
         biased="qkvof",
-        scalings=("llama3", "linear", "yarn"),
+        rotation=Rotation(neighbors=True, scalings=("llama3", "linear", "yarn")),
     )
 )

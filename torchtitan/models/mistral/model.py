@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from torchtitan.models.common.gguf import Architecture, gguf_format
+from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
 
@@ -40,5 +40,5 @@ _SOME_LAYERS = dataclasses.replace(
 FORMAT = dense_format({"mistral": _ALL_LAYERS, "ministral": _SOME_LAYERS})
 
 GGUF = gguf_format(
-    Architecture(name="llama", config=MistralModel.Config, rotates_neighbors=True, biased="qkvof")
+    Architecture(name="llama", config=MistralModel.Config, rotation=NEIGHBORS, biased="qkvof")
 )

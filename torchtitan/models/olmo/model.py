@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
+from torchtitan.models.common.gguf import Architecture, Tying, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import (
@@ -111,7 +111,7 @@ def _gguf_windows(config: Olmo3Model.Config) -> dict[str, Any]:
     return {}
 
 
-_GGUF: Any = {"name": "olmo2", "any_head_width": False, "copies_tied": True}
+_GGUF: Any = {"name": "olmo2", "any_head_width": False, "tying": Tying(copies=True)}
 
 GGUF = gguf_format(
     Architecture(config=Olmo2Model.Config, **_GGUF),

@@ -79,7 +79,6 @@ GGUF = gguf.gguf_format(
         rows=(gguf.FUSED_QKV, gguf.FUSED_GATE_UP),
         biased="",
         any_head_width=False,
-        rotates_part=True,
-        scalings=("longrope",),
+        rotation=gguf.Rotation(part=True, scalings=("longrope",)),
     )
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
+from torchtitan.models.common.gguf import Architecture, Tying, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.rows import QWEN_KEYS, SPARSE_KEYS, expert_rows
@@ -114,7 +114,7 @@ GGUF = gguf_format(
         name="qwen2moe",
         config=Qwen2MoeModel.Config,
         any_head_width=False,
-        copies_tied=True,
+        tying=Tying(copies=True),
         experts={"norm_topk_prob": False},
         keys=_check_shared,
     ),

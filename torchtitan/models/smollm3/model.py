@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
+from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 from torchtitan.models.common.rope import RoPEConfig
@@ -86,6 +86,6 @@ def _check_positions(config: SmolLM3Model.Config) -> dict[str, Any]:
 
 GGUF = gguf_format(
     Architecture(
-        name="smollm3", config=SmolLM3Model.Config, rotates_neighbors=True, keys=_check_positions
+        name="smollm3", config=SmolLM3Model.Config, rotation=NEIGHBORS, keys=_check_positions
     )
 )
