@@ -94,6 +94,9 @@ class Play(contextlib.AbstractContextManager):
         for words in self._words:
             if isinstance(words, Exception):
                 self._is_over = True
+                if isinstance(words, OSError):
+                    # A browser drops what it has not read when the connection breaks.
+                    await asyncio.sleep(1)
                 raise words
             yield Update(0, words, n_generated=1)
             await asyncio.sleep(0.002)
