@@ -1,10 +1,10 @@
 """Job S: processor seconds of commands that print or refuse something, and of the debug model until
-the end of its first step, beside `import torch` and earlier builds.
+the end of its first step, next to `import torch` and earlier builds.
 
     python benchmarks/start.py [--before CHECKOUT ...] [--rounds 3] [--threads 1]
 
 Systems take turns in rounds, after a run of each that is not counted, which compiles Python's code.
-The time is that of the whole process. `report` and `migrate` read what this program has written in
+The time of the whole process counts. `report` and `migrate` read what this program has written in
 a temporary folder.
 """
 
