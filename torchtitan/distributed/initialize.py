@@ -28,7 +28,7 @@ from torchtitan.protocols.tensor_source import Slices, full_slices
 from torchtitan.tools.sharded import is_dtensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 _CHUNK_ELEMENTS = 2**15
 """Elements drawn at once. From here on, PyTorch would divide each operation among threads of its
@@ -114,8 +114,11 @@ def sharded_dims(tensor: Tensor) -> list[int | None]:
     return [getattr(placement, "dim", None) for placement in placements]
 
 
-def local_slices(tensor: "DTensor") -> Slices:
-    """Return the slices of the full tensor that this process's shard covers."""
+def local_slices(tensor: Tensor) -> Slices:
+    """Return the slices of the full tensor that this process's shard covers; of a plain tensor, all
+    of it."""
+    if not is_dtensor(tensor):
+        return full_slices(tensor.shape)
     from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
@@ -127,9 +130,7 @@ def local_slices(tensor: "DTensor") -> Slices:
 def _jobs(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Callable[[], None]]:
     """Yield functions that each fill some rows of this rank's shard."""
     row = (initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape)[1:]
-    rows, *columns = (
-        local_slices(parameter) if is_dtensor(parameter) else full_slices(parameter.shape)
-    )
+    rows, *columns = local_slices(parameter)
     part = local_part(parameter)
     if part.numel() == 0:
         return

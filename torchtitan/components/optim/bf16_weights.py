@@ -14,8 +14,6 @@ from torch.optim.adamw import adamw
 
 from torchtitan.components.optim.own_state import KeptTypes
 from torchtitan.distributed.initialize import local_part, local_slices
-from torchtitan.protocols.tensor_source import full_slices
-from torchtitan.tools.sharded import is_dtensor
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
@@ -72,7 +70,7 @@ def rounded_stochastically(wide: Tensor, step: Tensor, indices: Tensor) -> Tenso
 def _indices(parameter: Tensor) -> Tensor:
     """Return the index of each element of this rank's part of a parameter, in the order of the
     whole parameter, int64."""
-    slices = local_slices(parameter) if is_dtensor(parameter) else full_slices(parameter.shape)
+    slices = local_slices(parameter)
     indices = torch.zeros((), dtype=torch.int64, device=local_part(parameter).device)
     for part, size in zip(slices, parameter.shape, strict=True):
         along = torch.arange(part.start, part.stop, device=indices.device)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torchtitan.components.optim.own_state import OwnState
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
-from torchtitan.protocols.tensor_source import Slices, full_slices
 from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import adjusted_lr
 
@@ -29,7 +28,7 @@ class Dion(OwnState):
         super().__init__(groups, **settings)
         # Found by computations on tensors, which have no values during a dry run's step.
         self._own_slices = {
-            parameter: _own_slices(parameter)
+            parameter: local_slices(parameter)[-2:]  # rows and columns
             for group in self.param_groups
             for parameter in group["params"]
         }
@@ -65,12 +64,6 @@ class Dion(OwnState):
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.sub_(own_left @ right[..., columns, :].mT, alpha=rate)
         basis.copy_(torch.where(has_length, right, basis))
-
-
-def _own_slices(parameter: Tensor) -> Slices:
-    """Return the rows and columns of this rank's part of each matrix."""
-    slices = local_slices(parameter) if is_dtensor(parameter) else full_slices(parameter.shape)
-    return slices[-2:]
 
 
 def _summed(part: Tensor, rows: slice, n_rows: int, parameter: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchtitan.components.optim.own_state import OwnState
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
+from torchtitan.distributed.whole_tensors import whole
 from torchtitan.tools.sharded import is_dtensor
 
 SIDES = ("left", "right")
@@ -57,8 +58,8 @@ class SOAP(OwnState):
             for name, tensor in self.state[parameter].items()
             if name not in self.number_names
         }
-        state = {name: _whole(tensor) for name, tensor in held.items()}
-        gradient = _whole(redistribute_like(gradient, parameter))
+        state = {name: whole(tensor) for name, tensor in held.items()}
+        gradient = whole(redistribute_like(gradient, parameter))
         if step > 1:
             change = _change(state, gradient, group, step - 1)
             own = change[self._own_parts[parameter]] if parameter in self._own_parts else change
@@ -128,8 +129,3 @@ def _zeros_of_side(parameter: Tensor, size: int) -> Tensor:
         for dim in sharded_dims(parameter)
     ]
     return zeros(shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a whole tensor: a copy if it is sharded."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
