@@ -530,14 +530,18 @@ class TestModules:
 
             def helper(size: int):
                 raise AssertionError
+
+            def annotated() -> "Elsewhere":  # only a type checker imports it
+                return llama3_debugmodel()
         """
         module = str(write_module(tmp_path / "sized_by_option", registry))
         config = parse("--module", module, "--config", "sized", "--size", "3", "--unit=x").config
         assert (config.training.steps, config.size, config.unit) == (30, 3, "x")
+        assert parse("--module", module, "--config", "annotated").config.training.steps > 0
         with pytest.raises(UserError, match="--size is 'x', but must be a whole number"):
             parse("--module", module, "--config", "sized", "--size", "x")
         with pytest.raises(
-            UserError, match=r"unknown configuration 'helper'.*\(there are: sized\)"
+            UserError, match=r"unknown configuration 'helper'.*\(there are: annotated, sized\)"
         ):
             parse("--module", module, "--config", "helper")
 

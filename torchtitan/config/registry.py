@@ -265,12 +265,15 @@ def optional_parameters(function: Callable[..., object]) -> dict[str, Any]:
     of the same names set: those of type str, int or float. The configuration must also have these
     options."""
     names, n_required = _parameters_of(function)
+    optional = [name for name in names[n_required:] if name != _FAMILY_PARAMETER]
+    if not optional:  # so that other annotations need not resolve
+        return {}
     types = get_type_hints(function)
     found = {}
-    for name in names[n_required:]:
+    for name in optional:
         kind = types.get(name)
         kinds = {*(get_args(kind) or (kind,))} - {NoneType}
-        if name != _FAMILY_PARAMETER and len(kinds) == 1 and kinds <= {str, int, float}:
+        if len(kinds) == 1 and kinds <= {str, int, float}:
             [found[name]] = kinds
     return found
 
