@@ -96,20 +96,14 @@ _LONGEST_PARAMETER = 6000
 """Characters of MLflow's values of parameters."""
 
 
-class MLflowNames:
-    """Names under which MLflow takes metrics and parameters."""
-
-    def __init__(self) -> None:
-        self._given: dict[str, str] = {}
-
-    def allowed(self, name: str) -> str:
-        """Return a name with `_` for characters and parts of paths that MLflow refuses. If another
-        name became the same, a digest keeps them apart."""
-        parts = re.sub(r"[^\w./ -]", "_", name).split("/")
-        allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
-        if self._given.setdefault(allowed, name) == name:
-            return allowed
-        return f"{allowed}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+def name_for_mlflow(name: str) -> str:
+    """Return a name with `_` for characters and parts of paths that MLflow refuses. The digest of a
+    name that changes keeps it apart from others, also in resumed runs."""
+    parts = re.sub(r"[^\w./ -]", "_", name).split("/")
+    allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    if allowed == name:
+        return name
+    return f"{allowed}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class MLflow(Tracker):
@@ -123,7 +117,6 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         self._error = mlflow.MlflowException
-        self._metric_names = MLflowNames()
         try:
             self._client = mlflow.MlflowClient()
             if run_id is not None:
@@ -139,9 +132,8 @@ class MLflow(Tracker):
                 experiment_id, run_name=os.environ.get("MLFLOW_RUN_NAME") or dump_folder.name
             )
             self._id = str(run.info.run_id)
-            names = MLflowNames()
             parameters = [
-                Param(names.allowed(key), str(value)[:_LONGEST_PARAMETER])
+                Param(name_for_mlflow(key), str(value)[:_LONGEST_PARAMETER])
                 for key, value in leaves(config).items()
             ]
             for start in range(0, len(parameters), _MOST_PARAMETERS):
@@ -159,8 +151,7 @@ class MLflow(Tracker):
 
         now = int(time.time() * 1000)
         metrics = [
-            Metric(self._metric_names.allowed(name), value, now, step)
-            for name, value in values.items()
+            Metric(name_for_mlflow(name), value, now, step) for name, value in values.items()
         ]
         try:
             self._client.log_batch(self._id, metrics=metrics)
