@@ -185,6 +185,8 @@ def test_existing_repositories(hub, run, capsys):
     assert push(run, "me/tiny") == 2
     assert "me/tiny exists already; add a commit to it with --update" in capsys.readouterr().err
     assert not hub.files
+    assert push(run, "me/tiny", "--update", "--public") == 2
+    assert "--public has no effect with --update" in capsys.readouterr().err
     assert push(run, "me/tiny", "--update") == 0
     assert hub.files.keys() == WANTED
 

@@ -22,7 +22,7 @@ _DESCRIPTION = """Upload the model in the folder SOURCE to the repository OWNER/
 Face Hub, in one commit: weights in Hugging Face or GGUF format or an adapter, configuration,
 tokenizer, and README.md, a card with data, method, numbers and command of the run. SOURCE may be
 the dump folder of a run, whose newest checkpoint in Hugging Face format is uploaded. Optimizer
-states and other files are left out. The repository is private unless --public. Log in with
+states and other files are left out. A new repository is private unless --public. Log in with
 `hf auth login`, or set the environment variable HF_TOKEN."""
 
 _CARD = "README.md"
@@ -110,6 +110,10 @@ def _check_name(repo_id: str) -> None:
 def _prepare(options: argparse.Namespace) -> Upload:
     """Return the files to upload. Raise `UserError` if there is no model, or it is damaged, or a
     file has a credential."""
+    if options.public and options.update:
+        raise UserError(
+            "--public has no effect with --update, which keeps who can see the repository"
+        )
     from torchtitan.components.checkpoint import catalog
 
     folder, run = _model_and_run(options.source, options.run)

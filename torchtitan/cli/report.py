@@ -49,6 +49,7 @@ _MOST_INCIDENTS = 500
 _UNITS = {
     "tokens_per_second": "tokens/s",
     "images_per_second": "images/s",
+    "samples_per_second": "samples/s",
     "step_time": "s",
     "tflops": "TFLOP/s per device",
     "mfu": "%",
@@ -59,7 +60,7 @@ _UNITS = {
     "validation_time": "s",
     "validation_tokens_per_second": "tokens/s",
 }
-"""Metric → its unit on the page. A loss has the unit of its method."""
+"""Metric, also of a named set, → its unit on the page. A loss has the unit of its method."""
 
 _UNLISTED = {"event", "time", "step", "seconds"}
 

@@ -223,7 +223,7 @@ def gguf_format(*architectures: Architecture) -> ExternalFormat:
 def _adapter(architecture: Architecture, config: Decoder.Config) -> StateDictAdapter:
     _check(architecture, config)
     specs = model_tensor_specs(config)
-    rows = [_transformed(row, architecture, config) for row in architecture.rows or ()]
+    rows = [_transformed(row, architecture, config) for row in architecture.rows]
     own = {name for row in rows for name in _names(row.internal)}
     rows += [
         _transformed(row, architecture, config)
