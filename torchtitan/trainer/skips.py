@@ -65,7 +65,8 @@ def return_to_checkpoint(trainer: Any) -> None:
     n_skipped = guard.n_skipped
     before = guard.returned_to
     last_taken = step - guard.in_a_row
-    kept = {"random"} if action == "repeat" else {"random", "trainer", "dataloader"}
+    # The loss scale of the checkpoint would be too large again.
+    kept = {"random", "loss_scale"} | (set() if action == "repeat" else {"trainer", "dataloader"})
     if guard.config.advance_schedule:
         kept.add("lr_scheduler")
     with trainer.metrics.exclude(), trainer.phases.during(RETURN):

@@ -180,6 +180,25 @@ def test_too_many_overflows_end_the_run(tmp_path):
         train(tmp_path, **options)
 
 
+def test_a_return_keeps_the_lower_scale(tmp_path):
+    """The scale of the checkpoint would overflow again: here, every second step does."""
+    trainer = train(
+        tmp_path,
+        **{
+            **FLOAT16,
+            "checkpoint__enable": True,
+            "checkpoint__interval": 1,
+            "spikes__action": "leave_out",
+            "spikes__max_in_a_row": 1,
+            "loss_scale__initial": 2.0**14,
+            "loss_scale__interval": 1,
+            "loss_scale__growth": 2.0**14,
+            "loss_scale__backoff": 2.0**-14,
+        },
+    )
+    assert (trainer.step, trainer.spikes.n_skipped) == (12, 6)
+
+
 def test_infinite_loss_is_no_overflow(tmp_path):
     class Infinite(Trainer):
         def result_of(self, values):
