@@ -62,6 +62,8 @@ def test_end_by_patience(values, options, end):
         ("evaluation/mean/centered_accuracy", 1),
         ("evaluation/gsm8k/exact_match,strict-match", 1),
         ("validation_rewards/margins", 1),
+        ("evaluation/weight_loss/accuracy", 1),
+        ("validation_loss/acc", -1),
     ],
 )
 def test_names_tell_the_goal(metric, sign):

@@ -1,5 +1,6 @@
 """Total norm of gradients, and clipping by it, for any sharding."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
@@ -48,9 +49,10 @@ def clip_grad_norm(
 @torch.no_grad()
 def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
     """Divide all gradients by a plain scalar tensor, in place."""
+    divisor_on = functools.cache(divisor.to)  # a copy per device, not per gradient
     for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
         local = gradient.to_local() if is_dtensor(gradient) else gradient
-        local.div_(divisor.to(local.device, local.dtype))
+        local.div_(divisor_on(local.device, local.dtype))
 
 
 def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:

@@ -49,12 +49,14 @@ class EarlyStopping(Callback):
             tell."""
             if self.goal != "auto":
                 return -1 if self.goal == "min" else 1
-            parts = self.metric.removeprefix("validation_").split("/")
-            words = {part.removeprefix("validation_").partition(",")[0] for part in parts}
-            if any(word.endswith(_LOWER) for word in words):
-                return -1
-            if words & {*_HIGHER} or any(word.endswith("accuracy") for word in words):
-                return 1
+            # evaluation/TASK/METRIC or validation_METRIC/SET
+            of_task = self.metric.startswith("evaluation/")
+            parts = self.metric.split("/")[-1 if of_task else 0 :]
+            for word in (part.removeprefix("validation_").partition(",")[0] for part in parts):
+                if word.endswith(_LOWER):
+                    return -1
+                if word in _HIGHER or word.endswith("accuracy"):
+                    return 1
             raise UserError(
                 f"--callbacks.earlystopping.metric '{self.metric}' does not tell whether lower or "
                 "higher is better; set --callbacks.earlystopping.goal to min or max"

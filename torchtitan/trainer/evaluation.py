@@ -129,6 +129,11 @@ class Evaluation(PeriodicEvaluation):
         self.tasks = config.load_tasks() if config.tasks else None
         if self.tasks is not None:
             self.tasks.check_context(trainer.config.training.seq_len)
+            if taken := {MEAN, *self.files} & self.tasks.members:
+                raise UserError(
+                    f"--callbacks.evaluation: '{min(taken)}' names two results, one of a group of "
+                    "tasks; name the file otherwise"
+                )
 
     @property
     def period(self) -> int:

@@ -214,8 +214,10 @@ def _centered(task: Any, numbers: Mapping[str, Any]) -> float | None:
     kind = task.OUTPUT_TYPE
     if kind != "multiple_choice":
         names = {"loglikelihood": "acc", "generate_until": "exact_match"}
-        keys = (key for key in numbers if key.partition(",")[0] == names.get(kind))
-        return numbers.get(next(keys, ""))
+        found = [
+            value for key, value in numbers.items() if key.partition(",")[0] == names.get(kind)
+        ]
+        return found[0] if len(found) == 1 else None  # several filters read the same texts
     accuracy = numbers.get("acc,none")
     if accuracy is None or task.multiple_target:
         return None

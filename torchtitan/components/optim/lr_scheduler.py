@@ -98,6 +98,11 @@ class LRScheduler(Configurable):
         super().__init__(config)
         self.optimizer = optimizer
         self._points = parse_points("--lr_scheduler.points", config.points)
+        if self._points and (config.min_lr_factor or config.decay_ratio is not None):
+            logger.warning(
+                "--lr_scheduler.points replace the decay: decay_ratio and min_lr_factor have no "
+                "effect"
+            )
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.steps_taken = 0
