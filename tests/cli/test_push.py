@@ -22,11 +22,19 @@ COMMAND = "torchtitan train --module auto --config lora --dataloader.dataset org
 @pytest.fixture
 def hub(monkeypatch):
     """A hub that takes repositories and commits of small files, and remembers them."""
-    taken = SimpleNamespace(created=[], files={}, status=200, existing=set())
+    taken = SimpleNamespace(created=[], files={}, status=200, existing=set(), deleted=[])
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
             pass
+
+        def do_GET(self) -> None:
+            assert self.path.startswith("/api/models/me/tiny/tree/main")
+            names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+            names += ["model.safetensors", "notes.txt"]
+            self.send(
+                200, [{"type": "file", "path": name, "oid": "0", "size": 1} for name in names]
+            )
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -59,6 +67,8 @@ def hub(monkeypatch):
                 return self.send(400 if found else 200, {"errors": found, "warnings": []})
             assert "/commit/main" in self.path
             for line in map(json.loads, body.decode().splitlines()):
+                if line["key"] == "deletedFile":
+                    taken.deleted.append(line["value"]["path"])
                 if line["key"] == "file":
                     taken.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             self.send(
@@ -189,6 +199,9 @@ def test_existing_repositories(hub, run, capsys):
     assert "--public has no effect with --update" in capsys.readouterr().err
     assert push(run, "me/tiny", "--update") == 0
     assert hub.files.keys() == WANTED
+    old = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    assert sorted(hub.deleted) == old
+    assert f"{old[0]} of the repository is deleted" in capsys.readouterr().out
 
 
 def test_a_card_of_ones_own_is_kept(hub, run):

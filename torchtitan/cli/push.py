@@ -28,6 +28,7 @@ states and other files are left out. A new repository is private unless --public
 _CARD = "README.md"
 
 _WEIGHTS = ("*.safetensors", "*.gguf")
+_INDEX = "*.safetensors.index.json"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _DESCRIBING = ("config.json", "*.safetensors.index.json", "LICENSE*", _CARD)
 _TOKENIZER = ("tekken.json", "*.tiktoken", "tiktoken.model", "additional_chat_templates/*.jinja")
@@ -248,7 +249,7 @@ def _list(upload: Upload, repo_id: str) -> None:
 
 def _send(api: "HfApi", upload: Upload, options: argparse.Namespace) -> str:
     """Create the repository and the commit. Return its address."""
-    from huggingface_hub import CommitOperationAdd, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
 
     if get_token() is None:
         raise UserError(
@@ -256,13 +257,25 @@ def _send(api: "HfApi", upload: Upload, options: argparse.Namespace) -> str:
             "token that may write"
         )
     api.create_repo(options.repo_id, private=not options.public, exist_ok=options.update)
-    files = [
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=upload.folder / name)
         for name in upload.names
     ]
-    files.append(CommitOperationAdd(path_in_repo=_CARD, path_or_fileobj=upload.card))
+    operations.append(CommitOperationAdd(path_in_repo=_CARD, path_or_fileobj=upload.card))
+    if options.update:
+        # Readers would take old weights in a file of another name, or more shards than there are.
+        old = sorted(
+            name
+            for name in {*api.list_repo_files(options.repo_id)} - {*upload.names}
+            if any(fnmatch.fnmatch(name, pattern) for pattern in (*_WEIGHTS, _INDEX))
+        )
+        operations += [CommitOperationDelete(path_in_repo=name) for name in old]
+        for name in old:
+            print(
+                presentable(f"{name} of the repository is deleted, since it is not in the folder")
+            )
     api.create_commit(
-        options.repo_id, operations=files, commit_message="Upload a model with torchtitan"
+        options.repo_id, operations=operations, commit_message="Upload a model with torchtitan"
     )
     return f"{api.endpoint}/{options.repo_id}"
 
