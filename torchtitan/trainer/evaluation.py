@@ -85,9 +85,7 @@ class Evaluation(PeriodicEvaluation):
                 else:
                     read_text(path)
             check_harness(self.tasks, self._folder, _FOLDER_OPTION)
-            if self.tasks:
-                self.load_tasks()
-            elif self.include_path:
+            if self.include_path and not self.tasks:
                 raise UserError(
                     "--callbacks.evaluation.include_path is for --callbacks.evaluation.tasks, "
                     "which names no task"
@@ -120,6 +118,8 @@ class Evaluation(PeriodicEvaluation):
             if self.files or self.tasks:
                 user = "--callbacks.evaluation (evaluate the checkpoints: torchtitan eval)"
                 run.parallelism.require_one("context", "pipeline", user=user)
+            if self.tasks:
+                self.load_tasks()
 
     config: Config
 

@@ -43,9 +43,8 @@ class Muon(Allocated, torch.optim.Muon):
         self.rounding = rounding
         # Found by computations on tensors, which have no values during a dry run's step.
         matrices = [matrix for group in self.param_groups for matrix in group["params"]]
-        self._own_parts = {
-            matrix: local_slices(matrix) if is_dtensor(matrix) else () for matrix in matrices
-        }
+        self._own_parts = {matrix: local_slices(matrix) for matrix in matrices}
+        self._whole_stacks = {matrix for matrix in matrices if _has_whole_matrices(matrix)}
 
     def allocate(self) -> None:
         for matrix in (matrix for group in self.param_groups for matrix in group["params"]):
@@ -60,10 +59,10 @@ class Muon(Allocated, torch.optim.Muon):
         self.allocate()
         for group in self.param_groups:
             given = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for stack in filter(_has_whole_matrices, given):
+            for stack in (parameter for parameter in given if parameter in self._whole_stacks):
                 direction = local_part(self._direction(stack, group))
                 self._apply(stack, self._orthogonal(direction, group), group)
-            matrices = [parameter for parameter in given if not _has_whole_matrices(parameter)]
+            matrices = [parameter for parameter in given if parameter not in self._whole_stacks]
             # Matrices of similar size take ranks a similar time.
             matrices.sort(key=lambda matrix: (matrix.numel(), max(matrix.shape)), reverse=True)
             mesh = matrices[0].device_mesh if matrices and is_dtensor(matrices[0]) else None
