@@ -9,6 +9,7 @@ a temporary folder.
 """
 
 import argparse
+import math
 import os
 import resource
 import statistics
@@ -45,14 +46,20 @@ COMMANDS: dict[str, list[str]] = {
     "first step": [*FIRST_STEP, "--dump_folder", "out"],
 }
 
+REFUSED = [COMMANDS[title] for title in ("an unknown option", "a wrong value", "a wrong module")]
+"""Commands that end with exit code 2."""
+
 
 def processor_seconds(
     command: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> float:
-    """Run a command in a folder; return its processor seconds, also if it ends with an error."""
+    """Run a command in a folder; return its processor seconds, or NaN if it does not end as
+    `REFUSED` says."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=False)
+    ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if ended.returncode != (2 if list(command[3:]) in REFUSED else 0):
+        return math.nan
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -79,7 +86,8 @@ def main() -> None:
         (folder / "axolotl.yaml").write_text(AXOLOTL)
         ours = environment_of(ROOT, options.threads)
         run = [sys.executable, "-m", "torchtitan", *FIRST_STEP, "--dump_folder", "run"]
-        processor_seconds(run, ours, folder)
+        if math.isnan(processor_seconds(run, ours, folder)):
+            sys.exit(f"{' '.join(run)} failed, whose run `report` needs")
         commands = {"`import torch`": [sys.executable, "-c", "import torch"]}
         for title, words in COMMANDS.items():
             commands[title] = [sys.executable, "-m", "torchtitan", *words]
