@@ -23,6 +23,7 @@ torch.set_num_threads(1)
 
 # A run first measures the machine's peak speed, longer than a tiny run takes. Tests measure only
 # briefly, also in processes forked from `tests.preloaded`.
+MEASUREMENT = device._CPU_SECONDS, device._CPU_SIZES
 device._CPU_SECONDS, device._CPU_SIZES = 0.005, (512,)
 
 PROJECT = Path(__file__).resolve().parent.parent

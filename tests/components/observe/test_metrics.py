@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.commands import run_command
-from tests.conftest import PROJECT
+from tests.conftest import MEASUREMENT, PROJECT
 from torchtitan.components.observe.metric_sinks import JsonLines, Sink
 from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.components.observe.tracking_sinks import name_for_mlflow
@@ -829,8 +829,8 @@ class TestDevice:
     @pytest.fixture
     def measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The default measurement, which `conftest` shortens."""
-        monkeypatch.setattr(device_facts, "_CPU_SECONDS", 0.1)
-        monkeypatch.setattr(device_facts, "_CPU_SIZES", (512, 1024, 2048))
+        for name, value in zip(("_CPU_SECONDS", "_CPU_SIZES"), MEASUREMENT, strict=True):
+            monkeypatch.setattr(device_facts, name, value)
 
     @pytest.mark.usefixtures("measuring")
     def test_the_fastest_product_is_the_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:

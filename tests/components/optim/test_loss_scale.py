@@ -13,7 +13,7 @@ from torch import nn
 from tests.processes import run_processes
 from tests.training import killed_in, read_metrics, tiny_config, train
 from torchtitan.components.optim.loss_scale import LossScale
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.trainer import Callback, Trainer
 from torchtitan.trainer.step_result import NonFiniteError
 
@@ -176,7 +176,7 @@ def test_skipped_steps_are_reported(tmp_path, log):
 
 def test_too_many_overflows_end_the_run(tmp_path):
     options = {**FLOAT16, "loss_scale__initial": 1e30, "spikes__max_in_a_row": 3}
-    with pytest.raises(Exception, match=r"3 steps in a row are skipped.*loss scale 2\.5e\+29"):
+    with pytest.raises(RunFailure, match=r"3 steps in a row are skipped.*loss scale 2\.5e\+29"):
         train(tmp_path, **options)
 
 
