@@ -298,6 +298,13 @@ def test_loggers_and_texts_of_litgpt(name, options, outcome, folder, tmp_path):
     assert "--callbacks.samples.prompts" in rows["eval.max_new_tokens"].note
 
 
+def test_axolotl_stops_early_by_the_validation_loss(tmp_path):
+    text = "base_model: org/m\ndatasets: [{path: org/d}]\nearly_stopping_patience: 2"
+    options = migration_of("file.yml", text, tmp_path).options
+    assert options["callbacks.earlystopping.metric"] == "validation_loss"
+    assert options["callbacks.earlystopping.patience"] == 2
+
+
 def test_devices_multiply_the_batch(folder, tmp_path):
     text = filled(SAMPLES["axolotl_lora.yml"], folder)
     assert (

@@ -253,6 +253,15 @@ def _held_out(migration: Migration) -> list[str]:
     return []
 
 
+def _early_stopping(migration: Migration, key: str) -> None:
+    migration.change(
+        key,
+        "it counts validations",
+        callbacks__earlystopping__metric="validation_loss",
+        callbacks__earlystopping__patience=migration.get(key),
+    )
+
+
 def _wandb(migration: Migration, key: str) -> None:
     variable = {"wandb_name": "WANDB_NAME", "wandb_entity": "WANDB_ENTITY"}.get(
         key, "WANDB_PROJECT"
@@ -298,9 +307,7 @@ RULES: Mapping[str, Rule] = {
     "saves_per_epoch": _per_epoch,
     "dataset_prepared_path": to("dataloader.cache_dir"),
     "dataset_processes": unneeded("all cores tokenize"),
-    "early_stopping_patience": missing(
-        "set --callbacks.earlystopping.metric validation_loss, and its patience"
-    ),
+    "early_stopping_patience": _early_stopping,
     "torch_compile": to("compile.enable", lambda value: value is True),
     "pad_to_sequence_len": unneeded("windows always have the same length"),
     "eval_sample_packing": unneeded("validation packs as training does"),
