@@ -431,10 +431,10 @@ class RolloutTrainer(Trainer):
 
     def measure_staleness(self, groups: Sequence[Group]) -> None:
         """Measure `staleness_measures` of the trajectories of all ranks."""
-        own = staleness_of(groups, self.step)
-        n_dropped, self.ahead.n_dropped = self.ahead.n_dropped, 0
-        if not self.parallel_dims.is_batch_leader:
-            own, n_dropped = staleness_of([], self.step), 0
+        leads = self.parallel_dims.is_batch_leader
+        own = staleness_of(groups if leads else [], self.step)
+        n_dropped = self.ahead.n_dropped if leads else 0
+        self.ahead.n_dropped = 0
         parts, dropped = zip(*self.ranks.gather((own, n_dropped)), strict=True)
         every, one = added(parts), torch.tensor(1)
         self.measure("staleness", torch.tensor(every.total), torch.tensor(every.n_tokens))
