@@ -200,7 +200,9 @@ def test_centered_accuracy():
     assert centered(0.25, 0.25) == 0 and centered(1.0, 0.5) == 1 and centered(0.0, 0.5) == -1
     assert centered(1.0, 1.0) is None
     results = {"a": {"centered_accuracy": 0.5}, "b": {"loss": 1.0}, "c": {"centered_accuracy": 0.0}}
-    assert mean_centered(results) == 0.25 and mean_centered({"b": {"loss": 1.0}}) is None
+    assert mean_centered(results) == {"centered_accuracy": 0.25, "centered_tasks": 2}
+    assert mean_centered(results, {"c"}) == {"centered_accuracy": 0.5, "centered_tasks": 1}
+    assert mean_centered({"b": {"loss": 1.0}}) == {}
 
 
 def test_ranks_divide_work():

@@ -100,11 +100,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         model = TorchtitanLM(scorer, opened.tokenizer, ids)
         results |= tasks.evaluate(model, options.limit)
     members = tasks.members if tasks else set()
-    tops = {name: numbers for name, numbers in results.items() if name not in members}
-    document: dict[str, Any] = {"checkpoint": str(options.checkpoint), "results": results}
-    if (mean := mean_centered(tops)) is not None:
-        document["centered_accuracy"] = mean
-    _report(document, options.output)
+    document = {"checkpoint": str(options.checkpoint), "results": results}
+    _report({**document, **mean_centered(results, members)}, options.output)
 
 
 def _has_images(file: Path, limit: int | None) -> bool:

@@ -158,9 +158,7 @@ class Evaluation(PeriodicEvaluation):
             if self.tasks is not None:
                 results |= self._evaluate_tasks(self.tasks, scorer)
             members = self.tasks.members if self.tasks else set()
-            tops = {name: numbers for name, numbers in results.items() if name not in members}
-            means = {"centered_accuracy": mean_centered(tops)}
-            for name, numbers in {**results, MEAN: means}.items():
+            for name, numbers in {**results, MEAN: mean_centered(results, members)}.items():
                 known = {key: value for key, value in numbers.items() if _is_number(value)}
                 if known:
                     trainer.report_measured(

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,11 +130,17 @@ def check_harness(names: Sequence[str], include_path: Path | None, option: str) 
         )
 
 
-def mean_centered(results: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Return the mean of the centered accuracies in the numbers of tasks; None without any."""
-    found = [numbers.get("centered_accuracy") for numbers in results.values()]
-    known = [value for value in found if value is not None]
-    return sum(known) / len(known) if known else None
+def mean_centered(
+    results: Mapping[str, Mapping[str, Any]], members: Collection[str] = ()
+) -> dict[str, float]:
+    """Return the mean of the centered accuracies in the numbers of tasks, `centered_accuracy`, and
+    the number of those that have one, `centered_tasks`; nothing without any. `members` of groups do
+    not count, since their groups do."""
+    tops = (numbers for name, numbers in results.items() if name not in members)
+    known = [value for top in tops if (value := top.get("centered_accuracy")) is not None]
+    if not known:
+        return {}
+    return {"centered_accuracy": sum(known) / len(known), "centered_tasks": len(known)}
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:
