@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torchtitan.distributed.whole_tensors import whole
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.sharded import is_dtensor
 
@@ -69,7 +70,7 @@ def on_sharded_logits(from_logits: LogitsLoss, weight_VD: "DTensor") -> LogitsLo
             local_logits, mesh, [Shard(1)], shape=shape, stride=(vocabulary, 1)
         )
         loss = from_logits(logits, labels)
-        return loss.full_tensor() if is_dtensor(loss) else loss
+        return whole(loss)
 
     def from_local_logits(local_logits: Tensor, labels: Tensor) -> Tensor:
         try:

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.gradients import clip_grad_norm, redistribute_like
+from torchtitan.distributed.initialize import local_part
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import adjust_microbatches
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     parameter.grad = redistribute_like(parameter.grad, parameter)
-    return parameter.grad.to_local() if is_dtensor(parameter.grad) else parameter.grad
+    return local_part(parameter.grad)
 
 
 def _select_rows(microbatches: list[dict[str, Any]]) -> None:

@@ -25,6 +25,7 @@ from torchtitan.components.losses.cross_entropy import (
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
 from torchtitan.distributed.loss_parallel import LogitsLoss, local_shards, on_sharded_logits
+from torchtitan.distributed.whole_tensors import whole
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import require
 from torchtitan.tools.sharded import is_dtensor
@@ -181,7 +182,7 @@ class CrossEntropyLoss(Configurable):
         assert self._recorded is not None
         with torch.no_grad():
             losses = self.token_losses(logits_NV, labels_N)
-        self._recorded.append(losses.full_tensor() if is_dtensor(losses) else losses)
+        self._recorded.append(whole(losses))
         return self.from_logits(logits_NV, labels_N)
 
 
@@ -207,7 +208,7 @@ class CrossEntropySum:
                 nats = F.cross_entropy(
                     logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX
                 )
-            self.add(nats.full_tensor() if is_dtensor(nats) else nats)
+            self.add(whole(nats))
             return from_logits(logits_NV, labels_N)
 
         return compute

@@ -20,6 +20,7 @@ from torchtitan.components.optim.bf16_weights import (
 from torchtitan.components.optim.own_state import Allocated
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
+from torchtitan.distributed.whole_tensors import whole
 from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import adjusted_lr, dtensor_like, orthogonalize
 
@@ -79,13 +80,13 @@ class Muon(Allocated, torch.optim.Muon):
         # All are gathered before the first product, since other ranks would wait for it.
         for index, matrix in enumerate(matrices):
             direction = self._direction(matrix, group)
-            whole = direction.full_tensor() if is_dtensor(direction) else direction
-            update = whole if index == own else update
+            gathered = whole(direction)
+            update = gathered if index == own else update
         if update is not None:
             update = self._orthogonal(update, group)
         for index, matrix in enumerate(matrices):
-            whole = _shared(update if index == own else None, matrix, index)
-            self._apply(matrix, whole[self._own_parts[matrix]], group)
+            shared = _shared(update if index == own else None, matrix, index)
+            self._apply(matrix, shared[self._own_parts[matrix]], group)
 
     def _orthogonal(self, matrices: Tensor, group: dict[str, Any]) -> Tensor:
         """Return orthogonal matrices (…, m, n) next to the given ones, each computed by itself."""
