@@ -37,7 +37,7 @@ from tests.models.test_llama3 import VARIANTS, reference_of, small_model, window
 from tests.models.test_phi3 import tiny
 from torchtitan.components.generation import Engine, Generation, KVCache, decode_graph, generate
 from torchtitan.components.generation.decode_graph import DecodeGraph
-from torchtitan.components.generation.engine import _logits_at
+from torchtitan.components.generation.forward import logits_at
 from torchtitan.components.peft import QLoRA
 from torchtitan.components.peft.lora import LoRALinear, adapters_off
 from torchtitan.config import ActivationCheckpointConfig
@@ -253,7 +253,7 @@ def test_every_family_generates_the_same(graphs, name):
         map(getattr(model, "window_of_layer", lambda index: None), map(int, model.layers))
     )
     is_recurrent = any("DeltaNet" in type(module).__name__ for module in model.modules())
-    is_possible = decode_graph.graphs_for(model, partial(_logits_at, model, 0)) is not None
+    is_possible = decode_graph.graphs_for(model, partial(logits_at, model, 0)) is not None
     has_graph = is_possible and not has_windows and not is_recurrent
     assert bool(graphs.captures) == has_graph
     if has_graph:
@@ -457,9 +457,9 @@ def host_copies(model: Any) -> int:
     with KVCache(model, 64) as cache:
         for n in (5, 1):
             positions_BL = torch.arange(n, device="meta").expand(2, n)
-            _logits_at(model, n - 1, positions_BL, cache.attention(positions_BL))
+            logits_at(model, n - 1, positions_BL, cache.attention(positions_BL))
             cache.advance(n)
-        graph = decode_graph.DecodeGraph(partial(_logits_at, model, 0), capture, meta, cache)
+        graph = decode_graph.DecodeGraph(partial(logits_at, model, 0), capture, meta, cache)
         shapes = []
         for _ in range(4):
             logits_BV = graph.logits(torch.tensor([[1], [2]]), torch.tensor([[6], [6]]))

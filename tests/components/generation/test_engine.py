@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model, sharded_model
 from tests.models.test_delta_net import MixedModel, small_config
-from torchtitan.components.generation import Engine, Generation, Sampling, Session
-from torchtitan.components.generation import engine as engine_module
+from torchtitan.components.generation import Engine, Generation, Sampling, Session, plain_loop
+from torchtitan.components.generation import batch as batch_module
 from torchtitan.components.generation.sampling import draw, generator_of
 from torchtitan.distributed import initialize_weights
 from torchtitan.tools.errors import UserError
@@ -76,10 +76,10 @@ def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
 )
 def test_prompts_of_one_length_need_no_mask(prompts, kernel, monkeypatch):
     """Other tests compare the texts."""
-    kernels, logits_at = [], engine_module._logits_at
+    kernels, logits_at = [], batch_module.logits_at
     monkeypatch.setattr(
-        engine_module,
-        "_logits_at",
+        batch_module,
+        "logits_at",
         lambda *args: kernels.append(args[3].kernel) or logits_at(*args),
     )
     engine = Engine(mixed_model(), sampling=SAMPLING)
@@ -290,7 +290,7 @@ def test_texts_of_a_batch_have_their_own_settings():
 @pytest.mark.parametrize("max_rows", [4, None])
 def test_texts_arrive_between_tokens(make_model, max_rows, use_cache, monkeypatch):
     """The cache grows by two slots at a time. Without a limit of rows, all are free."""
-    monkeypatch.setattr(engine_module, "_GROWTH", 2)
+    monkeypatch.setattr(plain_loop, "_GROWTH", 2)
     model = make_model()
     engine = Engine(
         model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=max_rows, use_cache=use_cache

@@ -303,7 +303,7 @@ class Scripted:
             return torch.tensor([ids[min(self.n_drawn(), len(ids) - 1)]] * n_rows)
 
         self.n = -1
-        monkeypatch.setattr("torchtitan.components.generation.engine.draw", draw)
+        monkeypatch.setattr("torchtitan.components.generation.next_tokens.draw", draw)
 
     def n_drawn(self) -> int:
         self.n += 1
@@ -669,7 +669,7 @@ def test_a_full_queue_refuses(stories, monkeypatch):
         assert ask(client, prompt=[[1], [2]], n=2).status_code == 400
         assert not prepared
         assert len(choices(client, n=2, max_tokens=2)) == 2
-        monkeypatch.setattr("torchtitan.components.generation.engine.draw", draw)
+        monkeypatch.setattr("torchtitan.components.generation.next_tokens.draw", draw)
         found: list[int] = []
         threads = []
 
@@ -886,7 +886,7 @@ def test_running_texts_end_with_the_model_they_began_with(
         goes_on.wait(60)
         return logits_BV.argmax(-1)
 
-    monkeypatch.setattr("torchtitan.components.generation.engine.draw", draw)
+    monkeypatch.setattr("torchtitan.components.generation.next_tokens.draw", draw)
     with TestClient(app, base_url=ANY_HOST) as client:
         found: dict[str, str] = {}
 

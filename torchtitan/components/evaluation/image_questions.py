@@ -18,7 +18,7 @@ from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.data.sources.source import AUTO
 from torchtitan.components.evaluation.scoring import Score, Scorer
 from torchtitan.components.evaluation.tasks import Question
-from torchtitan.components.generation.engine import NOT_FINITE_HINT, evaluating
+from torchtitan.components.generation.forward import NOT_FINITE_HINT, evaluating
 from torchtitan.components.images.encoder import expand_prompt
 from torchtitan.components.images.files import ImageFile, ImageOpener
 from torchtitan.components.images.loader import ImageBatches

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.components.generation.engine import NOT_FINITE_HINT, evaluating
+from torchtitan.components.generation.forward import NOT_FINITE_HINT, evaluating
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.distributed.whole_tensors import sequence_splits, whole, whole_logits
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform

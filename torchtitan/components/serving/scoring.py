@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.components.generation.engine import NOT_FINITE_HINT
+from torchtitan.components.generation.forward import NOT_FINITE_HINT
 from torchtitan.components.serving.jobs import Entry
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError

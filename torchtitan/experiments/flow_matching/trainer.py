@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.diffusion.flow import N_BUCKETS, FlowMatchingLoss, buckets
-from torchtitan.components.generation.engine import evaluating
+from torchtitan.components.generation.forward import evaluating
 from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.no_tokens import NoTokens

@@ -1,0 +1,434 @@
+"""The batch of texts that a model continues, one token at a time."""
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
+from torchtitan.components.generation.forward import (
+    NOT_FINITE_HINT,
+    evaluating,
+    left_padded,
+    logits_at,
+)
+from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
+from torchtitan.components.generation.next_tokens import LogprobsOf, NextToken, next_tokens
+from torchtitan.components.generation.row import PADDING, Row
+from torchtitan.components.images.reader import ImageReader
+from torchtitan.distributed.process_group import gather_objects
+from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.cpu_products import onednn_products
+from torchtitan.tools.errors import UserError, in_words
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchSettings:
+    """How a batch is computed; `Engine` describes most fields."""
+
+    model: Any
+    logprobs_of: LogprobsOf
+    stop_ids: AbstractSet[int]
+    max_rows: int | None
+    use_cache: bool
+    group: dist.ProcessGroup | None
+    reader: ImageReader | None
+    degree: int
+    """Equal parts into which tensor parallelism splits a sequence."""
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """Computed prompts from which waiting texts still start."""
+
+    cache: KVCache
+    row_of: dict[tuple[int, ...], int]
+    logits_NV: Tensor
+
+
+class Needs(NamedTuple):
+    """Tasks of a step that any process needs."""
+
+    has_rows: bool
+    has_tasks: bool
+    """Whether coroutines have not ended that may await something else."""
+    decoding: bool
+    prefilling: bool
+    reading: bool
+    """Reading images, for which processes share the weights of a vision tower."""
+    has_failed: bool
+
+
+class Batch:
+    """The texts that wait for room, and those that the model continues."""
+
+    def __init__(self, settings: BatchSettings, version: Callable[[], int]):
+        """`version` returns the number of the weights."""
+        model = settings.model
+        self._settings = settings
+        self._model = model
+        self._degree = settings.degree
+        self._device = settings.device
+        self._version = version
+        self.has_tasks = True
+        """Whether coroutines have not ended that may await something else."""
+        self.n_drawn = 0
+        """Tokens drawn so far."""
+        self.growth: int | None = None
+        """Slots that the cache reserves at a time; None: those of the longest text."""
+        self._error: Exception | None = None
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row] = []
+        self._logits_BV: Tensor | None = None
+        self._held: Prompts | None = None
+        self._graph: DecodeGraph | None = None
+        self._graph_of = graphs_for(model, partial(logits_at, model, 0))
+        self._cache: Any = (
+            model.generation_cache(lambda: KVCache(model, 0)) if settings.use_cache else None
+        )
+        # Otherwise a new row needs a pass over all tokens of all rows.
+        self._joins = type(self._cache) is KVCache
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether a text of this process has not ended."""
+        return any(not row.is_done for row in itertools.chain(self._rows, self._waiting))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process computes with this one."""
+        return self._settings.group is None
+
+    @property
+    def n_free(self) -> int:
+        """Number of texts that could join now, besides those that wait."""
+        return max(self._room(self._n_alive) - len(self._waiting), 0)
+
+    def add(self, row: Row) -> None:
+        """Let a text join as soon as there is room."""
+        self._waiting.append(row)
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error in the next step, in all processes."""
+        self._error = self._error or error
+
+    def check(self) -> None:
+        """Raise the error of `fail`, if there is one."""
+        if self._error is not None:
+            raise self._common_error()
+
+    def pause(self) -> None:
+        """Let the texts in the batch wait, before all others; they continue with the weights of
+        that time, which recompute their keys and values."""
+        alive = [row for row in self._rows if not row.is_done]
+        for row in alive:
+            row.start = tuple(row.tokens)
+        self._waiting.extendleft(reversed(alive))
+        self._rows = []
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Have the model in evaluation mode, and the cache in memory, within the block."""
+        try:
+            with evaluating(self._model), onednn_products(), self._cache or nullcontext():
+                yield
+        finally:
+            # The memory is free for training, even if an error keeps this object.
+            self._forget()
+
+    def step(self) -> Needs:
+        """Append a token to each row and let waiting texts join, if any process has some; return
+        what the processes needed. Each process takes the same number of forward passes."""
+        graph = self._graph  # it must not be destroyed before the step ends, which waits for it
+        n_alive = self._n_alive
+        chosen = self._choose(n_alive)
+        self._decode_images(chosen)
+        new = self._new_prompts(chosen)
+        images = self._read_images(chosen)
+        own = Needs(
+            has_rows=n_alive + len(chosen) > 0,
+            has_tasks=self.has_tasks,
+            decoding=n_alive > 0 or not self._joins,
+            prefilling=bool(new),
+            reading=images is not None,
+            has_failed=self._error is not None,
+        )
+        needs = Needs(*_any_process(own, self._settings.group))
+        if needs.has_failed:
+            raise self._common_error()
+        if not (needs.has_rows and needs.has_tasks):
+            self._waiting.extendleft(reversed(chosen))
+            return needs
+        if chosen and not self._joins:
+            self._rows = [row for row in self._rows if not row.is_done] + chosen
+        if needs.decoding:
+            reader = self._settings.reader if needs.reading else None
+            self._decode(bool(chosen) and not self._joins, images, reader)
+        if self._joins:
+            self._join(chosen, new, prefills=needs.prefilling)
+        self._sample()
+        del graph
+        return needs
+
+    @property
+    def _n_alive(self) -> int:
+        return sum(not row.is_done for row in self._rows)
+
+    def _room(self, n_alive: int) -> int:
+        """Return the number of rows that the batch has room for."""
+        most = self._settings.max_rows
+        return sys.maxsize if most is None else most - n_alive
+
+    def _choose(self, n_alive: int) -> list[Row]:
+        """Take the waiting texts for which there is room."""
+        n_free = self._room(n_alive)
+        chosen: list[Row] = []
+        while self._waiting and len(chosen) < n_free:
+            row = self._waiting.popleft()
+            if not row.is_done:  # nothing awaits it any more
+                chosen.append(row)
+        return chosen
+
+    def _decode_images(self, chosen: Sequence[Row]) -> None:
+        """Decode the images of rows, those of one prompt once. The files may have changed."""
+        decoded: dict[str, Any] = {}
+        try:
+            for row in chosen:
+                for image in row.images:
+                    if image.digest not in decoded:
+                        decoded[image.digest] = image.decode()
+                row.decoded = [decoded[image.digest] for image in row.images]
+        except Exception as error:  # of this process alone
+            self._error = self._error or error
+
+    def _read_images(self, chosen: Sequence[Row]) -> ImageInputs | None:
+        """Return the images of the next forward pass if it computes prompts that may have some.
+        What the processor refuses must be known before all processes begin the pass."""
+        reader = self._settings.reader
+        boundaries = self._model.cache_boundaries()
+        starts = bool(chosen) or any(row.n_tokens - 1 in boundaries for row in self._rows)
+        if reader is None or not starts or self._error is not None:
+            return None
+        rows = self._rows
+        if chosen:
+            rows = [row for row in rows if not row.is_done] + list(chosen)
+        tokens_BL, _ = left_padded([row.tokens for row in rows], self._degree)
+        try:
+            return reader.inputs([[] if row.is_done else row.decoded for row in rows], tokens_BL)
+        except Exception as error:  # of this process alone
+            self._error = error
+            return None
+
+    def _new_prompts(self, chosen: Sequence[Row]) -> list[tuple[int, ...]]:
+        """Return the prompts that must be computed before the chosen rows join."""
+        if not self._joins:
+            return []
+        known = self._held.row_of if self._held else {}
+        return list(dict.fromkeys(row.start for row in chosen if row.start not in known))
+
+    def _decode(
+        self, is_new_batch: bool, images: ImageInputs | None, reader: ImageReader | None
+    ) -> None:
+        """Compute the logits of the next token of all rows.
+
+        Args:
+            is_new_batch: whether all prompts are computed.
+            images: those of the prompts, see `_read_images`.
+            reader: given if any process reads images in this pass.
+        """
+        rows = self._rows
+        cache = self._cache
+        degree = self._degree
+        if all(row.is_done for row in rows):
+            self._pass_without_rows(reader)
+            return
+        boundaries = self._model.cache_boundaries()
+        if cache is None or is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
+            tokens_BL, positions_BL = left_padded([row.tokens for row in rows], degree)
+            if cache is None:
+                attention = AttentionMetadata.from_positions(positions_BL).to(self._device)
+                self._logits_BV = logits_at(self._model, -1, tokens_BL.to(self._device), attention)
+                return
+            cache.clear()
+            n_kept = tokens_BL.shape[1]
+        else:
+            # Tensor parallelism needs equally many tokens per rank: all after the first are
+            # padding, and not kept.
+            tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
+            positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
+            n_kept = 1
+            if self.growth and self._joins and cache.n_slots + degree > cache.max_slots:
+                cache.max_slots += self.growth
+                # A graph's memory is that of the old slots.
+                self._graph = self._graph_of(cache) if self._graph_of else None
+            logits_BV = self._graph.logits(tokens_BL, positions_BL) if self._graph else None
+            if logits_BV is not None:
+                self._logits_BV = logits_BV
+                return
+        if images is None and reader is not None:
+            images = reader.inputs([[] for _ in rows], tokens_BL)  # a blank image
+        if images is not None:
+            images = images.to(self._device)
+        self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept, images)
+
+    def _cached_logits(
+        self,
+        cache: Any,
+        tokens_BL: Tensor,
+        positions_BL: Tensor,
+        n_kept: int,
+        images: ImageInputs | None = None,
+    ) -> Tensor:
+        attention = cache.attention(positions_BL.to(self._device))
+        places_BL = torch.arange(positions_BL.shape[1]).expand_as(positions_BL)
+        if (
+            isinstance(attention, CachedAttention)
+            and not cache.n_slots
+            and torch.equal(positions_BL, places_BL)
+        ):
+            # no padding, and no keys but the new ones: no mask
+            attention = replace(attention, kernel="causal")
+        tokens_BL = tokens_BL.to(self._device)
+        logits_BV = logits_at(self._model, n_kept - 1, tokens_BL, attention, images)
+        if self._degree > 1 and cache.states:
+            raise UserError(
+                f"a key/value cache under tensor parallelism (degree {self._degree}) supports no "
+                "recurrent layers: padding tokens would change their states; generate without "
+                "cache (use_cache=False)"
+            )
+        cache.advance(n_kept)
+        return logits_BV
+
+    def _pass_without_rows(self, reader: ImageReader | None = None) -> None:
+        """Take part in a forward pass of the other processes, which may read images."""
+        tokens_BL = torch.full((1, self._degree), PADDING)
+        images = reader.inputs([[]], tokens_BL).to(self._device) if reader else None
+        attention = AttentionMetadata.of_rows(*tokens_BL.shape)
+        logits_at(self._model, 0, tokens_BL.to(self._device), attention, images)
+
+    def _join(self, chosen: list[Row], new: list[tuple[int, ...]], *, prefills: bool) -> None:
+        """Compute new prompts, and let the chosen rows join the batch after their prompts. Finished
+        rows leave it if room is needed, or if they are the majority."""
+        held = [self._held] if self._held else []
+        if new:
+            self._held = self._compute_prompts(new)
+            held.append(self._held)
+        elif prefills:
+            self._pass_without_rows()
+        kept = [index for index, row in enumerate(self._rows) if not row.is_done]
+        if chosen or 0 < 2 * len(kept) < len(self._rows):
+            self._assemble(kept, chosen, held)
+        if self._held and not any(row.start in self._held.row_of for row in self._waiting):
+            self._held = None
+
+    def _compute_prompts(self, prompts: list[tuple[int, ...]]) -> Prompts:
+        tokens_BL, positions_BL = left_padded(prompts, self._degree)
+        length = tokens_BL.shape[1]
+        cache = KVCache(self._model, length + self._degree)
+        logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, length)
+        return Prompts(cache, {prompt: index for index, prompt in enumerate(prompts)}, logits_NV)
+
+    def _assemble(self, kept: list[int], chosen: Sequence[Row], held: Sequence[Prompts]) -> None:
+        """Make a batch of the rows with the numbers `kept` and the chosen rows, whose prompts
+        are `held`."""
+        rows = [self._rows[index] for index in kept]
+        sources = [(self._cache, kept)]
+        logits = [] if self._logits_BV is None else [self._logits_BV[kept]]
+        for prompts in held:
+            joining = [row for row in chosen if row.start in prompts.row_of]
+            places = [prompts.row_of[row.start] for row in joining]
+            sources.append((prompts.cache, places))
+            logits.append(prompts.logits_NV[places])
+            rows += joining
+        n_slots = max(row.n_tokens for row in rows)
+        # Padding before the first token and, under tensor parallelism, after the last.
+        longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
+        longest = longest if self.growth is None else min(longest, self.growth)
+        self._cache.max_slots = n_slots + longest + 2 * self._degree
+        self._cache.assemble(sources, n_slots)
+        if self._graph_of:
+            self._graph = self._graph_of(self._cache)
+        self._rows, self._logits_BV = rows, torch.cat(logits)
+
+    def _sample(self) -> None:
+        """Draw a token for each row, and continue the coroutines of those that end."""
+        rows = self._rows
+        if all(row.is_done for row in rows):
+            return
+        assert self._logits_BV is not None
+        drawn = next_tokens(rows, self._logits_BV, logprobs_of=self._settings.logprobs_of)
+        alive = [
+            (row, next_token)
+            for row, next_token in zip(rows, drawn, strict=True)
+            if not row.is_done
+        ]
+        if not all(next_token.is_finite for _, next_token in alive):
+            # The most probable token would silently be token 0.
+            self._error = UserError(
+                f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}"
+            )
+            return
+        for row, next_token in alive:
+            self._append(row, next_token)
+
+    def _append(self, row: Row, next_token: NextToken) -> None:
+        generation = row.generation
+        if row.n_top:
+            generation.top_logprobs.append(next_token.top[: row.n_top])
+        generation.ids.append(next_token.token)
+        generation.logprobs.append(next_token.logprob)
+        generation.versions.append(self._version())
+        self.n_drawn += 1
+        stopped = next_token.token in self._settings.stop_ids
+        if not stopped and row.on_token is not None:
+            stopped = row.on_token(next_token.token)
+        if stopped:
+            generation.finish_reason = "stop"
+        if stopped or len(generation.ids) == row.max_new_tokens:
+            row.is_done = True
+            row.end(generation)
+
+    def _forget(self) -> None:
+        """Free the memory of a batch without rows."""
+        self._graph = None
+        self._held = None
+        self._logits_BV = None
+        if self._cache is not None:
+            self._cache.clear()
+
+    def _common_error(self) -> Exception:
+        """Return the first error of all processes, or this process's own if it is not a
+        `UserError`."""
+        own = self._error
+        text = None
+        if own is not None:
+            text = str(own) if isinstance(own, UserError) else in_words(own)
+        errors = gather_objects(text, self._settings.group) if self._settings.group else [text]
+        if own is None or isinstance(own, UserError):
+            return UserError(next(filter(None, errors)))
+        return own
+
+
+def _any_process(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return which flags are true in any process of the group."""
+    if group is None:
+        return list(flags)
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group) == "nccl"
+        else None
+    )
+    counts = torch.tensor([int(flag) for flag in flags], device=device)
+    dist.all_reduce(counts, group=group)
+    return [count > 0 for count in counts.tolist()]

@@ -1,0 +1,71 @@
+"""A text that the generation engine continues, and its continuation."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from torchtitan.components.generation.sampling import Sampling
+from torchtitan.components.images.files import ImageFile
+
+OnToken = Callable[[int], bool]
+"""Called with each new token except stop tokens; return True to end the text."""
+
+PADDING = 0
+"""An arbitrary token: nothing attends to it."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """Continuation of one prompt."""
+
+    ids: list[int] = field(default_factory=list)
+    """New tokens, ending with the stop token, if any."""
+    logprobs: list[float] = field(default_factory=list)
+    """Natural logarithm of each new token's probability at temperature 1, before top_k, top_p and
+    min_p; with `logprobs_of="sampling"`, in the distribution that the token was drawn from."""
+    finish_reason: Literal["stop", "length"] = "length"
+    """`stop`: ended by a stop token or `on_token`. `length`: reached max_new_tokens."""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each new token, the most probable ones with their log-probabilities, in descending
+    order."""
+    versions: list[int] = field(default_factory=list)
+    """For each new token, `Engine.version` when it was drawn."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A text in the batch, or waiting for room in it."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    generator: torch.Generator
+    on_token: OnToken | None
+    sampling: Sampling
+    n_top: int
+    generation: Generation
+    images: Sequence[ImageFile] = ()
+    decoded: list[Any] = field(default_factory=list)
+    """Its images, while it is in the batch."""
+    is_done: bool = False
+    start: tuple[int, ...] = field(init=False)
+    """Tokens that are computed before the row joins the batch."""
+    end: Callable[[Generation], None] = field(init=False)
+    """Passes the finished text to what awaits it."""
+
+    def __post_init__(self) -> None:
+        self.start = self.prompt
+
+    def __await__(self) -> Generator["Row", Generation, Generation]:
+        return (yield self)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens; of a finished row, which may stay in the batch, a single one that is not
+        read."""
+        return [PADDING] if self.is_done else [*self.prompt, *self.generation.ids]
+
+    @property
+    def n_tokens(self) -> int:
+        return 1 if self.is_done else len(self.prompt) + len(self.generation.ids)
