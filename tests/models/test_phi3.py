@@ -20,7 +20,7 @@ from tests.models.family_cases import (
 )
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
 from tests.models.test_sft_configs import chat_file
-from torchtitan.components.generation import generate
+from torchtitan.components.generation import Engine, Sampling, generate
 from torchtitan.models import phi3
 from torchtitan.models.common import rope
 from torchtitan.models.phi3 import FLAVORS, FORMATS, Phi3Model, model_registry
@@ -171,6 +171,25 @@ def test_cache_is_computed_again_with_padding_of_tensor_parallelism(
     module = importlib.import_module("torchtitan.components.generation.engine")
     monkeypatch.setattr(module, "sequence_splits", lambda model: degree)
     assert generated(model) == expected
+
+
+def test_kept_texts_are_computed_again_at_the_original_context() -> None:
+    """A later prompt goes beyond it, and so has other factors for all tokens."""
+    model, _ = tiny(sliding_window=None)
+
+    def texts(**options: Any) -> list[list[int]]:
+        engine = Engine(model, sampling=Sampling(), **options)
+
+        async def converse(n_tokens: int) -> list[int]:
+            tokens = list(range(n_tokens))
+            for _ in range(3):
+                text = await engine.generate(tokens, max_new_tokens=3, key="", is_continued=True)
+                tokens += [*text.ids, 1]
+            return tokens
+
+        return engine.run([converse(n_tokens) for n_tokens in range(2, 20)])
+
+    assert texts() == texts(use_cache=False)
 
 
 def test_keys_from_before_the_original_context_change_tokens(

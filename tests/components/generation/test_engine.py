@@ -2,15 +2,30 @@
 
 import asyncio
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model, sharded_model
+from tests.components.generation.test_generation import (
+    TINY_PROMPTS,
+    mixed_model,
+    sharded_model,
+    small_model,
+)
 from tests.models.test_delta_net import MixedModel, small_config
-from torchtitan.components.generation import Engine, Generation, Sampling, Session, plain_loop
+from torchtitan.components.generation import (
+    Engine,
+    Generation,
+    KVCache,
+    Sampling,
+    Session,
+    forward,
+    plain_loop,
+)
 from torchtitan.components.generation import batch as batch_module
+from torchtitan.components.generation.kept_texts import KeptTexts
 from torchtitan.components.generation.sampling import draw, generator_of
 from torchtitan.distributed import initialize_weights
 from torchtitan.tools.errors import UserError
@@ -126,6 +141,115 @@ def test_several_turns_keep_sampled_tokens():
 
     together = engine.run([converse(number) for number in range(4)])
     assert together == [engine.run([converse(number)])[0] for number in range(4)]
+
+
+LATER = [50, 51, 52]
+"""Tokens between two turns."""
+
+
+def conversations(model, *, is_continued: bool, max_rows: int | None, monkeypatch) -> Any:
+    """Return the texts of conversations with up to four turns, and the number of tokens that passed
+    through the model."""
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=max_rows)
+    n_computed = []
+    logits_at = forward.logits_at
+
+    def count(model, index, tokens_BL, *more):
+        n_computed.append(tokens_BL.numel())
+        return logits_at(model, index, tokens_BL, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_module, "logits_at", count)
+        texts = [converse(engine, number, is_continued) for number in range(12)]
+        return engine.run(texts), sum(n_computed)
+
+
+async def converse(engine: Engine, number: int, is_continued: bool = True) -> list[Generation]:
+    """Return the texts of a conversation of up to four turns."""
+    tokens = list(range(10 + number, 60))
+    replies = []
+    for turn in range(1 + number % 4):
+        reply = await engine.generate(
+            tokens, max_new_tokens=5, key=f"{number}/{turn}", is_continued=is_continued
+        )
+        tokens += [*reply.ids, *LATER[: 1 + number % 3]]
+        replies.append(reply)
+    return replies
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, None])
+@pytest.mark.parametrize(
+    ("make_model", "is_kept"), [(small_model, True), (mixed_model, False), (hybrid_model, False)]
+)
+def test_later_turns_start_from_kept_keys(make_model, is_kept, max_rows, monkeypatch):
+    """They give the same texts, and compute fewer tokens unless a layer has a window, which the
+    first texts exceed, or a state."""
+    model = make_model()
+    options = {"max_rows": max_rows, "monkeypatch": monkeypatch}
+    expected, n_whole = conversations(model, is_continued=False, **options)
+    found, n_rest = conversations(model, is_continued=True, **options)
+    for one, other in zip(found, expected, strict=True):
+        check_equal(one, other)
+    if is_kept:
+        # 12 first prompts of 39 to 50 tokens; each of 18 later turns computes at most 8 new ones
+        assert n_rest < 0.65 * n_whole
+    else:
+        # those of texts that end at once are kept
+        assert 0.9 * n_whole < n_rest <= n_whole
+
+
+def test_kept_keys_are_not_those_of_other_tokens(monkeypatch):
+    """The test above can fail: keys of another text give other log-probabilities."""
+    model = small_model()
+    options = {"max_rows": None, "monkeypatch": monkeypatch}
+    expected, _ = conversations(model, is_continued=True, **options)
+    keep = KeptTexts.keep
+
+    def keep_another(self, tokens, cache):
+        for _, keys, _ in cache._stored.values():
+            keys.mul_(-2)
+        keep(self, tokens, cache)
+
+    monkeypatch.setattr(KeptTexts, "keep", keep_another)
+    found, _ = conversations(model, is_continued=True, **options)
+    check_equal(found[0], expected[0])  # a single turn
+    assert found[3][1].logprobs != pytest.approx(expected[3][1].logprobs, abs=1e-4)
+
+
+def test_two_texts_continue_one():
+    """The text is computed once, or again if the other has started before."""
+    engine = Engine(small_model(), sampling=SAMPLING, max_rows=4)
+    prompt = list(range(40))
+
+    async def branch() -> list[Generation]:
+        first = await engine.generate(prompt, max_new_tokens=4, key="", is_continued=True)
+        tokens = [*prompt, *first.ids]
+        ends = [[60], [61, 62], [61, 62]]
+        return await asyncio.gather(
+            *(engine.generate([*tokens, *end], max_new_tokens=4, key="b") for end in ends)
+        )
+
+    found = engine.run([branch()])[0]
+    plain = Engine(small_model(), sampling=SAMPLING, use_cache=False)
+    first = plain.run([plain.generate(prompt, max_new_tokens=4, key="")])[0]
+    tokens = [*prompt, *first.ids]
+    texts = [
+        plain.generate([*tokens, *end], max_new_tokens=4, key="b")
+        for end in ([60], [61, 62], [61, 62])
+    ]
+    check_equal(found, plain.run(texts))
+
+
+def test_the_newest_texts_are_kept():
+    kept = KeptTexts(most=2)
+    for tokens in ((1, 2), (1, 2, 3), (4, 5)):
+        kept.keep(tokens, KVCache(small_model(), 0))
+    assert kept.beginning_of((1, 2, 9)) is None
+    assert kept.beginning_of((1, 2, 3, 9)) == (1, 2, 3)
+    assert kept.beginning_of((4, 5, 6, 7)) == (4, 5)
+    assert kept.beginning_of((4, 5, 6, 7, 8)) is None  # less than half of the prompt
+    kept.drop([(4, 5)])
+    assert kept.beginning_of((4, 5, 6)) is None
 
 
 def test_an_asyncio_program_runs_the_engine_in_a_thread():
@@ -371,3 +495,22 @@ def sharded_texts(layout: str, expected: list[Generation]) -> None:
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_sharded_models_generate_the_same_texts(workers, layout):
     workers.run(sharded_texts, layout, alone(mixed_model()))
+
+
+def sharded_conversations(layout: str, expected: list[list[Generation]]) -> None:
+    model = sharded_model(layout, small_model)
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3, group=dist.group.WORLD)
+    # Under FSDP, each rank has conversations of other numbers of turns.
+    numbers = range(dist.get_rank(), 8, 3) if layout == "fsdp" else range(8)
+    for found, number in zip(
+        engine.run([converse(engine, n) for n in numbers]), numbers, strict=True
+    ):
+        check_equal(found, expected[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_sharded_models_continue_kept_texts(workers, layout):
+    engine = Engine(small_model(), sampling=SAMPLING, stop_ids=STOP_IDS, use_cache=False)
+    expected = [engine.run([converse(engine, number)])[0] for number in range(8)]
+    workers.run(sharded_conversations, layout, expected)

@@ -731,12 +731,12 @@ def test_start_and_stop_ids(stories_tokenizer, tmp_path):
 # Several processes.
 
 
-def sharded_model(layout: str) -> Llama3Model:
+def sharded_model(layout: str, make_model=mixed_model) -> Llama3Model:
     degrees = {"fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}[layout]
     dims = ParallelDims(
         **{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees}
     )
-    model, training = mixed_model(), TrainingConfig(mixed_precision_param="float32")
+    model, training = make_model(), TrainingConfig(mixed_precision_param="float32")
     mesh = dims.build_mesh("cpu")
     parallelize_model(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=training)
     return model

@@ -21,6 +21,7 @@ from torchtitan.components.generation.forward import (
     left_padded,
     logits_at,
 )
+from torchtitan.components.generation.kept_texts import KeptTexts, Tokens
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.next_tokens import LogprobsOf, NextToken, next_tokens
 from torchtitan.components.generation.row import PADDING, Row
@@ -53,7 +54,7 @@ class Prompts:
     """Computed prompts from which waiting texts still start."""
 
     cache: KVCache
-    row_of: dict[tuple[int, ...], int]
+    row_of: dict[Tokens, int]
     logits_NV: Tensor
 
 
@@ -65,6 +66,8 @@ class Needs(NamedTuple):
     """Whether coroutines have not ended that may await something else."""
     decoding: bool
     prefilling: bool
+    extending: bool
+    """Computing prompts that begin with kept texts."""
     reading: bool
     """Reading images, for which processes share the weights of a vision tower."""
     has_failed: bool
@@ -92,6 +95,7 @@ class Batch:
         self._rows: list[Row] = []
         self._logits_BV: Tensor | None = None
         self._held: Prompts | None = None
+        self._kept = KeptTexts(settings.max_rows)
         self._graph: DecodeGraph | None = None
         self._graph_of = graphs_for(model, partial(logits_at, model, 0))
         self._cache: Any = (
@@ -116,8 +120,12 @@ class Batch:
         return max(self._room(self._n_alive) - len(self._waiting), 0)
 
     def add(self, row: Row) -> None:
-        """Let a text join as soon as there is room."""
-        self._waiting.append(row)
+        """Let a text join as soon as there is room, before others if it begins with a kept one,
+        which others may replace."""
+        if self._kept.beginning_of(row.start):
+            self._waiting.appendleft(row)
+        else:
+            self._waiting.append(row)
 
     def fail(self, error: Exception) -> None:
         """Raise an error in the next step, in all processes."""
@@ -154,13 +162,14 @@ class Batch:
         n_alive = self._n_alive
         chosen = self._choose(n_alive)
         self._decode_images(chosen)
-        new = self._new_prompts(chosen)
+        new, extended = self._new_prompts(chosen)
         images = self._read_images(chosen)
         own = Needs(
             has_rows=n_alive + len(chosen) > 0,
             has_tasks=self.has_tasks,
             decoding=n_alive > 0 or not self._joins,
             prefilling=bool(new),
+            extending=bool(extended),
             reading=images is not None,
             has_failed=self._error is not None,
         )
@@ -176,7 +185,8 @@ class Batch:
             reader = self._settings.reader if needs.reading else None
             self._decode(bool(chosen) and not self._joins, images, reader)
         if self._joins:
-            self._join(chosen, new, prefills=needs.prefilling)
+            held = self._computed_prompts(new, extended, needs)
+            self._join(chosen, held)
         self._sample()
         del graph
         return needs
@@ -230,12 +240,30 @@ class Batch:
             self._error = error
             return None
 
-    def _new_prompts(self, chosen: Sequence[Row]) -> list[tuple[int, ...]]:
-        """Return the prompts that must be computed before the chosen rows join."""
+    def _new_prompts(self, chosen: Sequence[Row]) -> tuple[list[Tokens], dict[Tokens, Tokens]]:
+        """Return the prompts that must be computed before the chosen rows join: those to compute
+        as a whole, and those that begin with kept texts, with these."""
+        new: list[Tokens] = []
+        extended: dict[Tokens, Tokens] = {}
         if not self._joins:
-            return []
+            return new, extended
         known = self._held.row_of if self._held else {}
-        return list(dict.fromkeys(row.start for row in chosen if row.start not in known))
+        for prompt in dict.fromkeys(row.start for row in chosen if row.start not in known):
+            beginning = self._beginning_of(prompt)
+            if beginning is None:
+                new.append(prompt)
+            else:
+                extended[prompt] = beginning
+        return new, extended
+
+    def _beginning_of(self, prompt: Tokens) -> Tokens | None:
+        """Return the kept text that the prompt begins with, if its keys are still those of the
+        longer text."""
+        kept = self._kept.beginning_of(prompt)
+        boundaries = self._model.cache_boundaries()
+        if kept and any(len(kept) <= boundary < len(prompt) for boundary in boundaries):
+            return None
+        return kept
 
     def _decode(
         self, is_new_batch: bool, images: ImageInputs | None, reader: ImageReader | None
@@ -317,26 +345,56 @@ class Batch:
         attention = AttentionMetadata.of_rows(*tokens_BL.shape)
         logits_at(self._model, 0, tokens_BL.to(self._device), attention, images)
 
-    def _join(self, chosen: list[Row], new: list[tuple[int, ...]], *, prefills: bool) -> None:
-        """Compute new prompts, and let the chosen rows join the batch after their prompts. Finished
-        rows leave it if room is needed, or if they are the majority."""
+    def _computed_prompts(
+        self, new: list[Tokens], extended: dict[Tokens, Tokens], needs: Needs
+    ) -> list[Prompts]:
+        """Compute prompts, with the other processes, and return all that rows may start from."""
         held = [self._held] if self._held else []
         if new:
             self._held = self._compute_prompts(new)
             held.append(self._held)
-        elif prefills:
+        elif needs.prefilling:
             self._pass_without_rows()
+        if extended:
+            held.append(self._extend_texts(extended))
+            self._kept.drop(extended.values())
+        elif needs.extending:
+            self._pass_without_rows()
+        return held
+
+    def _join(self, chosen: list[Row], held: Sequence[Prompts]) -> None:
+        """Let the chosen rows join the batch after their prompts. Finished rows leave it if room is
+        needed, or if they are the majority."""
         kept = [index for index, row in enumerate(self._rows) if not row.is_done]
         if chosen or 0 < 2 * len(kept) < len(self._rows):
             self._assemble(kept, chosen, held)
         if self._held and not any(row.start in self._held.row_of for row in self._waiting):
             self._held = None
 
-    def _compute_prompts(self, prompts: list[tuple[int, ...]]) -> Prompts:
+    def _compute_prompts(self, prompts: list[Tokens]) -> Prompts:
         tokens_BL, positions_BL = left_padded(prompts, self._degree)
         length = tokens_BL.shape[1]
         cache = KVCache(self._model, length + self._degree)
         logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, length)
+        return Prompts(cache, {prompt: index for index, prompt in enumerate(prompts)}, logits_NV)
+
+    def _extend_texts(self, beginnings: dict[Tokens, Tokens]) -> Prompts:
+        """Compute prompts from the kept texts that they begin with. All rows of a pass have equally
+        many tokens: a row with fewer new ones computes its last kept ones again."""
+        prompts = list(beginnings)
+        n_new = max(len(prompt) - len(kept) for prompt, kept in beginnings.items())
+        n_new = -(-n_new // self._degree) * self._degree
+        n_before = [max(len(prompt) - n_new, 0) for prompt in prompts]
+        sources = [
+            (self._kept.cache_of(beginnings[prompt]).beginning(n_kept), [0])
+            for prompt, n_kept in zip(prompts, n_before, strict=True)
+        ]
+        n_slots = max(n_before)
+        cache = KVCache(self._model, n_slots + n_new + self._degree)
+        cache.assemble(sources, n_slots)
+        tokens_BL, positions_BL = left_padded([prompt[-n_new:] for prompt in prompts], self._degree)
+        positions_BL += torch.tensor(n_before)[:, None]
+        logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, n_new)
         return Prompts(cache, {prompt: index for index, prompt in enumerate(prompts)}, logits_NV)
 
     def _assemble(self, kept: list[int], chosen: Sequence[Row], held: Sequence[Prompts]) -> None:
@@ -368,21 +426,20 @@ class Batch:
             return
         assert self._logits_BV is not None
         drawn = next_tokens(rows, self._logits_BV, logprobs_of=self._settings.logprobs_of)
-        alive = [
-            (row, next_token)
-            for row, next_token in zip(rows, drawn, strict=True)
-            if not row.is_done
-        ]
-        if not all(next_token.is_finite for _, next_token in alive):
+        if not all(
+            row.is_done or next_token.is_finite for row, next_token in zip(rows, drawn, strict=True)
+        ):
             # The most probable token would silently be token 0.
             self._error = UserError(
                 f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}"
             )
             return
-        for row, next_token in alive:
-            self._append(row, next_token)
+        for place, (row, next_token) in enumerate(zip(rows, drawn, strict=True)):
+            if not row.is_done:
+                self._append(place, row, next_token)
 
-    def _append(self, row: Row, next_token: NextToken) -> None:
+    def _append(self, place: int, row: Row, next_token: NextToken) -> None:
+        """Append a token to a row, and pass the text on if it ends."""
         generation = row.generation
         if row.n_top:
             generation.top_logprobs.append(next_token.top[: row.n_top])
@@ -396,13 +453,23 @@ class Batch:
         if stopped:
             generation.finish_reason = "stop"
         if stopped or len(generation.ids) == row.max_new_tokens:
+            self._keep(place, row)
             row.is_done = True
             row.end(generation)
+
+    def _keep(self, place: int, row: Row) -> None:
+        """Keep the keys and values of a text that a later prompt begins with. Its last token has
+        none yet."""
+        n_cached = row.n_tokens - 1
+        if row.is_continued and self._joins and self._cache.holds(n_cached):
+            tokens = tuple(row.tokens[:n_cached])
+            self._kept.keep(tokens, self._cache.row(place, n_cached))
 
     def _forget(self) -> None:
         """Free the memory of a batch without rows."""
         self._graph = None
         self._held = None
+        self._kept.clear()
         self._logits_BV = None
         if self._cache is not None:
             self._cache.clear()

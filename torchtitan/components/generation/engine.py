@@ -114,6 +114,7 @@ class Engine:
         sampling: Sampling | None = None,
         n_top: int = 0,
         into: Generation | None = None,
+        is_continued: bool = False,
     ) -> Generation:
         """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the
         stop token; await it in a coroutine that `run` or `serve` runs, or in a task that it
@@ -125,6 +126,9 @@ class Engine:
             sampling: settings of this text, without its seed; None: the engine's.
             n_top: number of most probable tokens to return for each token.
             into: an empty generation to fill, which `on_token` may read.
+            is_continued: whether a later prompt begins with this text: its keys and values are kept
+                for it, if all layers keep those of all tokens (no window that the text exceeds, no
+                recurrent layers). Of more than `max_rows` texts, the newest are kept.
         """
         session = self._session
         if session is not None and not session.is_here:
@@ -151,6 +155,7 @@ class Engine:
             n_top,
             generation,
             images,
+            is_continued,
         )
         return await (row if session is None else session.text(row))
 

@@ -1,5 +1,6 @@
 """A key/value cache of any model for incremental decoding; rows may join and leave."""
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -133,6 +134,27 @@ class KVCache:
     def advance(self, length: int) -> None:
         """Keep the first `length` tokens of the last forward pass; the other slots are reused."""
         self.n_slots += length
+
+    def holds(self, n_tokens: int) -> bool:
+        """Return whether the last `n_tokens` are all that is needed to compute from any of them:
+        there are no states, and all layers keep them."""
+        return not self.states and all(
+            self.n_slots - first >= n_tokens for first, _, _ in self._stored.values()
+        )
+
+    def row(self, row: int, n_tokens: int) -> "KVCache":
+        """Return a copy of the last `n_tokens` of a row."""
+        one = copy.copy(self)
+        one.states = {}
+        one.max_slots = n_tokens
+        one.assemble([(self, [row])], n_tokens)
+        return one
+
+    def beginning(self, n_slots: int) -> "KVCache":
+        """Return the first slots, in the same memory."""
+        view = copy.copy(self)
+        view.n_slots = n_slots
+        return view
 
     def assemble(self, sources: "Sequence[tuple[KVCache, list[int]]]", n_slots: int) -> None:
         """Replace the content by rows of caches of the same model, which may include this one,

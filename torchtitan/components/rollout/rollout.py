@@ -69,6 +69,7 @@ class RolloutEngine:
         max_new_tokens: int | None = None,
         *,
         stop: Sequence[str] = (),
+        is_continued: bool = False,
         **settings: Any,
     ) -> Generation:
         """Return a sampled continuation, which ends with the end of the turn or within the context;
@@ -77,6 +78,8 @@ class RolloutEngine:
 
         Args:
             stop: texts that end the continuation, which includes them.
+            is_continued: whether a later call begins with these tokens and the continuation, so
+                that only the tokens after them must be computed (see `Engine.generate`).
             settings: temperature, top_k, top_p and min_p, instead of those of `--rollout`.
         """
         room = self.engine.context - len(tokens)
@@ -91,6 +94,8 @@ class RolloutEngine:
             more["sampling"] = replace(self.sampling, **settings)
         if stop:
             more |= self._stops(tokens, stop)
+        if isinstance(self.engine, Engine):
+            more["is_continued"] = is_continued
         generation = await self.engine.generate(
             tokens, max_new_tokens=min(wanted, room), key=f"{self.key}/{self.n_calls}", **more
         )
@@ -353,7 +358,11 @@ async def _play(
     reward = 0.0
     for number in range(environment.max_turns):
         try:
-            turn = await engine.generate(trajectory.tokens, stop=engine.stop_texts)
+            turn = await engine.generate(
+                trajectory.tokens,
+                stop=engine.stop_texts,
+                is_continued=number + 1 < environment.max_turns,
+            )
         except ContextFull:
             break
         trajectory.append(turn.ids, turn.logprobs)
