@@ -2,6 +2,7 @@
 
 import dataclasses
 import timeit
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run import dry_run
+from torchtitan.dry_run.fitting import USABLE
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Kernel, WorkTracker
 from torchtitan.foresight import plan, predict
+from torchtitan.foresight.capacity import _largest, capacities
 from torchtitan.foresight.devices import DEVICES, device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.planning import MESH, option_words
 from torchtitan.foresight.prediction import predict_from_reports
@@ -282,6 +285,45 @@ def test_plan_fits_and_ranks(tmp_path: Path):
     )
     assert again.training.resolve_global_batch_size(best.layout.dims.dp_degree) == 64
     assert again.check_layout(8) == best.layout.dims
+
+
+@pytest.mark.parametrize("limit", [3.0, 10.0, 10.999, 500.0, 999.0, 5000.0])
+@pytest.mark.parametrize("grow", [lambda n: n, lambda n: n + n % 7, lambda n: max(5, n // 9 * 9)])
+def test_the_largest_number_within_a_limit(limit: float, grow: Callable[[int], float]):
+    """Memory that grows by steps, and by each number."""
+    calls = []
+
+    def memory_gib(n: int) -> float:
+        calls.append(n)
+        return grow(n)
+
+    found = _largest(memory_gib, limit, 1000)
+    fits = [n for n in range(1, 1001) if grow(n) <= limit]
+    assert (found == 0) == (1 not in fits)
+    if found:
+        assert found in fits
+        assert found == 1000 or grow(found + 1) > limit
+    if grow(13) == 13:
+        assert len(set(calls)) <= 4
+
+
+@pytest.mark.slow
+def test_one_more_does_not_fit(tmp_path: Path):
+    device = dataclasses.replace(DEVICE, memory_gib=0.5)
+    config = configuration(tmp_path, "--model.vocab_size=4096", config="debugmodel")
+    (best,) = plan(config, 1, device, best=1).options
+    for one in capacities(best.layout, device):
+        for more, fits in ((0, True), (1, False)):
+            mode = f"--activation_checkpoint.mode={one.mode}"
+            sizes = (
+                [f"--training.local_batch_size={one.sequences + more}"],
+                ["--training.local_batch_size=1", f"--training.seq_len={one.window + 256 * more}"],
+            )
+            for words in sizes if one.window < config.model_spec.model.max_seq_len else sizes[:1]:
+                sized = configuration(
+                    tmp_path, "--model.vocab_size=4096", mode, *words, config="debugmodel"
+                )
+                assert (predict(sized, 1, device).memory_gib <= USABLE * 0.5) == fits
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ from torchtitan.tools.logging import logger, presentable
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
+    from torchtitan.foresight.capacity import Capacity
     from torchtitan.foresight.planning import Plan
+    from torchtitan.foresight.prediction import Prediction
 
 
 def plan(args: Sequence[str]) -> int:
@@ -52,6 +54,12 @@ def plan(args: Sequence[str]) -> int:
     )
     parser.add_argument("--best", type=int, default=5, help="layouts to print (default 5)")
     parser.add_argument(
+        "--largest",
+        action="store_true",
+        help="also find the largest local batch, and the longest window, that fit with the best "
+        "degrees of parallelism",
+    )
+    parser.add_argument(
         "--apply", type=Path, metavar="FILE", help="write the best configuration, for --config_file"
     )
     options, words = parser.parse_known_args(args)
@@ -68,6 +76,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     from torchtitan.config.manager import ConfigManager
     from torchtitan.config.sections import require_at_least
     from torchtitan.foresight import planning
+    from torchtitan.foresight.capacity import capacities
     from torchtitan.foresight.devices import device_in_file, device_named
 
     n_devices = options.devices
@@ -95,6 +104,10 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
             resolved.config, n_devices, device, devices_per_host=per_host, best=options.best
         )
     _print(found, f"{n_devices} x {device.name}")
+    if options.largest:
+        with Console(stderr=True).status("finding the largest batch"):
+            found_capacities = capacities(found.options[0].layout, device)
+        _print_capacities(found_capacities, found.options[0])
     hosts, best = -(-n_devices // per_host), found.options[0]
     words += planning.option_words(resolved.config, best.layout.config.to_dict())
     variables = f"NNODES={hosts} NGPU={per_host}" if hosts > 1 else f"NGPU={n_devices}"
@@ -127,3 +140,29 @@ def _print(found: "Plan", title: str) -> None:
         numbers=["", *numeric],
     )
     print(f"{found.n_compared:,} layouts compared; {found.n_too_large:,} need too much memory.")
+
+
+def _print_capacities(found: "Sequence[Capacity]", best: "Prediction") -> None:
+    from torchtitan.foresight.capacity import MOST_SEQUENCES
+    from torchtitan.tools.tables import open_console, print_table
+
+    config = best.layout.config
+    batch = f"local batch of windows of {config.training.seq_lens[-1]:,}"
+    window = "tokens of one window"
+    more = {MOST_SEQUENCES: " or more"}
+    whole = {config.model_spec.model.max_seq_len: " (the context)"}
+    rows = [
+        [
+            one.mode,
+            f"{one.sequences:,}{more.get(one.sequences, '')}",
+            f"{one.window:,}{whole.get(one.window, '')}",
+        ]
+        for one in found
+    ]
+    print_table(
+        open_console(),
+        f"the largest that fit on each {best.device.name} with {best.layout.dims}",
+        ["checkpointing", batch, window],
+        rows,
+        numbers=[batch, window],
+    )
