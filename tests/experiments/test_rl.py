@@ -762,6 +762,27 @@ def test_the_entropy_bonus_raises_the_entropy(folder, tmp_path):
         )
 
 
+@pytest.mark.parametrize(("target", "is_below"), [(1e-3, False), (50.0, True)])
+def test_the_factor_follows_the_entropy(folder, tmp_path, target, is_below):
+    """A resumed run continues with the same factors."""
+    options = {
+        "policy__entropy_target": target,
+        "policy__entropy_weight": 0.25,
+        "policy__entropy_step": 0.125,
+        "checkpoint__last_save_in_hf": False,
+        "checkpoint__export_dtype": "None",
+    }
+    train_rl(folder, tmp_path / "whole", training__steps=4, **options)
+    rows = read_metrics(tmp_path / "whole", "entropy", "entropy_weight")
+    expected = [0.25, 0.375, 0.5, 0.625] if is_below else [0.25, 0.0, 0.0, 0.0]
+    assert [row[2] for row in rows] == expected
+    assert all((row[1] < target) == is_below for row in rows)
+    for steps in (2, 4):
+        train_rl(folder, tmp_path / "resumed", training__steps=steps, **options)
+    resumed = read_metrics(tmp_path / "resumed", "entropy_weight")
+    assert [row[1] for row in resumed] == expected
+
+
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_adapters_are_trained_and_saved(folder, tmp_path, method):
     """peft loads the saved adapter over the base model, with the logits of the merged model. The

@@ -8,6 +8,7 @@ import torch
 
 from torchtitan.components.losses import policy_loss
 from torchtitan.components.losses.entropies import log_probs_and_entropies
+from torchtitan.components.losses.entropy_control import EntropyControl
 from torchtitan.components.losses.policy_loss import METHODS, PolicyLoss
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
@@ -326,3 +327,18 @@ def _tokenizer_folder() -> str:
     from tests.conftest import PROJECT
 
     return str(PROJECT / "torchtitan/assets/tokenizer")
+
+
+def test_the_entropy_factor_follows_its_target():
+    """By hand: below the target it rises, above it falls to 0 at least and does not act."""
+    control = EntropyControl(weight=0.0, target=1.0, step=0.5)
+    factors = []
+    for entropy in (0.5, 0.9, 1.5, 1.5, 1.5, 0.2, 0.2):
+        control.observe(entropy)
+        factors.append(control.factor)
+    assert factors == [0.5, 1.0, 0.0, 0.0, 0.0, 0.5, 1.0]
+    assert control.is_on and control.is_adaptive
+    constant = EntropyControl(weight=0.1, target=None, step=0.5)
+    constant.observe(0.0)
+    assert constant.factor == 0.1 and not constant.is_adaptive
+    assert not EntropyControl(weight=0.0, target=None, step=0.5).is_on

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.components.losses.entropy_control import EntropyControl
 from torchtitan.components.losses.importance import Importance, importance_weights, sample_sums
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
@@ -173,6 +174,14 @@ class PolicyLoss(Configurable):
         entropy_weight: float = 0.0
         """Factor of the mean entropy of a token's distribution, which the loss rewards."""
 
+        entropy_target: float | None = None
+        """Mean entropy of a token's distribution, in nats, that the loss holds: the factor, first
+        entropy_weight, rises by entropy_step after each step below it, and falls after each step
+        above it, in which no entropy is rewarded. None: the factor is constant."""
+
+        entropy_step: float = 0.005
+        """Change of the factor in a step with entropy_target."""
+
         max_log_ratio: float = 20.0
         """Largest logarithm of the ratio of probabilities: the loss of a less likely answer ends at
         exp(this) times its advantage, and the KL estimate k3 rises linearly beyond (two-sided
@@ -227,6 +236,8 @@ class PolicyLoss(Configurable):
                 "clip_high",
                 "beta",
                 "entropy_weight",
+                "entropy_target",
+                "entropy_step",
                 "max_importance_weight",
                 "value_weight",
                 "gae_decay",
@@ -243,6 +254,9 @@ class PolicyLoss(Configurable):
         method = METHODS[config.method]
         self.method = method._replace(advantage=config.advantage or method.advantage)
         self.max_new_tokens = max_new_tokens
+        self.entropy = EntropyControl(
+            config.entropy_weight, config.entropy_target, config.entropy_step
+        )
 
     def __call__(
         self, log_probs_N: Tensor, tokens: Mapping[str, Tensor]
@@ -250,8 +264,8 @@ class PolicyLoss(Configurable):
         """Return the summed loss, its weight (the number of samples, or of tokens), and measures of
         each token (N,). `tokens` has log-probabilities `old_logprobs` at the start of the step and
         `logprobs` of the sampler, `advantages`, and the numbers of their `samples`, each (N,). For
-        a `beta` above 0, it has the log-probabilities of the `reference`; for an `entropy_weight`
-        above 0 the `entropies`; for a critic, its `values` in float32, `old_values` and
+        a `beta` above 0, it has the log-probabilities of the `reference`; if `entropy` is on, the
+        `entropies`; for a critic, its `values` in float32, `old_values` and
         `returns`."""
         config = self.config
         method = self.method
@@ -288,7 +302,7 @@ class PolicyLoss(Configurable):
                 losses_N = losses_N + config.beta * measures["kl"]
         if "entropies" in tokens:
             measures["entropy"] = tokens["entropies"]
-            losses_N = losses_N - config.entropy_weight * tokens["entropies"]
+            losses_N = losses_N - self.entropy.factor * tokens["entropies"]
         divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
         losses_N = losses_N / divisors[method.token_weight]
         if "values" in tokens:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -65,9 +65,11 @@ class RLTrainer(RatedRolloutTrainer):
             size, advantage = self.rollout.group_size, METHODS[self.policy.method].advantage
             needs_group = advantage not in OF_TOKENS
             require(size >= 2 or not needs_group, "--rollout.group_size", size, "2 or more")
-            if self.policy.entropy_weight:
+            if self.policy.entropy_weight or self.policy.entropy_target is not None:
                 self.parallelism.require_one(
-                    "tensor", user="--policy.entropy_weight, which needs whole distributions"
+                    "tensor",
+                    user="--policy.entropy_weight or entropy_target, which need whole "
+                    "distributions",
                 )
             of_models = [name for name in self.rewards if name.startswith("reward_model=")]
             if of_models and isinstance(self.dataloader, ImagePromptDataLoader.Config):
@@ -206,7 +208,27 @@ class RLTrainer(RatedRolloutTrainer):
             if not last.is_taken:
                 break
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
-        return outcome
+        return self.follow_entropy(outcome)
+
+    def follow_entropy(self, outcome: StepResult) -> StepResult:
+        """Adapt the factor of the entropy to a step that was taken, and add the factor that the
+        step had to its numbers."""
+        control = self.policy.entropy
+        if not (control.is_adaptive and outcome.is_taken and "entropy" in outcome.measures):
+            return outcome
+        factor = control.factor
+        control.observe(outcome.measures["entropy"])
+        return dataclasses.replace(outcome, measures={**outcome.measures, "entropy_weight": factor})
+
+    def state_dict(self) -> dict[str, Any]:
+        control = self.policy.entropy
+        adapted = {"entropy": control.state_dict()} if control.is_adaptive else {}
+        return {**super().state_dict(), **adapted}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if "entropy" in state_dict:
+            self.policy.entropy.load_state_dict(state_dict["entropy"])
 
     def complete_batches(self, batches: list[Batch]) -> None:
         """Add what the weights before the first update say of the batches, unless the first update
@@ -243,9 +265,9 @@ class RLTrainer(RatedRolloutTrainer):
         return {}
 
     def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the `log_probs` of each label, (B, L), `entropies` if their weight is above 0, and
+        """Return the `log_probs` of each label, (B, L), `entropies` if the loss rewards them, and
         the results of `heads`."""
-        needs_entropies = self.config.policy.entropy_weight > 0
+        needs_entropies = self.policy.entropy.is_on
         heads = self.heads()
 
         def head(*outputs: Any, **changes: Any) -> tuple[Tensor, ...]:
