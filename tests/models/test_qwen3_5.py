@@ -525,7 +525,7 @@ def test_norms_of_delta_nets_have_no_offset() -> None:
 
 
 def test_converters_without_attention_layers() -> None:
-    """Only tensor parallelism needs modules for all entries of the sharding plan."""
+    """The sharding plan's entries for attention are for parts that delta nets set to None."""
     config = qwen3_5_debugmodel()
     config.model_spec.model = replace(
         config.model_spec.model, vocab_size=2048, layer_types=["linear_attention"]
@@ -533,5 +533,4 @@ def test_converters_without_attention_layers() -> None:
     config.model_converters = [LoRA.Config()]
     config.check_conversion()
     config.parallelism.tensor_parallel_degree = 2
-    with pytest.raises(UserError, match="names no module"):
-        config.check_conversion()
+    config.check_conversion()

@@ -80,6 +80,10 @@ class AttentionMetadata:
     key_places_S: Tensor | None = None
     """Places of all keys in the row, in the order in which attention gets them."""
 
+    row_positions_BS: Tensor | None = None
+    """Positions of all tokens of the rows, in their order, if a rank has only some of them (context
+    parallelism)."""
+
     kernel: Kernel | None = None
     """Computation of attention; None: the model chooses."""
 
@@ -199,11 +203,15 @@ class AttentionMetadata:
             return replace(
                 self, cu_seqlens=self.cu_seqlens[: stop - start + 1], n_tokens_B=n_tokens_B
             )
+        row_positions_BS = self.row_positions_BS
+        if row_positions_BS is not None:
+            row_positions_BS = row_positions_BS[start:stop]
         first, last = (row * int(self.cu_seqlens[-1]) // self.n_rows for row in (start, stop))
         boundaries = self.cu_seqlens[(self.cu_seqlens >= first) & (self.cu_seqlens <= last)] - first
         return replace(
             self,
             positions_BL=self.positions_BL[start:stop],
+            row_positions_BS=row_positions_BS,
             cu_seqlens=boundaries,
             max_seqlen=int(boundaries.diff().max()),
             n_tokens_B=n_tokens_B,
@@ -212,15 +220,14 @@ class AttentionMetadata:
     def shard(self, query_places_L: Tensor, key_places_S: Tensor) -> "AttentionMetadata":
         """Describe a rank's part of each row's tokens, given the places of its tokens and of the
         gathered keys."""
-        whole_BL = self.positions_BL
-        positions_BL = (
-            query_places_L.expand(self.n_rows, -1)
-            if whole_BL is None
-            else whole_BL[:, query_places_L]
-        )
+        whole_BS = self.positions_BL
+        if whole_BS is None:
+            places_S = torch.arange(len(key_places_S), device=key_places_S.device)
+            whole_BS = places_S.expand(self.n_rows, -1)
         return replace(
             self,
-            positions_BL=positions_BL,
+            positions_BL=whole_BS[:, query_places_L],
+            row_positions_BS=whole_BS,
             query_places_L=query_places_L,
             key_places_S=key_places_S,
         )

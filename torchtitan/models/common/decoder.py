@@ -34,6 +34,19 @@ _MOST_PARAMETERS = 2**44
 
 _INIT_STD = 0.02
 
+ATTENTION_SHARDING = {
+    "wq": "columns",
+    "wk": "columns",
+    "wv": "columns",
+    "q_norm": "heads",
+    "k_norm": "heads",
+    "sinks": "own heads",
+    "q_wide_norm": "all heads",
+    "k_wide_norm": "all heads",
+    "wo": "rows",
+}
+"""Tensor parallelism of the parts of attention."""
+
 DENSE_SHARDING = ShardingPlan(
     tensor={
         "tok_embeddings": "vocabulary",
@@ -41,15 +54,7 @@ DENSE_SHARDING = ShardingPlan(
         "per_layer": "local tokens",
         "layers.*.attention_norm": "sequence",
         "layers.*.attention": "whole sequence",
-        "layers.*.attention.wq": "columns",
-        "layers.*.attention.wk": "columns",
-        "layers.*.attention.wv": "columns",
-        "layers.*.attention.q_norm": "heads",
-        "layers.*.attention.k_norm": "heads",
-        "layers.*.attention.sinks": "own heads",
-        "layers.*.attention.q_wide_norm": "all heads",
-        "layers.*.attention.k_wide_norm": "all heads",
-        "layers.*.attention.wo": "rows",
+        **{f"layers.*.attention.{name}": split for name, split in ATTENTION_SHARDING.items()},
         "layers.*.attention_post_norm": "sequence",
         "layers.*.ffn_norm": "sequence",
         "layers.*.feed_forward": "whole sequence",
@@ -236,10 +241,15 @@ class Decoder(BaseModel):
         """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`;
         `options` are arguments of its `kind`, by default `block_kind`. `rope` is None if the layer
         has no positions."""
-        parts = self.make_attention(index), self.make_feed_forward(index)
+        parts = self.make_mixer(index), self.make_feed_forward(index)
         return (kind or self.block_kind)(
             *parts, dim=self.config.dim, norm=self.make_norm, **options
         )
+
+    def make_mixer(self, index: int) -> nn.Module:
+        """Return the part of a layer through which tokens see earlier ones, called like
+        attention."""
+        return self.make_attention(index)
 
     def make_attention(
         self,

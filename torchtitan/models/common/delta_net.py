@@ -5,18 +5,19 @@ Dimensions: H value heads with keys of E and values of F elements; J channels of
 chunks of C tokens.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import make_linear
+from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind
 from torchtitan.models.common.norms import RMSNorm
-from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, LogUniform, Uniform, with_initializers
+from torchtitan.protocols.recurrence import Recurrence
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import require
 
@@ -24,7 +25,7 @@ _CHUNK = 64
 """Tokens per chunk: larger chunks need more operations, smaller ones more sequential steps."""
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Recurrence):
     """Linear attention with a state of constant size, a matrix per head: each token multiplies it
     by a decay, and moves the value that it returns for the token's key toward the token's value.
     States are not shared by documents.
@@ -37,12 +38,6 @@ class GatedDeltaNet(nn.Module):
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
     """
-
-    unsupported_parallelisms = {
-        "tensor_parallel_degree": "the heads of gated delta nets are not split",
-        "context_parallel_degree": "the state of a gated delta net passes from token to token",
-    }
-    """Reasons for `BaseModel.Config.unsupported_parallelisms`."""
 
     def __init__(
         self,
@@ -76,15 +71,18 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(value_head_dim, norm_eps)
         self.out = make_linear(value_dim, dim, out_init_std)
 
-    def forward(
-        self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata
-    ) -> Tensor:
-        """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is
-        not used."""
-        documents_BL = _documents(x_BLD, attention)
+    def project(self, x_BLD: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values before their convolution, and decays and betas before
+        their nonlinear functions."""
         precise = torch.promote_types(x_BLD.dtype, torch.float32)
-        inputs_BWJ, state_BHEF = (attention.states or {}).get(self, (None, None))
-        qkv_BLJ, inputs_BWJ = self.conv(self.in_qkv(x_BLD).to(precise), documents_BL, inputs_BWJ)
+        inputs = self.in_qkv(x_BLD), self.in_a(x_BLD), self.in_b(x_BLD)
+        return tuple(each.to(precise) for each in inputs)
+
+    def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Return the values that the states return for the queries, (B, L, H, F)."""
+        qkv_BLJ, decay_BLH, beta_BLH = inputs
+        inputs_BWJ, state_BHEF = state or (None, None)
+        qkv_BLJ, inputs_BWJ = self.conv(qkv_BLJ, documents_BL, inputs_BWJ)
         q, k, v = F.silu(qkv_BLJ).split(self.widths, dim=-1)
         q_BLHE, k_BLHE = (
             _normalized(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(
@@ -92,22 +90,22 @@ class GatedDeltaNet(nn.Module):
             )
             for x in (q, k)
         )
-        decay_BLH = -self.A_log.to(precise).exp() * F.softplus(
-            self.in_a(x_BLD).to(precise) + self.dt_bias
-        )
+        rate_H = -self.A_log.to(decay_BLH.dtype).exp()
         out_BLHF, state_BHEF = gated_delta_rule(
             q_BLHE * self.key_head_dim**-0.5,
             k_BLHE,
             v.unflatten(-1, (-1, self.value_head_dim)),
-            decay_BLH,
-            self.in_b(x_BLD).to(precise).sigmoid(),
+            rate_H * F.softplus(decay_BLH + self.dt_bias),
+            beta_BLH.sigmoid(),
             documents_BL,
             state_BHEF,
         )
-        if attention.states is not None:
-            attention.states[self] = inputs_BWJ, state_BHEF
-        gate_BLHF = F.silu(self.in_z(x_BLD).to(precise)).view_as(out_BLHF)
-        out_BLHF = (self.norm(out_BLHF.type_as(x_BLD)) * gate_BLHF).type_as(x_BLD)
+        return out_BLHF, (inputs_BWJ, state_BHEF)
+
+    def finish(self, out_BLHF: Tensor, x_BLD: Tensor) -> Tensor:
+        """Gate the normalized values, and project them."""
+        gate_BLHF = F.silu(self.in_z(x_BLD).to(out_BLHF.dtype)).view_as(out_BLHF)
+        out_BLHF = (self.norm(out_BLHF.to(x_BLD.dtype)) * gate_BLHF).to(x_BLD.dtype)
         return self.out(out_BLHF.flatten(-2))
 
 
@@ -216,14 +214,6 @@ def gated_delta_rule(
     return torch.stack(outs, dim=1).transpose(2, 3).flatten(1, 2)[:, :length], state
 
 
-def _documents(x_BLD: Tensor, attention: AttentionMetadata) -> Tensor:
-    """Number the documents of each row, (B or 1, L), from 1. 0: the document of earlier tokens, if
-    any."""
-    if attention.positions_BL is None:
-        return torch.zeros(1, x_BLD.shape[1], dtype=torch.long, device=x_BLD.device)
-    return (attention.positions_BL == 0).cumsum(dim=1)
-
-
 def _normalized(x_BLHE: Tensor) -> Tensor:
     return x_BLHE * torch.rsqrt(x_BLHE.square().sum(-1, keepdim=True) + 1e-6)
 
@@ -257,11 +247,43 @@ DELTA_NET_ROWS = tuple(
 rows."""
 
 
-class HybridDecoder(Decoder):
+def _delta_net(decoder: Any, index: int) -> GatedDeltaNet:
+    config = decoder.config
+    return GatedDeltaNet(
+        dim=config.dim,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        conv_kernel_dim=config.linear_conv_kernel_dim,
+        norm_eps=config.norm_eps,
+        **decoder.init_stds(index),
+    )
+
+
+def _state_flops(decoder: Any, index: int, seq_len: int) -> float:
+    """A gated delta net multiplies a key and a query with each state, and adds the product of a key
+    and a value to it (arXiv:2412.06464, equation 10): 2 operations each per element. The chunked
+    computation needs more."""
+    config = decoder.config
+    n_elements = config.linear_key_head_dim * config.linear_value_head_dim
+    return 6 * config.linear_num_value_heads * n_elements
+
+
+DELTA_NET = MixerKind(make=_delta_net, score_flops=_state_flops, tensor={}, heads=())
+
+
+_UNSUPPORTED = {
+    "tensor_parallel_degree": "the heads of gated delta nets are not split",
+    "context_parallel_degree": "the state of a gated delta net passes from token to token",
+}
+
+
+class DeltaNetDecoder(HybridDecoder):
     """A decoder whose layers of type linear_attention are gated delta nets."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Decoder.Config):
+    class Config(HybridDecoder.Config):
         layer_types: list[Literal["linear_attention", "full_attention"]] = field(
             default_factory=lambda: [
                 "linear_attention",
@@ -287,51 +309,20 @@ class HybridDecoder(Decoder):
         linear_conv_kernel_dim: int = 4
         """Tokens that the convolution of a gated delta net sees, including the current one."""
 
-        def is_linear(self, index: int) -> bool:
-            """Return whether a layer is a gated delta net."""
-            return self.layer_types[index % len(self.layer_types)] == "linear_attention"
+        mixers: ClassVar[Mapping[str, MixerKind]] = {
+            "linear_attention": DELTA_NET,
+            "full_attention": ATTENTION,
+        }
 
         def unsupported_parallelisms(self) -> dict[str, str]:
-            has_net = any(self.is_linear(index) for index in range(self.n_layers))
-            return GatedDeltaNet.unsupported_parallelisms if has_net else {}
+            has_net = any(self.mixer_of(index) is DELTA_NET for index in range(self.n_layers))
+            return _UNSUPPORTED if has_net else {}
 
         def validate(self) -> None:
-            Decoder.Config.validate(self)
-            require(
-                bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type"
-            )
+            HybridDecoder.Config.validate(self)
             self.check_sizes(2**16, *_SIZES)
             n_keys, n_values = self.linear_num_key_heads, self.linear_num_value_heads
             must = f"a divisor of linear_num_value_heads {n_values}"
             require(n_values % n_keys == 0, "--model.linear_num_key_heads", n_keys, must)
 
     config: Config
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        config = self.config
-        if not config.is_linear(index):
-            return super().make_attention(index, **options)
-        return GatedDeltaNet(
-            dim=config.dim,
-            num_key_heads=config.linear_num_key_heads,
-            num_value_heads=config.linear_num_value_heads,
-            key_head_dim=config.linear_key_head_dim,
-            value_head_dim=config.linear_value_head_dim,
-            conv_kernel_dim=config.linear_conv_kernel_dim,
-            norm_eps=config.norm_eps,
-            **self.init_stds(index),
-        )
-
-    def score_flops(self, index: int, seq_len: int) -> float:
-        """A gated delta net multiplies a key and a query with each state, and adds the product of a
-        key and a value to it (arXiv:2412.06464, equation 10): 2 operations each per element. The
-        chunked computation needs more."""
-        config = self.config
-        if not config.is_linear(index):
-            return super().score_flops(index, seq_len)
-        return (
-            6
-            * config.linear_num_value_heads
-            * config.linear_key_head_dim
-            * config.linear_value_head_dim
-        )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
+from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, DeltaNetDecoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import MoEConfig
@@ -16,13 +16,13 @@ from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
 
 
-class Qwen35Model(HybridDecoder):
+class Qwen35Model(DeltaNetDecoder):
     """Gated delta nets, with an attention layer after every three. Attention has norms of queries
     and keys, a gate of its result, and RoPE in a part of each head."""
 
     norm_kind = OffsetRMSNorm
 
-    def make_attention(self, index: int, **options: object) -> nn.Module:
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
 
 

@@ -1,0 +1,90 @@
+"""`Recurrence`: a mixer of tokens whose state passes from token to token, like a delta net, a
+state-space layer or a short convolution."""
+
+from abc import abstractmethod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.protocols.attention import AttentionMetadata
+
+
+class HeadExchange(Protocol):
+    """Exchange among ranks that divide the tokens of each row (context parallelism): for a
+    recurrence, they divide the heads instead. Dimension 2 of a tensor is of heads, or of
+    channels."""
+
+    def to_heads(self, x_BLH: Tensor, attention: AttentionMetadata) -> Tensor:
+        """(B, L, H, …), all heads of a rank's tokens → (B, S, H / ranks, …), a rank's heads of all
+        tokens of the rows, in their order."""
+
+    def to_tokens(self, x_BSH: Tensor, attention: AttentionMetadata) -> Tensor:
+        """Reverse `to_heads`."""
+
+    def own(self, parameter_H: Tensor) -> Tensor:
+        """Return the rows of a rank's heads, (H / ranks, …)."""
+
+
+class OwnHeads(nn.Module):
+    """A module with parameters of one row per head or channel, which it declares for tensor
+    parallelism: `with_features(self, A_log=("out",))`."""
+
+    exchange: HeadExchange | None = None
+    """Set by context parallelism."""
+
+    def own(self, parameter_H: Tensor) -> Tensor:
+        """Return the rows of a parameter that belong to the heads that this rank computes."""
+        return parameter_H if self.exchange is None else self.exchange.own(parameter_H)
+
+
+class Recurrence(OwnHeads):
+    """Mixer of tokens, called like attention, in three steps. The first and the last one work on
+    each token separately; the recurrence works on each head (or channel) separately, so that
+    tensor- and context-parallel ranks have some of the heads."""
+
+    def forward(self, x_BLD: Tensor, rope: Any, attention: AttentionMetadata) -> Tensor:
+        """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is
+        not used."""
+        inputs = self.project(x_BLD)
+        if self.exchange is not None:
+            inputs = tuple(self.exchange.to_heads(each, attention) for each in inputs)
+        documents_BL = document_numbers(inputs[0], attention)
+        state = (attention.states or {}).get(self)
+        out_BLH, state = self.recur(*inputs, documents_BL=documents_BL, state=state)
+        if attention.states is not None:
+            attention.states[self] = state
+        if self.exchange is not None:
+            out_BLH = self.exchange.to_tokens(out_BLH, attention)
+        return self.finish(out_BLH, x_BLD)
+
+    @abstractmethod
+    def project(self, x_BLD: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of the recurrence, (B, L, heads or channels, …). Use -1 for the number
+        of heads."""
+
+    @abstractmethod
+    def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Return the result, (B, L, heads or channels, …), and the state after the last token: a
+        tensor or nested tuples of tensors, each with B rows.
+
+        Args:
+            documents_BL: number of each token's document, (B or 1, L); documents do not see each
+                other. 0: the document of `state`.
+            state: after the tokens before these; None: there are none.
+        """
+
+    @abstractmethod
+    def finish(self, out_BLH: Tensor, x_BLD: Tensor) -> Tensor:
+        """Return the mixer's output, (B, L, dim), given the recurrence's and the mixer's input."""
+
+
+def document_numbers(x_BL: Tensor, attention: AttentionMetadata) -> Tensor:
+    """Number the documents of each row, (B or 1, L), from 1. 0: the document of earlier tokens, if
+    any."""
+    positions_BL = attention.positions_BL
+    if attention.row_positions_BS is not None:
+        positions_BL = attention.row_positions_BS
+    if positions_BL is None:
+        return torch.zeros(1, x_BL.shape[1], dtype=torch.long, device=x_BL.device)
+    return (positions_BL == 0).cumsum(dim=1)
