@@ -61,15 +61,18 @@ def random_input(rows: Sequence[Sequence[int]], dim: int = SIZES["dim"]) -> Tens
 
 def recurrence(net: GatedDeltaNet, x_TD: Tensor) -> Tensor:
     """Return the outputs of one document, by definition: one token after another."""
-    qkv_TJ, width = net.in_qkv(x_TD), net.conv.weight.shape[-1]
+    convs = net.conv_q, net.conv_k, net.conv_v
+    qkv_TJ = torch.cat([net.in_q(x_TD), net.in_k(x_TD), net.in_v(x_TD)], dim=1)
+    conv_J1W = torch.cat([conv.weight for conv in convs])
+    width = conv_J1W.shape[-1]
     before_TJ = torch.cat([qkv_TJ.new_zeros(width - 1, qkv_TJ.shape[1]), qkv_TJ])
     heads = len(net.A_log)
     state_HEF = x_TD.new_zeros(heads, net.key_head_dim, net.value_head_dim)
     outs = []
     for t, x_D in enumerate(x_TD):
-        mixed = F.silu((before_TJ[t : t + width] * net.conv.weight[:, 0].T).sum(0))
+        mixed = F.silu((before_TJ[t : t + width] * conv_J1W[:, 0].T).sum(0))
         q, k, v = (part.view(-1, size) for part, size in zip(
-            mixed.split(net.widths),
+            mixed.split([len(conv.weight) for conv in convs]),
             (net.key_head_dim, net.key_head_dim, net.value_head_dim), strict=True,
         ))  # fmt: skip
         q, k = (y[[h * len(y) // heads for h in range(heads)]] for y in (q, k))
@@ -142,14 +145,15 @@ def test_output_and_all_gradients_equal_transformers(seed):
         ),
         0,
     )
-    names = {
-        row.external.rpartition("linear_attn.")[2]: row.internal.split(".", 3)[3]
-        for row in DELTA_NET_ROWS
-    }
+    names: dict[str, list[str]] = {}
+    for row in DELTA_NET_ROWS:
+        internal = [row.internal] if isinstance(row.internal, str) else row.internal
+        name = row.external.rpartition("linear_attn.")[2]
+        names[name] = [one.split(".", 3)[3] for one in internal]
     ours = dict(net.named_parameters())
 
     def external(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {theirs: tensors[name] for theirs, name in names.items()}
+        return {theirs: torch.cat([tensors[name] for name in own]) for theirs, own in names.items()}
 
     reference.load_state_dict({name: tensor.detach() for name, tensor in external(ours).items()})
     x_BLD = random_input([[length]] * 2, sizes["dim"]).detach().float()
@@ -259,7 +263,8 @@ def test_states_continue_where_the_last_pass_ended(parts):
             out = net(x_BLD[:, part], ROPE, replace(attention, states=states))
             torch.testing.assert_close(out, expected[:, part], rtol=1e-9, atol=1e-9)
             place += new
-    inputs_BWJ, state_BHEF = states[net]
+    convolved, state_BHEF = states[net]
+    inputs_BWJ = torch.cat(convolved, dim=-1)
     assert inputs_BWJ.shape == (5, 3, 64) and state_BHEF.shape == (5, 4, 6, 10)
 
 
@@ -312,7 +317,9 @@ def test_bfloat16_states_and_recurrence_are_float32():
     net, states = make_net().bfloat16(), {}
     x = random_input([[100]]).detach()
     out = net(x.bfloat16(), ROPE, replace(AttentionMetadata.of_rows(1, 100), states=states))
-    assert out.dtype == torch.bfloat16 and {state.dtype for state in states[net]} == {torch.float32}
+    assert out.dtype == torch.bfloat16
+    convolved, matrices = states[net]
+    assert {state.dtype for state in (*convolved, matrices)} == {torch.float32}
     exact = net.double()(x.bfloat16().double(), ROPE, AttentionMetadata.of_rows(1, 100))
     # Projections are rounded to 8 bits.
     assert (out.double() - exact).norm() < 0.02 * exact.norm()
@@ -330,6 +337,6 @@ def test_every_parameter_has_an_initial_distribution():
     assert 0.01 <= rates.min() < 0.2 and 15.8 < rates.max() <= 16 and 7 < rates.mean() < 9
     assert (net.dt_bias == 1).all() and (net.norm.weight == 1).all()
     assert (
-        0.49 < net.conv.weight.abs().max() <= 0.5
+        0.49 < net.conv_v.weight.abs().max() <= 0.5
         and net.out.weight.std().item() == pytest.approx(0.2, rel=0.05)
     )

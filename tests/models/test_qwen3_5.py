@@ -152,9 +152,8 @@ def _exchanged_queries_and_keys(model: Any) -> None:
     for layer in model.layers.values():
         if isinstance(layer.attention, GatedDeltaNet):
             net = layer.attention
-            for weight in (net.in_qkv.weight, net.conv.weight):
-                queries, keys, values = weight.split(net.widths)
-                weight.copy_(torch.cat((keys, queries, values)))
+            net.in_q, net.in_k = net.in_k, net.in_q
+            net.conv_q, net.conv_k = net.conv_k, net.conv_q
 
 
 def _exchanged_decay_and_beta(model: Any) -> None:
@@ -384,16 +383,6 @@ def test_flops() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     attention, states = 4 * 16 * 256 * 1000, 3 * 2 * 32 * 128 * 128
     assert model.flops_per_token(1000) == 6 * parameters + 3 * (8 * attention + 24 * states)
-
-
-def test_split_heads_and_sequences_are_refused_only_with_delta_nets() -> None:
-    config = model_registry("debugmodel").model
-    assert set(config.unsupported_parallelisms()) == {
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-    }
-    config.layer_types = ["full_attention"]
-    assert not config.unsupported_parallelisms()
 
 
 # --- files

@@ -5,7 +5,7 @@ For attention, each rank keeps its own queries and gathers all keys and values (
 them, and this works with any mask.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -16,9 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.experts import LoadBalanced
+from torchtitan.protocols.recurrence import OwnHeads
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.device import send
-from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor
+from torchtitan.tools.torch_private import (
+    all_gather_single_autograd,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 
 LoadBalancer = Literal["headtail", "none"]
 
@@ -63,8 +68,41 @@ def shard_sequences(batch: Mapping[str, Any], shards: SequenceShards, rank: int)
     return {**batch, **per_token, "attention": attention.shard(tokens, tokens_of_all)}
 
 
+class HeadsOverRanks:
+    """A `HeadExchange` over the ranks of a mesh dimension, by one all-to-all in each direction."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self._group = mesh.get_group()
+        self._degree = mesh.size()
+        self._rank = mesh.get_local_rank()
+
+    def to_heads(
+        self, inputs: Sequence[Tensor], attention: AttentionMetadata
+    ) -> tuple[Tensor, ...]:
+        parts = [x_BLH.unflatten(-1, (self._degree, -1)) for x_BLH in inputs]
+        widths = [part.shape[-1] for part in parts]
+        x_RBLH = self._exchange(torch.cat(parts, dim=-1).movedim(2, 0))
+        assert attention.key_places_S is not None
+        # the order after a gather → the order of the row
+        x_BSH = x_RBLH.movedim(0, 1).flatten(1, 2)[:, attention.key_places_S.argsort()]
+        return x_BSH.split(widths, dim=-1)
+
+    def to_tokens(self, x_BSH: Tensor, attention: AttentionMetadata) -> Tensor:
+        x_BRLH = x_BSH[:, attention.key_places_S].unflatten(1, (self._degree, -1))
+        return self._exchange(x_BRLH.movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+
+    def own(self, parameter_H: Tensor) -> Tensor:
+        return parameter_H.unflatten(0, (self._degree, -1))[self._rank]
+
+    def _exchange(self, x_RBLH: Tensor) -> Tensor:
+        # Wait now, as below.
+        sent = all_to_all_single_autograd(x_RBLH.contiguous(), None, None, self._group)
+        return wait_tensor(sent)
+
+
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
-    """Make a model's attention cover the tokens of all ranks, in place, without changing weights.
+    """Make a model's attention and recurrences cover the tokens of all ranks, in place, without
+    changing weights.
 
     Args:
         mesh: the dimension of context parallelism; `shard_sequences` splits batches over it.
@@ -78,6 +116,8 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
     for name, module in model.named_modules():
         if fnmatchcase(name, plan.attention):
             module.register_forward_pre_hook(gather_keys_and_values)
+        if isinstance(module, OwnHeads):
+            module.exchange = HeadsOverRanks(mesh)
     share_rows(model, mesh)
 
 

@@ -116,6 +116,12 @@ class ParallelDims:
                     f"--parallelism.tensor_parallel_degree {self.tp} does not divide "
                     f"--model.{name} {size}"
                 )
+        for name, size in model.context_parallel_sizes.items() if self.cp > 1 else ():
+            if size % (self.tp * self.cp):
+                product = _product(
+                    {"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp}
+                )
+                raise UserError(f"{product} does not divide --model.{name} {size}")
         if model.vocab_size and model.vocab_size < self.tp:
             raise UserError(
                 f"--parallelism.tensor_parallel_degree {self.tp} is above --model.vocab_size "

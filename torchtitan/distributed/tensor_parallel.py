@@ -21,6 +21,7 @@ from torchtitan.distributed.whole_tensors import whole
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import LoadBalanced
 from torchtitan.protocols.output_head import compute_logits
+from torchtitan.protocols.recurrence import OwnHeads
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import parameter_entries
@@ -57,6 +58,7 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "final norm": _Interface(Shard(1), Shard(1), use_local_output=False),
     "heads": _Interface(Shard(2), Shard(2)),
     "own heads": _Interface(Shard(2), Shard(2), features="out"),
+    "own channels": _Interface(Shard(2), Shard(2), features="out"),
     "all heads": _Interface(Shard(-1), Replicate(), output=Shard(-1)),
     "whole sequence": _Interface(Shard(1), Replicate()),
     "columns": _Interface(Replicate(), Replicate(), output=Shard(-1), **_COLUMNS),
@@ -97,6 +99,10 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
         return _replicate(module, mesh)
     if sharding == "copy":
         return _copy(module, mesh)
+    if isinstance(module, OwnHeads):
+        _split_own_heads(module, mesh)
+    if sharding == "own channels":
+        return None
     interface = _INTERFACES[sharding]
 
     def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
@@ -137,6 +143,12 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         compute_with_local_parameters(
             part, lambda _, parameter: parameter.to_local(grad_placements=[Partial()])
         )
+
+
+def _split_own_heads(module: OwnHeads, mesh: DeviceMesh) -> None:
+    """Split the own parameters of a module by heads, and compute with plain tensors."""
+    shard_parameters(module, mesh, "out")
+    compute_with_local_parameters(module, lambda _, parameter: parameter.to_local())
 
 
 def _copy(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -51,6 +51,12 @@ class BaseModel(nn.Module, Configurable):
             return {}
 
         @property
+        def context_parallel_sizes(self) -> dict[str, int]:
+            """Sizes of recurrences, by field, that context-parallel ranks divide; the product of
+            the degrees of tensor and context parallelism must divide each of them."""
+            return {}
+
+        @property
         def expert_parallel_sizes(self) -> dict[str, int]:
             """Number of routed experts of a layer and their width, by field; empty without routed
             experts."""

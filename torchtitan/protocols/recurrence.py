@@ -2,6 +2,7 @@
 state-space layer or a short convolution."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,15 +13,16 @@ from torchtitan.protocols.attention import AttentionMetadata
 
 class HeadExchange(Protocol):
     """Exchange among ranks that divide the tokens of each row (context parallelism): for a
-    recurrence, they divide the heads instead. Dimension 2 of a tensor is of heads, or of
-    channels."""
+    recurrence, they divide its heads or channels instead."""
 
-    def to_heads(self, x_BLH: Tensor, attention: AttentionMetadata) -> Tensor:
-        """(B, L, H, …), all heads of a rank's tokens → (B, S, H / ranks, …), a rank's heads of all
-        tokens of the rows, in their order."""
+    def to_heads(
+        self, inputs: Sequence[Tensor], attention: AttentionMetadata
+    ) -> tuple[Tensor, ...]:
+        """Exchange tensors of the same type: (B, L, H), all heads of a rank's tokens → (B, S, H /
+        ranks), a rank's heads of all tokens of the rows, in their order."""
 
     def to_tokens(self, x_BSH: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Reverse `to_heads`."""
+        """(B, S, H / ranks, …) → (B, L, H, …)."""
 
     def own(self, parameter_H: Tensor) -> Tensor:
         """Return the rows of a rank's heads, (H / ranks, …)."""
@@ -48,7 +50,7 @@ class Recurrence(OwnHeads):
         not used."""
         inputs = self.project(x_BLD)
         if self.exchange is not None:
-            inputs = tuple(self.exchange.to_heads(each, attention) for each in inputs)
+            inputs = self.exchange.to_heads(inputs, attention)
         documents_BL = document_numbers(inputs[0], attention)
         state = (attention.states or {}).get(self)
         out_BLH, state = self.recur(*inputs, documents_BL=documents_BL, state=state)
@@ -60,8 +62,8 @@ class Recurrence(OwnHeads):
 
     @abstractmethod
     def project(self, x_BLD: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the recurrence, (B, L, heads or channels, …). Use -1 for the number
-        of heads."""
+        """Return the inputs of the recurrence, all of x's type, (B, L, heads or channels). The
+        channels of a head are contiguous; ranks divide the last dimension of each."""
 
     @abstractmethod
     def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:

@@ -22,10 +22,12 @@ sequence.
   whole sequence, in dimension 2 of (B, L, heads, head_dim).
 - `own heads`: as `heads`, with parameters of one row per head, which are split (`with_features`:
   "out").
+- `own channels`: as `own heads`, for an `OwnHeads` (`torchtitan.protocols.recurrence`), which gets
+  and computes with plain tensors.
 - `all heads`: works on the features of all heads together, with the same weights on every rank.
   Takes and returns a rank's part of the features, and gathers them.
-- `whole sequence`: has no split weights of its own; its first input is gathered from the ranks'
-  parts.
+- `whole sequence`: its first input is gathered from the ranks' parts. It has no weights of its own,
+  or is an `OwnHeads`.
 - `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the
   features. In an output head, these are its part of the vocabulary, and the loss is computed from
   them.

@@ -94,16 +94,22 @@ class RopePermutation(Transform):
 
 @dataclass(frozen=True)
 class Concatenated(Transform):
-    """Several of our tensors, fused into one along `dim` in the other format."""
+    """Several of our tensors, fused into one along `dim` in the other format: first the first of
+    `groups` of each tensor, then the second of each, and so on."""
 
     dim: int
 
+    groups: int = 1
+
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         (fused,) = tensors
-        return list(fused.split([shape[self.dim] for shape in shapes], dim=self.dim))
+        sizes = [shape[self.dim] // self.groups for shape in shapes]
+        parts = fused.unflatten(self.dim, (self.groups, -1)).split(sizes, dim=self.dim + 1)
+        return [part.flatten(self.dim, self.dim + 1) for part in parts]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(tensors, dim=self.dim)]
+        parts = [tensor.unflatten(self.dim, (self.groups, -1)) for tensor in tensors]
+        return [torch.cat(parts, dim=self.dim + 1).flatten(self.dim, self.dim + 1)]
 
 
 @dataclass(frozen=True)

@@ -135,15 +135,21 @@ class FusedEntry(Entry):
         return torch.Size((sum(self.widths), *(n_ranks * rank for rank in self.shape[1:])))
 
     def to_external(self, tensors: list[Tensor]) -> Tensor:
-        is_lora_b = self.rows is not None and tensors[0].ndim == 2
-        return torch.block_diag(*tensors) if is_lora_b else torch.cat(tensors)
+        if self.rows is None:
+            return torch.cat(tensors)
+        parts = list(tensors)
+        if tensors[0].ndim == 2:  # B
+            parts = list(torch.block_diag(*tensors).split(self.widths))
+        (fused,) = self.transform.to_external(parts)
+        return fused
 
     def to_internal(self, tensor: Tensor) -> Tensor:
         """Return this part. Raise `UserError` if a part's rows of B depend on another part's A."""
         n_parts = len(self.widths)
         if self.rows is None:
             return tensor if self.is_shared else tensor.chunk(n_parts)[self.part]
-        rows = tensor.split(self.widths)[self.part]
+        shapes = [torch.Size((width, *tensor.shape[1:])) for width in self.widths]
+        rows = self.transform.to_internal([tensor], shapes)[self.part]
         if self.is_shared or rows.ndim == 1:
             return rows
         blocks = list(rows.chunk(n_parts, dim=1))
@@ -229,7 +235,7 @@ def make_entries(
             entries |= _make_layer_entries(
                 layer_name, layers[name], step, plain[name].shape, size_of(layer_name)
             )
-        elif len(adapted) == len(step.internal) and step.transform == Concatenated(0):
+        elif len(adapted) == len(step.internal) and _fuses_rows(step.transform):
             entries |= _make_fused_entries(
                 {name: layers[name] for name in adapted}, step, plain, size_of
             )
@@ -241,6 +247,10 @@ def make_entries(
             f"or fuses with weights that have no adapter: {summarize_names(unsupported)}"
         )
     return entries
+
+
+def _fuses_rows(transform: Transform) -> bool:
+    return isinstance(transform, Concatenated) and transform.dim == 0
 
 
 def _class_adapter(spec: ModelSpec) -> StateDictAdapter:

@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind
-from torchtitan.models.common.norms import RMSNorm
+from torchtitan.models.common.norms import OffsetRMSNorm, RMSNorm
 from torchtitan.protocols.initializer import Constant, LogUniform, Uniform, with_initializers
-from torchtitan.protocols.recurrence import Recurrence
-from torchtitan.protocols.state_dict_adapter import KeyMapping
-from torchtitan.tools.errors import require
+from torchtitan.protocols.recurrence import OwnHeads, Recurrence
+from torchtitan.protocols.sharding import TensorSharding, with_features
+from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping
+from torchtitan.tools.errors import UserError, require
 
 _CHUNK = 64
 """Tokens per chunk: larger chunks need more operations, smaller ones more sequential steps."""
@@ -60,56 +62,61 @@ class GatedDeltaNet(Recurrence):
 
         # Names that attention does not use: a model has both kinds of layers, and its tables tell
         # them by names.
-        self.widths = [key_dim, key_dim, value_dim]
-        self.in_qkv, self.in_z = (
-            make_linear(dim, width, init_std) for width in (sum(self.widths), value_dim)
-        )
+        self.in_q, self.in_k = (make_linear(dim, key_dim, init_std) for _ in range(2))
+        self.in_v, self.in_z = (make_linear(dim, value_dim, init_std) for _ in range(2))
         self.in_a, self.in_b = (make_linear(dim, num_value_heads, init_std) for _ in range(2))
-        self.conv = DocumentConv(sum(self.widths), conv_kernel_dim)
+        self.conv_q, self.conv_k = (DocumentConv(key_dim, conv_kernel_dim) for _ in range(2))
+        self.conv_v = DocumentConv(value_dim, conv_kernel_dim)
         self.A_log, self.dt_bias = (nn.Parameter(torch.ones(num_value_heads)) for _ in range(2))
         with_initializers(self, A_log=LogUniform(0.01, 16.0), dt_bias=Constant(1.0))
+        with_features(self, A_log=("out",), dt_bias=("out",))
         self.norm = RMSNorm(value_head_dim, norm_eps)
         self.out = make_linear(value_dim, dim, out_init_std)
 
     def project(self, x_BLD: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values before their convolution, and decays and betas before
+        """Return queries, keys and values before their convolutions, and decays and betas before
         their nonlinear functions."""
-        precise = torch.promote_types(x_BLD.dtype, torch.float32)
-        inputs = self.in_qkv(x_BLD), self.in_a(x_BLD), self.in_b(x_BLD)
-        return tuple(each.to(precise) for each in inputs)
+        parts = self.in_q, self.in_k, self.in_v, self.in_a, self.in_b
+        return tuple(part(x_BLD) for part in parts)
 
     def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the values that the states return for the queries, (B, L, H, F)."""
-        qkv_BLJ, decay_BLH, beta_BLH = inputs
-        inputs_BWJ, state_BHEF = state or (None, None)
-        qkv_BLJ, inputs_BWJ = self.conv(qkv_BLJ, documents_BL, inputs_BWJ)
-        q, k, v = F.silu(qkv_BLJ).split(self.widths, dim=-1)
+        precise = torch.promote_types(inputs[0].dtype, torch.float32)
+        *qkv, decay_BLH, beta_BLH = (each.to(precise) for each in inputs)
+        earlier, state_BHEF = state or ((None, None, None), None)
+        convs = self.conv_q, self.conv_k, self.conv_v
+        mixed = [
+            conv(each, documents_BL, before)
+            for conv, each, before in zip(convs, qkv, earlier, strict=True)
+        ]
+        q, k, v = (F.silu(each_BLJ) for each_BLJ, _ in mixed)
         q_BLHE, k_BLHE = (
             _normalized(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(
                 self.repeats, dim=2
             )
             for x in (q, k)
         )
-        rate_H = -self.A_log.to(decay_BLH.dtype).exp()
+        rate_H = -self.own(self.A_log).to(precise).exp()
         out_BLHF, state_BHEF = gated_delta_rule(
             q_BLHE * self.key_head_dim**-0.5,
             k_BLHE,
             v.unflatten(-1, (-1, self.value_head_dim)),
-            rate_H * F.softplus(decay_BLH + self.dt_bias),
+            rate_H * F.softplus(decay_BLH + self.own(self.dt_bias)),
             beta_BLH.sigmoid(),
             documents_BL,
             state_BHEF,
         )
-        return out_BLHF, (inputs_BWJ, state_BHEF)
+        return out_BLHF.to(inputs[0].dtype), (tuple(last for _, last in mixed), state_BHEF)
 
     def finish(self, out_BLHF: Tensor, x_BLD: Tensor) -> Tensor:
         """Gate the normalized values, and project them."""
-        gate_BLHF = F.silu(self.in_z(x_BLD).to(out_BLHF.dtype)).view_as(out_BLHF)
-        out_BLHF = (self.norm(out_BLHF.to(x_BLD.dtype)) * gate_BLHF).to(x_BLD.dtype)
+        precise = torch.promote_types(x_BLD.dtype, torch.float32)
+        gate_BLHF = F.silu(self.in_z(x_BLD).to(precise)).view_as(out_BLHF)
+        out_BLHF = (self.norm(out_BLHF) * gate_BLHF).to(x_BLD.dtype)
         return self.out(out_BLHF.flatten(-2))
 
 
-class DocumentConv(nn.Module):
+class DocumentConv(OwnHeads):
     """Causal convolution of each channel within its document. The weights are a `Conv1d`'s, and
     start like them."""
 
@@ -117,6 +124,7 @@ class DocumentConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, width))
         with_initializers(self, weight=Uniform(-(width**-0.5), width**-0.5))
+        with_features(self, weight=("out", None, None))
 
     def forward(
         self, x_BLJ: Tensor, documents_BL: Tensor, earlier_BWJ: Tensor | None
@@ -129,7 +137,7 @@ class DocumentConv(nn.Module):
         x_BSJ = torch.cat((earlier_BWJ, x_BLJ), dim=1)
         documents_BS = F.pad(documents_BL, (n_earlier, 0))
         out_BLJ = torch.zeros_like(x_BLJ)
-        for start, weight_J in enumerate(self.weight[:, 0].unbind(-1)):
+        for start, weight_J in enumerate(self.own(self.weight)[:, 0].unbind(-1)):
             is_same_BL = documents_BS[:, start : start + length] == documents_BL
             # In this order, the backward pass needs no masked copies of the inputs.
             out_BLJ = out_BLJ + is_same_BL[..., None] * (
@@ -231,20 +239,53 @@ _SIZES = (
 DELTA_NET_KEYS = {name: name for name in ("layer_types", *_SIZES)}
 """`ModelType.keys` of gated delta nets."""
 
-_NAMES = {f"in_{name}.weight": f"in_proj_{name}.weight" for name in ("qkv", "z", "a", "b")}
-_NAMES |= {
-    "conv.weight": "conv1d.weight",
-    "norm.weight": "norm.weight",
-    "out.weight": "out_proj.weight",
-}
+_OURS, _THEIRS = "layers.*.attention", "model.layers.*.linear_attn"
+_NAMES = {"norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
 _NAMES |= {"A_log": "A_log", "dt_bias": "dt_bias"}
 
-DELTA_NET_ROWS = tuple(
-    KeyMapping(f"layers.*.attention.{ours}", f"model.layers.*.linear_attn.{theirs}")
-    for ours, theirs in _NAMES.items()
+
+def fused_row(ours: str, parts: str, theirs: str, groups: int = 1) -> KeyMapping:
+    """Return the row of one tensor of a file for some `parts` of a delta net, as in
+    `fused_row("in_{}.weight", "qkv", "in_proj_qkv.weight")`."""
+    internal = tuple(f"{_OURS}.{ours.format(part)}" for part in parts)
+    return KeyMapping(internal, f"{_THEIRS}.{theirs}", Concatenated(0, groups))
+
+
+SHARED_DELTA_NET_ROWS = (
+    *(KeyMapping(f"{_OURS}.{ours}", f"{_THEIRS}.{theirs}") for ours, theirs in _NAMES.items()),
+    fused_row("conv_{}.weight", "qkv", "conv1d.weight"),
 )
-"""Names of the weights of gated delta nets. No layer has tensors of both these rows and attention's
-rows."""
+"""Names of the weights of gated delta nets, except of their input projections. No layer has tensors
+of both these rows and attention's rows."""
+
+DELTA_NET_ROWS = (
+    *SHARED_DELTA_NET_ROWS,
+    fused_row("in_{}.weight", "qkv", "in_proj_qkv.weight"),
+    *(
+        KeyMapping(f"{_OURS}.in_{name}.weight", f"{_THEIRS}.in_proj_{name}.weight")
+        for name in "zab"
+    ),
+)
+"""Names of the weights of Qwen3.5's delta nets."""
+
+
+def prepare_layer_types(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with `layer_types` for its `full_attention_interval`. Raise `UserError`
+    for contradictory keys."""
+    reader = ConfigReader("config.json", document)
+    n_layers, interval = reader.n_layers(), reader.whole_number("full_attention_interval", 4)
+    types = [
+        "linear_attention" if (index + 1) % interval else "full_attention"
+        for index in range(n_layers)
+    ]
+    prepared = {"layer_types": types, **document}
+    has_interval = prepared.pop("full_attention_interval", None) is not None
+    if prepared["layer_types"] != types and has_interval:
+        raise UserError(
+            f"config.json: full_attention_interval {interval} contradicts layer_types "
+            f"{prepared['layer_types']}"
+        )
+    return prepared
 
 
 def _delta_net(decoder: Any, index: int) -> GatedDeltaNet:
@@ -270,13 +311,15 @@ def _state_flops(decoder: Any, index: int, seq_len: int) -> float:
     return 6 * config.linear_num_value_heads * n_elements
 
 
-DELTA_NET = MixerKind(make=_delta_net, score_flops=_state_flops, tensor={}, heads=())
-
-
-_UNSUPPORTED = {
-    "tensor_parallel_degree": "the heads of gated delta nets are not split",
-    "context_parallel_degree": "the state of a gated delta net passes from token to token",
+_TENSOR: Mapping[str, TensorSharding] = {
+    **{f"in_{name}": "columns" for name in "qkvzab"},
+    **{f"conv_{name}": "own channels" for name in "qkv"},
+    "norm": "heads",
+    "out": "rows",
 }
+_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+
+DELTA_NET = MixerKind(make=_delta_net, score_flops=_state_flops, tensor=_TENSOR, heads=_HEADS)
 
 
 class DeltaNetDecoder(HybridDecoder):
@@ -314,10 +357,6 @@ class DeltaNetDecoder(HybridDecoder):
             "full_attention": ATTENTION,
         }
 
-        def unsupported_parallelisms(self) -> dict[str, str]:
-            has_net = any(self.mixer_of(index) is DELTA_NET for index in range(self.n_layers))
-            return _UNSUPPORTED if has_net else {}
-
         def validate(self) -> None:
             HybridDecoder.Config.validate(self)
             self.check_sizes(2**16, *_SIZES)
@@ -326,3 +365,13 @@ class DeltaNetDecoder(HybridDecoder):
             require(n_values % n_keys == 0, "--model.linear_num_key_heads", n_keys, must)
 
     config: Config
+
+
+class GatedHybridDecoder(DeltaNetDecoder):
+    """Gated delta nets and attention with norms of queries and keys, and a gate of its result, as
+    in Qwen3-Next and Qwen3.5."""
+
+    norm_kind = OffsetRMSNorm
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)

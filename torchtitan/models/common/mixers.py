@@ -61,6 +61,11 @@ class HybridDecoder(Decoder):
             """Return the kind of a layer's mixer."""
             return self.mixers[self.layer_types[index % len(self.layer_types)]]
 
+        @property
+        def context_parallel_sizes(self) -> dict[str, int]:
+            kinds = [self.mixer_of(index) for index in range(self.n_layers)]
+            return {name: getattr(self, name) for kind in kinds for name in kind.heads}
+
         def validate(self) -> None:
             Decoder.Config.validate(self)
             types, known = self.layer_types, self.mixers

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
@@ -60,5 +61,6 @@ FLAVORS = {
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
+SHARDING = hybrid_sharding(Qwen35Model.Config.mixers)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -4,26 +4,22 @@ format."""
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, DeltaNetDecoder
+from torchtitan.models.common.delta_net import (
+    DELTA_NET_KEYS,
+    DELTA_NET_ROWS,
+    GatedHybridDecoder,
+    prepare_layer_types,
+)
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.rows import QWEN_KEYS, expert_rows
-from torchtitan.models.common.norms import OffsetRMSNorm
-from torchtitan.tools.errors import UserError
 
 
-class Qwen35Model(DeltaNetDecoder):
-    """Gated delta nets, with an attention layer after every three. Attention has norms of queries
-    and keys, a gate of its result, and RoPE in a part of each head."""
-
-    norm_kind = OffsetRMSNorm
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
+class Qwen35Model(GatedHybridDecoder):
+    """Gated delta nets, with an attention layer after every three, and RoPE in a part of each
+    head."""
 
 
 class Qwen35MoEModel(ExpertLayers, Qwen35Model):
@@ -39,19 +35,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with `layer_types`, and without keys that only matter for images: they
     assign RoPE's pairs to the three coordinates of a position, which are equal in text. Raise
     `UserError` for contradictory keys."""
-    reader = ConfigReader("config.json", document)
-    n_layers, interval = reader.n_layers(), reader.whole_number("full_attention_interval", 4)
-    types = [
-        "linear_attention" if (index + 1) % interval else "full_attention"
-        for index in range(n_layers)
-    ]
-    prepared = {"layer_types": types, **document}
-    has_interval = prepared.pop("full_attention_interval", None) is not None
-    if prepared["layer_types"] != types and has_interval:
-        raise UserError(
-            f"config.json: full_attention_interval {interval} contradicts layer_types "
-            f"{prepared['layer_types']}"
-        )
+    prepared, reader = prepare_layer_types(document), ConfigReader("config.json", document)
     for key in ("rope_parameters", "rope_scaling"):
         section = reader.section(key).values
         prepared[key] = {
