@@ -475,6 +475,14 @@ CASES["qwen3_5_moe_text"] = Case(
     options={**CASES["qwen3_5_text"].options, **_QWEN_3_5_MOE},
     without=["intermediate_size"],
 )
+CASES["qwen3_next"] = Case(
+    model_type="qwen3_next",
+    options={
+        **CASES["qwen3_5_moe_text"].options,
+        **{name: EXPERTS[name] for name in ("norm_topk_prob", "decoder_sparse_step")},
+        "mlp_only_layers": [[], [0]],
+    },
+)
 _UNTRUNCATED = {
     "rope_type": "yarn",
     "rope_theta": 1e4,

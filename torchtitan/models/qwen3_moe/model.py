@@ -8,7 +8,13 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import Architecture, Tying, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.rows import QWEN_KEYS, SPARSE_KEYS, expert_rows
+from torchtitan.models.common.moe.rows import (
+    QWEN_KEYS,
+    SPARSE_KEYS,
+    expert_rows,
+    prepare_sparse_steps,
+    write_sparse_steps,
+)
 
 
 class Qwen3MoeModel(MoEDecoder):
@@ -31,27 +37,17 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with `mlp_layer_types` for its keys about dense layers, and without an
     unused window. Raise `UserError` for unusable keys."""
     reader = ConfigReader("config.json", document)
-    n_layers, step = reader.n_layers(), reader.whole_number("decoder_sparse_step", 1)
-    dense = document.get("mlp_only_layers") or []
-    if not (
-        isinstance(dense, list)
-        and all(type(index) is int and 0 <= index < n_layers for index in dense)
-    ):
-        raise reader.wrong("mlp_only_layers", dense, "a list of numbers of layers")
-    is_dense = [index in dense or (index + 1) % step != 0 for index in range(n_layers)]
     unused = () if reader.flag("use_sliding_window", False) else ("sliding_window", "layer_types")
     prepared = {key: value for key, value in document.items() if key not in unused}
     if "num_local_experts" in prepared:  # transformers 5 writes this name
         prepared.setdefault("num_experts", prepared.pop("num_local_experts"))
-    return {**prepared, "mlp_layer_types": ["dense" if dense else "sparse" for dense in is_dense]}
+    return prepare_sparse_steps(prepared)
 
 
 def _write(config: MoEDecoder.Config) -> dict[str, Any] | None:
     if config.moe.ffn_dim is None:
         return None
-    dense = [index for index in range(config.n_layers) if not config.moe.is_sparse(index)]
-    window = {"use_sliding_window": config.sliding_window is not None}
-    return {**window, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return {"use_sliding_window": config.sliding_window is not None, **write_sparse_steps(config)}
 
 
 _3 = ModelType(

@@ -125,3 +125,24 @@ def write_dense_layers(config: Any) -> dict[str, Any] | None:
     sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
     fits = config.moe.ffn_dim is not None and sparse == sorted(sparse)
     return {"first_k_dense_replace": sparse.count(False)} if fits else None
+
+
+def prepare_sparse_steps(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with `mlp_layer_types` for Qwen's keys about dense layers. Raise
+    `UserError` for unusable ones."""
+    reader = ConfigReader("config.json", document)
+    n_layers, step = reader.n_layers(), reader.whole_number("decoder_sparse_step", 1)
+    dense = document.get("mlp_only_layers") or []
+    if not (
+        isinstance(dense, list)
+        and all(type(index) is int and 0 <= index < n_layers for index in dense)
+    ):
+        raise reader.wrong("mlp_only_layers", dense, "a list of numbers of layers")
+    is_dense = [index in dense or (index + 1) % step != 0 for index in range(n_layers)]
+    return {**document, "mlp_layer_types": ["dense" if dense else "sparse" for dense in is_dense]}
+
+
+def write_sparse_steps(config: Any) -> dict[str, Any]:
+    """Return Qwen's keys for the dense layers of a model."""
+    dense = [index for index in range(config.n_layers) if not config.moe.is_sparse(index)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
