@@ -483,6 +483,29 @@ CASES["qwen3_next"] = Case(
         "mlp_only_layers": [[], [0]],
     },
 )
+_NETS: Options = {
+    name: values
+    for name, values in CASES["qwen3_5_text"].options.items()
+    if name.startswith("linear_")
+}
+CASES["olmo_hybrid"] = Case(
+    model_type="olmo_hybrid",
+    options={
+        **_NETS,
+        **_NO_PADDING,
+        # With a smaller constant, norms magnify rounding, here and in transformers.
+        "rms_norm_eps": [3e-2, 1e-1],
+        "attention_bias": [False, True],
+        "linear_allow_neg_eigval": [False, True],
+        "num_hidden_layers": [2, 4],
+        "layer_types": [None, ("linear_attention", "full_attention")],
+        "rope_parameters": [
+            {"rope_type": "default", "rope_theta": None},
+            *SIZES["rope_parameters"],
+        ],
+    },
+    without=["head_dim"],
+)
 _UNTRUNCATED = {
     "rope_type": "yarn",
     "rope_theta": 1e4,

@@ -39,6 +39,8 @@ class GatedDeltaNet(Recurrence):
             current one.
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
+        largest_beta: bound of how far a token moves the value that the state returns for its key; 1
+            replaces it, 2 reverses it (arXiv:2411.12537).
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class GatedDeltaNet(Recurrence):
         norm_eps: float,
         init_std: float,
         out_init_std: float,
+        largest_beta: float = 1.0,
     ):
         super().__init__()
+        self.largest_beta = largest_beta
         assert num_value_heads % num_key_heads == 0
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
         self.repeats = num_value_heads // num_key_heads
@@ -102,7 +106,7 @@ class GatedDeltaNet(Recurrence):
             k_BLHE,
             v.unflatten(-1, (-1, self.value_head_dim)),
             rate_H * F.softplus(decay_BLH + self.own(self.dt_bias)),
-            beta_BLH.sigmoid(),
+            self.largest_beta * beta_BLH.sigmoid(),
             documents_BL,
             state_BHEF,
         )
@@ -288,20 +292,6 @@ def prepare_layer_types(document: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _delta_net(decoder: Any, index: int) -> GatedDeltaNet:
-    config = decoder.config
-    return GatedDeltaNet(
-        dim=config.dim,
-        num_key_heads=config.linear_num_key_heads,
-        num_value_heads=config.linear_num_value_heads,
-        key_head_dim=config.linear_key_head_dim,
-        value_head_dim=config.linear_value_head_dim,
-        conv_kernel_dim=config.linear_conv_kernel_dim,
-        norm_eps=config.norm_eps,
-        **decoder.init_stds(index),
-    )
-
-
 def _state_flops(decoder: Any, index: int, seq_len: int) -> float:
     """A gated delta net multiplies a key and a query with each state, and adds the product of a key
     and a value to it (arXiv:2412.06464, equation 10): 2 operations each per element. The chunked
@@ -319,7 +309,12 @@ _TENSOR: Mapping[str, TensorSharding] = {
 }
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
-DELTA_NET = MixerKind(make=_delta_net, score_flops=_state_flops, tensor=_TENSOR, heads=_HEADS)
+DELTA_NET = MixerKind(
+    make=lambda decoder, index: decoder.make_delta_net(index),
+    score_flops=_state_flops,
+    tensor=_TENSOR,
+    heads=_HEADS,
+)
 
 
 class DeltaNetDecoder(HybridDecoder):
@@ -365,6 +360,21 @@ class DeltaNetDecoder(HybridDecoder):
             require(n_values % n_keys == 0, "--model.linear_num_key_heads", n_keys, must)
 
     config: Config
+
+    def make_delta_net(self, index: int, **options: Any) -> nn.Module:
+        """Return the delta net of a layer; `options` are those of `GatedDeltaNet`."""
+        config = self.config
+        own = {
+            "dim": config.dim,
+            "num_key_heads": config.linear_num_key_heads,
+            "num_value_heads": config.linear_num_value_heads,
+            "key_head_dim": config.linear_key_head_dim,
+            "value_head_dim": config.linear_value_head_dim,
+            "conv_kernel_dim": config.linear_conv_kernel_dim,
+            "norm_eps": config.norm_eps,
+            **self.init_stds(index),
+        }
+        return GatedDeltaNet(**{**own, **options})
 
 
 class GatedHybridDecoder(DeltaNetDecoder):

@@ -46,6 +46,10 @@ class ModelType:
     """Weight names, without the output head, or a function of the configuration that returns them.
     Rows for tensors that a model lacks are skipped."""
 
+    class_rows: Sequence[KeyMapping] = ()
+    """Rows that replace those of the same tensors in the class of transformers, if its files have
+    another layout; files in this layout are read too."""
+
     keys: Mapping[str, str] = field(default_factory=dict)
     """Key → field of `config`, or of a nested field (`moe.top_k`). These keys add to the keys of
     all types (`hugging_face_keys.KEYS`), or replace the field's key there. The field's type defines
@@ -229,7 +233,7 @@ def dense_format(
         )
     return ExternalFormat(
         adapter=lambda config: _adapter_of(_rows_of(model_types, config), config),
-        other_adapter=partial(_fused_adapter, model_types),
+        other_adapter=partial(_class_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={
@@ -258,14 +262,16 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
     )
 
 
-def _fused_adapter(
+def _class_adapter(
     model_types: Mapping[str, ModelType], config: Decoder.Config
 ) -> StateDictAdapter | None:
-    """Return the table of files with the experts of a layer in one tensor; None if no others have
-    experts."""
+    """Return the table of the class of transformers, with the experts of a layer in one tensor;
+    None if it is that of the files."""
     rows = _rows_of(model_types, config)
-    is_fused = not any(isinstance(row.transform, Stacked) for row in rows)
-    return None if is_fused else _adapter_of(replaced(rows, *fused_expert_rows()), config)
+    others = [*model_types[_written_type(model_types, config)].class_rows]
+    if any(isinstance(row.transform, Stacked) for row in rows):
+        others += fused_expert_rows()
+    return _adapter_of(replaced(rows, *others), config) if others else None
 
 
 def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:
