@@ -23,9 +23,9 @@ class PreNormBlock(nn.Module):
     """Each part takes the normalized residual stream, and is added to it (Llama).
 
     Args:
-        attention: `attention(x_BLD, rope, attention_metadata)`.
+        attention: `attention(x_BLD, rope, attention_metadata)`; None: without this part.
         feed_forward: `feed_forward(x_BLD)`; experts become `moe`, since they are split over ranks
-            in another way.
+            in another way. None: without this part.
         dim: width of the residual stream.
         norm: makes the block's norms.
         multiplier: factor of both parts before they are added.
@@ -36,8 +36,8 @@ class PreNormBlock(nn.Module):
 
     def __init__(
         self,
-        attention: nn.Module,
-        feed_forward: nn.Module,
+        attention: Any,
+        feed_forward: nn.Module | None,
         *,
         dim: int,
         norm: NormFactory,
@@ -45,21 +45,25 @@ class PreNormBlock(nn.Module):
     ):
         super().__init__()
         self.multiplier = multiplier
-        self.attention_norm = norm(dim) if self.norms_before else None
+        has_attention, has_network = attention is not None, feed_forward is not None
+        self.attention_norm = norm(dim) if self.norms_before and has_attention else None
         self.attention = attention
-        self.attention_post_norm = norm(dim) if self.norms_after else None
-        self.ffn_norm = norm(dim) if self.norms_before else None
+        self.attention_post_norm = norm(dim) if self.norms_after and has_attention else None
+        self.ffn_norm = norm(dim) if self.norms_before and has_network else None
         is_moe = isinstance(feed_forward, MixtureOfExperts)
         self.feed_forward: Any = None if is_moe else feed_forward
         self.moe: Any = feed_forward if is_moe else None
-        self.ffn_post_norm = norm(dim) if self.norms_after else None
+        self.ffn_post_norm = norm(dim) if self.norms_after and has_network else None
         self.mtp: Any = None
         self.own: Any = None
         self.dense_post_norm: Any = None
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
-        x_BLD = self._add(x_BLD, self._attend(x_BLD, rope, attention))
+        if self.attention is not None:
+            x_BLD = self._add(x_BLD, self._attend(x_BLD, rope, attention))
+        if self.feed_forward is None and self.moe is None:
+            return x_BLD
         return self._add(x_BLD, self._feed_forward(x_BLD, attention))
 
     def _attend(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:

@@ -1,7 +1,7 @@
 """Checked access to the file that describes a model in another format, config.json or
 params.json."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
@@ -99,13 +99,18 @@ class ConfigReader:
         items, n_layers = self.values[key], self.whole_number("num_hidden_layers")
         if len(items) != n_layers:
             raise self.wrong(key, items, f"a list with num_hidden_layers = {n_layers} items")
-        periods = (
-            n
-            for n in range(1, n_layers + 1)
-            if all(items[i] == items[i % n] for i in range(n_layers))
-        )
-        return items[: next(periods)]
+        return shortest_period(items)
 
     def wrong(self, key: str, value: object, must_be: str) -> UserError:
         said = f"is {value!r}" if key in self.values else "is missing"
         return UserError(f"{self.file}: {key} {said}, but must be {must_be}")
+
+
+def shortest_period(items: Sequence[Any]) -> list[Any]:
+    """Return the fewest first items that `items` repeats."""
+    periods = (
+        n
+        for n in range(1, len(items) + 1)
+        if all(item == items[index % n] for index, item in enumerate(items))
+    )
+    return [*items[: next(periods)]]

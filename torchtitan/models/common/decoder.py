@@ -122,7 +122,8 @@ class Decoder(BaseModel):
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
             heads = (field.name for field in fields(self) if field.name.endswith("heads"))
-            return {name: getattr(self, name) for name in (*heads, "ffn_dim")}
+            own = {name: getattr(self, name) for name in (*heads, "ffn_dim")}
+            return {**own, **self.context_parallel_sizes}
 
         def pipeline_modules(self) -> list[str]:
             return [
@@ -246,9 +247,9 @@ class Decoder(BaseModel):
             *parts, dim=self.config.dim, norm=self.make_norm, **options
         )
 
-    def make_mixer(self, index: int) -> nn.Module:
-        """Return the part of a layer through which tokens see earlier ones, called like
-        attention."""
+    def make_mixer(self, index: int) -> nn.Module | None:
+        """Return the part of a layer through which tokens see earlier ones, called like attention;
+        None: the layer has none."""
         return self.make_attention(index)
 
     def make_attention(

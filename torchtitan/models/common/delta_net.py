@@ -124,11 +124,13 @@ class DocumentConv(OwnHeads):
     """Causal convolution of each channel within its document. The weights are a `Conv1d`'s, and
     start like them."""
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, *, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, width))
-        with_initializers(self, weight=Uniform(-(width**-0.5), width**-0.5))
-        with_features(self, weight=("out", None, None))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        values = Uniform(-(width**-0.5), width**-0.5)
+        with_initializers(self, weight=values, bias=values)
+        with_features(self, weight=("out", None, None), bias=("out",))
 
     def forward(
         self, x_BLJ: Tensor, documents_BL: Tensor, earlier_BWJ: Tensor | None
@@ -147,6 +149,8 @@ class DocumentConv(OwnHeads):
             out_BLJ = out_BLJ + is_same_BL[..., None] * (
                 weight_J * x_BSJ[:, start : start + length]
             )
+        if self.bias is not None:
+            out_BLJ = out_BLJ + self.own(self.bias)
         is_last_BW = documents_BS[:, length:] == documents_BL[:, -1:]
         return out_BLJ, x_BSJ[:, length:] * is_last_BW[..., None]
 

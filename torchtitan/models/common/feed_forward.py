@@ -14,6 +14,11 @@ Activation = Callable[[Tensor], Tensor]
 gelu_tanh: Activation = partial(F.gelu, approximate="tanh")
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """Return `relu(x) ** 2` (Primer, arXiv:2109.08668)."""
+    return F.relu(x).square()
+
+
 def make_linear(n_in: int, n_out: int, init_std: float, *, bias: bool = False) -> nn.Linear:
     """Return a linear layer with initial values: weights normal, biases 0."""
     biases = {"bias": Constant(0.0)} if bias else {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from torchtitan.models.common import hugging_face_keys as shared
@@ -107,15 +108,12 @@ def module_rows(our: str, their: str, names: Mapping[str, str]) -> tuple[KeyMapp
     )
 
 
-def attention_rows() -> tuple[KeyMapping, ...]:
+def attention_rows(
+    wo: str = "o_proj", q_norm: str = "q_norm", k_norm: str = "k_norm"
+) -> tuple[KeyMapping, ...]:
     """Return the rows of grouped-query attention with all its options."""
-    projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-    norms = {
-        "q_norm": "q_norm",
-        "k_norm": "k_norm",
-        "q_wide_norm": "q_norm",
-        "k_wide_norm": "k_norm",
-    }
+    projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": wo}
+    norms = {"q_norm": q_norm, "k_norm": k_norm, "q_wide_norm": q_norm, "k_wide_norm": k_norm}
     return module_rows("layers.*.attention", "model.layers.*.self_attn", projections | norms)
 
 
@@ -139,12 +137,13 @@ def feed_forward_rows(
     )
 
 
+LAST_NORM = module_rows("head", "model", {"norm": "norm"})
+
+
 def norm_rows(**names: str) -> tuple[KeyMapping, ...]:
     """Return the rows of a block's norms, `attention_norm="input_layernorm"`, and of the last
     norm."""
-    return module_rows("layers.*", "model.layers.*", names) + module_rows(
-        "head", "model", {"norm": "norm"}
-    )
+    return module_rows("layers.*", "model.layers.*", names) + LAST_NORM
 
 
 FUSED_QKV = tuple(
@@ -219,11 +218,15 @@ _SCORE_HEAD, _CLASSIFIER = (
 
 
 def dense_format(
-    model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()
+    model_types: Mapping[str, ModelType],
+    *,
+    without: tuple[str, ...] = (),
+    renamed: Mapping[str, str] = MappingProxyType({"language_model.": ""}),
 ) -> ExternalFormat:
     """Return the format of a family from its `model_type`s, the preferred one for writing first. A
     type NAME besides NAME_text has vision too; only its language model is read, `without` tensors
-    whose names start like this. A type NAME:KEY is for files of NAME in which KEY is neither false
+    whose names start like this. `renamed`: part of a tensor's name in files → in the rows. A
+    type NAME:KEY is for files of NAME in which KEY is neither false
     nor 0 after the `prepare` of NAME."""
     for kind in model_types.values():
         named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
@@ -240,7 +243,9 @@ def dense_format(
             name: kind.architecture for name, kind in model_types.items() if ":" not in name
         },
         name_of=lambda name: (
-            None if name.startswith(without) else name.replace("language_model.", "")
+            None
+            if name.startswith(without)
+            else reduce(lambda name, part: name.replace(part, renamed[part]), renamed, name)
         ),
     )
 
@@ -270,7 +275,7 @@ def _class_adapter(
     rows = _rows_of(model_types, config)
     others = [*model_types[_written_type(model_types, config)].class_rows]
     if any(isinstance(row.transform, Stacked) for row in rows):
-        others += fused_expert_rows()
+        others = [*replaced(fused_expert_rows(), *others)]
     return _adapter_of(replaced(rows, *others), config) if others else None
 
 

@@ -3,6 +3,7 @@ net, …)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from torch import nn
@@ -23,8 +24,8 @@ class MixerKind:
     linear layers by their class, and their names in files are rows of the family's format.
     """
 
-    make: Callable[[Any, int], nn.Module]
-    """(Decoder, layer's number) → mixer."""
+    make: Callable[[Any, int], nn.Module | None]
+    """(Decoder, layer's number) → mixer; None: the layer has none."""
 
     score_flops: Callable[[Any, int, int], float]
     """(Decoder, layer's number, `seq_len`) → operations per token in the forward pass, without
@@ -35,7 +36,8 @@ class MixerKind:
     parameters. The mixer itself is treated as a `whole sequence`."""
 
     heads: tuple[str, ...] = ()
-    """Fields of the configuration with the numbers of heads or channels of a `Recurrence`; tensor
+    """Fields of the configuration, also nested ones, with the numbers of heads or channels of a
+    `Recurrence`; tensor
     times context parallelism must divide them."""
 
 
@@ -44,6 +46,11 @@ ATTENTION = MixerKind(
     score_flops=Decoder.score_flops,
     tensor=ATTENTION_SHARDING,
 )
+
+NO_MIXER = MixerKind(
+    make=lambda decoder, index: None, score_flops=lambda decoder, index, seq_len: 0, tensor={}
+)
+"""For layers with a feed-forward network alone."""
 
 
 class HybridDecoder(Decoder):
@@ -64,7 +71,7 @@ class HybridDecoder(Decoder):
         @property
         def context_parallel_sizes(self) -> dict[str, int]:
             kinds = [self.mixer_of(index) for index in range(self.n_layers)]
-            return {name: getattr(self, name) for kind in kinds for name in kind.heads}
+            return {name: attrgetter(name)(self) for kind in kinds for name in kind.heads}
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
@@ -74,8 +81,10 @@ class HybridDecoder(Decoder):
 
     config: Config
 
-    def make_mixer(self, index: int) -> nn.Module:
+    def make_mixer(self, index: int) -> nn.Module | None:
         mixer = self.config.mixer_of(index).make(self, index)
+        if mixer is None:
+            return None
         for kind in self.config.mixers.values():
             for name in {part.partition(".")[0] for part in kind.tensor} - {*dir(mixer)}:
                 setattr(mixer, name, None)  # a part of other mixers, for their entries in the plan

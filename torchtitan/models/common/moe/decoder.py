@@ -60,7 +60,13 @@ class ExpertLayers:
         experts = self.make_experts(
             n_experts=moe.n_experts, top_k=moe.top_k, hidden_dim=width, **sizes
         )
-        return MixtureOfExperts(router, experts, moe.make_shared(width, **sizes))
+        return MixtureOfExperts(router, experts, self.make_shared(width, **sizes))
+
+    def make_shared(self, width: int, **sizes: Any) -> nn.Module | None:
+        """Return the expert that gets all tokens, next to routed ones of a `width`; None: without
+        it. `sizes`: of `GatedFeedForward`, without its width."""
+        shared: nn.Module | None = self.config.moe.make_shared(width, **sizes)
+        return shared
 
 
 class DenseAndExpertsBlock(ScaledSandwichBlock):

@@ -5,14 +5,14 @@ experts; R = N K pairs are computed in the order of experts. No pair is dropped,
 is allocated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.feed_forward import gelu_tanh
+from torchtitan.models.common.feed_forward import gelu_tanh, squared_relu
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 from torchtitan.tools.device import multiplies
@@ -85,12 +85,14 @@ def _take(rows: Tensor, places: Tensor) -> Tensor:
 class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the
     gate and up of each expert, and `w2` (E, dim, H). If they have biases: `bias13` (E, 2, H),
-    `bias2` (E, dim). `top_k`: of a token."""
+    `bias2` (E, dim). Plain networks have no gate: (E, 1, H, dim). `top_k`: of a token."""
 
     matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
-    activation = staticmethod(swiglu)
-    """Of gate and up, each (R, H)."""
+    activation: Callable[..., Tensor] = staticmethod(swiglu)
+    """Of gate and up, each (R, H); without a gate, of up alone."""
+    n_inputs = 2
+    """2 with a gate, 1 without."""
     has_bias = False
 
     def __init__(
@@ -108,9 +110,10 @@ class RoutedExperts(StackedExperts):
         self.active_fraction = top_k / n_experts
         """Part of the weights that multiplies a token, for the count of operations
         (`count_elements`)."""
-        self.w13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim, dim))
+        self.w13 = nn.Parameter(torch.empty(n_experts, self.n_inputs, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        self.bias13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim)) if self.has_bias else None
+        shape13 = (n_experts, self.n_inputs, hidden_dim)
+        self.bias13 = nn.Parameter(torch.empty(shape13)) if self.has_bias else None
         self.bias2 = nn.Parameter(torch.empty(n_experts, dim)) if self.has_bias else None
         weights = {"w13": TruncatedNormal(init_std), "w2": TruncatedNormal(out_init_std)}
         with_initializers(self, **weights, bias13=Constant(0.0), bias2=Constant(0.0))
@@ -137,7 +140,7 @@ class RoutedExperts(StackedExperts):
         both_RH = self.product(pairs.rows_of(x_ND), "w13", ends_E)
         if self.bias13 is not None:
             both_RH = both_RH + self.bias13.flatten(1)[pairs.expert_R]
-        hidden_RH = self.activation(*both_RH.chunk(2, dim=1))
+        hidden_RH = self.activation(*both_RH.chunk(self.n_inputs, dim=1))
         # The weight multiplies the narrower side of w2.
         out_RD = self.product((hidden_RH * pairs.weight_R[:, None]).to(x_ND.dtype), "w2", ends_E)
         if self.bias2 is not None:
@@ -161,6 +164,13 @@ class GeGLUExperts(RoutedExperts):
     """Experts with GeGLU (Gemma 4)."""
 
     activation = staticmethod(lambda gate, up: gelu_tanh(gate) * up)
+
+
+class SquaredReLUExperts(RoutedExperts):
+    """Plain experts `w2(relu(up x) ** 2)` (Nemotron-H)."""
+
+    activation = staticmethod(squared_relu)
+    n_inputs = 1
 
 
 class InputScaledExperts(RoutedExperts):

@@ -48,7 +48,8 @@ class MoEConfig(RoutingConfig):
     """Experts that every token passes through, computed as one that is wider by this factor."""
 
     shared_ffn_dim: int | None = None
-    """Width of a gated expert that replaces them (Qwen). None: without it."""
+    """Width of an expert that replaces them, with a gate of its result (Qwen) or without (Granite
+    4, Nemotron-H). None: without it."""
 
     def is_sparse(self, index: int) -> bool:
         """Return whether a layer has experts."""

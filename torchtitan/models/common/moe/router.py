@@ -79,6 +79,9 @@ class Router(LinearRouter):
     """Linear gate with or without `bias`, scores, choice and weights, in float32: rounding would
     change the choice."""
 
+    eps = 1e-20
+    """Added to the sum that divides the weights."""
+
     def __init__(self, config: RoutingConfig, *, dim: int, bias: bool = False, init_std: float):
         selection = (
             SelectionBias(config.n_experts, config.bias_rate) if config.selection_bias else None
@@ -106,7 +109,7 @@ class Router(LinearRouter):
             )
         weights_BLK = scores_BLE.gather(-1, chosen_BLK)
         if self.is_normalized:
-            weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + 1e-20)
+            weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + self.eps)
         weights_BLK = self.scale * weights_BLK
         if self.training and self.totals is not None:
             documents = documents or _rows_as_documents(x_BLD)

@@ -40,11 +40,12 @@ def expert_rows(
 
 
 def fused_expert_rows(
-    router: str = "gate", order: tuple[int, ...] = (0, 1, 2, 3)
+    router: str = "gate", order: tuple[int, ...] = (0, 1, 2, 3), folder: str = "mlp"
 ) -> tuple[KeyMapping, ...]:
     """Return the rows of a `router` and of experts with one tensor for all experts of a layer, as
-    in the parameters of transformers 5. `order`: dimensions of `w13` there; 1 and 2, which are
-    neighbors, are one. Unless 3 is the last, the matrices are transposed, also of `w2`."""
+    in the parameters of transformers 5, in the module `folder`. `order`: dimensions of `w13` there;
+    1 and 2, which are neighbors, are one. Unless 3 is the last, the matrices are transposed, also
+    of `w2`."""
     rows: Sequence[tuple[str, str, Transform]] = (
         ("router.weight", f"{router}.weight", Identity()),
         ("router.bias", f"{router}.bias", Identity()),
@@ -62,7 +63,7 @@ def fused_expert_rows(
         ("experts.bias2", "experts.down_proj_bias", Identity()),
     )
     return tuple(
-        KeyMapping(f"layers.*.moe.{ours}", f"model.layers.*.mlp.{theirs}", x)
+        KeyMapping(f"layers.*.moe.{ours}", f"model.layers.*.{folder}.{theirs}", x)
         for ours, theirs, x in rows
     )
 
@@ -105,26 +106,25 @@ SIGMOID_KEYS |= {name: f"moe.{name}" for name in _SAME}
 """Keys of DeepSeek-V3's experts."""
 
 
-def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
-    """Return a config.json with `mlp_layer_types` for the number of dense layers, by `default` this
-    one."""
+def prepare_dense_layers(
+    document: dict[str, Any], default: int = 1, key: str = "first_k_dense_replace"
+) -> dict[str, Any]:
+    """Return a config.json with `mlp_layer_types` for the number of dense layers under a `key`, by
+    `default` this one."""
     reader = ConfigReader("config.json", document)
-    n_layers, n_dense = (
-        reader.n_layers(),
-        reader.whole_number("first_k_dense_replace", default, least=0),
-    )
+    n_layers, n_dense = reader.n_layers(), reader.whole_number(key, default, least=0)
     return {
         **document,
         "mlp_layer_types": ["dense" if i < n_dense else "sparse" for i in range(n_layers)],
     }
 
 
-def write_dense_layers(config: Any) -> dict[str, Any] | None:
-    """Return the number of dense layers in config.json; None: it cannot describe a model with these
-    layers."""
+def write_dense_layers(config: Any, key: str = "first_k_dense_replace") -> dict[str, Any] | None:
+    """Return the number of dense layers in config.json, under a `key`; None: it cannot describe a
+    model with these layers."""
     sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
     fits = config.moe.ffn_dim is not None and sparse == sorted(sparse)
-    return {"first_k_dense_replace": sparse.count(False)} if fits else None
+    return {key: sparse.count(False)} if fits else None
 
 
 def prepare_sparse_steps(document: dict[str, Any]) -> dict[str, Any]:
