@@ -85,6 +85,26 @@ GRANITE_4_MICRO = {
 }
 """With the keys of Granite 4.0."""
 
+GRANITE_4_H_TINY = {
+    **GRANITE_4_MICRO,
+    "attention_multiplier": 0.0078125,
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "layer_types": ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)],
+    "logits_scaling": 6,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_heads": 48,
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 6,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "position_embedding_type": "nope",
+    "rope_theta": 10000,
+    "shared_intermediate_size": 1024,
+}
+"""With Mamba and experts."""
+
 
 # --- mistakes
 # --------------------------------------------------------------------------------------------------
@@ -167,7 +187,11 @@ def test_mistake_is_caught(model_type: str, mistake: Callable[[Any], None]) -> N
 @pytest.mark.parametrize(
     ("flavor", "parameters"),
     # Of the published weights, without the second copy of a tied matrix.
-    [("3.3-2B", 2_533_539_840), ("3.3-8B", 8_170_864_640), ("4.0-micro", 3_402_836_480)],
+    [
+        ("3.3-2B", 2_533_539_840),
+        ("3.3-8B", 8_170_864_640),
+        ("4.0-micro", 3_402_836_480),
+    ],
 )
 def test_published_sizes(flavor: str, parameters: int) -> None:
     with torch.device("meta"):
@@ -175,8 +199,28 @@ def test_published_sizes(flavor: str, parameters: int) -> None:
     assert READ(json.loads(json.dumps(WRITE(FLAVORS[flavor])))) == FLAVORS[flavor]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("document", "flavor"), [(GRANITE_3_8B, "3.3-8B"), (GRANITE_4_MICRO, "4.0-micro")]
+    ("flavor", "billions"), [("4.0-H-micro", 3.19), ("4.0-H-tiny", 6.94), ("4.0-H-small", 32.2)]
+)
+def test_published_sizes_of_hybrids(flavor: str, billions: float) -> None:
+    """The same number in transformers."""
+    with torch.device("meta"):
+        parameters = model_registry(flavor).model.build().num_parameters()
+        config = transformers.AutoConfig.for_model(**WRITE(FLAVORS[flavor]))
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert parameters == theirs.num_parameters()
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert READ(json.loads(json.dumps(WRITE(FLAVORS[flavor])))) == FLAVORS[flavor]
+
+
+@pytest.mark.parametrize(
+    ("document", "flavor"),
+    [
+        (GRANITE_3_8B, "3.3-8B"),
+        (GRANITE_4_MICRO, "4.0-micro"),
+        (GRANITE_4_H_TINY, "4.0-H-tiny"),
+    ],
 )
 def test_published_file_is_read_without_warning(
     document: dict[str, Any], flavor: str, caplog: pytest.LogCaptureFixture
@@ -223,15 +267,14 @@ def test_missing_keys_have_transformers_defaults(document: dict[str, Any]) -> No
         (GRANITE_3_8B, {"logits_scaling": 0}, "logits_scaling is 0"),
         (GRANITE_3_8B, {"attention_multiplier": None}, "attention_multiplier is None"),
         (GRANITE_3_8B, {"sliding_window_pattern": 2}, "sliding_window_pattern is 2"),
-        (
-            GRANITE_4_MICRO,
-            {"layer_types": ["mamba", *["attention"] * 39]},
-            "layer_types is .*'mamba'",
-        ),
-        (GRANITE_4_MICRO, {"layer_types": ["attention"]}, r"layer_types is \['attention'\]"),
-        (GRANITE_4_MICRO, {"layer_types": None}, "layer_types is None"),
-        (GRANITE_4_MICRO, {"layers_block_type": ["mamba"] * 40}, "layers_block_type is .*'mamba'"),
-        (GRANITE_4_MICRO, {"num_local_experts": 64}, "num_local_experts is 64"),
+        (GRANITE_4_MICRO, {"layer_types": ["conv"] * 40}, "layer_types is .*'conv'"),
+        (GRANITE_4_MICRO, {"layer_types": ["attention"]}, r"layer_types is \['full_attention'\]"),
+        (GRANITE_4_MICRO, {"layer_types": "attention"}, "layer_types is 'attention'"),
+        (GRANITE_4_MICRO, {"layers_block_type": ["mamba"] * 40}, "contradict each other"),
+        (GRANITE_4_MICRO, {"num_local_experts": 64}, "num_experts_per_tok is 0"),
+        (GRANITE_4_H_TINY, {"mamba_n_heads": 96}, "mamba_n_heads 96 .* contradict mamba_expand"),
+        (GRANITE_4_H_TINY, {"mamba_n_groups": 7}, "mamba.n_groups is 7"),
+        (GRANITE_4_H_TINY, {"time_step_limit": [0.1, 1.0]}, r"time_step_limit is \[0.1, 1.0\]"),
         (
             GRANITE_4_MICRO,
             {"position_embedding_type": "alibi"},
@@ -248,13 +291,15 @@ def test_unsupported_values_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "message"), [("layer_types", "layer_types is None"), ("num_local_experts", "is 8")]
-)
-def test_absent_keys_of_other_layers_are_refused(key: str, message: str) -> None:
-    """Without these keys, transformers makes Mamba layers and experts."""
-    with pytest.raises(UserError, match=message):
-        READ({name: value for name, value in GRANITE_4_MICRO.items() if name != key})
+def test_absent_keys_of_layers_have_transformers_defaults() -> None:
+    """Mamba in all layers, and experts in each."""
+    absent = {"layer_types", "num_local_experts"}
+    document = {name: value for name, value in GRANITE_4_H_TINY.items() if name not in absent}
+    config, theirs = READ(document), transformers.AutoConfig.for_model(**document)
+    assert config.layer_types == ["linear_attention"] and {*theirs.layer_types} == {
+        "linear_attention"
+    }
+    assert config.moe.n_experts == theirs.num_local_experts == 8
 
 
 def test_new_model_starts_like_one_without_factors() -> None:
