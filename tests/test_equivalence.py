@@ -77,6 +77,8 @@ SLOW = (
     "TP 2, delta nets",
     "CP 2, delta nets",
     "TP 2 x CP 2 x EP 2, delta nets and experts",
+    "CP 2, short convolutions",
+    "TP 2 x CP 2 x EP 2, Mamba and experts",
     "FSDP 2, class of transformers",
     "TP 2, class of transformers",
     "FSDP 2, hybrid class of transformers",

@@ -104,6 +104,16 @@ NETS_AND_EXPERTS: Options = {
     "model__norm_eps": 1e-2,
 }
 """Gated delta nets and experts."""
+SHORT_CONVS: Options = {"module": "lfm2", **TIED}
+"""Short convolutions in three of four layers, and tied embeddings."""
+MAMBA: Options = {"module": "nemotron_h", "config": "nemotron_h_moe_debugmodel"}
+"""Layers of one part each: Mamba 2, experts, Mamba 2, attention."""
+ONE_GROUP: Options = {
+    "module": "granite",
+    "config": "granite_hybrid_debugmodel",
+    "model__mamba__n_groups": 1,
+}
+"""Mamba 2 whose heads share their keys and queries."""
 
 DDP2: Options = {
     "parallelism__data_parallel_replicate_degree": 2,
@@ -279,6 +289,16 @@ TWO_PROCESSES: dict[str, Options] = {
     },
     "CP 2, delta nets, compile": {**CP2, **DELTA_NETS, **COMPILED},
     "PP 2 1F1B, delta nets": {**PP2, **DELTA_NETS},
+    "FSDP 2, short convolutions": SHORT_CONVS,
+    "TP 2, short convolutions": {**TP2, **SHORT_CONVS},
+    "CP 2, short convolutions": {**CP2, **SHORT_CONVS},
+    "PP 2 1F1B, short convolutions": {**PP2, **SHORT_CONVS},
+    "FSDP 2, Mamba and experts": MAMBA,
+    "TP 2, Mamba and experts": {**TP2, **MAMBA},
+    "CP 2, Mamba and experts": {**CP2, **MAMBA},
+    "CP 2, contiguous, Mamba and experts": {**CP2, **CONTIGUOUS, **MAMBA},
+    "EP 2, Mamba and experts": {**EP2, **MAMBA},
+    "PP 2 1F1B, Mamba and experts": {**PP2, **MAMBA},
     "FSDP 2, class of transformers": CLASS,
     "DDP 2, class of transformers": {**DDP2, **CLASS},
     "TP 2, class of transformers": {**TP2, **CLASS},
@@ -466,6 +486,8 @@ FOUR_PROCESSES: dict[str, Options] = {
     },
     "TP 2 x CP 2, latent attention": {**TP2, **CP2, **LATENTS},
     "TP 2 x CP 2, delta nets": {**TP2, **CP2, **DELTA_NETS},
+    "TP 2 x CP 2, short convolutions": {**TP2, **CP2, **SHORT_CONVS},
+    "TP 2 x CP 2 x EP 2, Mamba and experts": {**TP2, **CP2, **EP2, **MAMBA},
     "TP 2 x CP 2 x EP 2, delta nets and experts": {**TP2, **CP2, **EP2, **NETS_AND_EXPERTS},
     "PP 2 1F1B x TP 2, delta nets": {**PP2, **TP2, **DELTA_NETS},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
@@ -535,6 +557,8 @@ REFUSED: dict[str, tuple[int, Options]] = {
         4,
         {**CP4, **DELTA_NETS, "model__linear_num_key_heads": 2},
     ),
+    "TP 2, one group of Mamba": (2, {**TP2, **ONE_GROUP}),
+    "CP 2, one group of Mamba": (2, {**CP2, **ONE_GROUP}),
     "CP 2, class of transformers": (2, {**CP2, **CLASS}),
     "PP 2 1F1B, class of transformers": (2, {**PP2, **CLASS}),
     "CP 2, multi-token prediction": (2, {**CP2, **FURTHER_TOKENS}),

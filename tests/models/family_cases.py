@@ -154,6 +154,20 @@ _GRANITE: Options = {
     "logits_scaling": [1.0, 8.0],
 }
 
+_GRANITE_MAMBA: Options = {
+    "hidden_size": [32, 48],
+    "num_hidden_layers": [3, 4],
+    "shared_intermediate_size": [40, 64],
+    "layer_types": [("mamba", "attention"), ("attention", "mamba", "mamba"), ("attention",)],
+    "position_embedding_type": ["rope", None],
+    "mamba_n_heads": [4, 8],
+    "mamba_n_groups": [1, 2, 4],
+    "mamba_d_state": [6, 16],
+    "mamba_d_conv": [2, 4],
+    "mamba_conv_bias": [False, True],
+    "mamba_proj_bias": [False, True],
+}
+
 LATENTS: Options = {
     "num_key_value_heads": [4],
     "q_lora_rank": [None, 20],
@@ -369,6 +383,21 @@ CASES = {
             },
         ),
         Case(
+            model_type="granitemoehybrid",
+            name="granitemoehybrid, Mamba",
+            options={**_GRANITE, **_GRANITE_MAMBA, "num_local_experts": [0]},
+        ),
+        Case(
+            model_type="granitemoehybrid",
+            name="granitemoehybrid, experts",
+            options={
+                **_GRANITE,
+                **_GRANITE_MAMBA,
+                "num_local_experts": [4, 7],
+                "num_experts_per_tok": [1, 2, 3],
+            },
+        ),
+        Case(
             model_type="smollm3",
             options={
                 **_NO_PADDING,
@@ -506,6 +535,88 @@ CASES["olmo_hybrid"] = Case(
     },
     without=["head_dim"],
 )
+CASES["lfm2"] = Case(
+    model_type="lfm2",
+    options={
+        **_NO_PADDING,
+        "num_hidden_layers": [3, 4],
+        "layer_types": [
+            ("conv", "full_attention"),
+            ("full_attention", "conv", "conv"),
+            ("full_attention",),
+        ],
+        "norm_eps": [1e-6, 1e-3],
+        "conv_L_cache": [2, 3, 4],
+        "conv_bias": [False, True],
+        "block_auto_adjust_ff_dim": [False, True],
+        "block_multiple_of": [8],
+        "block_ffn_dim_multiplier": [None, 1.0, 1.5],
+    },
+    without=["head_dim", "rms_norm_eps"],
+)
+CASES["lfm2_moe"] = Case(
+    model_type="lfm2_moe",
+    options={
+        **{key: CASES["lfm2"].options[key] for key in ("pad_token_id", "layer_types", "norm_eps")},
+        "conv_L_cache": [2, 3, 4],
+        "conv_bias": [False, True],
+        "num_hidden_layers": [3, 4],
+        "num_dense_layers": [0, 1],
+        "num_experts": [4, 7],
+        "num_experts_per_tok": [1, 2, 3],
+        "moe_intermediate_size": [24, 40],
+        "use_expert_bias": [False, True],
+        "norm_topk_prob": [False, True],
+        "routed_scaling_factor": [1.0, 2.5],
+    },
+    without=["head_dim", "rms_norm_eps"],
+)
+_NEMOTRON: Options = {
+    **_NO_PADDING,
+    "hidden_size": [32, 48],
+    "num_hidden_layers": [4, 5],
+    "tie_word_embeddings": [False],
+    "layer_norm_epsilon": [1e-6, 1e-3],
+    "mlp_bias": [False, True],
+    "mamba_num_heads": [4, 8],
+    "mamba_head_dim": [6, 8],
+    "n_groups": [1, 2, 4],
+    "ssm_state_size": [6, 16],
+    "conv_kernel": [2, 4],
+    "use_conv_bias": [False, True],
+    "use_bias": [False, True],
+}
+CASES["nemotron_h"] = Case(
+    model_type="nemotron_h",
+    options={
+        **_NEMOTRON,
+        "layers_block_type": [
+            ("linear_attention", "mlp", "full_attention"),
+            ("full_attention", "linear_attention"),
+        ],
+    },
+    without=["rms_norm_eps", "rope_parameters"],
+)
+CASES["nemotron_h, experts"] = Case(
+    model_type="nemotron_h",
+    name="nemotron_h, experts",
+    options={
+        **_NEMOTRON,
+        "layers_block_type": [
+            ("linear_attention", "moe", "full_attention", "mlp"),
+            ("full_attention", "moe", "linear_attention"),
+        ],
+        "n_routed_experts": [12],
+        "num_experts_per_tok": [1, 3],
+        "moe_intermediate_size": [24, 40],
+        "moe_shared_expert_intermediate_size": [24, 40],
+        "routed_scaling_factor": [1.0, 2.5],
+        "n_group": [2, 4],
+        "topk_group": [1, 2],
+        "norm_topk_prob": [False, True],
+    },
+    without=["rms_norm_eps", "rope_parameters"],
+)
 _UNTRUNCATED = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -597,7 +708,7 @@ def random_reference(name: str, seed: int, **fixed: Any) -> Any:
             if buffer.shape == (1,):  # a factor of a layer
                 buffer.uniform_(0.5, 1.5)
         for name, buffer in reference.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
     return reference
 

@@ -1,0 +1,243 @@
+"""Nemotron-H (NVIDIA, arXiv:2504.03624) and Nemotron 3 (arXiv:2512.20848), and their Hugging Face
+format."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import FeedForward, squared_relu
+from torchtitan.models.common.hugging_face import ModelType, dense_format, module_rows, replaced
+from torchtitan.models.common.mamba import LAYER_NAMES, MAMBA, MambaDecoder, mamba_rows
+from torchtitan.models.common.mixers import ATTENTION, NO_MIXER, MixerKind
+from torchtitan.models.common.moe.decoder import ExpertLayers
+from torchtitan.models.common.moe.experts import SquaredReLUExperts
+from torchtitan.models.common.moe.layer import MoEConfig
+from torchtitan.models.common.moe.rows import expert_rows, fused_expert_rows
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.protocols.state_dict_adapter import KeyMapping, Permuted, Stacked
+from torchtitan.tools.errors import UserError
+
+LayerType = Literal["linear_attention", "full_attention", "mlp", "moe"]
+"""As in `layers_block_type` of transformers; linear_attention is Mamba 2."""
+
+
+class NemotronHModel(MambaDecoder):
+    """A decoder whose layers have one part each: Mamba 2, attention without positions, or a plain
+    feed-forward network."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MambaDecoder.Config):
+        layer_types: list[LayerType] = field(
+            default_factory=lambda: ["linear_attention", "mlp", "full_attention", "mlp"]
+        )
+        """Types of the first layers, repeated for the others."""
+
+        rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
+        """Not used: no layer has positions."""
+
+        mixers: ClassVar[Mapping[str, MixerKind]] = {
+            "linear_attention": MAMBA,
+            "full_attention": ATTENTION,
+            "mlp": NO_MIXER,
+        }
+
+        def type_of(self, index: int) -> str:
+            """Return the type of a layer."""
+            return self.layer_types[index % len(self.layer_types)]
+
+    config: Config
+
+    def rope_of_layer(self, index: int) -> RoPEConfig | None:
+        return None
+
+    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> Any:
+        if self.config.type_of(index) != "mlp":
+            return None
+        own = {"activation": squared_relu, "bias": self.config.mlp_bias}
+        return Decoder.make_feed_forward(self, index, FeedForward, **own)
+
+
+class NemotronHMoEModel(ExpertLayers, NemotronHModel):
+    """Nemotron-H with layers of experts, next to a network that every token passes through."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ExpertLayers.Config, NemotronHModel.Config):
+        moe: MoEConfig
+        """Experts."""
+
+        router_types = ("sigmoid",)
+
+        mixers: ClassVar[Mapping[str, MixerKind]] = {
+            **NemotronHModel.Config.mixers,
+            "moe": NO_MIXER,
+        }
+
+    config: Config
+
+    make_experts = SquaredReLUExperts
+
+    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> Any:
+        if self.config.type_of(index) == "moe":
+            return ExpertLayers.make_feed_forward(self, index)
+        return NemotronHModel.make_feed_forward(self, index)
+
+    def make_shared(self, width: int, **sizes: Any) -> nn.Module | None:
+        config = self.config
+        if not config.moe.shared_ffn_dim:
+            return None
+        return FeedForward(
+            hidden_dim=config.moe.shared_ffn_dim,
+            activation=squared_relu,
+            bias=config.mlp_bias,
+            **sizes,
+        )
+
+
+_PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the types of layers, and without experts if no layer has them.
+    Raise `UserError` for an unknown type."""
+    reader = ConfigReader("config.json", {**document})
+    key = "layer_types" if document.get("layers_block_type") is None else "layers_block_type"
+    types, pattern = document.pop(key, None), document.pop("hybrid_override_pattern", None)
+    if types is None and pattern is not None:
+        if not isinstance(pattern, str) or not {*pattern} <= {*_PATTERN}:
+            must = f"made of {' '.join(_PATTERN)}"
+            raise UserError(
+                f"config.json: hybrid_override_pattern is {pattern!r}, but must be {must}"
+            )
+        types = [_PATTERN[letter] for letter in pattern]
+    if types is None:
+        types = ["linear_attention", "moe", "full_attention", "mlp"]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise reader.wrong(key, types, "a list of types of layers")
+    types = [LAYER_NAMES.get(kind, kind) for kind in types]
+    n_experts = document.get("n_routed_experts", 8) if "moe" in types else 0
+    layers = {"layers_block_type": types, "num_hidden_layers": len(types)}
+    return {**document, **layers, "n_routed_experts": n_experts}
+
+
+def _write(config: NemotronHModel.Config) -> dict[str, Any] | None:
+    """Return the types of layers, also as older code reads them; None: it cannot describe the
+    model."""
+    types = [config.type_of(index) for index in range(config.n_layers)]
+    if isinstance(config, NemotronHMoEModel.Config) and "moe" not in types:
+        return None
+    letters = {kind: letter for letter, kind in _PATTERN.items()}
+    return {
+        "layers_block_type": types,
+        "hybrid_override_pattern": "".join(letters[kind] for kind in types),
+    }
+
+
+_MIXER = "model.layers.*.mixer"
+_ROWS = (
+    KeyMapping("tok_embeddings.weight", "model.embeddings.weight"),
+    KeyMapping("layers.*.attention_norm.weight", "model.layers.*.norm.weight"),
+    KeyMapping("layers.*.ffn_norm.weight", "model.layers.*.norm.weight"),
+    *module_rows(
+        "layers.*.attention",
+        _MIXER,
+        {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
+    ),
+    *mamba_rows("mixer"),
+    *module_rows("layers.*.feed_forward", _MIXER, {"w1": "up_proj", "w2": "down_proj"}),
+    KeyMapping("head.norm.weight", "model.norm_f.weight"),
+)
+
+
+_SHARED_ROWS = module_rows(
+    "layers.*.moe.shared", f"{_MIXER}.shared_experts", {"w1": "up_proj", "w2": "down_proj"}
+)
+
+
+def _w13_row(theirs: str | tuple[str, ...]) -> KeyMapping:
+    """Return the row of the first matrices of experts, which have no gate."""
+    transform = Permuted((0, 1, 2, 3), joined=1) if isinstance(theirs, str) else Stacked(2)
+    return KeyMapping("layers.*.moe.experts.w13", theirs, transform)
+
+
+def _expert_rows(config: NemotronHMoEModel.Config) -> tuple[KeyMapping, ...]:
+    up = tuple(f"{_MIXER}.experts.{e}.up_proj.weight" for e in range(config.moe.n_experts))
+    return _ROWS + replaced(expert_rows(config, folder="mixer"), *_SHARED_ROWS, _w13_row(up))
+
+
+_DENSE = ModelType(
+    architecture="NemotronHForCausalLM",
+    config=NemotronHModel.Config,
+    rows=_ROWS,
+    keys={
+        "layers_block_type": "layer_types",
+        "layer_norm_epsilon": "norm_eps",
+        "mlp_bias": "mlp_bias",
+        "mamba_num_heads": "mamba.n_heads",
+        "mamba_head_dim": "mamba.head_dim",
+        "n_groups": "mamba.n_groups",
+        "ssm_state_size": "mamba.state_dim",
+        "conv_kernel": "mamba.conv_width",
+        "use_conv_bias": "mamba.conv_bias",
+        "use_bias": "mamba.bias",
+        "time_step_min": "mamba.least_step",
+    },
+    fixed={
+        **{"n_routed_experts": 0, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"},
+        **{"attention_bias": False, "sliding_window": None, "residual_in_fp32": False},
+        "tie_word_embeddings": False,
+    },
+    defaults={
+        **{"num_key_value_heads": 8, "head_dim": 128, "layer_norm_epsilon": 1e-5},
+        **{"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
+        **{"time_step_min": 0.001, "max_position_embeddings": 4096},
+    },
+    ignored=(
+        *("chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_latent_size"),
+        *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group", "topk_group"),
+        *("moe_shared_expert_overlap", "n_shared_experts", "norm_topk_prob"),
+        *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_logits_to_keep"),
+        *("num_experts_per_tok", "rescale_prenorm_residual", "routed_scaling_factor"),
+        *("time_step_floor", "time_step_limit", "time_step_max", "use_mamba_kernels"),
+        *("num_hidden_layers", "hybrid_override_pattern", "hidden_dropout", "rms_norm_eps"),
+    ),
+    prepare=_prepare,
+    write=_write,
+)
+_FUSED = replaced(fused_expert_rows(folder="mixer"), _w13_row(f"{_MIXER}.experts.up_proj"))
+_MOE = replace(
+    _DENSE,
+    config=NemotronHMoEModel.Config,
+    rows=_expert_rows,
+    class_rows=_FUSED,
+    keys={
+        **_DENSE.keys,
+        "n_routed_experts": "moe.n_experts",
+        "num_experts_per_tok": "moe.top_k",
+        "moe_intermediate_size": "moe.ffn_dim",
+        "moe_shared_expert_intermediate_size": "moe.shared_ffn_dim",
+        **{
+            name: f"moe.{name}"
+            for name in ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+        },
+    },
+    values={"moe.scoring_func": "sigmoid", "moe.selection_bias": True},
+    fixed={
+        **{key: value for key, value in _DENSE.fixed.items() if key != "n_routed_experts"},
+        "moe_latent_size": None,
+    },
+    defaults={
+        **_DENSE.defaults,
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 7688},
+        "moe_shared_expert_intermediate_size": 7688,
+    },
+)
+
+FORMAT = dense_format(
+    {"nemotron_h": _DENSE, "nemotron_h:n_routed_experts": _MOE},
+    without=("mtp.",),
+    renamed={"backbone.": "model."},
+)
