@@ -639,6 +639,15 @@ CASES["gpt_oss"] = Case(
         ],
     },
 )
+CASES["minimax_m2"] = Case(
+    model_type="minimax_m2",
+    options={
+        **PARTLY_ROTATED,
+        "num_local_experts": [4, 7],
+        "num_experts_per_tok": [1, 2, 3],
+        "rotary_dim": [None, 4],
+    },
+)
 CASES["llama4_text"] = Case(
     model_type="llama4_text",
     options={

@@ -13,6 +13,11 @@ from torchtitan.protocols.state_dict_adapter import (
 )
 
 
+def selection_bias(name: str) -> KeyMapping:
+    """Return the row of the bias of a router's choice; `name` is its place in a layer."""
+    return KeyMapping("layers.*.moe.router.selection.bias_E", f"model.layers.*.{name}")
+
+
 def expert_rows(
     config: Any,
     *,
@@ -33,7 +38,7 @@ def expert_rows(
     return (
         *shared_rows(shared),
         KeyMapping("layers.*.moe.router.weight", f"{gate}.weight"),
-        KeyMapping("layers.*.moe.router.selection.bias_E", f"{gate}.e_score_correction_bias"),
+        selection_bias(f"{folder}.gate.e_score_correction_bias"),
         KeyMapping("layers.*.moe.experts.w13", stacked(w1, w3), Stacked(2)),
         KeyMapping("layers.*.moe.experts.w2", stacked(w2), Stacked()),
     )

@@ -1,0 +1,180 @@
+"""Families that combine existing parts: mistakes are caught. Sizes and config.json are as
+published."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.family_cases import (
+    difference_with,
+    family_of,
+    random_reference,
+    random_tokens,
+    relative_error,
+)
+from tests.models.family_runs import save_with_tokenizer
+from torchtitan.models import minimax_m2
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+# --- mistakes
+# --------------------------------------------------------------------------------------------------
+
+Mistake = Callable[[Any], None]
+
+
+def in_attention(change: Mistake) -> Mistake:
+    """Return a mistake that `change` makes in the attention of each layer."""
+
+    def mistake(model: Any) -> None:
+        for layer in model.layers.values():
+            change(layer.attention)
+
+    return mistake
+
+
+def in_routers(change: Mistake) -> Mistake:
+    """Return a mistake that `change` makes in each router."""
+
+    def mistake(model: Any) -> None:
+        for layer in model.layers.values():
+            if layer.moe is not None:
+                change(layer.moe.router)
+
+    return mistake
+
+
+def without_wide_norms(attention: Any) -> None:
+    attention.q_wide_norm = attention.k_wide_norm = None
+
+
+def rotated_in_full(model: Any) -> None:
+    model.config.rope.rotated_fraction = 1.0
+
+
+def without_bias(router: Any) -> None:
+    router.selection.bias_E.zero_()
+
+
+def softmax(router: Any) -> None:
+    router.is_sigmoid = False
+
+
+_HALF = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_MINIMAX = {**_HALF, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": None}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "mistake"),
+    [
+        ("minimax_m2", _MINIMAX, in_attention(without_wide_norms)),
+        ("minimax_m2", _MINIMAX, rotated_in_full),
+        ("minimax_m2", _MINIMAX, in_routers(without_bias)),
+        ("minimax_m2", _MINIMAX, in_routers(softmax)),
+    ],
+)
+def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Mistake) -> None:
+    reference = random_reference(model_type, 0, num_hidden_layers=4, **options)
+    assert difference_with(lambda model: None, reference) < 1e-4
+    assert difference_with(mistake, reference) > 1e-3
+
+
+# --- sizes and config.json
+# --------------------------------------------------------------------------------------------
+
+MINIMAX_M2 = {
+    **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"},
+    **{"attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072},
+    **{"initializer_range": 0.02, "intermediate_size": 1536, "layernorm_mlp_beta": 1.0},
+    **{"layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0},
+    **{"max_position_embeddings": 196_608, "mlp_intermediate_size": 8192},
+    **{"mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8},
+    **{"num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256},
+    **{"num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer"},
+    **{"rms_norm_eps": 1e-06, "rope_theta": 5_000_000, "rotary_dim": 64},
+    **{"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "scoring_func": "sigmoid"},
+    **{"shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None},
+    **{"tie_word_embeddings": False, "use_cache": True, "use_mtp": True, "use_qk_norm": True},
+    **{"use_routing_bias": True, "vocab_size": 200_064},
+}
+
+
+@pytest.mark.parametrize(("family", "flavor", "document"), [(minimax_m2, "229B-A10B", MINIMAX_M2)])
+def test_published_file_is_read_without_warning(
+    family: Any, flavor: str, document: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after transformers has read and written it."""
+    format, config = family.FORMATS["hf"], family.FLAVORS[flavor]
+    assert format.from_external(document) == config
+    assert not caplog.records
+    theirs = transformers.AutoConfig.for_model(**document).to_dict()
+    assert format.from_external(theirs) == config
+    assert format.from_external(json.loads(json.dumps(format.to_external(config)))) == config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "flavor", "parameters"),
+    # as published, without modules that predict further tokens
+    [(minimax_m2, "229B-A10B", 228_689_748_992)],
+)
+def test_published_size(family: Any, flavor: str, parameters: int) -> None:
+    with torch.device("meta"):
+        assert family.model_registry(flavor).model.build().num_parameters() == parameters
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m2"])
+def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
+    read = family_of(model_type).FORMATS["hf"].from_external
+    theirs = transformers.AutoConfig.for_model(model_type)
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys += ("vocab_size", "max_position_embeddings", "model_type")
+    assert read({key: getattr(theirs, key) for key in keys}) == read(theirs.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("minimax_m2", {"attn_type_list": [0, 1]}),
+        ("minimax_m2", {"scoring_func": "softmax"}),
+        ("minimax_m2", {"use_routing_bias": False}),
+        ("minimax_m2", {"use_qk_norm": False}),
+        ("minimax_m2", {"qk_norm_type": "per_head"}),
+        ("minimax_m2", {"shared_intermediate_size": 8}),
+        ("minimax_m2", {"sliding_window": 8}),
+        ("minimax_m2", {"rotary_dim": 0}),
+    ],
+)
+def test_unsupported_models_are_refused_by_name(model_type: str, change: dict[str, Any]) -> None:
+    document = transformers.AutoConfig.for_model(model_type).to_dict()
+    ((key, value),) = change.items()
+    with pytest.raises(UserError, match=rf"{key} is {value!r}".replace("[", r"\[")):
+        family_of(model_type).FORMATS["hf"].from_external({**document, **change})
+
+
+# --- files
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m2"])
+def test_files_with_an_experts_tensors_and_with_all_experts_open(
+    model_type: str, tmp_path: Path
+) -> None:
+    reference = random_reference(model_type, 1, num_hidden_layers=2, tie_word_embeddings=False)
+    each = save_with_tokenizer(reference, tmp_path / "each")
+    fused = save_with_tokenizer(reference, tmp_path / "fused")
+    weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    safetensors.save_file(weights, fused / "model.safetensors", metadata={"format": "pt"})
+    names = safetensors.load_file(each / "model.safetensors").keys()
+    assert any(".experts.0." in name for name in names)
+    tokens, _ = random_tokens(97, 40)
+    expected = reference(tokens).logits
+    for folder in (each, fused):
+        assert relative_error(load_model(folder, device="cpu").model(tokens), expected) < 1e-5
