@@ -639,6 +639,18 @@ CASES["gpt_oss"] = Case(
         ],
     },
 )
+CASES["glm4_moe_lite"] = Case(
+    model_type="glm4_moe_lite",
+    options={
+        **{key: values for key, values in LATENTS.items() if key != "first_k_dense_replace"},
+        **_NO_PADDING,
+        "mlp_layer_types": [None, ("sparse",), ("dense", "sparse")],
+        "norm_topk_prob": [False, True],
+        "rope_interleave": [False, True],
+    },
+    without=["head_dim"],
+    query_norm=0.5,
+)
 CASES["minimax_m2"] = Case(
     model_type="minimax_m2",
     options={

@@ -17,7 +17,7 @@ from tests.models.family_cases import (
     relative_error,
 )
 from tests.models.family_runs import save_with_tokenizer
-from torchtitan.models import minimax_m2
+from torchtitan.models import deepseek_v3, minimax_m2
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -121,16 +121,17 @@ def test_published_file_is_read_without_warning(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "flavor", "parameters"),
+    ("family", "flavor", "billions"),
     # as published, without modules that predict further tokens
-    [(minimax_m2, "229B-A10B", 228_689_748_992)],
+    [(minimax_m2, "229B-A10B", 228.7), (deepseek_v3, "GLM-4.7-Flash-30B", 29.9)],
 )
-def test_published_size(family: Any, flavor: str, parameters: int) -> None:
+def test_published_size(family: Any, flavor: str, billions: float) -> None:
     with torch.device("meta"):
-        assert family.model_registry(flavor).model.build().num_parameters() == parameters
+        model = family.model_registry(flavor).model.build()
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
-@pytest.mark.parametrize("model_type", ["minimax_m2"])
+@pytest.mark.parametrize("model_type", ["minimax_m2", "glm4_moe_lite"])
 def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
     read = family_of(model_type).FORMATS["hf"].from_external
     theirs = transformers.AutoConfig.for_model(model_type)
@@ -150,11 +151,14 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ("minimax_m2", {"shared_intermediate_size": 8}),
         ("minimax_m2", {"sliding_window": 8}),
         ("minimax_m2", {"rotary_dim": 0}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2, "mlp_layer_types": None}),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}),
+        ("glm4_moe_lite", {"scoring_func": "softmax"}),
     ],
 )
 def test_unsupported_models_are_refused_by_name(model_type: str, change: dict[str, Any]) -> None:
     document = transformers.AutoConfig.for_model(model_type).to_dict()
-    ((key, value),) = change.items()
+    key, value = next(iter(change.items()))
     with pytest.raises(UserError, match=rf"{key} is {value!r}".replace("[", r"\[")):
         family_of(model_type).FORMATS["hf"].from_external({**document, **change})
 
@@ -163,7 +167,7 @@ def test_unsupported_models_are_refused_by_name(model_type: str, change: dict[st
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["minimax_m2"])
+@pytest.mark.parametrize("model_type", ["minimax_m2", "glm4_moe_lite"])
 def test_files_with_an_experts_tensors_and_with_all_experts_open(
     model_type: str, tmp_path: Path
 ) -> None:

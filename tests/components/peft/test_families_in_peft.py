@@ -55,8 +55,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
-REWRITTEN = {"qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
-"""Types with linear layers that peft takes for experts."""
+QUICK = {"qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
+REWRITTEN = {*QUICK, "glm4_moe_lite"}
+"""Types with linear layers that peft takes for experts; the first ones are in default tests."""
 
 
 def base_folder(name: str, folder: Path) -> Path:
@@ -117,7 +118,7 @@ def relative_difference(ours: nn.Module, theirs: nn.Module) -> float:
 def all_cases() -> Iterator[Any]:
     """Yield names of cases with kinds; default tests are of families with experts, and of one
     without."""
-    fast = {("llama", "default"), ("llama", "DoRA"), *((name, "default") for name in REWRITTEN)}
+    fast = {("llama", "default"), ("llama", "DoRA"), *((name, "default") for name in QUICK)}
     for name in CASES:
         for kind in KINDS:
             is_fast = (name, kind) in fast or (

@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3 and R1, and Kimi K2 in their published sizes, and a small one that trains on a
-laptop."""
+"""DeepSeek-V2, V3 and R1, Kimi K2, and GLM-4.7-Flash in their published sizes, and a small one that
+trains on a laptop."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +61,13 @@ FLAVORS = {
     ),
     "V2-236B": _published("deepseek_v2", (5120, 12288, 60, 128, 102_400), 40.0, 0.707, **_V2),
     "V3-671B": _published("deepseek_v3", (7168, 18432, 61, 128, 129_280), 40.0, 1.0),
+    "GLM-4.7-Flash-30B": of_sizes(
+        FORMAT,
+        "glm4_moe_lite",
+        *(2048, 10240, 47, 20, 154_880),
+        max_seq_len=202_752,
+        rope_theta=1e6,
+    ),
     "Kimi-K2-1T": _published("kimi_k2", (7168, 18432, 61, 64, 163_840), 32.0, 1.0, 1.0, **_K2),
 }
 

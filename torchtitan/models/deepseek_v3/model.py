@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), and their Hugging
-Face format."""
+"""DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), GLM-4.7-Flash
+(arXiv:2508.06471), and their Hugging Face format."""
 
 import math
 from collections.abc import Callable
@@ -119,6 +119,10 @@ class DeepSeekModel(MoEDecoder):
         )
 
 
+class GLM4MoeLiteModel(DeepSeekModel):
+    """GLM-4.7-Flash, the same decoder with other sizes."""
+
+
 _LATENTS = {
     **{"q_latent.0": "q_a_proj", "q_latent.1": "q_a_layernorm", "q_latent.2": "q_b_proj"},
     **{"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "attend.wkv_b": "kv_b_proj"},
@@ -139,8 +143,42 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
             "n_group": 1,
             "topk_group": 1,
         }
+    return _with_widths(rows.prepare_dense_layers(document, 0 if is_v2 else 3), plain=128)
+
+
+def _prepare_lite(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the same for a file whose `mlp_layer_types` name the dense layers, without them the
+    first one. Raise `UserError` for another number of dense layers, and for heads whose part with
+    positions is rotated in part."""
+    document = _without_fraction(document)
+    n_dense = document.get("first_k_dense_replace", 1)
+    if document.get("mlp_layer_types") is None:
+        if n_dense != 1:
+            must = "1 without mlp_layer_types"
+            raise ConfigReader("config.json", document).wrong(
+                "first_k_dense_replace", n_dense, must
+            )
+        document = rows.prepare_dense_layers(document)
+    return _with_widths(document, plain=192)
+
+
+def _without_fraction(document: dict[str, Any]) -> dict[str, Any]:
+    reader, key = ConfigReader("config.json", document), "partial_rotary_factor"
+
+    def without(section: ConfigReader) -> dict[str, Any]:
+        if section.number(key, 1.0) != 1.0:
+            raise section.wrong(key, section.values[key], "1.0")
+        return {name: value for name, value in section.values.items() if name != key}
+
+    names = [name for name in ("rope_scaling", "rope_parameters") if reader.has(name)]
+    return {**without(reader), **{name: without(reader.section(name)) for name in names}}
+
+
+def _with_widths(document: dict[str, Any], plain: int) -> dict[str, Any]:
+    """Return a config.json with the width of whole heads, by default `plain` elements and 64
+    rotated ones, and its rotated part."""
     reader = ConfigReader(
-        "config.json", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, **document}
+        "config.json", {"qk_nope_head_dim": plain, "qk_rope_head_dim": 64, **document}
     )
     plain, rotated = (reader.whole_number(f"qk_{part}_head_dim") for part in ("nope", "rope"))
     widths = {"head_dim": plain + rotated, "partial_rotary_factor": rotated / (plain + rotated)}
@@ -149,11 +187,21 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
             widths["mscale_all_dim"] = section.number("mscale_all_dim")
     # an option, since other files name modules that they lack
     document.pop("num_nextn_predict_layers", None)
-    return {**rows.prepare_dense_layers(document, 0 if is_v2 else 3), **widths}
+    return {**document, **widths}
 
 
 def _write(config: DeepSeekModel.Config) -> dict[str, Any] | None:
-    dense, head_dim = rows.write_dense_layers(config), config.resolved_head_dim
+    dense = rows.write_dense_layers(config)
+    return None if dense is None else {**dense, **_write_widths(config)}
+
+
+def _write_lite(config: DeepSeekModel.Config) -> dict[str, Any] | None:
+    dense = rows.write_dense_layers(config) or {}
+    return None if config.moe.ffn_dim is None else {**dense, **_write_widths(config)}
+
+
+def _write_widths(config: DeepSeekModel.Config) -> dict[str, Any]:
+    head_dim = config.resolved_head_dim
     rotated = config.rope.rotated_dim(head_dim)
     widths = {
         "head_dim": rotated,
@@ -163,7 +211,7 @@ def _write(config: DeepSeekModel.Config) -> dict[str, Any] | None:
     scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
     growth = {"mscale_all_dim": config.mscale_all_dim} if config.mscale_all_dim else {}
     ropes = {"rope_scaling": {**scaling, **growth}} if scaling else {}
-    return None if dense is None else {**dense, **widths, "partial_rotary_factor": 1.0, **ropes}
+    return {**widths, "partial_rotary_factor": 1.0, **ropes}
 
 
 _KEYS = {
@@ -221,5 +269,20 @@ _V2 = replace(
         "norm_topk_prob": False,
     },
 )
+_LITE = replace(
+    _V3,
+    architecture="Glm4MoeLiteForCausalLM",
+    config=GLM4MoeLiteModel.Config,
+    defaults={
+        **_WIDTHS,
+        **{"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
+        **{"routed_scaling_factor": 1.8, "n_shared_experts": 1, "num_key_value_heads": 20},
+        **{"q_lora_rank": 768, "v_head_dim": 256, "rms_norm_eps": 1e-5},
+    },
+    prepare=_prepare_lite,
+    write=_write_lite,
+)
 
-FORMAT = hf.dense_format({"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2})
+FORMAT = hf.dense_format(
+    {"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2, "glm4_moe_lite": _LITE}
+)
