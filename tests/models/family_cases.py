@@ -639,6 +639,36 @@ CASES["gpt_oss"] = Case(
         ],
     },
 )
+CASES["seed_oss"] = Case(
+    model_type="seed_oss",
+    options={**_NO_PADDING, "attention_bias": [False, True], "mlp_bias": [False, True]},
+)
+_EXAONE: Options = {
+    **_NO_PADDING,
+    "layer_types": [None, ("full_attention",), ("sliding_attention", "full_attention")],
+    "sliding_window_pattern": [2, 4],
+}
+CASES["exaone4"] = Case(
+    model_type="exaone4",
+    options={**_EXAONE, "layer_types": _EXAONE["layer_types"][1:], "sliding_window": [None, 3, 16]},
+)
+CASES["exaone_moe"] = Case(
+    model_type="exaone_moe",
+    options={
+        **_EXAONE,
+        **WINDOWS,
+        "num_experts": [12],
+        "num_experts_per_tok": [1, 3],
+        "moe_intermediate_size": [24, 40],
+        "num_shared_experts": [1, 2],
+        "routed_scaling_factor": [1.0, 2.5],
+        "n_group": [1, 4],
+        "topk_group": [1],
+        "norm_topk_prob": [False, True],
+        "first_k_dense_replace": [0, 1],
+        "mlp_layer_types": [None, ("dense", "sparse")],
+    },
+)
 CASES["glm4_moe_lite"] = Case(
     model_type="glm4_moe_lite",
     options={

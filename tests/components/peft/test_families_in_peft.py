@@ -56,7 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 QUICK = {"qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
-REWRITTEN = {*QUICK, "glm4_moe_lite"}
+REWRITTEN = {*QUICK, "exaone_moe", "glm4_moe_lite"}
 """Types with linear layers that peft takes for experts; the first ones are in default tests."""
 
 

@@ -74,7 +74,7 @@ _ROPE = {
     "partial_rotary_factor",
 }
 
-_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+_DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 """Keys of dropout probabilities, which are ignored with a warning."""
 
 _OF_FILES = {"model_type", "dtype", "torch_dtype", "quantization_config"}
