@@ -669,6 +669,34 @@ CASES["exaone_moe"] = Case(
         "mlp_layer_types": [None, ("dense", "sparse")],
     },
 )
+CASES["ernie4_5"] = Case(model_type="ernie4_5", options=_NO_PADDING)
+CASES["ernie4_5_moe"] = Case(
+    model_type="ernie4_5_moe",
+    options={
+        **_NO_PADDING,
+        "moe_num_experts": [4, 7],
+        "moe_k": [1, 2, 3],
+        "moe_intermediate_size": [24, 40],
+        "moe_num_shared_experts": [0, 1, 2],
+        "moe_layer_start_index": [0, 1],
+        "moe_layer_end_index": [-1, 2],
+        "moe_layer_interval": [1, 2],
+    },
+)
+_HUNYUAN: Options = {
+    **_NO_PADDING,
+    "attention_bias": [False, True],
+    "rope_parameters": [
+        *SIZES["rope_parameters"],
+        {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 1.0, "alpha": 50.0},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0},
+    ],
+}
+CASES["hunyuan_v1_dense"] = Case(model_type="hunyuan_v1_dense", options=_HUNYUAN)
+CASES["hunyuan_v1_moe"] = Case(
+    model_type="hunyuan_v1_moe",
+    options={**_HUNYUAN, "num_experts": [4, 7], "moe_topk": [1, 2, 3]},
+)
 CASES["glm4_moe_lite"] = Case(
     model_type="glm4_moe_lite",
     options={

@@ -18,14 +18,17 @@ from tests.models.family_cases import (
     relative_error,
 )
 from tests.models.family_runs import save_with_tokenizer
-from torchtitan.models import deepseek_v3, exaone, minimax_m2, seed_oss
+from torchtitan.models import deepseek_v3, ernie4_5, exaone, hunyuan, minimax_m2, seed_oss
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-TYPES = ("minimax_m2", "glm4_moe_lite", "seed_oss", "exaone4", "exaone_moe")
+TYPES = (
+    *("minimax_m2", "glm4_moe_lite", "seed_oss", "exaone4", "exaone_moe"),
+    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+)
 
 # --- mistakes
 # --------------------------------------------------------------------------------------------------
@@ -83,6 +86,14 @@ def zero_biases(attention: Any) -> None:
         getattr(attention, name).bias.data.zero_()
 
 
+def norms_before_rope(attention: Any) -> None:
+    attention.rotates_first = False
+
+
+def unstretched(model: Any) -> None:
+    model.config.rope.theta = 1e4
+
+
 def without_shared(model: Any) -> None:
     for layer in model.layers.values():
         if layer.moe is not None:
@@ -91,6 +102,10 @@ def without_shared(model: Any) -> None:
 
 _HALF = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 _MINIMAX = {**_HALF, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": None}
+_ERNIE = {"moe_layer_interval": 1, "moe_num_shared_experts": 2, "moe_k": 2}
+_ALPHA: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+}
 _WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 16}
 
 
@@ -107,6 +122,12 @@ _WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_win
         ("exaone_moe", _WINDOWS, positions_in_all_layers),
         ("exaone_moe", _WINDOWS, in_routers(without_bias)),
         ("exaone_moe", _WINDOWS, without_shared),
+        ("ernie4_5_moe", _ERNIE, in_routers(without_bias)),
+        ("ernie4_5_moe", _ERNIE, without_shared),
+        ("hunyuan_v1_dense", _ALPHA, in_attention(norms_before_rope)),
+        ("hunyuan_v1_dense", _ALPHA, unstretched),
+        ("hunyuan_v1_moe", {"moe_topk": 2}, in_attention(norms_before_rope)),
+        ("hunyuan_v1_moe", {"moe_topk": 2}, without_shared),
     ],
 )
 def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Mistake) -> None:
@@ -199,6 +220,38 @@ K_EXAONE = {
     **{"topk_group": 1, "topk_method": "noaux_tc", "vocab_size": 153_600},
 }
 
+ERNIE_21B = {
+    **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"},
+    **{"bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 2560},
+    **{"intermediate_size": 12288, "max_position_embeddings": 131_072, "moe_capacity": [64] * 3},
+    **{"moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27},
+    **{"moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64},
+    **{"moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20},
+    **{"num_hidden_layers": 28, "num_key_value_heads": 4, "num_nextn_predict_layers": 1},
+    **{"pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 500_000.0},
+    **{"tie_word_embeddings": True, "use_bias": False, "vocab_size": 103_424},
+}
+
+_ALPHA_1000 = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "type": "dynamic"}
+HUNYUAN_7B = {
+    **{"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"},
+    **{"attention_bias": False, "attention_dropout": 0.0, "attention_head_dim": 128},
+    **{"cla_share_factor": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096},
+    **{"intermediate_size": 14336, "max_position_embeddings": 262_144, "mlp_bias": False},
+    **{"norm_type": "rms", "num_attention_heads": 32, "num_hidden_layers": 32},
+    **{"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": _ALPHA_1000},
+    **{"rope_theta": 10000.0, "tie_word_embeddings": True, "use_cla": False},
+    **{"use_qk_norm": True, "vocab_size": 128_167},
+}
+HUNYUAN_A13B = {
+    **HUNYUAN_7B,
+    **{"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe"},
+    **{"intermediate_size": 3072, "max_position_embeddings": 32_768, "num_experts": 64},
+    **{"moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0, "moe_topk": [8] * 32},
+    **{"norm_topk_prob": True, "num_shared_expert": [1] * 32, "routed_scaling_factor": 1.0},
+    "use_mixed_mlp_moe": True,
+}
+
 PUBLISHED = [
     (minimax_m2, "229B-A10B", MINIMAX_M2),
     (deepseek_v3, "GLM-4.7-Flash-30B", GLM_4_7_FLASH),
@@ -206,6 +259,9 @@ PUBLISHED = [
     (exaone, "4.0-1.2B", EXAONE_4_1B),
     (exaone, "4.0-32B", EXAONE_4_32B),
     (exaone, "K-236B-A23B", K_EXAONE),
+    (ernie4_5, "21B-A3B", ERNIE_21B),
+    (hunyuan, "7B", HUNYUAN_7B),
+    (hunyuan, "80B-A13B", HUNYUAN_A13B),
 ]
 
 
@@ -235,6 +291,10 @@ def test_published_file_is_read_without_warning(
         (exaone, "4.0-1.2B", 1.28),
         (exaone, "4.0-32B", 32.0),
         (exaone, "K-236B-A23B", 236.5),
+        (ernie4_5, "0.3B", 0.361),
+        (ernie4_5, "21B-A3B", 21.8),
+        (hunyuan, "7B", 7.5),
+        (hunyuan, "80B-A13B", 80.4),
     ],
 )
 def test_published_size(family: Any, flavor: str, billions: float) -> None:
@@ -271,6 +331,15 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ("exaone4", {"layer_types": _ONE_FULL_OF_4 * 8, "sliding_window": None}),
         ("exaone_moe", {"is_moe_layer": [True] * 32}),
         ("exaone_moe", {"topk_method": "greedy"}),
+        ("ernie4_5", {"use_bias": True}),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}),
+        ("hunyuan_v1_dense", {"use_cla": True}),
+        ("hunyuan_v1_dense", {"attention_head_dim": 64}),
+        ("hunyuan_v1_moe", {"moe_topk": [1, *[2] * 31]}),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": 1024}),
+        ("hunyuan_v1_moe", {"num_shared_expert": 2}),
     ],
 )
 def test_unsupported_models_are_refused_by_name(model_type: str, change: dict[str, Any]) -> None:
@@ -284,7 +353,9 @@ def test_unsupported_models_are_refused_by_name(model_type: str, change: dict[st
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["minimax_m2", "glm4_moe_lite", "exaone_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["minimax_m2", "glm4_moe_lite", "exaone_moe", "ernie4_5_moe", "hunyuan_v1_moe"]
+)
 def test_files_with_an_experts_tensors_and_with_all_experts_open(
     model_type: str, tmp_path: Path
 ) -> None:

@@ -156,6 +156,17 @@ class Permuted(Transform):
 
 
 @dataclass(frozen=True)
+class Unsqueezed(Transform):
+    """One of our tensors, which has a first dimension of size 1 in the other format."""
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        return [tensors[0].squeeze(0)]
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensors[0].unsqueeze(0)]
+
+
+@dataclass(frozen=True)
 class Repeated(Transform):
     """One of our tensors, repeated in the other format: tied weights in a format without ties."""
 

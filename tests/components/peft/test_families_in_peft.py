@@ -56,19 +56,31 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 QUICK = {"qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
-REWRITTEN = {*QUICK, "exaone_moe", "glm4_moe_lite"}
+REWRITTEN = {*QUICK, "ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "hunyuan_v1_moe"}
 """Types with linear layers that peft takes for experts; the first ones are in default tests."""
+
+
+DENSE_AND_EXPERTS: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 2,
+    },
+    "exaone_moe": {"first_k_dense_replace": 1, "mlp_layer_types": None},
+}
+"""Type → options with a dense layer first, and a shared expert in the others."""
 
 
 def base_folder(name: str, folder: Path) -> Path:
     """Save a model with all kinds of layers: dense ones and experts, with and without attention."""
-    sizes = {"num_hidden_layers": 6 if name.startswith("gemma4") else 3, "hidden_size": 32}
+    sizes: dict[str, Any] = {"num_hidden_layers": 6 if name.startswith("gemma4") else 3, "hidden_size": 32}
     if name.startswith("qwen3_5"):
         # Delta nets with 4 heads, which the rank does not exceed, and attention in layer 1.
         sizes |= {
             "linear_num_value_heads": 4,
             "layer_types": ["linear_attention", "full_attention", "full_attention"],
         }
+    sizes |= DENSE_AND_EXPERTS.get(name, {})
     random_reference(name, 0, **sizes).save_pretrained(folder)
     return folder
 

@@ -401,6 +401,7 @@ class GroupedQueryAttention(ScaledScores):
         qk_wide_norm: makes the norms of all heads' queries, and of all keys; None: no norms.
         v_norm: makes the norm of each head's values; None: no norm.
         keys_as_values: the values are the keys before norm and RoPE; `wv` is None.
+        rotates_first: the norms of each head's queries and keys follow RoPE.
         gated: multiply the result by the sigmoid of gates, which follow the queries of each head in
             `wq`.
         init_std: standard deviation of the initial input projections.
@@ -417,6 +418,7 @@ class GroupedQueryAttention(ScaledScores):
         qk_wide_norm: NormFactory | None = None,
         v_norm: NormFactory | None = None,
         keys_as_values: bool = False,
+        rotates_first: bool = False,
         gated: bool = False,
         init_std: float,
         out_init_std: float,
@@ -424,7 +426,7 @@ class GroupedQueryAttention(ScaledScores):
         super().__init__()
         dim, head_dim = sizes.dim, sizes.head_dim
         q_width, kv_width = sizes.q_width, sizes.kv_width
-        self.head_dim, self.gated = head_dim, gated
+        self.head_dim, self.gated, self.rotates_first = head_dim, gated, rotates_first
         self.attend = attend
         self.sinks = Sinks(sizes.n_heads) if attend.has_sinks else None
         self.wq = make_linear(dim, 2 * q_width if gated else q_width, init_std, bias="q" in biases)
@@ -456,11 +458,13 @@ class GroupedQueryAttention(ScaledScores):
         q_BLHD, k_BLKD, v_BLKD = (
             x.unflatten(-1, (-1, self.head_dim)) for x in (q_BLE, k_BLE, v_BLE)
         )
+        if rope is not None and self.rotates_first:
+            q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHD, k_BLKD = self.q_norm(q_BLHD), self.k_norm(k_BLKD)
         if self.v_norm is not None:
             v_BLKD = self.v_norm(v_BLKD)
-        if rope is not None:
+        if rope is not None and not self.rotates_first:
             q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
         if self.sinks is not None:
             q_BLHD = self.sinks(q_BLHD)

@@ -3,6 +3,7 @@ params.json."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_origin
 
@@ -71,9 +72,9 @@ class ConfigReader:
             raise self.wrong(key, value, "an object")
         return ConfigReader(self.file, value or {})
 
-    def value(self, key: str, declared: object) -> Any:
-        """Return a value of the type that a model's field declares; of a list, only the repeating
-        part."""
+    def value(self, key: str, declared: object, least: int = 1) -> Any:
+        """Return a value of the type that a model's field declares, a whole number from `least` on;
+        of a list, only the repeating part."""
         value, types = (
             self.values.get(key),
             [kind for kind in get_args(declared) if kind is not NoneType],
@@ -84,7 +85,7 @@ class ConfigReader:
         plain = types[0] if is_optional else declared
         readers: dict[Any, Callable[[str], Any]] = {
             bool: self.flag,
-            int: self.whole_number,
+            int: partial(self.whole_number, least=least),
             float: self.number,
         }
         if plain in readers:

@@ -355,7 +355,9 @@ def _from_config_json(
     keys = _keys_of(kind)
     shared.check_values(document, kind.fixed, {*keys, *kind.ignored})
     values = {
-        field_name: reader.value(key, _type_of(kind.config, field_name))
+        field_name: reader.value(
+            key, _type_of(kind.config, field_name), _least_of(kind.config, field_name)
+        )
         for key, field_name in keys.items()
         if key in reader.values or field_name in shared.REQUIRED
     }
@@ -393,6 +395,14 @@ def _keys_of(kind: ModelType) -> dict[str, str]:
 def _type_of(owner: object, name: str) -> Any:
     """Return the declared type of a field, or of a field's field."""
     return reduce(lambda kind, field_name: _types_of(kind)[field_name], name.split("."), owner)
+
+
+def _least_of(owner: object, name: str) -> int:
+    """Return the smallest whole number in a field, or in a field's field: 1, or a default of 0."""
+    outer, _, last = name.rpartition(".")
+    fields = dataclasses.fields(_type_of(owner, outer) if outer else owner)  # type: ignore[arg-type]
+    default = next(field.default for field in fields if field.name == last)
+    return 0 if default == 0 else 1
 
 
 @cache

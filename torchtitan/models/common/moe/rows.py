@@ -12,10 +12,13 @@ from torchtitan.protocols.state_dict_adapter import (
     Transform,
 )
 
+_IDENTITY = Identity()
 
-def selection_bias(name: str) -> KeyMapping:
+
+def selection_bias(name: str, transform: Transform = _IDENTITY) -> KeyMapping:
     """Return the row of the bias of a router's choice; `name` is its place in a layer."""
-    return KeyMapping("layers.*.moe.router.selection.bias_E", f"model.layers.*.{name}")
+    ours = "layers.*.moe.router.selection.bias_E"
+    return KeyMapping(ours, f"model.layers.*.{name}", transform)
 
 
 def expert_rows(

@@ -1,0 +1,36 @@
+"""ERNIE 4.5 in its published sizes, and small models that train on a laptop."""
+
+from typing import Any
+
+from torchtitan.models.common.moe.layer import MoEConfig
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.ernie4_5.model import FORMAT, Ernie45Model, Ernie45MoeModel
+from torchtitan.models.families import SMALL, Family, of_sizes
+
+_SMALL: Any = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
+_SMALL_EXPERTS = MoEConfig(
+    n_experts=16,
+    top_k=3,
+    ffn_dim=128,
+    n_shared_experts=2,
+    selection_bias=True,
+    layer_types=["dense", "sparse", "sparse", "sparse"],
+)
+_300B: Any = {
+    **{"num_key_value_heads": 8, "moe_intermediate_size": 3584, "moe_k": 8},
+    **{"moe_layer_start_index": 3, "moe_num_shared_experts": 0},
+}
+
+FLAVORS = {
+    "debugmodel": Ernie45Model.Config(**_SMALL),
+    "moe-debugmodel": Ernie45MoeModel.Config(**_SMALL, moe=_SMALL_EXPERTS),
+    "0.3B": of_sizes(FORMAT, "ernie4_5", 1024, 3072, 18, 16, 103_424, max_seq_len=131_072),
+    "21B-A3B": of_sizes(FORMAT, "ernie4_5_moe", 2560, 12288, 28, 20, 103_424, max_seq_len=131_072),
+    "300B-A47B": of_sizes(
+        FORMAT, "ernie4_5_moe", 8192, 28672, 54, 64, 103_424, max_seq_len=131_072, **_300B
+    ),
+}
+
+FORMATS = {"hf": FORMAT}
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
+model_spec, model_registry = FAMILY.spec, FAMILY.registry
