@@ -175,6 +175,8 @@ WIDE_NORMS: Options = {"module": "olmo", "model__sliding_window": 12}
 """Norms after each part of a block, and norms over all heads of queries and keys."""
 MULTIPLIERS: Options = {"module": "granite"}
 """Multipliers of the embedding, the residual stream, scores and logits."""
+NORMS_AFTER_ROPE: Options = {"module": "hunyuan", "model__tie_embeddings": False}
+"""Norms of queries and keys after RoPE."""
 NO_POSITIONS: Options = {"module": "smollm3"}
 """Every fourth layer has no positions."""
 BOTH_NORMS: Options = {"module": "glm4"}
@@ -269,6 +271,8 @@ TWO_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B, dense networks and experts": {**PP2, **DENSE_AND_EXPERTS},
     "TP 2, multipliers": {**TP2, **MULTIPLIERS},
     "PP 2 1F1B, multipliers": {**PP2, **MULTIPLIERS},
+    "TP 2, norms after RoPE": {**TP2, **NORMS_AFTER_ROPE},
+    "CP 2, norms after RoPE": {**CP2, **NORMS_AFTER_ROPE},
     "TP 2, layers without positions": {**TP2, **NO_POSITIONS},
     "CP 2, layers without positions": {**CP2, **NO_POSITIONS},
     "FSDP 2, windows": WINDOWS,
