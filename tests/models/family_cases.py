@@ -697,6 +697,18 @@ CASES["hunyuan_v1_moe"] = Case(
     model_type="hunyuan_v1_moe",
     options={**_HUNYUAN, "num_experts": [4, 7], "moe_topk": [1, 2, 3]},
 )
+_TEMPERED: Options = {
+    "pad_token_id": [None],
+    "rope_parameters": [
+        {**rope, "llama_4_scaling_beta": growth}
+        for rope in SIZES["rope_parameters"]
+        if rope["rope_type"] == "yarn"
+        for growth in (0.0, 0.1, 1.0)
+    ],
+}
+CASES["ministral3"] = Case(
+    model_type="ministral3", options={**_TEMPERED, "sliding_window": [None, 3, 16]}
+)
 CASES["glm4_moe_lite"] = Case(
     model_type="glm4_moe_lite",
     options={

@@ -177,6 +177,7 @@ def test_fields_without_a_key_are_not_written() -> None:
     with torch.device("meta"):
         assert config.build().layers["0"].attention.wo.bias is not None
     with pytest.raises(
-        UserError, match="no model_type of config.json \\(mistral, ministral\\) can describe"
+        UserError,
+        match="no model_type of config.json \\(mistral, ministral, ministral3\\) can describe",
     ):
         mistral.FORMATS["hf"].to_external(config)

@@ -18,7 +18,15 @@ from tests.models.family_cases import (
     relative_error,
 )
 from tests.models.family_runs import save_with_tokenizer
-from torchtitan.models import deepseek_v3, ernie4_5, exaone, hunyuan, minimax_m2, seed_oss
+from torchtitan.models import (
+    deepseek_v3,
+    ernie4_5,
+    exaone,
+    hunyuan,
+    minimax_m2,
+    mistral,
+    seed_oss,
+)
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -28,6 +36,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 TYPES = (
     *("minimax_m2", "glm4_moe_lite", "seed_oss", "exaone4", "exaone_moe"),
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    "ministral3",
 )
 
 # --- mistakes
@@ -94,6 +103,14 @@ def unstretched(model: Any) -> None:
     model.config.rope.theta = 1e4
 
 
+def growth_from_one(attention: Any) -> None:
+    attention.attend.first = 1
+
+
+def constant_queries(attention: Any) -> None:
+    attention.attend.attn_scale = 0.0
+
+
 def without_shared(model: Any) -> None:
     for layer in model.layers.values():
         if layer.moe is not None:
@@ -105,6 +122,12 @@ _MINIMAX = {**_HALF, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_d
 _ERNIE = {"moe_layer_interval": 1, "moe_num_shared_experts": 2, "moe_k": 2}
 _ALPHA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+}
+_GROWING: dict[str, Any] = {
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "llama_4_scaling_beta": 0.5},
+        "original_max_position_embeddings": 16,
+    }
 }
 _WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 16}
 
@@ -126,6 +149,8 @@ _WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_win
         ("ernie4_5_moe", _ERNIE, without_shared),
         ("hunyuan_v1_dense", _ALPHA, in_attention(norms_before_rope)),
         ("hunyuan_v1_dense", _ALPHA, unstretched),
+        ("ministral3", _GROWING, in_attention(growth_from_one)),
+        ("ministral3", _GROWING, in_attention(constant_queries)),
         ("hunyuan_v1_moe", {"moe_topk": 2}, in_attention(norms_before_rope)),
         ("hunyuan_v1_moe", {"moe_topk": 2}, without_shared),
     ],
@@ -252,6 +277,20 @@ HUNYUAN_A13B = {
     "use_mixed_mlp_moe": True,
 }
 
+MINISTRAL_3_8B: dict[str, Any] = {
+    **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"},
+    **{"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096},
+    **{"intermediate_size": 14336, "max_position_embeddings": 262_144},
+    **{"num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8},
+    **{"rms_norm_eps": 1e-05, "sliding_window": None, "tie_word_embeddings": False},
+    "rope_parameters": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16_384},
+        **{"rope_theta": 1_000_000.0, "rope_type": "yarn", "type": "yarn"},
+    },
+    "vocab_size": 131_072,
+}
+
 PUBLISHED = [
     (minimax_m2, "229B-A10B", MINIMAX_M2),
     (deepseek_v3, "GLM-4.7-Flash-30B", GLM_4_7_FLASH),
@@ -261,6 +300,7 @@ PUBLISHED = [
     (exaone, "K-236B-A23B", K_EXAONE),
     (ernie4_5, "21B-A3B", ERNIE_21B),
     (hunyuan, "7B", HUNYUAN_7B),
+    (mistral, "3-8B", MINISTRAL_3_8B),
     (hunyuan, "80B-A13B", HUNYUAN_A13B),
 ]
 
@@ -295,6 +335,10 @@ def test_published_file_is_read_without_warning(
         (ernie4_5, "21B-A3B", 21.8),
         (hunyuan, "7B", 7.5),
         (hunyuan, "80B-A13B", 80.4),
+        # the language models
+        (mistral, "3-3B", 3.43),
+        (mistral, "3-8B", 8.49),
+        (mistral, "3-14B", 13.5),
     ],
 )
 def test_published_size(family: Any, flavor: str, billions: float) -> None:
@@ -347,6 +391,21 @@ def test_unsupported_models_are_refused_by_name(model_type: str, change: dict[st
     key, value = next(iter(change.items()))
     with pytest.raises(UserError, match=re.escape(f"{key} is {value!r}")):
         family_of(model_type).FORMATS["hf"].from_external({**document, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"llama_4_scaling_beta": None}, "llama_4_scaling_beta is None, but must be a number in"),
+        ({"llama_4_scaling_beta": -1.0}, "llama_4_scaling_beta is -1.0"),
+        ({"rope_type": "linear"}, "RoPE's .* is .*, which this family does not support"),
+        ({"factor": 1.0}, "rope.scaling is none, but must be yarn"),
+    ],
+)
+def test_queries_grow_with_yarn_only(change: dict[str, Any], message: str) -> None:
+    rope = {**MINISTRAL_3_8B["rope_parameters"], **change}
+    with pytest.raises(UserError, match=message):
+        mistral.FORMATS["hf"].from_external({**MINISTRAL_3_8B, "rope_parameters": rope})
 
 
 # --- files

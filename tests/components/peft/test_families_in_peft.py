@@ -73,7 +73,10 @@ DENSE_AND_EXPERTS: dict[str, dict[str, Any]] = {
 
 def base_folder(name: str, folder: Path) -> Path:
     """Save a model with all kinds of layers: dense ones and experts, with and without attention."""
-    sizes: dict[str, Any] = {"num_hidden_layers": 6 if name.startswith("gemma4") else 3, "hidden_size": 32}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 6 if name.startswith("gemma4") else 3,
+        "hidden_size": 32,
+    }
     if name.startswith("qwen3_5"):
         # Delta nets with 4 heads, which the rank does not exceed, and attention in layer 1.
         sizes |= {

@@ -200,11 +200,12 @@ class GivingAttention(Attention):
 
 class TemperedAttention(Attention):
     """Attention whose queries grow with the logarithm of the position (Llama 4, after
-    arXiv:2501.19399)."""
+    arXiv:2501.19399), counted from `first`."""
 
-    def __init__(self, floor_scale: int, attn_scale: float):
+    def __init__(self, floor_scale: int, attn_scale: float, *, first: int = 1):
         super().__init__()
         self.floor_scale, self.attn_scale = floor_scale, attn_scale
+        self.first = first
 
     def forward(
         self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata
@@ -212,7 +213,8 @@ class TemperedAttention(Attention):
         positions_BL = attention.positions_BL
         if positions_BL is None:
             positions_BL = torch.arange(q_BLHD.shape[1], device=q_BLHD.device)[None]
-        factor_BL = 1 + self.attn_scale * torch.log1p((positions_BL + 1) // self.floor_scale)
+        n_steps_BL = (positions_BL + self.first) // self.floor_scale
+        factor_BL = 1 + self.attn_scale * torch.log1p(n_steps_BL)
         return super().forward(
             (q_BLHD * factor_BL[..., None, None]).type_as(q_BLHD), k_BLKD, v_BLKD, attention
         )
@@ -426,7 +428,8 @@ class GroupedQueryAttention(ScaledScores):
         super().__init__()
         dim, head_dim = sizes.dim, sizes.head_dim
         q_width, kv_width = sizes.q_width, sizes.kv_width
-        self.head_dim, self.gated, self.rotates_first = head_dim, gated, rotates_first
+        self.head_dim, self.gated = head_dim, gated
+        self.rotates_first = rotates_first
         self.attend = attend
         self.sinks = Sinks(sizes.n_heads) if attend.has_sinks else None
         self.wq = make_linear(dim, 2 * q_width if gated else q_width, init_std, bias="q" in biases)
