@@ -301,7 +301,7 @@ def test_a_folder_without_checkpoint(tmp_path):
     with pytest.raises(UserError, match=r"none does not exist"):
         format_of(tmp_path / "none")
     with pytest.raises(
-        UserError, match=r"neither \.metadata .* model\.safetensors.* nor consolidated"
+        UserError, match=r"neither \.metadata .* model\.safetensors.*, consolidated.* nor model-"
     ):
         format_of(tmp_path)
 

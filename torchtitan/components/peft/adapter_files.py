@@ -27,7 +27,8 @@ from torchtitan.components.peft.adapter_tensors import (
     refused_layers,
 )
 from torchtitan.components.peft.sizes import Size, find_patterns, look_up
-from torchtitan.components.weights import HuggingFaceSource
+from torchtitan.components.weights import HuggingFaceSource, torchtune
+from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.load import read_part
 from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.protocols import ModelSpec
@@ -90,10 +91,10 @@ an error."""
 
 
 class AdapterSource(TensorSource):
-    """Tensors of an adapter in PEFT's files, under our names and in our layout.
+    """Tensors of an adapter in PEFT's or torchtune's files, under our names and in our layout.
 
     Args:
-        folder: folder with the two files.
+        folder: folder with the files.
         config: configuration of the converter.
         model: the converted model on the meta device.
         spec: the plain model.
@@ -104,11 +105,10 @@ class AdapterSource(TensorSource):
     """
 
     def __init__(self, folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec):
-        document = check_adapter_config(folder, config)
+        self._file, document = _open(folder, config, spec)
         entries = _with_sizes_of_file(
             folder, config, document, make_entries(model, spec, config.size_of)
         )
-        self._file = HuggingFaceSource(folder, WEIGHTS)
         _check_layers(folder, config.option, self._file.specs, entries.values(), spec)
         self._entries = {
             name: entry for name, entry in entries.items() if entry.key in self._file.specs
@@ -221,15 +221,55 @@ def read_adapter(
     logger.info("loaded the adapter in %s", folder)
 
 
+def _open(
+    folder: Path, config: LoRAConfig, spec: ModelSpec
+) -> tuple[TensorSource, dict[str, object]]:
+    """Return an adapter's tensors, with the names of PEFT's file, and adapter_config.json."""
+    own = None if (folder / WEIGHTS).is_file() else torchtune.adapter_in(folder)
+    if own is None:
+        document = check_adapter_config(folder, config)
+        return HuggingFaceSource(folder, WEIGHTS), document
+    weights = torchtune.TorchtuneAdapter(own, format_for(spec, "hf").to_external(spec.model))
+    has_config = (folder / CONFIG).is_file()
+    document = (
+        read_object(folder / CONFIG) if has_config else _implied_config(own, config, weights.specs)
+    )
+    _check_options(folder / CONFIG if has_config else own, document, config)
+    return weights, document
+
+
+def _implied_config(
+    file: Path, config: LoRAConfig, specs: Mapping[str, TensorSpec]
+) -> dict[str, object]:
+    """Return what the tensors `specs` of torchtune's adapter say, without an adapter_config.json;
+    they do not say alpha."""
+    logger.warning(
+        "%s has no %s next to it: %s.alpha %g must be the alpha of its training",
+        *(file, CONFIG, config.option, config.alpha),
+    )
+    ranks = [tensor.shape[0] for name, tensor in specs.items() if name.endswith("lora_A.weight")]
+    return {
+        "r": ranks[0] if ranks else config.rank,
+        "lora_alpha": config.alpha,
+        "use_rslora": False,
+        "use_dora": any(name.endswith("lora_magnitude_vector") for name in specs),
+    }
+
+
 def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, object]:
     """Return adapter_config.json. Raise `UserError` if a file is missing, or if adapter_config.json
     has unsupported or different options. The sizes of single layers are not compared."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{config.option}.adapter_path: the folder '{folder}' has no {name}")
-    option = config.option
-    file = folder / CONFIG
     document = read_object(folder / CONFIG)
+    _check_options(folder / CONFIG, document, config)
+    return document
+
+
+def _check_options(file: Path, document: Mapping[str, object], config: LoRAConfig) -> None:
+    """Raise `UserError` for unsupported options, or others than the run's."""
+    option = config.option
     for key, supported in _SUPPORTED.items():
         if document.get(key, supported[0]) not in supported:
             raise UserError(
@@ -249,7 +289,6 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, object]:
                 f"{file}: {key} is {saved}, but {option}.{field} is {configured}; set "
                 f"{option}.{flag}"
             )
-    return document
 
 
 def _with_sizes_of_file(

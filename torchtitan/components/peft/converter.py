@@ -89,9 +89,9 @@ class LoRA(LayerConverter):
         """Train the magnitude of each row of the weights separately from its direction (DoRA)."""
 
         adapter_path: str = ""
-        """Folder with a PEFT adapter (adapter_model.safetensors, adapter_config.json) to start
-        from, with the same layers, rank, alpha and kind. Empty: a new adapter, which has no effect
-        initially."""
+        """Folder with a PEFT adapter (adapter_model.safetensors, adapter_config.json) or one of
+        torchtune (adapter_model.pt) to start from, with the same layers, rank, alpha and kind.
+        Empty: a new adapter, which has no effect initially."""
 
         def size_of(self, name: str) -> Size:
             """Return the adapter size for a layer or an expert's matrix."""

@@ -11,12 +11,12 @@ import torch
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, LocalFolder, folder_at
 from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, identify_content
-from torchtitan.components.weights import huggingface, torch_files
+from torchtitan.components.weights import huggingface, torch_files, torchtune
 from torchtitan.components.weights.dequantize import DESCRIPTIONS, dequantized, read_method
 from torchtitan.protocols.tensor_source import TensorSource, summarize_names
 from torchtitan.tools.digests import cache_root, remembered, threads
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import missing_folder_error
+from torchtitan.tools.files import missing_folder_error, read_object
 from torchtitan.tools.progress import progress
 from torchtitan.tools.redact import redact
 
@@ -58,7 +58,7 @@ def format_of(path: str | Path) -> Format:
         )
     if formats:
         return next(iter(formats))
-    if (folder / ADAPTER_CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file() or torchtune.adapter_in(folder):
         outer = folder.absolute().parent
         is_merged = any((outer / name).is_file() for name in _SAFETENSORS)
         merged = outer if is_merged else "the step-N folder of its run, or that folder converted"
@@ -67,18 +67,23 @@ def format_of(path: str | Path) -> Format:
         )
     if catalog.has_marker(folder):
         catalog.raise_if_damaged(folder)
+    if epochs := torchtune.epochs_in(folder):
+        raise UserError(
+            f"{folder} is the output folder of torchtune; use the model of an epoch: {epochs[-1]}"
+        )
     inside = sorted(item.name for item in folder.iterdir())
     contents = f"contains {summarize_names(inside)}" if inside else "is empty"
     raise UserError(
         f"{folder} holds no checkpoint: it {contents}, and has neither {DCP_METADATA} (DCP), "
-        f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face) nor {torch_files.META_FILES} "
-        "(Meta)"
+        f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face), {torch_files.META_FILES} "
+        f"(Meta) nor {', '.join(torchtune.WEIGHTS)} (torchtune)"
     )
 
 
 def formats_in(folder: Path) -> dict[Format, str]:
     """Return each format with files in `folder` and the name of one file. Safetensors and
-    pytorch_model.bin count as one format, since many models on the Hub have both."""
+    pytorch_model.bin count as one format, since many models on the Hub have both. torchtune's files
+    count as the format of the model's description next to them, if there are no others."""
     huggingface_files = (name for name in (*_SAFETENSORS, *_PICKLED) if (folder / name).is_file())
     files: dict[Format, str | None] = {
         "dcp": DCP_METADATA if (folder / DCP_METADATA).is_file() else None,
@@ -88,7 +93,11 @@ def formats_in(folder: Path) -> dict[Format, str]:
             None,
         ),
     }
-    return {format: name for format, name in files.items() if name}
+    found = {format: name for format, name in files.items() if name}
+    if found or not (own := torchtune.weights_in(folder)):
+        return found
+    is_meta = (folder / torch_files.META_PARAMETERS).is_file()
+    return {"meta" if is_meta and not (folder / "config.json").is_file() else "hf": own[0].name}
 
 
 def open_source(path: str | Path) -> TensorSource:
@@ -102,7 +111,11 @@ def open_source(path: str | Path) -> TensorSource:
 
         return DcpSource(path)
     source = _stored(Path(path), source_format)
-    return dequantized(source, Path(path)) if source_format == "hf" else source
+    if source_format == "meta":
+        return source
+    if torchtune.has_own_names(source):
+        return torchtune.TorchtuneView(source, read_object(Path(path) / "config.json"))
+    return dequantized(source, Path(path))
 
 
 def _stored(folder: Path, source_format: Format) -> TensorSource:
@@ -110,9 +123,12 @@ def _stored(folder: Path, source_format: Format) -> TensorSource:
     files."""
     if source_format == "meta":
         return torch_files.MetaSource(folder)
-    if formats_in(folder)["hf"] in _PICKLED:
+    found = formats_in(folder)["hf"]
+    if found in _SAFETENSORS:
+        return huggingface.HuggingFaceSource(folder)
+    if found in _PICKLED:
         return torch_files.PickledSource(folder)
-    return huggingface.HuggingFaceSource(folder)
+    return torchtune.stored(torchtune.weights_in(folder))
 
 
 def weights_at(path: str) -> BaseWeights:
@@ -158,14 +174,15 @@ def _digest(path: str) -> str:
 def _files_of(folder: Path, source_format: Format) -> list[Path]:
     """Return the files that determine the tensors of a checkpoint in Hugging Face's or Meta's
     format."""
-    described = [folder / torch_files.META_PARAMETERS]
     if source_format == "meta":
-        weights = sorted(folder.glob(torch_files.META_FILES))
-    else:
-        found = formats_in(folder)["hf"]
-        single, index = next(pair for pair in _PAIRS if found in pair)
-        weights = list(huggingface.files_of(folder, single, index))
-        described = [folder / name for name in (index, "config.json", *DESCRIPTIONS)]
+        weights, described = torch_files.meta_files(folder), [folder / torch_files.META_PARAMETERS]
+        return [*weights, *(file for file in described if file.is_file())]
+    found = formats_in(folder)["hf"]
+    single, index = next((pair for pair in _PAIRS if found in pair), (found, ""))
+    described = [folder / name for name in (index, "config.json", *DESCRIPTIONS) if name]
+    weights = (
+        list(huggingface.files_of(folder, single, index)) if index else torchtune.weights_in(folder)
+    )
     return [*weights, *(file for file in described if file.is_file())]
 
 

@@ -1,5 +1,5 @@
 """Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's
-`consolidated.00.pth`.
+`consolidated.00.pth` (of torchtune: `model-00001-of-00001.bin`).
 
 Only tensors are loaded from these files, and they are located without reading their values.
 Multiple Meta files are tensor-parallel shards, dicts with the same names. As in Meta's reference
@@ -36,6 +36,7 @@ from torchtitan.tools.torch_private import offset_in_file
 PICKLED_WEIGHTS = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 META_FILES = "consolidated.*.pth"
+_META_FILES_OF_TORCHTUNE = ("model-00001-of-00001.bin", "meta_model_*.pt")
 META_PARAMETERS = "params.json"
 
 _AXES = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
@@ -68,14 +69,15 @@ class TensorLocation:
 class PickledSource(TensorSource):
     """Tensors of `pytorch_model.bin`, or of the files in its index. Raises `UserError` if a file is
     missing, damaged or outside the folder `path`, holds other objects, or does not have all tensors
-    listed in the index."""
+    listed in the index. `weights` is another name of the single file."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, weights: str = PICKLED_WEIGHTS):
         self._locations: dict[str, TensorLocation] = {}
-        for file, names in files_of(Path(path), PICKLED_WEIGHTS, PICKLED_INDEX).items():
+        index = f"{weights}.index.json"
+        for file, names in files_of(Path(path), weights, index).items():
             locations = locate_tensors(file)
             self._locations |= {
-                name: locations[name] for name in listed(file, locations, names, PICKLED_INDEX)
+                name: locations[name] for name in listed(file, locations, names, index)
             }
         self.specs = {name: location.spec for name, location in self._locations.items()}
 
@@ -146,11 +148,12 @@ class MetaSource(TensorSource):
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        files = sorted(self.path.glob(META_FILES))
+        files = meta_files(self.path)
         expected = [
             self.path / f"consolidated.{index:02d}.pth" for index in range(max(1, len(files)))
         ]
-        if files != expected:
+        is_of_torchtune = len(files) == 1 and not files[0].match(META_FILES)
+        if files != expected and not is_of_torchtune:
             missing = [file.name for file in expected if file not in files]
             raise UserError(
                 f"{self.path} is incomplete: {summarize_names(missing)} is missing (it has "
@@ -241,6 +244,12 @@ class MetaSource(TensorSource):
         if axis is not None:
             shape[axis] = sum(spec.shape[axis] for spec in specs)
         return TensorSpec(torch.Size(shape), specs[0].dtype)
+
+
+def meta_files(folder: Path) -> list[Path]:
+    """Return the files of weights with Meta's names in a folder, in order."""
+    named = [sorted(folder.glob(pattern)) for pattern in (META_FILES, *_META_FILES_OF_TORCHTUNE)]
+    return next(filter(None, named), [])
 
 
 def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:

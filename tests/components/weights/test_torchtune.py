@@ -1,0 +1,267 @@
+"""Checkpoints and adapters with torchtune's names, compared with transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from torchtitan.cli.main import main
+from torchtitan.components.peft import LoRA
+from torchtitan.components.peft.adapter_files import AdapterSource
+from torchtitan.components.weights import open_source
+from torchtitan.models.pretrained import load_model, spec_of
+from torchtitan.protocols.conversion import converted_model
+from torchtitan.tools.errors import UserError
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "head_dim": 8,
+}
+TOKENS = torch.arange(40).reshape(2, 20)
+
+PAIRED = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Rows of a head of 8 that `FullModelHFCheckpointer(…).load_checkpoint()` of torchtune 0.6.1 returns
+for Llama, Mistral and Gemma: in its q_proj, row 1 is row 4 of the class in transformers."""
+
+FAMILIES = {"llama": PAIRED, "mistral": PAIRED, "gemma": PAIRED, "qwen2": None, "phi3": None}
+ENUM = {"llama": "LLAMA3", "mistral": "MISTRAL", "gemma": "GEMMA", "qwen2": "QWEN2"}
+ENUM |= {"phi3": "PHI3_MINI"}
+
+THEIRS = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.scale",
+    "lm_head.weight": "output.weight",
+}
+IN_LAYER = {
+    "self_attn.q_proj": "attn.q_proj",
+    "self_attn.k_proj": "attn.k_proj",
+    "self_attn.v_proj": "attn.v_proj",
+    "self_attn.o_proj": "attn.output_proj",
+    "mlp.gate_proj": "mlp.w1",
+    "mlp.down_proj": "mlp.w2",
+    "mlp.up_proj": "mlp.w3",
+    "input_layernorm": "sa_norm",
+    "post_attention_layernorm": "mlp_norm",
+}
+FUSED = {
+    "self_attn.qkv_proj": (("attn.q_proj", 32), ("attn.k_proj", 16), ("attn.v_proj", 16)),
+    "mlp.gate_up_proj": (("mlp.w1", 48), ("mlp.w3", 48)),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def original(family, tmp_path_factory) -> Path:
+    """A random model of transformers."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp(family)
+    fields = SIZES | ({"pad_token_id": 0} if family == "phi3" else {})
+    if family == "gemma":
+        fields["tie_word_embeddings"] = True
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def reordered(rows: Tensor, order: list[int] | None) -> Tensor:
+    return rows if order is None else rows.unflatten(0, (-1, 8))[:, order].flatten(0, 1)
+
+
+def with_names_of_torchtune(weights: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name in THEIRS:
+            renamed[THEIRS[name]] = tensor
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        module, kind = rest.rsplit(".", 1)
+        if module in FUSED:
+            parts = tensor.split([size for _, size in FUSED[module]])
+            for (part, _), values in zip(FUSED[module], parts, strict=True):
+                renamed[f"layers.{layer}.{part}.{kind}"] = values.clone()
+            continue
+        is_norm = "norm" in module
+        is_rotated = module.endswith(("q_proj", "k_proj"))
+        own = f"layers.{layer}.{IN_LAYER[module]}.{'scale' if is_norm else kind}"
+        renamed[own] = reordered(tensor, FAMILIES[family]) if is_rotated else tensor
+    return renamed
+
+
+def write(
+    folder: Path,
+    original: Path,
+    tensors: dict[str, Tensor],
+    n_files: int = 1,
+    suffix: str = "bin",
+) -> Path:
+    folder.mkdir(parents=True)
+    shutil.copy(original / "config.json", folder)
+    names = sorted(tensors)
+    save = save_file if suffix == "safetensors" else torch.save
+    for index in range(n_files):
+        part = {name: tensors[name].contiguous() for name in names[index::n_files]}
+        save(part, folder / f"model-{index + 1:05d}-of-{n_files:05d}.{suffix}")
+    return folder
+
+
+@torch.no_grad()
+def logits_of_transformers(folder: Path) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return model.eval()(TOKENS).logits
+
+
+def test_logits(family, original, tmp_path):
+    weights = with_names_of_torchtune(load_file(original / "model.safetensors"), family)
+    folder = write(tmp_path / "tune", original, weights, n_files=2)
+    with torch.no_grad():
+        logits = load_model(folder, device="cpu").model(TOKENS)
+    expected = logits_of_transformers(original)
+    # Float32 sums in another order.
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    if FAMILIES[family]:
+        wrong = reordered(weights["layers.0.attn.q_proj.weight"], PAIRED)
+        other = write(
+            tmp_path / "wrong", original, {**weights, "layers.0.attn.q_proj.weight": wrong}
+        )
+        with torch.no_grad():
+            different = load_model(other, device="cpu").model(TOKENS)
+        assert (different - expected).abs().max() > 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_convert(family, original, suffix, tmp_path):
+    """The converted folder has the tensors of the original one, byte for byte."""
+    weights = load_file(original / "model.safetensors")
+    own = with_names_of_torchtune(weights, family)
+    folder = write(tmp_path / "tune", original, own, n_files=3, suffix=suffix)
+    assert main(["convert", "--to", "hf", str(folder), str(tmp_path / "hf")]) == 0
+    converted = load_file(tmp_path / "hf/model.safetensors")
+    assert converted.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in converted.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters(tmp_path, kind, family):
+    """An adapter with torchtune's names is the adapter of PEFT with the same values."""
+    config = LoRA.Config(rank=4, alpha=6.0, dora=kind == "dora")
+    document = {"model_type": family, **SIZES}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(document))
+    save_file({"x": torch.zeros(1)}, tmp_path / "base/model.safetensors")
+    spec = spec_of(tmp_path / "base")
+    model = converted_model(spec.model, [config.build()])
+    torch.manual_seed(1)
+    peft, own = {}, {}
+    shapes = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32)}
+    modules = {f"self_attn.{name}_proj": shape for name, shape in shapes.items()}
+    modules |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+    for layer in range(2):
+        for module, (n_out, n_in) in modules.items():
+            order = FAMILIES[family] if module.endswith(("q_proj", "k_proj")) else None
+            prefix = f"base_model.model.model.layers.{layer}.{module}"
+            target = f"layers.{layer}.{IN_LAYER[module]}"
+            a, b, magnitude = torch.randn(4, n_in), torch.randn(n_out, 4), torch.randn(n_out)
+            peft |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+            own |= {f"{target}.lora_a.weight": a, f"{target}.lora_b.weight": reordered(b, order)}
+            if config.dora:
+                peft[f"{prefix}.lora_magnitude_vector"] = magnitude
+                own[f"{target}.magnitude"] = reordered(magnitude, order)
+    for folder in ("peft", "tune"):
+        (tmp_path / folder).mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_dora": config.dora}
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(settings))
+    save_file(peft, tmp_path / "peft/adapter_model.safetensors")
+    torch.save(own, tmp_path / "tune/adapter_model.pt")
+    read, expected = (
+        AdapterSource(tmp_path / folder, config, model, spec) for folder in ("tune", "peft")
+    )
+    assert read.specs == expected.specs
+    assert all(torch.equal(read.read(name), expected.read(name)) for name in expected.specs)
+    other = LoRA.Config(rank=8, alpha=6.0, dora=config.dora)
+    with pytest.raises(UserError, match=r"r is 4, but .*rank is 8"):
+        AdapterSource(tmp_path / "tune", other, converted_model(spec.model, [other.build()]), spec)
+
+
+def test_refused(tmp_path):
+    """What cannot be read right is refused with a remedy."""
+    tensors = {"layers.0.attn.output_proj.weight": torch.zeros(8, 8)}
+
+    def folder(name: str, model_type: str, weights: dict[str, Tensor]) -> Path:
+        (tmp_path / "origin").mkdir(exist_ok=True)
+        document = {"model_type": model_type, **SIZES}
+        (tmp_path / "origin/config.json").write_text(json.dumps(document))
+        return write(tmp_path / name, tmp_path / "origin", weights)
+
+    with pytest.raises(UserError, match=r"not for gemma2; .*FullModelHFCheckpointer"):
+        open_source(folder("gemma2", "gemma2", tensors))
+    unknown = {**tensors, "layers.0.fusion_scale": torch.zeros(1)}
+    with pytest.raises(UserError, match=r"layers.0.fusion_scale have no counterpart"):
+        open_source(folder("unknown", "llama", unknown))
+    incomplete = folder("incomplete", "llama", tensors)
+    (incomplete / "model-00001-of-00001.bin").rename(incomplete / "model-00001-of-00002.bin")
+    with pytest.raises(UserError, match=r"of 2 files of weights, it has model-00001-of-00002.bin"):
+        open_source(incomplete)
+    epoch = folder("run/epoch_0", "llama", tensors)
+    (epoch.parent / "recipe_state").mkdir()
+    with pytest.raises(UserError, match=r"output folder of torchtune; use .*epoch_0"):
+        open_source(epoch.parent)
+    with pytest.raises(UserError, match=r"several epochs: torchtune_model_0.pt, torchtune_model_1"):
+        for index in range(2):
+            torch.save(tensors, epoch.parent / f"torchtune_model_{index}.pt")
+        open_source(epoch.parent)
+
+
+def test_meta_names(tmp_path):
+    """torchtune's file of Meta's names is read like Meta's file."""
+    config = {"dim": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 96, "multiple_of": 16}
+    for name in ("consolidated.00.pth", "model-00001-of-00001.bin"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "params.json").write_text(json.dumps(config))
+        torch.save({"tok_embeddings.weight": torch.arange(96 * 32.0).view(96, 32)}, folder / name)
+    sources = [open_source(folder) for folder in sorted(tmp_path.iterdir())]
+    assert sources[0].specs == sources[1].specs
+    values = [source.read("tok_embeddings.weight") for source in sources]
+    assert torch.equal(*values)
+
+
+@pytest.mark.slow
+def test_what_torchtune_writes(family, original, tmp_path):
+    """torchtune's own checkpoint, if it imports."""
+    training = pytest.importorskip("torchtune.training", exc_type=ImportError)
+    loader = training.FullModelHFCheckpointer(
+        str(original), ["model.safetensors"], ENUM[family], str(tmp_path / "out")
+    )
+    start = tmp_path / "start"
+    start.mkdir()
+    shutil.copy(original / "config.json", start)
+    torch.save(loader.load_checkpoint()["model"], start / "start.pt")
+    writer = training.FullModelTorchTuneCheckpointer(
+        str(start), ["start.pt"], ENUM[family], str(tmp_path / "tune")
+    )
+    writer.save_checkpoint(writer.load_checkpoint(), epoch=0, intermediate_checkpoint=False)
+    with torch.no_grad():
+        logits = load_model(tmp_path / "tune/epoch_0", device="cpu").model(TOKENS)
+    expected = logits_of_transformers(original)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
