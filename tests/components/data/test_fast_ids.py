@@ -7,7 +7,7 @@ import logging
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -28,7 +28,7 @@ from torchtitan.components.data.prepare.preparation import REFUSED
 from torchtitan.components.data.pretraining import token_cache
 from torchtitan.components.data.pretraining.streaming import (
     PackedStream,
-    PackedStreamIterator,
+    StreamFeed,
     StreamOrder,
 )
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
@@ -121,10 +121,9 @@ def test_streams_are_the_same(worth, tokenizer):
     texts = [text for text in texts_for(tokenizer) if text.isascii()]
 
     def encode() -> list[list[int]]:
-        stream: Any = PackedStream(
-            None, tokenizer, None, StreamOrder(shuffle=False, block_size=1, seed=0)
-        )
-        return [ids.tolist() for ids in PackedStreamIterator(stream, 0, 1)._encode(texts)]
+        order = StreamOrder(shuffle=False, block_size=1, seed=0)
+        stream: Any = PackedStream([], [], tokenizer, cast(Any, None), order)
+        return [ids.tolist() for ids in StreamFeed(stream, cast(Any, None), 0, 1)._encode(texts)]
 
     fast = encode()
     with without_gigatoken():

@@ -28,6 +28,7 @@ from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.pretraining.windows import BatchIterator, CachedBatches
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.block_cache import BlockCache
+from torchtitan.components.data.sources.hub_names import hub_name
 from torchtitan.components.data.sources.source import (
     DOCUMENTS,
     Source,
@@ -46,8 +47,8 @@ class PretrainDataLoader(TokenizingDataLoader):
 
     Local data is read from a token cache. The order of all datasets depends only on the seed, not
     on ranks, workers or B: the n-th batch of rank r of R holds B samples, starting with sample n *
-    R * B + r * B. With weights, the end is when one dataset has been read `epochs` times. A
-    registered dataset is streamed; see `torchtitan.components.data.pretraining.streaming`.
+    R * B + r * B. With weights, the end is when one dataset has been read `epochs` times. For
+    streams and mixtures with them, see `torchtitan.components.data.pretraining.streaming`.
     `global_batch_size` has no effect.
     """
 
@@ -56,13 +57,12 @@ class PretrainDataLoader(TokenizingDataLoader):
         """Training data."""
 
         dataset: list[str] = field(default_factory=lambda: ["stories"])
-        """Datasets, each `stories` (built in), a registered name (c4; only by itself), or a local
+        """Datasets, each `stories` (built in), a registered name (c4), or a local
         path: a file (txt, md, jsonl, json, csv, parquet or WebDataset's tar, optionally .gz or
         .zst), a folder, a glob pattern, or a folder written by `torchtitan data prepare` or
         `datasets.save_to_disk`; a URL of files or prepared data (s3://…); or token files of
         Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder); or a
-        dataset on the Hugging Face Hub, `org/name[:config][@revision][split]`, which is streamed if
-        it is the only one."""
+        dataset on the Hugging Face Hub, `org/name[:config][@revision][split]`, see `stream`."""
         weights: list[float] = field(default_factory=list)
         """Relative share of each dataset in the tokens; empty: read all datasets equally often."""
         text_column: str | None = None
@@ -75,6 +75,10 @@ class PretrainDataLoader(TokenizingDataLoader):
         remote_cache: float = 8.0
         """GiB of the local cache for blocks of remote prepared data, shared by the processes of a
         host; 0: none."""
+        stream: bool | None = None
+        """Stream datasets on the Hugging Face Hub; False: copy them first; None: stream only a
+        single one. Registered names such as c4 are streamed in any case. A mixture with streams
+        needs `weights`."""
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
@@ -105,21 +109,21 @@ class PretrainDataLoader(TokenizingDataLoader):
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""
             self.check_host()
-            data = self.open(tokenizer)
-            if isinstance(data, StreamSource):
-                data.check()
+            for data in self.open(tokenizer):
+                if isinstance(data, StreamSource):
+                    data.check()
 
-        def open(self, tokenizer: Tokenizer) -> list[Tokens] | StreamSource:
-            """Return the tokens of each dataset, encoded if necessary, or one stream of
+        def open(self, tokenizer: Tokenizer) -> list[Tokens | StreamSource]:
+            """Return the tokens of each dataset, encoded if necessary, or its stream of
             documents."""
             opened = [self._open(dataset, tokenizer) for dataset in self.dataset]
             streams = [data for data in opened if isinstance(data, StreamSource)]
-            if streams and len(opened) > 1:
+            if streams and len(opened) > 1 and not self.weights:
                 raise UserError(
-                    f"{streams[0].name} is streamed, and cannot be mixed with other data; download "
-                    "its files, and use their path"
+                    f"{streams[0].name} is streamed, and its size is unknown: give the share of "
+                    f"each dataset, --dataloader.weights {' '.join(['1'] * len(opened))}"
                 )
-            return streams[0] if streams else [data for data in opened if isinstance(data, Tokens)]
+            return opened
 
         def _open(self, dataset: str, tokenizer: Tokenizer) -> Tokens | StreamSource:
             if manifest := prepared.find_prepared(dataset, DOCUMENTS):
@@ -137,8 +141,8 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def source(self, dataset: str) -> Source | StreamSource:
             """Return the documents of a dataset; raise `UserError` if it has none."""
-            several = len(self.dataset) > 1  # a stream cannot be mixed
-            return resolve_source(dataset, self.text_column, self.split, copied=several)
+            streamed = len(self.dataset) == 1 if self.stream is None else self.stream
+            return resolve_source(dataset, self.text_column, self.split, copied=not streamed)
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, and the datasets' content, weights, split and text
@@ -171,28 +175,37 @@ class PretrainDataLoader(TokenizingDataLoader):
             return dataclasses.replace(
                 self,
                 dataset=chosen,
-                weights=[],
+                weights=self._validation_weights(chosen),
                 text_column=column,
                 split=split,
                 shuffle=False,
                 num_workers=0,
             )
 
+        def _validation_weights(self, datasets: list[str]) -> list[float]:
+            """Return equal weights if validation mixes streams, whose sizes are unknown."""
+            streamed = [
+                name in DOCUMENTS.registered or bool(self.stream and hub_name(name))
+                for name in datasets
+            ]
+            return [1.0] * len(datasets) if any(streamed) and len(datasets) > 1 else []
+
     config: Config
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         config, tokenizer = self.config, self._tokenizer
         data = config.open(tokenizer)
+        tokens = [one for one in data if isinstance(one, Tokens)]
         layout = dataclasses.replace(self._layout, document_mask=config.document_mask)
+        self.dataset_names = config.dataset
         self._batches: BatchIterator
-        if isinstance(data, StreamSource):
+        if len(tokens) < len(data):
             order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed)
-            self._batches = StreamBatches(data, tokenizer, layout, order)
+            self._batches = StreamBatches(data, config.weights, tokenizer, layout, order)
         else:
-            self.dataset_names = config.dataset
             self._batches = CachedBatches(
                 config.dataset,
-                data,
+                tokens,
                 layout,
                 weights=config.weights,
                 shuffle=config.shuffle,

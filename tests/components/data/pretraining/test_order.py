@@ -175,7 +175,10 @@ def test_errors(config, tokenizer):
     ):
         replace(config, weights=[0.333333, 0.333333, 0.333334][::-1]).validate()
     register_dataset("order-test-stream", HubDataset(path="nowhere/nothing"))
-    with raises("order-test-stream is streamed, and cannot be mixed with other data"):
+    with raises(
+        "order-test-stream is streamed, and its size is unknown: give the share of each dataset, "
+        "--dataloader.weights 1 1"
+    ):
         build(
             replace(config, dataset=["order-test-stream", config.dataset[0]], weights=[]), tokenizer
         )

@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,78 @@ def build(
     return config.build(
         tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime}
     )
+
+
+def mixture(tmp_path, stream, other):
+    """Return the options of two streams and a file, which take turns 2 : 1 : 1."""
+    file = tmp_path / "local.jsonl"
+    rows = [{"text": f"local {text}"} for text in TEXTS[30:60]]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    names = [stream, other, str(file)]
+    return PretrainDataLoader.Config(
+        dataset=names, weights=[2, 1, 1], shuffle_buffer=16, cache_dir=str(tmp_path / "c")
+    )
+
+
+def test_a_mixture_has_the_windows_of_each_dataset_in_turn(dataset, one_file, tokenizer, tmp_path):
+    config = mixture(tmp_path, dataset, one_file)
+    runtime = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1, "seed": 3}
+    loader = config.build(**runtime, epochs=1)
+    batches = take(loader)
+    turns = [loader.datasets_of(batch)[0, 0].item() for batch in batches]
+    for end in range(1, len(turns)):
+        shares = [turns[:end].count(number) for number in range(3)]
+        expected = [end / 2, end / 4, end / 4]
+        assert all(abs(a - b) < 1 for a, b in zip(shares, expected, strict=True))
+    has_ended = []
+    for number, name in enumerate(config.dataset):
+        alone = replace(config, dataset=[name], weights=[]).build(**runtime, epochs=1)
+        own = [batch["input"].tolist() for batch in take(alone)]
+        found = [
+            b["input"].tolist() for b, turn in zip(batches, turns, strict=True) if turn == number
+        ]
+        assert found == own[: len(found)]
+        has_ended.append(len(found) == len(own))
+        shown = loader.describe(batches[turns.index(number)]["documents"][0])
+        assert shown.startswith(
+            f"{name} (train), document" if number < 2 else "local.jsonl, document"
+        )
+    assert sum(has_ended) == 1
+
+
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (2, 2)])
+def test_a_mixture_resumes_exactly(dataset, one_file, tokenizer, tmp_path, ranks, workers):
+    config = replace(mixture(tmp_path, dataset, one_file), num_workers=workers)
+    runtime = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 3}
+    runtime |= {"dp_rank": ranks - 1, "dp_world_size": ranks}
+    loader = config.build(**runtime)
+    straight = as_lists(take(loader, 12))
+    loader.close()
+    state, pieces = None, []
+    for _ in range(2):
+        loader = config.build(**runtime, seed=len(pieces))
+        if state is not None:
+            loader.load_state_dict(json.loads(state))
+        pieces += as_lists(take(loader, 6))
+        state = json.dumps(loader.state_dict())
+        loader.close()
+    assert pieces == straight
+
+
+def test_a_mixture_that_cannot_be_read(one_file, tokenizer, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    datasets.Dataset.from_dict({"text": ["a short text"]}).to_json(folder / "train.jsonl")
+    register_dataset("streaming-test-single", HubDataset(path=str(folder)))
+    config = mixture(tmp_path, "streaming-test-single", one_file)
+    runtime = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1}
+    loader = config.build(**runtime, dp_rank=1, dp_world_size=2)
+    with pytest.raises(UserError, match=r"single' has fewer documents than the run has ranks"):
+        next(loader)
+    ended = config.build(**runtime, epochs=1)
+    take(ended)
+    with pytest.raises(UserError, match=r"read to its end, after 1 epochs"):
+        config.build(**runtime, epochs=2).load_state_dict(ended.state_dict())
 
 
 def as_lists(batches, loader=None):
@@ -217,9 +290,8 @@ def test_stream_can_be_pickled(one_file, tokenizer):
         num_workers=0,
         document_mask=True,
     )
-    stream = PackedStream(
-        source, tokenizer, layout, StreamOrder(shuffle=True, block_size=16, seed=0)
-    )
+    order = StreamOrder(shuffle=True, block_size=16, seed=0)
+    stream = PackedStream([source], [], tokenizer, layout, order)
     copy = pickle.loads(pickle.dumps(stream))
     assert as_lists(take(iter(copy), 3)) == as_lists(take(iter(stream), 3))
 

@@ -75,6 +75,8 @@ out = {
                      columns=["prompt=ask"]),
     "stream": texts(PretrainDataLoader, ["org/texts:more"], text_column="body"),
     "mixed": texts(PretrainDataLoader, ["org/texts:more", "org/texts:less"], text_column="body"),
+    "streams": texts(PretrainDataLoader, ["org/texts:more", "org/texts:less"], text_column="body",
+                     stream=True, weights=[1, 1]),
 }
 errors = []
 for name in ("org/none", "org/qa@v9", "org/qa[dev]"):
@@ -139,8 +141,9 @@ def test_data_is_read_by_name(repositories, tmp_path):
     assert all("v1 train" in text for text in found["prompts"])
     assert len(found["prompts"]) == 2
     assert "A text of more." in found["stream"][0]
-    mixed = "".join(found["mixed"])
-    assert "A text of more." in mixed and "A text of less." in mixed
+    for kind in ("mixed", "streams"):
+        mixed = "".join(found[kind])
+        assert "A text of more." in mixed and "A text of less." in mixed
     assert [error.partition("'")[2].partition("'")[0] for error in errors] == [
         "org/none",
         "org/qa@v9",

@@ -48,7 +48,7 @@ class BlockOrder:
         self._ends = list(itertools.accumulate(sizes))
         self._groups = sizes if weights else self._ends[-1:]
         """Blocks of each set; without weights, of all sets as one."""
-        self._turns = _cycle(weights or [1])
+        self._turns = turns_of(weights or [1])
         """Group of each block in the cycle, (n,)."""
 
     def block(self, place: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def check_cycle(weights: Sequence[float]) -> int:
     return n_turns
 
 
-def _cycle(weights: Sequence[float]) -> Array:
+def turns_of(weights: Sequence[float]) -> Array:
     """Return the shortest cycle that holds each set in the ratio of its weight, (n,)."""
     mixture = Mixture(weights, capacity=1)
     turns: list[int] = []

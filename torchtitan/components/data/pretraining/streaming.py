@@ -1,28 +1,32 @@
-"""Batches from registered datasets that are streamed and tokenized during training.
+"""Batches from datasets that are streamed and tokenized during training, and mixtures with them.
 
-The stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node
+Each stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node
 packs its documents into windows and can resume at any window. The shuffle buffer of `datasets` is
 not used because resuming loses its content. Instead, a node reads a block of documents and permutes
 it. Its state is the stream's state before the block and the position in the block; resuming reads
-the block again.
+the block again. In a mixture, the datasets of a node take turns, window by window, and each has its
+own position; of local data, a node reads every n-th window of its order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.pretraining.order import permute
+from torchtitan.components.data.pretraining.order import BlockOrder, permute, turns_of
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
+from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.pretraining.windows import (
     BatchIterator,
+    PackedDataset,
     Sample,
     collate,
+    count_windows,
     pack,
     padding_sample,
 )
@@ -65,12 +69,23 @@ class StreamOrder:
 
 
 class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
-    """Batches of one rank; each worker packs its own shard of the stream."""
+    """Batches of one rank; each worker packs its own shard of the data.
+
+    Args:
+        sets: streams, and in a mixture also local data.
+        weights: share of each set in the windows; empty only for one set.
+    """
 
     def __init__(
-        self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder
+        self,
+        sets: Sequence[StreamSource | Tokens],
+        weights: Sequence[float],
+        tokenizer: Tokenizer,
+        layout: Layout,
+        order: StreamOrder,
     ):
-        self.source = source
+        self.sets = sets
+        self.weights = weights or [1]
         self.encoder = ArrayEncoder(tokenizer)
         self.layout = layout
         self.order = order
@@ -82,25 +97,39 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
         return PackedStreamIterator(self, node, self.layout.dp_world_size * workers_per_rank)
 
 
+class Feed(Protocol):
+    """Windows of one dataset for one node."""
+
+    def windows(self, position: Any | None) -> Iterator[tuple[Sample, Any]]:
+        """Yield samples from a position on (None: the beginning), with the position after each, as
+        JSON-serializable values."""
+
+
 class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
-    """Batches of one node; the state is the start of the next window. Errors are returned as items,
-    see `Workers`."""
+    """Batches of one node; the state is the start of the next window of each dataset. Errors are
+    returned as items, see `Workers`."""
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
-        self.dataset = dataset
-        self.node = node
-        self.n_nodes = n_nodes
-        self._wrapping = document_wrapping(dataset.encoder.tokenizer)
-        self._position = StreamPosition(epoch=dataset.order.first_epoch)
-        self._windows = self._all_windows(self._position)
+        self._layout = dataset.layout
+        self._turns = turns_of(dataset.weights)
+        self._feeds: list[Feed] = [
+            StreamFeed(dataset, data, node, n_nodes)
+            if isinstance(data, StreamSource)
+            else TokensFeed(dataset, data, node, n_nodes)
+            for data in dataset.sets
+        ]
+        self.load_state_dict({"turn": 0, "positions": [None] * len(self._feeds)})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch as JSON-serializable values."""
-        return self._position._asdict()
+        return {"turn": self._turn, "positions": list(self._positions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._position = StreamPosition(**state)
-        self._windows = self._all_windows(self._position)
+        self._turn, self._positions = state["turn"], list(state["positions"])
+        self._windows = [
+            feed.windows(position)
+            for feed, position in zip(self._feeds, self._positions, strict=True)
+        ]
 
     def __next__(self) -> Batch | UserError | RunFailure:
         try:
@@ -109,17 +138,66 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             return error
 
     def _next_batch(self) -> Batch:
-        layout = self.dataset.layout
-        samples = []
-        for sample, position in self._windows:
-            samples.append(sample)
-            self._position = position
-            if len(samples) == layout.local_batch_size:
+        layout = self._layout
+        samples: list[Sample] = []
+        while len(samples) < layout.local_batch_size:
+            number = int(self._turns[self._turn % len(self._turns)])
+            window = next(self._windows[number], None)
+            if window is None:
                 break
+            sample, self._positions[number] = window
+            self._turn += 1
+            samples.append(self._numbered(sample, number))
         if not samples:
             raise StopIteration
         padding = padding_sample(layout.seq_len, document_mask=layout.document_mask)
         return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
+
+    def _numbered(self, sample: Sample, number: int) -> Sample:
+        """Return a sample whose documents' numbers are unique over all datasets."""
+        values, (first, last) = sample
+        n_sets = len(self._feeds)
+        return values, (first * n_sets + number, last * n_sets + number)
+
+
+class TokensFeed:
+    """Windows of local data: every n-th one of their global order."""
+
+    def __init__(self, dataset: PackedStream, tokens: Tokens, node: int, n_nodes: int):
+        layout, order = dataset.layout, dataset.order
+        self._size = count_windows(tokens.n_tokens, layout.seq_len)
+        self._node = node
+        self._n_nodes = n_nodes
+        self._layout = layout
+        blocks = BlockOrder([self._size], shuffle=order.shuffle, seed=order.seed + order.restarts)
+        self._data = PackedDataset([tokens], layout, blocks, block=layout.seq_len, n_samples=None)
+
+    def windows(self, position: Any | None) -> Iterator[tuple[Sample, Any]]:
+        epochs, number = self._layout.epochs, position or 0
+        while True:
+            place = number * self._n_nodes + self._node
+            if epochs is not None and place >= epochs * self._size:
+                return
+            number += 1
+            yield self._data.sample(place * self._layout.seq_len), number
+
+
+class StreamFeed:
+    """Windows of a node's shard of a stream. Raises `UserError` if a shard of a mixture has no
+    documents."""
+
+    def __init__(self, dataset: PackedStream, source: StreamSource, node: int, n_nodes: int):
+        self.dataset = dataset
+        self.source = source
+        self.node = node
+        self.n_nodes = n_nodes
+        self._wrapping = document_wrapping(dataset.encoder.tokenizer)
+
+    def windows(self, position: Any | None) -> Iterator[tuple[Sample, Any]]:
+        begin = StreamPosition(epoch=self.dataset.order.first_epoch)
+        found = StreamPosition(**position) if position else begin
+        for sample, after in self._all_windows(found):
+            yield sample, after._asdict()
 
     def _all_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
         """Yield samples with the position after each."""
@@ -130,6 +208,11 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
                 yield window
                 empty = False
             if at_beginning and empty:
+                if len(self.dataset.sets) > 1:
+                    raise UserError(
+                        f"dataset {self.source.name!r} has fewer documents than the run has ranks "
+                        f"and workers ({self.n_nodes}); copy it (--dataloader.no_stream)"
+                    )
                 return  # this node has no documents: avoid an endless loop
             position = StreamPosition(epoch=position.epoch + 1)
 
@@ -194,7 +277,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
     ) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
         """Yield each block's number, the stream's state before it, and its texts, from the block of
         `position` on."""
-        source, column = self.dataset.source, self.dataset.source.text_column
+        source, column = self.source, self.source.text_column
         with _stream_failures(source):
             stream = open_shard(source, self.node, self.n_nodes)
         if self.dataset.order.shuffle:
@@ -260,26 +343,43 @@ def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
 
 
 class StreamBatches(BatchIterator):
-    """Batches from a stream. Exact resumption needs the same number of ranks and workers; otherwise
-    the stream restarts with a warning and is shuffled differently."""
+    """Batches from a stream, or a mixture with streams. Exact resumption needs the same number of
+    ranks and workers; otherwise the data restarts with a warning and is shuffled differently.
+
+    Args:
+        sets, weights: as in `PackedStream`.
+    """
 
     def __init__(
-        self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder
+        self,
+        sets: Sequence[StreamSource | Tokens],
+        weights: Sequence[float],
+        tokenizer: Tokenizer,
+        layout: Layout,
+        order: StreamOrder,
     ):
-        self._source = source
+        self._sets = sets
+        self._weights = weights
         self._tokenizer = tokenizer
         self._order = order
         self._workers_state: dict[str, Any] | None = None
-        data = [source.dataset.path, source.dataset.name, source.split, source.text_column]
+        data = [
+            [one.dataset.path, one.dataset.name, one.split, one.text_column]
+            if isinstance(one, StreamSource)
+            else one.key
+            for one in sets
+        ]
         windowing = [layout.seq_len, order.shuffle, order.block_size]
         encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
-        super().__init__(layout, ["stream", data, encoding, windowing])
+        super().__init__(layout, ["streams", data, list(weights), encoding, windowing])
 
     def __next__(self) -> Batch:
         layout = self._layout
         if not self.exhausted:
             if self._workers is None:
-                dataset = PackedStream(self._source, self._tokenizer, layout, self._order)
+                dataset = PackedStream(
+                    self._sets, self._weights, self._tokenizer, layout, self._order
+                )
                 self._workers = Workers(
                     dataset, num_workers=layout.num_workers, state=self._workers_state
                 )
@@ -328,24 +428,36 @@ class StreamBatches(BatchIterator):
             self._order = order if ended is None else replace(order, first_epoch=ended)
             self.exhausted = ended is not None and epochs is not None and ended >= epochs
             self._workers_state = state["workers"] if ended is None else None
+            if len(self._sets) > 1 and ended is not None and not self.exhausted:
+                raise UserError(
+                    f"the mixture was read to its end, after {ended} epochs of one of its "
+                    "datasets, and cannot be continued; set the epochs before a run"
+                )
         else:
             self._order = replace(order, restarts=order.restarts + 1)
             logger.warning(
-                f"the position in {self._source.name!r} was saved with "
+                f"the position in {self._names} was saved with "
                 f"{_in_words(state['layout'])}, but this run has "
                 f"{_in_words(self._shard_counts())}: the stream restarts from its beginning and is "
                 "shuffled differently. To resume exactly, use the same number of ranks and workers"
             )
 
+    @property
+    def _names(self) -> str:
+        return ", ".join(repr(one.name) for one in self._sets if isinstance(one, StreamSource))
+
     def describe(self, first: int, last: int) -> str:
+        source = self._sets[first % len(self._sets)]
+        first, last = first // len(self._sets), last // len(self._sets)
+        if not isinstance(source, StreamSource):
+            return source.describe(first, last)
         workers_per_rank = max(1, self._layout.num_workers)
         begin, node = divmod(first, self._layout.dp_world_size * workers_per_rank)
         end = last // (self._layout.dp_world_size * workers_per_rank)
         rank, worker = divmod(node, workers_per_rank)
         documents = f"document {begin + 1}" if begin == end else f"documents {begin + 1}-{end + 1}"
         return (
-            f"{self._source.name} ({self._source.split}), {documents} as read by worker {worker} "
-            f"of rank {rank}"
+            f"{source.name} ({source.split}), {documents} as read by worker {worker} of rank {rank}"
         )
 
     def close(self) -> None:

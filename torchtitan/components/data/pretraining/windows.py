@@ -171,7 +171,7 @@ class PackedDataset(Dataset[Batch | UserError]):
         padding. Return an error for data that cannot be read."""
         seq_len = self.layout.seq_len
         positions = range(position, position + self.layout.local_batch_size * seq_len, seq_len)
-        read = self._read_sample if self.is_remote else self._sample
+        read = self._read_sample if self.is_remote else self.sample
         try:
             return collate(list(map(read, positions)))
         except UserError as error:
@@ -188,10 +188,11 @@ class PackedDataset(Dataset[Batch | UserError]):
         n_batches = max(1, SAMPLES_READ_AHEAD // self.layout.local_batch_size)
         for following in range(position, position + n_batches * stride + 1, stride):
             if following not in self._ahead:
-                self._ahead[following] = self._reader.submit(self._sample, following)
+                self._ahead[following] = self._reader.submit(self.sample, following)
         return self._ahead.pop(position).result()
 
-    def _sample(self, position: int) -> Sample:
+    def sample(self, position: int) -> Sample:
+        """Return the sample at a global position. Raise `UserError` if it cannot be read."""
         seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
         number, block = self.order.block(position // self.block)
         data, start = self.sets[number], block * self.block + position % self.block
