@@ -35,12 +35,20 @@ YARN = next(
     if rope["rope_type"] == "yarn" and "attention_factor" not in rope
 )
 LLAMA3 = next(rope for rope in SIZES["rope_parameters"] if rope["rope_type"] == "llama3")
+LATENT_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.7},
+}
+"""DeepSeek's, whose scores grow instead of cosines and sines."""
+
 ROPES = (DEFAULT_ROPE, LINEAR_ROPE, YARN)
 
 LIKE_GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "attention_bias": False}
 GEMMA2 = {**LIKE_GEMMA, "head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": None}
 NO_BIAS = {"attention_bias": False}
 SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+LATENTS = {**NO_BIAS, "q_lora_rank": 20, "rms_norm_eps": 1e-6}
 
 FITTING: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -73,17 +81,23 @@ FITTING: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
     },
     "glm4": {},
+    "glm4_moe": {},
+    "gpt_oss": {"attention_bias": True, "layer_types": None},
+    "deepseek_v3": {**LATENTS, "rope_interleave": True},
+    "deepseek_v2": {**LATENTS, "topk_method": "greedy"},
 }
 """Type → options of `family_cases` with which llama.cpp computes it."""
 
 
 def fitting(name: str, seed: int) -> dict[str, Any]:
     ropes = [*ROPES, LLAMA3][: 4 if name == "llama" else 3]
+    if name.startswith("deepseek"):
+        ropes = [DEFAULT_ROPE, LATENT_YARN, {**LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}]
     rope = copy.deepcopy(ropes[seed % len(ropes)])
     options = {"hidden_size": 64, "vocab_size": VOCAB, **FITTING.get(name, {})}
     if name in ("phi3", "glm"):
         return options
-    if name == "glm4":
+    if name in ("glm4", "glm4_moe"):
         return {**options, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
     if name in ("gemma3_text", "olmo3"):
         local = {**DEFAULT_ROPE, "rope_theta": 100.0 if name == "gemma3_text" else 1e4}
@@ -288,6 +302,18 @@ def test_llama_cpp_has_every_tensor():
         ),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "but llama.cpp requires experts in all layers"),
         ("smollm3", {"no_rope_layer_interval": 2}, "but llama.cpp requires [1, 1, 1, 0]"),
+        ("gpt_oss", {"sliding_window": None}, "but llama.cpp requires a window"),
+        ("deepseek_v3", {"q_lora_rank": None}, "requires None in 26 or 27 layers only"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {**LATENT_YARN, "mscale": 0.4}},
+            "but llama.cpp requires 1.0 with YaRN",
+        ),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+            "--model.moe.n_group is 4, but llama.cpp requires 1 without the bias",
+        ),
     ],
 )
 def test_refusals(name, fixed, message, tmp_path, capsys):

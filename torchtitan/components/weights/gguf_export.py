@@ -1,6 +1,7 @@
 """Export to GGUF, the format of llama.cpp: weights, metadata, tokenizer and chat template in one
 file (github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -77,13 +78,13 @@ def export_gguf(
         _add(gguf, writer, key, value)
     for name, kind in kinds.items():
         _declare(gguf, writer, name, view.specs[name], kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for name, kind in kinds.items():
-        writer.write_tensor_data(_encoded(gguf, name, view.read(name), kind))
-        advance(view.specs[name].n_bytes)
-    writer.close()
+    with contextlib.closing(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, kind in kinds.items():
+            writer.write_tensor_data(_encoded(gguf, name, view.read(name), kind))
+            advance(view.specs[name].n_bytes)
 
 
 def _import_gguf() -> ModuleType:
@@ -97,7 +98,7 @@ def _import_gguf() -> ModuleType:
 
 
 def _kind(name: str, given: TensorSpec, dtype: torch.dtype | None, quantize: bool) -> Kind:
-    if len(given.shape) < 2 or name.endswith(_UNQUANTIZED):
+    if len(given.shape) < 2 or name.endswith((*_UNQUANTIZED, ".bias")):
         return "F32"
     if quantize:
         if given.shape[-1] % _BLOCK == 0:

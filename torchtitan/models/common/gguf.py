@@ -102,11 +102,22 @@ _ROWS = (
     ),
     KeyMapping("layers.*.moe.experts.w2", "blk.*.ffn_down_exps.weight"),
     KeyMapping(
+        "layers.*.moe.experts.bias13",
+        ("blk.*.ffn_gate_exps.bias", "blk.*.ffn_up_exps.bias"),
+        Unbound(),
+    ),
+    KeyMapping("layers.*.moe.experts.bias2", "blk.*.ffn_down_exps.bias"),
+    KeyMapping("layers.*.moe.router.selection.bias_E", "blk.*.exp_probs_b.bias"),
+    KeyMapping("layers.*.attention.sinks.scores", "blk.*.attn_sinks.weight"),
+    KeyMapping(
         "layers.*.moe.shared.gate", "blk.*.ffn_gate_inp_shexp.weight", Permuted((0, 1), joined=0)
     ),
     KeyMapping("head.norm.weight", "output_norm.weight"),
     KeyMapping("head.output.weight", "output.weight"),
 )
+
+POST_ATTENTION_NORM = module_rows("layers.*", "blk.*", {"ffn_norm": "post_attention_norm"})
+"""The norm before the feed-forward network, in architectures that call it so."""
 
 FUSED_QKV = KeyMapping(
     tuple(f"layers.*.attention.{name}.weight" for name in ("wq", "wk", "wv")),
@@ -132,6 +143,9 @@ class Rotation:
 
     scalings: Sequence[str] = ("linear", "yarn")
     """Changes for long contexts that it computes."""
+
+    yarn_factor: float | None = None
+    """Factor of cosines and sines that it has with YaRN; None: the usual one."""
 
 
 NEIGHBORS = Rotation(neighbors=True)
@@ -166,8 +180,8 @@ class Architecture:
     rotation: Rotation = Rotation()
     """Its RoPE."""
 
-    rows: Sequence[KeyMapping] = ()
-    """Rows that replace the shared ones of the same tensors."""
+    rows: Callable[[Any], Sequence[KeyMapping]] = lambda config: ()
+    """Return rows that replace the shared ones of the same tensors."""
 
     biased: str = "qkv"
     """Projections that may have a bias: of attention `qkvo`, of the feed-forward network `f`."""
@@ -184,6 +198,9 @@ class Architecture:
 
     experts: Mapping[str, Any] | None = None
     """Values of `moe` that it always computes; None: it has no experts."""
+
+    chosen: Sequence[str] = ()
+    """Fields of `moe` that the file gives."""
 
     keys: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Return further metadata. Raises `UserError` for a model that it does not compute."""
@@ -223,7 +240,7 @@ def gguf_format(*architectures: Architecture) -> ExternalFormat:
 def _adapter(architecture: Architecture, config: Decoder.Config) -> StateDictAdapter:
     _check(architecture, config)
     specs = model_tensor_specs(config)
-    rows = [_transformed(row, architecture, config) for row in architecture.rows]
+    rows = [_transformed(row, architecture, config) for row in architecture.rows(config)]
     own = {name for row in rows for name in _names(row.internal)}
     rows += [
         _transformed(row, architecture, config)
@@ -262,8 +279,9 @@ def _factors(rope: RoPEConfig, head_dim: int) -> list[KeyMapping]:
         return []
     if rope.scaling == "longrope":
         return [
-            KeyMapping((), f"rope_factors_{name}.weight", Constant(tuple(factors or ())))
+            KeyMapping((), f"rope_factors_{name}.weight", Constant(tuple(factors)))
             for name, factors in (("long", rope.long_factors), ("short", rope.short_factors))
+            if factors is not None  # `RoPEConfig.validate` requires both
         ]
     if rope.scaling == "llama3":
         unscaled = rope_frequencies(RoPEConfig(theta=rope.theta), head_dim)
@@ -295,7 +313,7 @@ def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, A
     if architecture.windows and isinstance(config, WindowedDecoder.Config):
         if config.sliding_window is not None:
             keys["attention.sliding_window"] = config.sliding_window
-    return keys | _rope(config) | _experts(config) | architecture.keys(config)
+    return keys | _rope(config) | _experts(architecture, config) | architecture.keys(config)
 
 
 def _rope(config: Decoder.Config) -> dict[str, Any]:
@@ -308,6 +326,12 @@ def _rope(config: Decoder.Config) -> dict[str, Any]:
     }
     if rope.scaling == "longrope":
         return {**keys, "rope.scaling.attn_factor": attention_factor(rope)}
+    if rope.scaling == "yarn_untruncated":
+        logger.warning(
+            "llama.cpp rounds the bounds of YaRN to whole dimensions, and this model does not: its "
+            "numbers differ slightly there"
+        )
+        keys["rope.scaling.type"] = "yarn"
     if rope.scaling == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.scaling_factor)}
     return {
@@ -318,18 +342,50 @@ def _rope(config: Decoder.Config) -> dict[str, Any]:
     }
 
 
-def _experts(config: Any) -> dict[str, Any]:
+_GATING = {"softmax": 1, "sigmoid": 2}
+"""Scores of a router → llama.cpp's number of them."""
+
+_CHOICES: Mapping[str, Callable[[Any], tuple[str, Any]]] = {
+    "n_shared_experts": lambda config: ("expert_shared_count", config.moe.n_shared_experts),
+    "n_group": lambda config: ("expert_group_count", _groups(config.moe)[0]),
+    "topk_group": lambda config: ("expert_group_used_count", _groups(config.moe)[1]),
+    "norm_topk_prob": lambda config: ("expert_weights_norm", config.moe.norm_topk_prob),
+    "routed_scaling_factor": lambda config: (
+        "expert_weights_scale",
+        float(config.moe.routed_scaling_factor),
+    ),
+    "scoring_func": lambda config: ("expert_gating_func", _GATING[config.moe.scoring_func]),
+    "layer_types": lambda config: ("leading_dense_block_count", _n_dense(config)),
+}
+"""Field of `moe` → its key in files of architectures that read it."""
+
+
+CHOICES_OF_DEEPSEEK = tuple(_CHOICES)
+"""Fields of `moe` that files of DeepSeek-V3 and models with its experts give."""
+
+
+def _groups(moe: Any) -> tuple[int, int]:
+    """Return the numbers of groups of experts, and of those that a token uses. llama.cpp refuses a
+    choice of all groups, which is one group."""
+    return (moe.n_group, moe.topk_group) if moe.topk_group < moe.n_group else (1, 1)
+
+
+def _n_dense(config: Any) -> int:
+    return sum(not config.moe.is_sparse(index) for index in range(config.n_layers))
+
+
+def _experts(architecture: Architecture, config: Any) -> dict[str, Any]:
     moe = getattr(config, "moe", None)
     if moe is None:
         return {}
     keys = {
         "expert_count": moe.n_experts,
         "expert_used_count": moe.top_k,
-        "expert_feed_forward_length": moe.ffn_dim or config.ffn_dim,
+        "expert_feed_forward_length": config.expert_dim,
     }
     if moe.shared_ffn_dim:
         keys["expert_shared_feed_forward_length"] = moe.shared_ffn_dim
-    return keys
+    return keys | dict(_CHOICES[name](config) for name in architecture.chosen if name in _CHOICES)
 
 
 def _context(architecture: Architecture, config: Decoder.Config) -> int:
@@ -362,9 +418,13 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
         fixed = {"routed_scaling_factor": 1.0, "n_group": 1, "scoring_func": "softmax"}
         fixed |= {"selection_bias": False, "n_shared_experts": 0, **architecture.experts}
         for name, must in fixed.items():
-            require_gguf(getattr(moe, name) == must, f"moe.{name}", getattr(moe, name), str(must))
-        is_sparse = all(moe.is_sparse(index) for index in range(config.n_layers))
-        require_gguf(is_sparse, "moe.layer_types", moe.layer_types, "experts in all layers")
+            fits = name in architecture.chosen or getattr(moe, name) == must
+            require_gguf(fits, f"moe.{name}", getattr(moe, name), str(must))
+        sparse = [moe.is_sparse(index) for index in range(config.n_layers)]
+        may_begin = "layer_types" in architecture.chosen
+        fits = sparse == sorted(sparse) if may_begin else all(sparse)
+        must = f"experts in all layers{' after the first ones' if may_begin else ''}"
+        require_gguf(fits, "moe.layer_types", moe.layer_types, must)
 
 
 def _check_parts(architecture: Architecture, config: Decoder.Config) -> None:
@@ -391,7 +451,8 @@ def _check_rope(architecture: Architecture, config: Decoder.Config) -> None:
     require_gguf(is_known, "rope.scaling", rope.scaling, known)
     part = rope.rotated_fraction
     require_gguf(part == 1.0 or architecture.rotation.part, "rope.rotated_fraction", part, "1.0")
-    if rope.is_scaled and rope.scaling == "yarn" and rope.attention_factor is not None:
+    if rope.is_scaled and rope.scaling.startswith("yarn"):
         usual = attention_factor(RoPEConfig(scaling="yarn", scaling_factor=rope.scaling_factor))
-        fits = math.isclose(rope.attention_factor, usual, rel_tol=1e-6)
-        require_gguf(fits, "rope.attention_factor", rope.attention_factor, f"{usual} with YaRN")
+        must, factor = architecture.rotation.yarn_factor or usual, attention_factor(rope)
+        fits = math.isclose(factor, must, rel_tol=1e-6)
+        require_gguf(fits, "rope.attention_factor", factor, f"{must} with YaRN")

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
+from torchtitan.models.deepseek_v3.model import FORMAT, GGUF, DeepSeekModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
 
@@ -86,7 +86,7 @@ _TENSOR |= {
     "layers.*.mtp.norm": "final norm",
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(
     module=__name__,
     flavors=FLAVORS,

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from torchtitan.models.common import gguf
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.blocks import MultiTokenBlock, Rope
 from torchtitan.models.common.config_reader import ConfigReader
@@ -17,6 +19,7 @@ from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import Head, with_further_tokens
+from torchtitan.protocols.state_dict_adapter import KeyMapping, Transform
 from torchtitan.tools.errors import require
 
 
@@ -285,4 +288,93 @@ _LITE = replace(
 
 FORMAT = hf.dense_format(
     {"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2, "glm4_moe_lite": _LITE}
+)
+
+
+@dataclass(frozen=True)
+class _KeysAndValues(Transform):
+    """The projection of latents to keys and values, as one matrix of each head: of keys (latent,
+    head width) and of values (head width, latent)."""
+
+    n_heads: int
+    plain_dim: int
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        keys, values = tensors
+        return [torch.cat((keys.mT, values), dim=1).flatten(0, 1)]
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        heads = tensors[0].unflatten(0, (self.n_heads, -1))
+        return [heads[:, : self.plain_dim].mT, heads[:, self.plain_dim :]]
+
+
+_GGUF_NAMES = {
+    "q_latent.0": "attn_q_a",
+    "q_latent.1": "attn_q_a_norm",
+    "q_latent.2": "attn_q_b",
+    "wkv_a": "attn_kv_a_mqa",
+    "kv_norm": "attn_kv_a_norm",
+}
+_WITHOUT_QUERY_LATENTS = (26, 27)
+"""Numbers of layers of the models whose queries have no latents, by which llama.cpp knows them."""
+
+
+def _gguf_rows(config: DeepSeekModel.Config) -> list[KeyMapping]:
+    split = _KeysAndValues(config.n_heads, _plain_dim(config))
+    return [
+        *hf.module_rows("layers.*.attention", "blk.*", _GGUF_NAMES),
+        KeyMapping(
+            "layers.*.attention.attend.wkv_b.weight",
+            ("blk.*.attn_k_b.weight", "blk.*.attn_v_b.weight"),
+            split,
+        ),
+    ]
+
+
+def _plain_dim(config: DeepSeekModel.Config) -> int:
+    head_dim = config.resolved_head_dim
+    return head_dim - config.rope.rotated_dim(head_dim)
+
+
+def _gguf_keys(config: DeepSeekModel.Config) -> dict[str, Any]:
+    moe, rank = config.moe, config.kv_lora_rank
+    head_dim = config.resolved_head_dim
+    rotated = config.rope.rotated_dim(head_dim)
+    has_latents = config.q_lora_rank is not None
+    is_lite = config.n_layers in _WITHOUT_QUERY_LATENTS
+    one_group = moe.topk_group == moe.n_group
+    growth, scaled = config.mscale_all_dim, config.rope.is_scaled
+    for fits, option, value, must in (
+        (has_latents != is_lite, "q_lora_rank", config.q_lora_rank, "None in 26 or 27 layers only"),
+        (config.rope_interleave, "rope_interleave", config.rope_interleave, "True"),
+        (config.norm_eps == 1e-6, "norm_eps", config.norm_eps, "1e-6, as of latents"),
+        (not config.attention_bias, "attention_bias", True, "False"),
+        (not config.n_mtp_modules, "n_mtp_modules", config.n_mtp_modules, "0"),
+        (moe.n_shared_experts > 0, "moe.n_shared_experts", moe.n_shared_experts, "at least 1"),
+        (one_group or moe.selection_bias, "moe.n_group", moe.n_group, "1 without the bias"),
+        (bool(growth) or not scaled, "mscale_all_dim", growth, "a number with YaRN"),
+    ):
+        gguf.require_gguf(fits, option, value, must)
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": rank,
+        **({"attention.q_lora_rank": config.q_lora_rank} if has_latents else {}),
+        **({"rope.scaling.yarn_log_multiplier": 0.1 * (growth or 0.0)} if scaled else {}),
+    }
+
+
+GGUF = gguf.gguf_format(
+    gguf.Architecture(
+        name="deepseek2",
+        config=DeepSeekModel.Config,
+        rotation=gguf.Rotation(part=True, scalings=("yarn",), yarn_factor=1.0),
+        rows=_gguf_rows,
+        experts={"shared_ffn_dim": None},
+        chosen=(*gguf.CHOICES_OF_DEEPSEEK, "selection_bias"),
+        keys=_gguf_keys,
+    )
 )

@@ -60,7 +60,7 @@ GGUF = gguf.gguf_format(
     gguf.Architecture(
         name="glm4",
         config=GLM4Model.Config,
-        rows=(gguf.FUSED_GATE_UP,),
+        rows=lambda config: (gguf.FUSED_GATE_UP,),
         rotation=gguf.Rotation(neighbors=True, part=True),
     )
 )

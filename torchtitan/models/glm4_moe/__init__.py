@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.glm4_moe.model import FORMAT, GLM4MoeModel
+from torchtitan.models.glm4_moe.model import FORMAT, GGUF, GLM4MoeModel
 
 _published = partial(
     of_sizes, FORMAT, "glm4_moe", head_dim=128, attention_bias=True, rope_theta=1e6
@@ -27,6 +27,6 @@ FLAVORS = {
     "4.6-355B": _published(5120, 12288, 92, 96, 151_552, max_seq_len=202_752, **_355B),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from torchtitan.models.common import gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -51,3 +52,22 @@ _TYPE = ModelType(
     write=rows.write_dense_layers,
 )
 FORMAT = dense_format({"glm4_moe": _TYPE})
+
+
+def _check_gguf(config: GLM4MoeModel.Config) -> dict[str, Any]:
+    n_shared = config.moe.n_shared_experts
+    gguf.require_gguf(n_shared > 0, "moe.n_shared_experts", n_shared, "at least 1")
+    return {}
+
+
+GGUF = gguf.gguf_format(
+    gguf.Architecture(
+        name="glm4moe",
+        config=GLM4MoeModel.Config,
+        rotation=gguf.Rotation(part=True),
+        rows=lambda config: gguf.POST_ATTENTION_NORM,
+        experts={"scoring_func": "sigmoid", "selection_bias": True, "shared_ffn_dim": None},
+        chosen=gguf.CHOICES_OF_DEEPSEEK,
+        keys=_check_gguf,
+    )
+)

@@ -5,7 +5,7 @@ from typing import Any
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.gpt_oss.model import FORMAT, GptOssModel
+from torchtitan.models.gpt_oss.model import FORMAT, GGUF, GptOssModel
 
 _DEBUG: Any = {
     **SMALL,
@@ -27,6 +27,6 @@ FLAVORS = {
     "120B": of_sizes(FORMAT, "gpt_oss", 2880, 2880, 36, 64, 201_088, max_seq_len=131_072),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

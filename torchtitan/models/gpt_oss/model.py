@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from torchtitan.models.common import gguf
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.hugging_face_rope import write_rope_section
@@ -66,3 +67,25 @@ _TYPE = ModelType(
     write=lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},
 )
 FORMAT = dense_format({"gpt_oss": _TYPE})
+
+
+def _check_gguf(config: MoEDecoder.Config) -> dict[str, Any]:
+    has_biases, window = config.attention_bias, config.sliding_window
+    gguf.require_gguf(has_biases, "attention_bias", has_biases, "True")
+    gguf.require_gguf(window is not None, "sliding_window", window, "a window")
+    return {}
+
+
+GGUF = gguf.gguf_format(
+    gguf.Architecture(
+        name="gpt-oss",
+        config=GptOssModel.Config,
+        rotation=gguf.Rotation(scalings=("linear", "yarn", "yarn_untruncated")),
+        rows=lambda config: gguf.POST_ATTENTION_NORM,
+        biased="qkvo",
+        windows=("sliding_attention", "full_attention"),
+        tying=gguf.Tying(copies=True),
+        experts={"norm_topk_prob": True, "shared_ffn_dim": None},
+        keys=_check_gguf,
+    )
+)

@@ -76,7 +76,7 @@ GGUF = gguf.gguf_format(
     gguf.Architecture(
         name="phi3",
         config=Phi3Model.Config,
-        rows=(gguf.FUSED_QKV, gguf.FUSED_GATE_UP),
+        rows=lambda config: (gguf.FUSED_QKV, gguf.FUSED_GATE_UP),
         biased="",
         any_head_width=False,
         rotation=gguf.Rotation(part=True, scalings=("longrope",)),

@@ -30,10 +30,15 @@ class ExpertLayers:
         """Values of `moe.scoring_func` that the family supports."""
 
         @property
+        def expert_dim(self) -> int:
+            """Width of a routed expert."""
+            return self.moe.ffn_dim or self.ffn_dim
+
+        @property
         def expert_parallel_sizes(self) -> dict[str, int]:
             return {
                 "moe.n_experts": self.moe.n_experts,
-                "moe.ffn_dim": self.moe.ffn_dim or self.ffn_dim,
+                "moe.ffn_dim": self.expert_dim,
             }
 
         def validate(self) -> None:
@@ -52,10 +57,8 @@ class ExpertLayers:
         decoder, moe = cast(Decoder, super()), self.config.moe
         if not moe.is_sparse(index):
             return decoder.make_feed_forward(index, *args, **options)
-        width, sizes = (
-            moe.ffn_dim or self.config.ffn_dim,
-            {"dim": self.config.dim, **decoder.init_stds(index)},
-        )
+        width = self.config.expert_dim
+        sizes = {"dim": self.config.dim, **decoder.init_stds(index)}
         router = self.make_router(moe, dim=self.config.dim, init_std=sizes["init_std"])
         experts = self.make_experts(
             n_experts=moe.n_experts, top_k=moe.top_k, hidden_dim=width, **sizes
