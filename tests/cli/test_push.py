@@ -220,7 +220,10 @@ def test_options_of_the_card_need_one(option, run, capsys):
 @pytest.mark.parametrize(
     "config, header",
     [
-        ({"architectures": ["LlamaForSequenceClassification"]}, {"library_name": "transformers"}),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            {"library_name": "transformers", "pipeline_tag": "text-classification"},
+        ),
         ({"_class_name": "DiTTransformer2DModel"}, {"library_name": "diffusers"}),
         ({"model_type": "llama"}, {"library_name": "transformers"}),
     ],
@@ -232,6 +235,38 @@ def test_only_language_models_generate_text(config, header, tmp_path, capsys):
     assert push(tmp_path, "me/tiny", "--dry_run") == 0
     card = capsys.readouterr().out.split("---\n")[1]
     assert yaml.safe_load(card) == {**header, "tags": ["torchtitan"]}
+
+
+@pytest.mark.parametrize(
+    "config, task",
+    [
+        ({"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}, "text-generation"),
+        ({"task_type": "SEQ_CLS", "target_modules": "all-linear"}, "text-classification"),
+        ({"task_type": None, "target_modules": ["model.q_proj", "score"]}, "text-classification"),
+        ({"target_modules": ["scores", "q_proj"]}, None),
+    ],
+)
+def test_tasks_of_adapters(config, task, tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_text("adapter")
+    assert push(tmp_path, "me/adapter", "--dry_run") == 0
+    card = yaml.safe_load(capsys.readouterr().out.split("---\n")[1])
+    assert card.get("pipeline_tag") == task
+
+
+def test_a_failed_upload_says_how_to_repeat_it(hub, run, monkeypatch, capsys):
+    def fail(*_: object, **options: object) -> None:
+        raise ConnectionError("cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.HfApi.create_commit", fail)
+        assert push(run, "me/tiny") == 2
+        shown = capsys.readouterr().err
+        assert "me/tiny was created, and is empty; repeat the command with --update" in shown
+        assert "cannot be reached" in shown
+        assert push(run, "me/tiny", "--update") == 2
+        assert "was created" not in capsys.readouterr().err
+    assert push(run, "me/tiny", "--update") == 0
 
 
 def test_datasets_are_those_that_the_run_found_on_the_hub(run, capsys):

@@ -194,7 +194,7 @@ def test_loss_and_gradients_of_a_trained_model_equal_transformers(folder, tmp_pa
     assert grad_norm == pytest.approx(norm.item(), rel=1e-4)  # squares double the relative error
 
 
-def test_adapters_train_the_head_too(folder, tmp_path):
+def test_adapters_train_the_head_too(folder, tmp_path, capsys):
     """The merged export is a classifier of transformers with the trainer's rewards."""
     options = {"validator__enable": True, "validator__freq": 3, "optimizer__lr": 1e-2}
     options |= {"validator__dataset": [folder / "pairs.jsonl"]}
@@ -204,6 +204,8 @@ def test_adapters_train_the_head_too(folder, tmp_path):
     assert any(name.startswith("head.output") for name in names)
     export = tmp_path / "checkpoint/step-3"
     assert (export / "adapter/adapter_model.safetensors").exists()
+    assert main(["push", str(export / "adapter"), "me/reward", "--dry_run"]) == 0
+    assert "pipeline_tag: text-classification" in capsys.readouterr().out
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         export, dtype=torch.float32
     )

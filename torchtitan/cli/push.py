@@ -3,15 +3,16 @@
 import argparse
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.cli.hub import unreachable
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import file_to_copy, missing_folder_error, read_object, read_regular
-from torchtitan.tools.logging import presentable
+from torchtitan.tools.logging import presentable, print_error
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redact
 
@@ -39,8 +40,16 @@ like some."""
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tekken.json", "*.index.json")
 
-_GENERATORS = ("ForCausalLM", "LMHeadModel")
-"""Ends of names of classes that continue text."""
+_TASKS = {
+    **dict.fromkeys(("ForCausalLM", "LMHeadModel"), "text-generation"),
+    "ForSequenceClassification": "text-classification",
+}
+"""End of the name of a class in transformers → the Hub's name of what it does."""
+
+_SCORE = re.compile(r"\bscore\b")
+"""The layer of a reward model that gives the score."""
+
+_TASKS_OF_PEFT = {"CAUSAL_LM": "text-generation", "SEQ_CLS": "text-classification"}
 
 
 class Upload(NamedTuple):
@@ -225,16 +234,24 @@ def _library_and_task(folder: Path, names: Sequence[str]) -> tuple[str, str | No
     """Return the library that opens the files, and the Hub's name of what the model does, if it is
     known."""
     if _ADAPTER[0] in names:
-        kind = read_object(folder / _ADAPTER[0]).get("task_type")
-        return "peft", "text-generation" if kind == "CAUSAL_LM" else None
+        return "peft", _task_of_adapter(read_object(folder / _ADAPTER[0]))
     if "config.json" not in names:
         return "gguf", None
     config = read_object(folder / "config.json")
     if "_class_name" in config:
         return "diffusers", None
     classes = config.get("architectures")
-    generates = isinstance(classes, list) and str(*classes[:1]).endswith(_GENERATORS)
-    return "transformers", "text-generation" if generates else None
+    name = str(*classes[:1]) if isinstance(classes, list) else ""
+    return "transformers", next((t for end, t in _TASKS.items() if name.endswith(end)), None)
+
+
+def _task_of_adapter(config: Mapping[str, Any]) -> str | None:
+    """Return the task of an adapter; a model whose score it adapts is a reward model."""
+    targets = config.get("target_modules")
+    names = targets if isinstance(targets, list) else [targets]
+    if any(_SCORE.search(str(name)) for name in names):
+        return "text-classification"
+    return _TASKS_OF_PEFT.get(str(config.get("task_type")))
 
 
 def _list(upload: Upload, repo_id: str) -> None:
@@ -274,9 +291,18 @@ def _send(api: "HfApi", upload: Upload, options: argparse.Namespace) -> str:
             print(
                 presentable(f"{name} of the repository is deleted, since it is not in the folder")
             )
-    api.create_commit(
-        options.repo_id, operations=operations, commit_message="Upload a model with torchtitan"
-    )
+    try:
+        api.create_commit(
+            options.repo_id, operations=operations, commit_message="Upload a model with torchtitan"
+        )
+    except BaseException:
+        if not options.update:
+            print_error(
+                "push",
+                f"{options.repo_id} was created, and is empty; repeat the command with --update"
+                f"{' and without --public' if options.public else ''}, or delete the repository",
+            )
+        raise
     return f"{api.endpoint}/{options.repo_id}"
 
 

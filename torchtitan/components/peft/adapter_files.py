@@ -179,7 +179,8 @@ def write_adapter(
         )
     document = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        # PEFT's class for SEQ_CLS would look for whole weights of the score in the file.
+        "task_type": None if spec.model.scores else "CAUSAL_LM",
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": config.rank,
