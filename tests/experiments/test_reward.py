@@ -22,6 +22,7 @@ from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.cli.convert import convert
 from torchtitan.cli.generate import chat, generate
+from torchtitan.cli.main import main
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.reward.trainer import (

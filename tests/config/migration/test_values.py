@@ -63,6 +63,10 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "rollout.top_k": None,
     },
     f"trl kto {TRL} --beta 0.3": {"loss.beta": 0.3, "dataloader.packing": None},
+    f"trl dpo {TRL} --loss_type robust --label_smoothing 0.2": {
+        "loss.kind": "robust",
+        "loss.label_smoothing": 0.2,
+    },
     f"trl dpo {TRL} --packing true": {"dataloader.packing": "none"},
     f"trl sft {TRL} --lr_scheduler_type warmup_stable_decay --max_steps 100 "
     "--lr_scheduler_kwargs.num_decay_steps 20": {"lr_scheduler.decay_ratio": 0.2},
@@ -204,6 +208,44 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"dataloader.chat_template": None, "training.steps": 10},
         {"dataset._component_": "changed", "max_steps_per_epoch": "changed"},
     ),
+    "tune_validation.yaml": (
+        TUNE.replace("/m}", "/m, output_dir: /out}")
+        + "dataset: {_component_: torchtune.datasets.chat_dataset, source: json, packed: true,\n"
+        '  data_files: [a.jsonl, b.jsonl], split: "train[:9%]", conversation_column: messages}\n'
+        "dataset_val: {_component_: torchtune.datasets.chat_dataset, source: json,\n"
+        "  data_files: c.jsonl, conversation_column: turns}\n"
+        "run_val_every_n_steps: 7\ndata_parallel_replicate_dim: 2\n"
+        "lr_scheduler: {_component_: get_cosine_schedule_with_warmup, num_cycles: 0.5}",
+        {
+            "dataloader.dataset": ["a.jsonl", "b.jsonl"],
+            "dump_folder": "/out",
+            "parallelism.data_parallel_replicate_degree": 2,
+            "validator.enable": True,
+            "validator.dataset": ["c.jsonl"],
+            "validator.freq": 7,
+        },
+        {
+            "dataset_val.conversation_column": MISS,
+            "dataset_val.data_files": "not needed",
+            "lr_scheduler.num_cycles": "not needed",
+            "split train[:9%] of a.jsonl": MISS,
+        },
+    ),
+    "smoothed.yaml": (
+        FACTORY + "stage: dpo\ndpo_label_smoothing: 0.1\nuse_galore: true\nuse_badam: false",
+        {"loss.kind": "cdpo", "loss.label_smoothing": 0.1},
+        {"use_galore": MISS, "use_badam": "not needed"},
+    ),
+    "unsmoothed.yaml": (
+        FACTORY + "stage: dpo\npref_loss: orpo\ndpo_label_smoothing: 0.1",
+        {"loss.kind": "orpo", "loss.label_smoothing": None},
+        {"dpo_label_smoothing": MISS},
+    ),
+    "sharded.yaml": (
+        AXOLOTL + "fsdp_config: {fsdp_state_dict_type: FULL, fsdp_offload_params: true}",
+        {"training.enable_cpu_offload": True},
+        {"fsdp_config.fsdp_state_dict_type": "not needed"},
+    ),
     "part.yaml": (
         AXOLOTL.replace("path: org/d", 'path: org/d, split: "train[:95%]"'),
         {"dataloader.dataset": ["org/d"]},
@@ -232,6 +274,13 @@ def test_packed_pairs_of_axolotl_are_not_said_to_be_packed(tmp_path):
 def test_a_constant_rate_does_not_end_at_0():
     rows = {row.key: row for row in of_command(f"trl sft {TRL} --lr_scheduler_type constant").rows}
     assert "ends at rate 0" not in rows["lr_scheduler_type"].note
+
+
+def test_adapters_in_4_bits_are_named_as_in_the_file():
+    migration = of_command(f"trl sft {TRL} --load_in_4bit true --use_peft --lora_r 4")
+    assert migration.options["model_converters.qlora.rank"] == 4
+    rows = {row.key: row for row in migration.rows}
+    assert rows["lora_r"].note == "model_converters.qlora.rank: 4"
 
 
 def test_four_bits_of_a_dpo_are_missed():

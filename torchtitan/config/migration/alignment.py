@@ -28,6 +28,25 @@ _ADAPTER_KEYS = (
 )
 
 
+_SMOOTHED = {"dpo": "cdpo", "robust": "robust", "exo": "exo"}
+"""Loss of pairs → the same with labels that may be wrong."""
+
+
+def smoothing(migration: Migration, key: str) -> None:
+    """Read the probability that a label of a pair is wrong, after the loss."""
+    value = migration.get(key)
+    if value is None:
+        return
+    kind = _SMOOTHED.get(str(migration.options.get("loss.kind", "dpo")))
+    if not float(value):
+        migration.drop(key, "labels are certain")
+    elif kind is None:
+        migration.miss(key, f"--loss.kind {migration.options['loss.kind']} has certain labels")
+    else:
+        named = {"loss__kind": kind, "loss__label_smoothing": float(value)}
+        migration.change(key, "", **named)
+
+
 def select(migration: Migration, method: str, *, adapters: bool, in_4_bits: bool = False) -> None:
     """Choose the configuration of a method, and list adapters if it has none. Batches of pairs
     count pairs there, and so are not packed here, except KTO's, which need several answers."""

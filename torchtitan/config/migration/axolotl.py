@@ -288,6 +288,12 @@ def _too_long(migration: Migration, key: str) -> None:
 _ATTENTION = unneeded("attention of a packed window is exact without an option")
 _FASTER = unneeded("attention, norms and losses need no option here")
 
+_SHARDING_KEYS = (
+    *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "limit_all_gathers", "version"),
+    *("state_dict_type", "final_state_dict_type", "sync_module_states", "use_orig_params"),
+    *("cpu_ram_efficient_loading", "backward_prefetch", "forward_prefetch", "sharding_strategy"),
+)
+
 RULES: Mapping[str, Rule] = {
     **hugging_face.RULES,
     "sequence_len": to("training.seq_len", int),
@@ -296,6 +302,15 @@ RULES: Mapping[str, Rule] = {
     "lora_fan_in_fan_out": unneeded("found by the layer"),
     "peft_use_dora": to("model_converters.lora.dora"),
     "peft_use_rslora": to("model_converters.lora.rslora"),
+    **{
+        f"fsdp_config.{prefix}{name}": unneeded(hugging_face.SHARDING)
+        for prefix in ("", "fsdp_")
+        for name in _SHARDING_KEYS
+    },
+    "fsdp_config.fsdp_offload_params": to("training.enable_cpu_offload"),
+    "fsdp_config.offload_params": to("training.enable_cpu_offload"),
+    "rpo_alpha": missing("the loss of pairs has no part for fine-tuning on the chosen answers"),
+    "dpo_use_weighting": missing("pairs have equal weights"),
     "wandb_project": _wandb,
     "wandb_entity": _wandb,
     "wandb_name": _wandb,

@@ -275,9 +275,9 @@ def learning_rate(migration: Migration, key: str) -> None:
     migration.take(key, "optimizer.lr", float(migration.get(key)))
 
 
-_SHARDING = "FSDP shards the weights over all processes by default (NGPU=8)"
+SHARDING = "FSDP shards the weights over all processes by default (NGPU=8)"
 _KERNELS = "attention, norms and losses need no option here"
-_HUB = "`torchtitan convert` and `hf upload` publish a model"
+_HUB = "`torchtitan push` publishes a model"
 
 RULES: Mapping[str, Rule] = {
     "learning_rate": learning_rate,
@@ -319,8 +319,8 @@ RULES: Mapping[str, Rule] = {
     "tf32": unneeded("--training.mixed_precision_param sets the type"),
     "use_cache": unneeded("no cache in training"),
     "gradient_checkpointing_kwargs.use_reentrant": unneeded("always without reentry"),
-    "deepspeed": unneeded(_SHARDING),
-    "fsdp": unneeded(_SHARDING),
+    "deepspeed": unneeded(SHARDING),
+    "fsdp": unneeded(SHARDING),
     "torch_compile": to("compile.enable"),
     "torch_compile_backend": to("compile.backend"),
     "push_to_hub": missing(_HUB),
@@ -363,3 +363,7 @@ def finish_adapters(migration: Migration) -> None:
             key.replace(_LORA, "model_converters.qlora."): value
             for key, value in migration.options.items()
         }
+        migration.rows = [
+            row._replace(note=row.note.replace(_LORA, "model_converters.qlora."))
+            for row in migration.rows
+        ]

@@ -76,7 +76,10 @@ def _select(migration: Migration) -> str:
     stage, kind = str(migration.get("stage")), str(migration.get("finetuning_type"))
     bits = migration.get("quantization_bit")
     if kind not in ("lora", "full"):
-        raise UserError(f"finetuning_type {kind}: here are lora and full")
+        raise UserError(
+            f"finetuning_type {kind}: here are lora and full; migrate it as full, and name what to "
+            "train (docs/freezing.md)"
+        )
     if stage not in _LISTED:
         raise UserError(f"stage {stage}: here are pt, sft, rm, dpo and kto")
     in_4_bits = bits is not None and int(bits) <= 4
@@ -112,6 +115,7 @@ def _preference_loss(migration: Migration) -> None:
         alignment.orpo_weight(migration, "pref_beta")
     else:
         migration.take("pref_beta", "loss.beta", float(migration.get("pref_beta")))
+    alignment.smoothing(migration, "dpo_label_smoothing")
 
 
 def _data(migration: Migration, stage: str) -> None:
@@ -221,6 +225,12 @@ RULES: Mapping[str, Rule] = {
     "cutoff_len": to("training.seq_len", int),
     "max_samples": missing("the data is read in full; write the first rows to a file"),
     "adapter_name_or_path": to("model_converters.lora.adapter_path"),
+    "additional_target": missing("adapt them with --model_converters.lora.include"),
+    "pref_ftx": missing("the loss of pairs has no part for fine-tuning on the chosen answers"),
+    **{
+        f"use_{name}": missing(f"--optimizer.name has no {name}")
+        for name in ("badam", "galore", "apollo", "adam_mini")
+    },
     "plot_loss": unneeded("`torchtitan report` draws the curves"),
     "flash_attn": unneeded("attention of a packed window is exact without an option"),
     "enable_liger_kernel": unneeded("no loss here holds all logits"),

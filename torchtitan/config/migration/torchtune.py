@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.migration import hugging_face
+from torchtitan.config.migration import alignment, hugging_face
 from torchtitan.config.migration.outcome import (
     Migration,
     Rule,
@@ -36,6 +36,8 @@ _DATASETS: Mapping[str, tuple[str, str, bool]] = {
 }
 """Function of a dataset → its source, chat template (of the prompt that it writes), and whether it
 trains on the prompt by default."""
+
+_SOURCE_KEYS = ("source", "split", "name", "subset", "data_files")
 
 _TARGETS = {"output_proj": "o_proj"}
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "PagedAdamW", "PagedAdamW8bit", "AdamW8bit")
@@ -73,6 +75,7 @@ def migrate_torchtune(migration: Migration) -> None:
         migration.take("loss._component_", "loss.kind", "dpo")
         if migration.get("loss.beta") is not None:
             migration.take("loss.beta", "loss.beta", float(migration.get("loss.beta")))
+        alignment.smoothing(migration, "loss.label_smoothing")
     elif loss:
         known = loss in _LOSSES
         note = migration.drop if known else migration.miss
@@ -80,6 +83,7 @@ def migrate_torchtune(migration: Migration) -> None:
     _model(migration, model)
     if migration.has_adapters:
         _adapters(migration)
+    _validation(migration)
     _data(migration)
     hugging_face.batch(migration, "batch_size", "gradient_accumulation_steps")
     _length(migration)
@@ -150,21 +154,16 @@ def _adapters(migration: Migration) -> None:
 def _data(migration: Migration) -> None:
     if isinstance(migration.get("dataset"), list):
         sets = migration.get("dataset")
-        names = [_source(migration, one) for one in sets]
+        names = [name for one in sets for name in _sources(migration, one)]
         migration.change("dataset", "mixed by size", dataloader__dataset=names)
         functions = [_last(one.get("_component_")) for one in sets]
         migration.set(dataloader__packing="none")
     else:
-        one = {
-            key.removeprefix("dataset."): migration.get(key)
-            for key in migration.keys()
-            if key.startswith("dataset.")
-        }
+        one = _section(migration, "dataset")
         functions = [_last(one.get("_component_"))]
         has_prompt = functions != ["instruct_dataset"]
         why = "" if has_prompt else "without a template there; here with the one of the folder"
-        source = _source(migration, one)
-        migration.change("dataset._component_", why, dataloader__dataset=[source])
+        migration.change("dataset._component_", why, dataloader__dataset=_sources(migration, one))
         _options_of(migration, one)
     if migration.module == "auto":
         _, template, on_prompt = _DATASETS.get(functions[0], ("", "", False))
@@ -188,11 +187,45 @@ def _data(migration: Migration) -> None:
         migration.take("shuffle", "dataloader.sampler.shuffle")
 
 
-def _source(migration: Migration, dataset: Mapping[str, object]) -> str:
+def _section(migration: Migration, name: str) -> dict[str, Any]:
+    keys = [key for key in migration.keys() if key.startswith(f"{name}.")]
+    return {key.removeprefix(f"{name}."): migration.get(key) for key in keys}
+
+
+def _validation(migration: Migration) -> None:
+    """Read the data of validation, which has the format of the training data here."""
+    held_out = _section(migration, "dataset_val")
+    every = migration.get("run_val_every_n_steps")
+    if not held_out:
+        if every is not None:
+            why = "name held-out data: --validator.enable --validator.dataset FILE"
+            migration.miss("run_val_every_n_steps", why)
+        return
+    sources = _sources(migration, held_out)
+    options = {"validator__enable": True, "validator__dataset": sources}
+    migration.change("dataset_val._component_", "in the format of the training data", **options)
+    for key in sorted(held_out.keys() - {"_component_"}):
+        is_source = key.partition(".")[0] in _SOURCE_KEYS
+        is_same = held_out[key] == migration.get(f"dataset.{key}")
+        note = migration.drop if is_source or is_same else migration.miss
+        why = "part of the name of the dataset" if is_source else "as of the training data"
+        note(f"dataset_val.{key}", why)
+    if every is not None:
+        migration.take("run_val_every_n_steps", "validator.freq", int(every))
+
+
+def _sources(migration: Migration, dataset: Mapping[str, Any]) -> list[str]:
+    """Return the dataset strings of a section: its files, or its repository on the hub."""
+    split = str(dataset.get("split") or "train")
+    files = dataset.get("data_files") or dataset.get(f"data_files.{split.partition('[')[0]}")
+    if not files:
+        return [_source(migration, dataset)]
+    return [migration.dataset(str(file), None, None, split) for file in as_list(files)]
+
+
+def _source(migration: Migration, dataset: Mapping[str, Any]) -> str:
     function = _last(dataset.get("_component_"))
-    files, source = dataset.get("data_files"), dataset.get("source")
-    if files:
-        return str(as_list(files)[0])
+    source = dataset.get("source")
     name = str(source or _DATASETS.get(function, ("", "", False))[0])
     if not name:
         raise UserError(
@@ -222,7 +255,7 @@ def _options_of(migration: Migration, dataset: Mapping[str, object]) -> None:
     if columns:
         migration.set(dataloader__columns=columns)
     for key in dataset:
-        if key in ("source", "split", "name", "subset", "data_files"):
+        if key.partition(".")[0] in _SOURCE_KEYS:
             migration.drop(f"dataset.{key}", "part of the name of the dataset")
         elif key.startswith("column") or key in ("conversation_column", "conversation_style"):
             migration.change(f"dataset.{key}", "columns are renamed together")
@@ -283,6 +316,10 @@ def _schedule(migration: Migration) -> None:
     else:
         migration.set(lr_scheduler__decay_ratio=None, lr_scheduler__decay_type="cosine")
         migration.miss("lr_scheduler._component_", "the file has a cosine instead")
+    cycles = migration.get("lr_scheduler.num_cycles")
+    if cycles is not None:
+        note = migration.drop if float(cycles) == 0.5 else migration.miss
+        note("lr_scheduler.num_cycles", "half a cosine, from the rate to its end")
     if migration.get("lr_scheduler.num_warmup_steps") is not None:
         migration.take(
             "lr_scheduler.num_warmup_steps",
@@ -310,6 +347,9 @@ def _logger(migration: Migration, key: str) -> None:
 
 
 def _drop_sections(migration: Migration) -> None:
+    output = "checkpointer.output_dir"
+    if "dump_folder" not in migration.options and migration.get(output) is not None:
+        migration.take(output, "dump_folder", str(migration.get(output)))
     for key in migration.keys():
         if key.startswith(tuple(f"{section}." for section in _SECTIONS)):
             migration.drop(key, _SECTIONS[key.partition(".")[0]])
@@ -333,6 +373,13 @@ RULES: Mapping[str, Rule] = {
     "save_adapter_weights_only": to("checkpoint.save_trainable_only"),
     "custom_sharded_layers": unneeded("FSDP shards embedding and head too"),
     "tensor_parallel_dim": to("parallelism.tensor_parallel_degree", int),
+    "context_parallel_dim": to("parallelism.context_parallel_degree", int),
+    "data_parallel_shard_dim": to("parallelism.data_parallel_shard_degree", int),
+    "data_parallel_replicate_dim": to("parallelism.data_parallel_replicate_degree", int),
+    "loss.num_output_chunks": unneeded("no loss here holds all logits"),
+    "loss.ignore_index": unneeded("untrained labels are ignored"),
+    "batch_size_val": unneeded("--training.local_batch_size holds for validation"),
+    "dataset.new_system_prompt": missing("write the system message to the rows"),
     "tensor_parallel_plan._component_": unneeded("each family has its plan"),
     "quantizer._component_": missing("a configuration with QAT (docs/quantization.md)"),
     "quantizer.groupsize": missing("--model_converters.qat, of a configuration with QAT"),

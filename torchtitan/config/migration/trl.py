@@ -136,6 +136,7 @@ def _preference_loss(migration: Migration) -> None:
             migration.miss("loss_type", "the file has dpo instead; see --loss.kind")
     if migration.get("beta") is not None:
         migration.take("beta", "loss.beta", float(migration.get("beta")))
+    alignment.smoothing(migration, "label_smoothing")
     if migration.get("precompute_ref_log_probs") is not None:
         migration.drop("precompute_ref_log_probs", "--reference.kind chooses the reference")
 
