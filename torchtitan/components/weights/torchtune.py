@@ -179,7 +179,7 @@ class TorchtuneAdapter(View):
         for name in source.specs:
             match = _ADAPTED.fullmatch(name)
             if match is None or match[2] not in (_MODULES if match[1] else ("output",)):
-                raise UserError(f"{file}: {name} is no known tensor of an adapter of torchtune")
+                raise UserError(f"{file}: {name} is not a tensor of an adapter that is read")
             layer = f"model.layers.{match[1]}.{_MODULES[match[2]]}" if match[1] else "lm_head"
             theirs = f"base_model.model.{layer}.{_ADAPTER_PARTS[match[3]]}"
             is_rotated = match[2] in ("attn.q_proj", "attn.k_proj") and match[3] != "lora_a.weight"
