@@ -24,6 +24,7 @@ from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fitting import USABLE
 from torchtitan.dry_run.observer import observing
+from torchtitan.dry_run.report import reports_of
 from torchtitan.dry_run.work_tracker import Kernel, WorkTracker
 from torchtitan.foresight import plan, predict
 from torchtitan.foresight.capacity import _largest, capacities
@@ -138,6 +139,16 @@ def test_few_layers_predict_a_dry_run_of_all(tmp_path: Path, world_size: int, wo
         max(r.peak_reserved_bytes for r in reports) / 2**30, rel=0.03
     )
     assert "tokens/s per device, MFU" in str(few)
+
+
+@pytest.mark.slow
+def test_frozen_weights_have_no_gradients(tmp_path: Path):
+    words = [LAYERS, "--dataloader.dataset=my.jsonl", "--activation_checkpoint.mode=full"]
+    config = configuration(tmp_path, *words, config="llama3_8b_lora")
+    (report,) = reports_of(config, 1)
+    assert predict(config, 1, DEVICE).memory_gib == pytest.approx(
+        report.peak_reserved_bytes / 2**30, rel=0.03
+    )
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ class FakeTrainer(Trainer):
     other ranks."""
 
     work_of_second: Work
+    loss_device_type = "cuda"
 
     def init_distributed(self) -> torch.device:
         """Use the existing process group, and return the CPU as the device."""

@@ -29,8 +29,8 @@ from torchtitan.foresight.time import Message, Role, WorkOfRank, bubble_seconds,
 from torchtitan.trainer import Trainer
 
 _GIB = 2**30
-_GRADIENT_BYTES, _GATHERED_BYTES = 4, 2
-"""Bytes of a gradient (float32) and of a gathered weight (bfloat16)."""
+_GATHERED_BYTES = 2
+"""Bytes of a gathered weight (bfloat16)."""
 _BAR = 40
 """Characters of a bar."""
 
@@ -259,7 +259,7 @@ class Estimate:
                 yield message(one.role, one.kind, one.n_bytes * self.batch), calls * passes
         yield Kernel("other", "update", torch.float32, 0, round(held["update"] / shards)), 1
         if dims.dp_replicate > 1:  # replicas add up gradients once per step, layer by layer
-            size = _GRADIENT_BYTES * held["parameters"] / shards / (layers + 1)
+            size = held["gradients"] / shards / (layers + 1)
             yield message("replicas", "all-reduce", size), layers + 1
 
     def _allocated(self, rank: int) -> float:
@@ -275,7 +275,8 @@ class Estimate:
         ends = 1.0 if pipeline is None else 0.5 * (int(rank == 0) + n_losses)
         states = (layers * layer["state"] + ends * rest["state"]) / shards
         weights = layers * layer["parameters"] + ends * rest["parameters"]
-        gradients, passing_of_loss = _GRADIENT_BYTES * weights, rest["saved"] + rest["temporary"]
+        gradients = layers * layer["gradients"] + ends * rest["gradients"]
+        passing_of_loss = rest["saved"] + rest["temporary"]
         if pipeline is None:
             passing = (
                 batch * (layers * layer["saved"] + passing_of_loss)
@@ -285,7 +286,7 @@ class Estimate:
             accumulated = gradients / shards if self.layout.accumulation > 1 else 0.0
             return states + max(passing + accumulated, gradients / shards)
         if rank == 0:
-            gradients += _GRADIENT_BYTES * 0.5 * rest["parameters"] * (self.layout.dims.tp - 1)
+            gradients += 0.5 * rest["gradients"] * (self.layout.dims.tp - 1)
         kept = _in_flight(pipeline, rank) / (len(pipeline.stages) // pipeline.degree)
         passing = batch * (layers * kept * layer["saved"] + n_losses * passing_of_loss)
         return states + _GATHERED_BYTES * weights + gradients + passing

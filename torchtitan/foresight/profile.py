@@ -40,10 +40,11 @@ class Split(NamedTuple):
     """`activation_checkpoint.mode`."""
 
 
-Size = Literal["parameters", "state", "update", "gathered", "saved", "temporary"]
-"""Parameters of some layers on this rank; bytes of weights and optimizer (`state`), and those that
-the optimizer reads and writes (`update`), all before FSDP shards them; bytes at the peak of
-gathered weights, of saved activations, and of the rest (`temporary`)."""
+Size = Literal["parameters", "state", "gradients", "update", "gathered", "saved", "temporary"]
+"""Parameters of some layers on this rank; bytes of weights and optimizer (`state`), of gradients,
+which frozen weights lack, and those that the optimizer reads and writes (`update`), all before FSDP
+shards them; bytes at the peak of gathered weights, of saved activations, and of the rest
+(`temporary`)."""
 
 
 Portion = defaultdict[Kernel | Message | Size, float]
@@ -177,6 +178,7 @@ def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
         {
             "parameters": report.parameters * shards,
             "state": state * shards,
+            "gradients": report.gradient_bytes * shards,
             "gathered": gathered,
             "saved": report.saved_bytes,
             "temporary": report.peak_bytes - state - gathered - report.saved_bytes,

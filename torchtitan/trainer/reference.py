@@ -245,6 +245,9 @@ class ReferenceTrainer(FrozenModelTrainer):
     config: Config
     needs_reference = True
     frozen = "reference"
+    loss_device_type: str | None = None
+    """Device whose block sizes log-probabilities have; None: the run's. A dry run has a GPU's."""
+
     temperature = 1.0
     """Divisor of the logits before `log_probs`."""
 
@@ -297,7 +300,9 @@ class ReferenceTrainer(FrozenModelTrainer):
         inputs, labels_BL = (batch["input"], batch.get("attention")), batch["labels"]
         values_BL: Tensor = self.models[model](
             *inputs,
-            head=partial(token_log_probs, temperature=self.temperature),
+            head=partial(
+                token_log_probs, temperature=self.temperature, device_type=self.loss_device_type
+            ),
             labels_BL=labels_BL,
             **images_in(batch),
         )

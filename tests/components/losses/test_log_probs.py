@@ -1,9 +1,14 @@
 """Log-probabilities of tokens against plain PyTorch in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from torchtitan.components.losses import cross_entropy
+from torchtitan.components.losses.cross_entropy import cross_entropy_
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
@@ -65,3 +70,20 @@ def test_a_model_that_gives_logits() -> None:
     torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(hidden.grad.double(), grad_hidden, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), grad_weight, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_are_those_of_the_named_device(monkeypatch: pytest.MonkeyPatch):
+    """A dry run on a CPU counts the blocks of a GPU."""
+    rows = []
+
+    def observed(block: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        rows.append(len(block))
+        return cross_entropy_(block, *arguments, **options)
+
+    monkeypatch.setattr(cross_entropy, "cross_entropy_", observed)
+    hidden, weight = torch.randn(1, 1024, 8), torch.randn(1024, 8)
+    labels = torch.randint(0, 1024, (1, 1024))
+    on_cpu = token_log_probs(hidden, weight, labels)
+    as_on_gpu = token_log_probs(hidden, weight, labels, device_type="cuda")
+    assert rows == [512, 512, 1024]
+    assert torch.equal(on_cpu, as_on_gpu)

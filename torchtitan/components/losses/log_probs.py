@@ -26,6 +26,7 @@ def token_log_probs(
     transform: LogitTransform = UNCHANGED,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    device_type: str | None = None,
 ) -> Tensor:
     """Return the log-probability of each label, the token after a position, (B, L) in float32; 0
     for label -100. Use it as a model's `head`: arguments are as of `CrossEntropyLoss`. Under tensor
@@ -34,7 +35,8 @@ def token_log_probs(
 
     Logits of `chunk_tokens` tokens exist at a time. The backward pass recomputes them, so that the
     loss can be any function of the log-probabilities, and no gradient of the output weights is in
-    memory before it."""
+    memory before it. `device_type` is the one whose block sizes count; None: that of the tensors.
+    """
     transform = replace(transform, temperature=temperature)
     if weight_VD is None:
         scores_NV = transform(hidden_BLD.float()).flatten(0, 1)
@@ -47,7 +49,8 @@ def token_log_probs(
     rows = labeled_rows(labels_N)
     if rows is not None:
         hidden_ND, labels_N = hidden_ND.index_select(0, rows), labels_N[rows]
-    options = {"device_type": hidden_ND.device.type, "transform": transform, "shard": shard}
+    device_type = device_type or hidden_ND.device.type
+    options = {"device_type": device_type, "transform": transform, "shard": shard}
     values: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, options)
     if rows is not None:
         values = values.new_zeros(labels_BL.numel()).index_copy(0, rows, values)
