@@ -57,7 +57,7 @@ COMMANDS = {
         "migrate:migrate",
         "rewrite a configuration of torchtune, axolotl, TRL, LLaMA-Factory, litgpt or torchtitan",
     ),
-    "new": ("new:new", "create an experiment or a training script"),
+    "new": ("new:new", "create an experiment, a training script or a recipe"),
 }
 
 _USAGE = "\n".join(
