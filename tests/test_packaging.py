@@ -1,6 +1,7 @@
 """The wheel's files and its use outside the checkout; versions and pins that several files
 repeat."""
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import torchtitan
 from tests.conftest import PROJECT
@@ -133,6 +136,44 @@ def test_installed_command_works_in_another_folder(installed: Callable[..., str]
     ]
     installed("torchtitan", "train", *chats)
     assert [step for (step,) in read_metrics(home / "sft")] == [1, 2]
+
+
+TRAIN_AND_LIST_PACKAGES = """
+import importlib.metadata, sys
+from torchtitan.config.manager import ConfigManager
+trainer = ConfigManager().parse_args(sys.argv[1:]).config.build()
+trainer.train()
+trainer.close()
+owners = importlib.metadata.packages_distributions()
+print(*sorted({name for module in sys.modules for name in owners.get(module.split(".")[0], [])}))
+"""
+
+
+def required(name: str, found: set[str]) -> set[str]:
+    """Add a distribution and those that it requires to `found`; return it."""
+    found.add(canonicalize_name(name))
+    try:
+        lines = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:  # of another platform
+        return found
+    for requirement in map(Requirement, lines):
+        is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if is_needed and canonicalize_name(requirement.name) not in found:
+            required(requirement.name, found)
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_imports_only_what_the_wheel_requires(installed: Callable[..., str]):
+    """The other packages of this environment would hide a missing requirement."""
+    words = flags({**TINY, "training.steps": 1, "dump_folder": "listed"})
+    imported = installed("python", "-c", TRAIN_AND_LIST_PACKAGES, "--module", "llama3", *words)
+    names = {canonicalize_name(name) for name in imported.splitlines()[-1].split()}
+    known: set[str] = set()
+    for line in METADATA["dependencies"]:
+        required(Requirement(line).name, known)
+    assert {"torch", "tyro"} <= names
+    assert names - known - {"torchtitan"} == set()
 
 
 @pytest.fixture(scope="module")
