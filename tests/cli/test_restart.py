@@ -164,7 +164,8 @@ class TestOurLauncher:
         assert command.printed.count("restart 1 of 1") == 1
         # A run in one process saves its last complete step when it crashes.
         step = 5 if (how, processes) == ("crash", 1) else 3
-        assert f"loaded {folder}/checkpoint/step-{step}" in command.printed
+        resumed = f"resuming after step {step}: loaded {folder}/checkpoint/step-{step}"
+        assert resumed in command.printed
         assert numbers(workplace / folder) == expected(processes)
         assert [line["step"] for line in expected(processes)] == [*range(1, 9)]
 

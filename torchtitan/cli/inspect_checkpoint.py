@@ -230,8 +230,9 @@ def _dtype_name(spec: "TensorSpec") -> str:
 
 def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
     from torchtitan.components.checkpoint import catalog
+    from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS
 
-    best = catalog.best(checkpoints)
+    best = catalog.best(checkpoints, VALIDATION_LOSS)
     rows = []
     for info in checkpoints:
         loss = "" if info.validation_loss is None else f"{info.validation_loss:.6g}"

@@ -223,9 +223,10 @@ class RunConfig(Configurable.Config):
         for callback in self.callbacks:
             callback.check_run(self)
         _check_writable(Path(self.dump_folder))
-        if self.checkpoint.keep_best and not self.validator.enable:
+        validates = self.checkpoint.best_metric.startswith("validation")
+        if self.checkpoint.keep_best and validates and not self.validator.enable:
             raise UserError(
-                "--checkpoint.keep_best keeps the lowest validation loss, and needs "
+                f"--checkpoint.keep_best keeps the best {self.checkpoint.best_metric}, and needs "
                 "--validator.enable"
             )
         build_tokenizer = functools.cache(lambda: self.tokenizer.build(path=self.hf_assets_path))

@@ -3,17 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from torchtitan.config.goals import Goal, sign_of
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.run import Run, Sections
 from torchtitan.trainer.step_result import StopReason
-
-_LOWER = ("loss", "perplexity", "bits_per_byte")
-_HIGHER = ("accuracy", "accuracies", "acc", "acc_norm", "exact_match", "f1", "reward", "margins")
 
 
 class EarlyStopping(Callback):
@@ -35,7 +33,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0
         """Smaller changes are no improvement."""
 
-        goal: Literal["auto", "min", "max"] = "auto"
+        goal: Goal = "auto"
         """Whether lower or higher is better; auto: by the name, for losses and accuracies."""
 
         def validate(self) -> None:
@@ -47,19 +45,9 @@ class EarlyStopping(Callback):
         def sign(self) -> int:
             """Return -1 if lower is better, otherwise 1. Raise `UserError` if the name does not
             tell."""
-            if self.goal != "auto":
-                return -1 if self.goal == "min" else 1
-            # evaluation/TASK/METRIC or validation_METRIC/SET
-            of_task = self.metric.startswith("evaluation/")
-            parts = self.metric.split("/")[-1 if of_task else 0 :]
-            for word in (part.removeprefix("validation_").partition(",")[0] for part in parts):
-                if word.endswith(_LOWER):
-                    return -1
-                if word in _HIGHER or word.endswith("accuracy"):
-                    return 1
-            raise UserError(
-                f"--callbacks.earlystopping.metric '{self.metric}' does not tell whether lower or "
-                "higher is better; set --callbacks.earlystopping.goal to min or max"
+            section = "--callbacks.earlystopping"
+            return sign_of(
+                self.metric, self.goal, option=f"{section}.metric", goal_option=f"{section}.goal"
             )
 
         @property

@@ -248,6 +248,7 @@ class Trainer(Configurable):
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
         self.is_step_complete, self.step_start = True, None
+        self.measured: tuple[int, Mapping[str, float]] = (0, {})
         self.failure = None
         self.early_end = ""
         self.validator = self.build_validator()
@@ -1042,7 +1043,9 @@ class Trainer(Configurable):
 
     def report_measured(self, numbers: Mapping[str, float]) -> None:
         """Tell the callbacks the numbers of a validation or evaluation, equal on all ranks, by
-        their names in the metrics."""
+        their names in the metrics; checkpoints of this step may be chosen by them."""
+        step, known = self.measured
+        self.measured = (self.step, {**(known if step == self.step else {}), **numbers})
         self.notify("on_measured", numbers)
 
     def validate(self) -> float:
@@ -1071,9 +1074,12 @@ class Trainer(Configurable):
     def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None:
         """Save a checkpoint if due, outside of the training time; averages of weights replace these
         in an export."""
-        if not self.checkpointer.is_due(
-            self.step, last=last or stopped, validation_loss=validation_loss
-        ):
+        step, numbers = self.measured
+        found: dict[str, Any] = {
+            "validation_loss": validation_loss,
+            "measured": numbers if step == self.step else {},
+        }
+        if not self.checkpointer.is_due(self.step, last=last or stopped, **found):
             return
         self.deferred.settle()
         kind = self.config.checkpoint.last_kind if last else "full"
@@ -1082,9 +1088,7 @@ class Trainer(Configurable):
         with self.metrics.exclude(), self.phases.during(phase), evaluated:
             self.notify("before_save")
             self.metrics.sync()
-            self.checkpointer.save(
-                self.step, last=last, stopped=stopped, validation_loss=validation_loss
-            )
+            self.checkpointer.save(self.step, last=last, stopped=stopped, **found)
 
     def finish(self, reason: StopReason) -> None:
         """Report and save outstanding results, and log how the run ended."""

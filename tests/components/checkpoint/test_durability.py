@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -994,6 +995,31 @@ def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
     assert [
         (info.step, info.validation_loss) for info in list_checkpoints(tmp_path / "checkpoint")
     ] == [(9, 2.9)]
+
+
+def test_the_best_of_another_metric_is_kept(tmp_path: Path) -> None:
+    """A higher accuracy is better; 0 counts, other numbers do not, and a restart remembers."""
+    accuracy = "evaluation/quiz/accuracy"
+    options = {"interval": 100, "keep_best": True, "keep_latest_k": 1, "best_metric": accuracy}
+    run = Run(tmp_path, **options)
+    for step, value in {1: 0.0, 2: 0.5, 3: 0.25, 4: math.nan}.items():
+        measured = {accuracy: value, "evaluation/quiz/perplexity": 9.0}
+        run.manager.save(step, validation_loss=5.0 - step, measured=measured)
+    run.manager.save(5, stopped=True, validation_loss=0.0)
+    run.manager.close()
+    found = list_checkpoints(tmp_path / "checkpoint")
+    assert [(info.step, info.loss(accuracy)) for info in found] == [(2, -0.5), (5, None)]
+
+    resumed = Run(tmp_path, **options)
+    resumed.manager.load()
+    assert not resumed.manager.is_due(6, measured={accuracy: 0.5})
+    assert resumed.manager.is_due(6, measured={accuracy: 0.75})
+    assert not resumed.manager.is_due(6, validation_loss=-1.0)
+    resumed.manager.close()
+    with pytest.raises(UserError, match="best_metric 'evaluation/a/b' does not tell whether"):
+        CheckpointManager.Config(
+            enable=True, keep_best=True, best_metric="evaluation/a/b"
+        ).validate()
 
 
 def test_without_keep_best_the_validation_loss_is_only_recorded(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torchtitan.components.checkpoint.manifest import (
     KIND_DESCRIPTIONS,
     MANIFEST,
     MARKER,
+    VALIDATION_LOSS,
     Faults,
     Kind,
     Marker,
@@ -84,6 +85,12 @@ class CheckpointInfo:
     @property
     def validation_loss(self) -> float | None:
         return self.marker.validation_loss if self.marker else None
+
+    def loss(self, metric: str) -> float | None:
+        """Return the number that `keep_best` minimizes; None if this metric was not measured."""
+        if metric == VALIDATION_LOSS or self.marker is None:
+            return self.validation_loss
+        return self.marker.best_loss if self.marker.best_metric == metric else None
 
 
 def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
@@ -263,24 +270,27 @@ def commit(
     return ranks.broadcast_from_rank0(lambda: folder.publish(final, MARKER, marker_content(marker)))
 
 
-def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Return the earliest checkpoint with the lowest validation loss; None if no loss was
+def best(checkpoints: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo | None:
+    """Return the earliest checkpoint with the lowest `CheckpointInfo.loss`; None if none was
     measured."""
-    measured = [
-        (info.validation_loss, info) for info in checkpoints if info.validation_loss is not None
-    ]
+    measured = [(loss, info) for info in checkpoints if (loss := info.loss(metric)) is not None]
     numbers = [(loss, info) for loss, info in measured if loss == loss]  # without NaN
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
 
 
 def prune(
-    folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None
+    folder: Folder,
+    step: int,
+    keep_latest_k: int,
+    *,
+    metric: str = VALIDATION_LOSS,
+    best_of: Callable[[int], bool] | None = None,
 ) -> None:
     """Keep the newest `keep_latest_k` (0: all) complete checkpoints up to `step`, the one just
     saved; remove the rest.
 
     Also keep the newest full checkpoint, because the run resumes from it; the final checkpoint of a
-    run (`CheckpointInfo.ends_run`); the checkpoint with the lowest validation loss among the steps
+    run (`CheckpointInfo.ends_run`); the checkpoint with the best value of `metric` among the steps
     that `best_of` accepts; damaged checkpoints, for diagnosis; and steps after `step`, which a run
     resumed from an earlier step overwrites when it reaches them.
     """
@@ -291,7 +301,7 @@ def prune(
     ]
     kept = [info for info in complete if info.kind == "full"][-1:]
     kept += [info for info in complete if info.ends_run]
-    if best_of and (lowest := best([info for info in complete if best_of(info.step)])):
+    if best_of and (lowest := best([info for info in complete if best_of(info.step)], metric)):
         kept.append(lowest)
     for info in complete[:-keep_latest_k] if keep_latest_k else []:
         if info not in kept:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Literal
 
 from torchtitan.components.checkpoint.filesystem import (
@@ -10,9 +11,10 @@ from torchtitan.components.checkpoint.filesystem import (
     folder_at,
     resolve_folder,
 )
-from torchtitan.components.checkpoint.manifest import Kind
+from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Kind
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable
+from torchtitan.config.goals import Goal, sign_of
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.files import is_url
 
@@ -81,7 +83,14 @@ class CheckpointConfig(Configurable.Config):
     """Keep only this many of the newest checkpoints (0: keep all)."""
 
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss."""
+    """Also keep the checkpoint with the best value of best_metric."""
+
+    best_metric: str = VALIDATION_LOSS
+    """Name of a number of validation or evaluation in metrics.jsonl, such as
+    evaluation/quiz/accuracy; the model before the first step does not count."""
+
+    best_goal: Goal = "auto"
+    """Whether lower or higher values of best_metric are better; auto: by the name."""
 
     load_step: int = -1
     """Resume from this step (-1: the newest)."""
@@ -99,6 +108,23 @@ class CheckpointConfig(Configurable.Config):
     def saves(self) -> bool:
         """True if a run with this configuration writes checkpoints."""
         return self.enable and not self.load_only
+
+    def loss_of(self, measured: Mapping[str, float]) -> float | None:
+        """Return the number that `keep_best` minimizes: the value of `best_metric` among measured
+        numbers, negated if higher is better; None if there is none."""
+        value = measured.get(self.best_metric)
+        return None if value is None else -self.best_sign * float(value)
+
+    @property
+    def best_sign(self) -> int:
+        """-1 if lower values of `best_metric` are better, otherwise 1. Raises `UserError` if the
+        name does not tell."""
+        return sign_of(
+            self.best_metric,
+            self.best_goal,
+            option="--checkpoint.best_metric",
+            goal_option="--checkpoint.best_goal",
+        )
 
     @property
     def last_kind(self) -> Kind:
@@ -123,6 +149,8 @@ class CheckpointConfig(Configurable.Config):
         )
         if self.load_step != -1 and not self.enable:
             raise UserError(f"--checkpoint.load_step {self.load_step} requires --checkpoint.enable")
+        if self.keep_best:
+            _ = self.best_sign
         _check_initial_load(self)
         _check_saves(self)
         _check_folder(self)

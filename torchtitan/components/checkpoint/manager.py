@@ -14,7 +14,7 @@ from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
 from torchtitan.components.checkpoint.filesystem import errors_logged
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
-from torchtitan.components.checkpoint.manifest import Kind, Marker
+from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.rescue import check_fallback, save_elsewhere
 from torchtitan.components.checkpoint.resume import (
@@ -159,18 +159,24 @@ class CheckpointManager(Configurable):
         self._saved_steps = set[int]()
 
     def is_due(
-        self, step: int, *, last: bool = False, validation_loss: float | None = None
+        self,
+        step: int,
+        *,
+        last: bool = False,
+        validation_loss: float | None = None,
+        measured: Mapping[str, float] | None = None,
     ) -> bool:
         """Return whether `save` with these arguments would write a checkpoint if `step` has none
-        yet; the result is the same on every rank. With `keep_best` and a validation loss, wait for
-        the background save, since only the losses of successful saves count. Otherwise, access no
-        file, process or device."""
+        yet; the result is the same on every rank. With `keep_best` and a value of `best_metric`,
+        wait for the background save, since only successful saves count. Otherwise, access no file,
+        process or device."""
         if not self.config.saves:
             return False
         is_best = False
-        if self.config.keep_best and validation_loss is not None:
+        loss = self.config.loss_of(_with_loss(measured, validation_loss))
+        if self.config.keep_best and loss is not None:
             self.wait()
-            is_best = validation_loss < self._saver.best_loss
+            is_best = loss < self._saver.best_loss
         is_first = step == 1 and self.config.enable_first_step_checkpoint
         return last or is_first or is_best or step % self.config.interval == 0
 
@@ -181,6 +187,7 @@ class CheckpointManager(Configurable):
         last: bool = False,
         stopped: bool = False,
         validation_loss: float | None = None,
+        measured: Mapping[str, float] | None = None,
     ) -> None:
         """Save a checkpoint of `step` if one is due and does not exist. Log a warning if it fails.
         Raise `CheckpointSaveError` if the save fails and `last` or `stopped` is true.
@@ -188,14 +195,16 @@ class CheckpointManager(Configurable):
         Args:
             last: training is complete; always save, only the model if so configured.
             stopped: training stops and can be resumed later; always save.
-            validation_loss: loss after `step`, equal on all ranks; with `keep_best`, a new minimum
-                is always saved.
+            validation_loss: loss after `step`, equal on all ranks.
+            measured: further numbers after `step` by their names, equal on all ranks; with
+                `keep_best`, a new best value of `best_metric` is always saved.
         """
         start_time = time.perf_counter()
         is_final = last or stopped
         # Convert other number types: a NumPy number, for example, would make the marker unreadable.
         validation_loss = None if validation_loss is None else float(validation_loss)
-        if not self.is_due(step, last=is_final, validation_loss=validation_loss):
+        numbers = _with_loss(measured, validation_loss)
+        if not self.is_due(step, last=is_final, measured=numbers):
             return
         self.wait()
         kind = self.config.last_kind if last else "full"
@@ -228,6 +237,7 @@ class CheckpointManager(Configurable):
             kind=kind,
             world_size=self._ranks.size,
             validation_loss=validation_loss,
+            **self._best_of(numbers),
             base_model=self._base_model.description if omits_frozen else "",
             base_digest=self._base_digest if omits_frozen else "",
             identity=self._identity.properties if self._identity else {},
@@ -330,7 +340,8 @@ class CheckpointManager(Configurable):
             self._resumed_step = step
             self._saver.step = step
             self._saver.best_loss = _best_loss(
-                [info for info in decision.checkpoints if info.step <= step]
+                [info for info in decision.checkpoints if info.step <= step],
+                self.config.best_metric,
             )
         return (
             start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
@@ -418,7 +429,8 @@ class CheckpointManager(Configurable):
             name for name in (*self.states, *self.rank_states) if name not in loaded
         )
         note = " (model only)" if loaded == {"model"} else f" (without {skipped})"
-        logger.info("loaded %s%s", checkpoint.path, note if skipped else "")
+        how = f"resuming after step {checkpoint.step}: " if start.resumes else ""
+        logger.info("%sloaded %s%s", how, checkpoint.path, note if skipped else "")
         return loaded
 
     def _encode(self, kind: Kind) -> dict[str, Entries]:
@@ -476,14 +488,37 @@ class CheckpointManager(Configurable):
             else None
         )
         with errors_logged(f"could not remove an old checkpoint in {self.folder}"):
-            catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
+            catalog.prune(
+                self.folder,
+                step,
+                self.config.keep_latest_k,
+                metric=self.config.best_metric,
+                best_of=best_of,
+            )
+
+    def _best_of(self, measured: Mapping[str, float]) -> dict[str, Any]:
+        """Return the marker's fields about another metric than the validation loss."""
+        metric = self.config.best_metric
+        if not self.config.keep_best or metric == VALIDATION_LOSS:
+            return {}
+        return {"best_metric": metric, "best_loss": self.config.loss_of(measured)}
 
 
-def _best_loss(checkpoints: Sequence[CheckpointInfo]) -> float:
-    """Return the lowest validation loss of complete, undamaged checkpoints; infinity if none was
-    measured."""
-    best = catalog.best([info for info in checkpoints if info.is_complete and not info.damage])
-    return best.validation_loss if best and best.validation_loss is not None else math.inf
+def _with_loss(
+    measured: Mapping[str, float] | None, validation_loss: float | None
+) -> Mapping[str, float]:
+    """Return all numbers that were measured after a step."""
+    loss = {} if validation_loss is None else {VALIDATION_LOSS: validation_loss}
+    return {**(measured or {}), **loss}
+
+
+def _best_loss(checkpoints: Sequence[CheckpointInfo], metric: str) -> float:
+    """Return the lowest `CheckpointInfo.loss` of complete, undamaged checkpoints; infinity if none
+    was measured."""
+    usable = [info for info in checkpoints if info.is_complete and not info.damage]
+    best = catalog.best(usable, metric)
+    loss = best.loss(metric) if best else None
+    return math.inf if loss is None else loss
 
 
 def _has_overflow(value: torch.Tensor, converted: torch.Tensor) -> bool:

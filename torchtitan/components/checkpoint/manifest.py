@@ -25,7 +25,9 @@ MARKER = "complete.json"
 MANIFEST = "manifest.json"
 _ALGORITHM = "sha256"
 _FORMAT_VERSION = 2
-_OPTIONAL = ("base_model", "base_digest", "identity", "length")
+VALIDATION_LOSS = "validation_loss"
+
+_OPTIONAL = ("base_model", "base_digest", "identity", "length", "best_metric", "best_loss")
 """Fields omitted if empty."""
 
 KIND_DESCRIPTIONS: dict[Kind, str] = {
@@ -54,6 +56,12 @@ class Marker:
 
     validation_loss: float | None = None
     """Validation loss at `step`, if measured."""
+
+    best_metric: str = ""
+    """Name of the number that `keep_best` compares, unless it is the validation loss."""
+
+    best_loss: float | None = None
+    """That number at `step`, negated if higher is better."""
 
     base_model: str = ""
     """Origin of the omitted frozen weights; empty if the checkpoint has all weights."""
@@ -128,7 +136,7 @@ def marker_content(marker: Marker) -> bytes:
     fields = {
         name: value
         for name, value in dataclasses.asdict(marker).items()
-        if value or name not in _OPTIONAL
+        if value or value == 0 or name not in _OPTIONAL
     }
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return json.dumps({**fields, "digest": digest}).encode()

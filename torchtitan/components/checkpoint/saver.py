@@ -74,7 +74,7 @@ class Saver:
     """Contents of that checkpoint."""
 
     best_loss: float = math.inf
-    """Lowest validation loss of a complete checkpoint."""
+    """Lowest number of a complete checkpoint that `keep_best` minimizes."""
 
     failure: str = ""
     """Error of the most recent save, if it failed."""
@@ -169,8 +169,9 @@ class Saver:
         with self._failure_recorded(marker.step):
             path = self._write_complete(marker, entries, self._process if unblocked else None)
             self.step, self.kind = marker.step, marker.kind
-            if marker.validation_loss is not None:
-                self.best_loss = min(self.best_loss, marker.validation_loss)
+            loss = marker.best_loss if marker.best_metric else marker.validation_loss
+            if loss is not None:
+                self.best_loss = min(self.best_loss, loss)
             blocked = (unblocked or time.perf_counter()) - start_time
             contents = (
                 ""
