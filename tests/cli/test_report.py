@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import PROJECT
 from tests.training import killed_in, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.cli.report import RunRecord, curves, page, sections
+from torchtitan.cli.report import Chart, RunRecord, charts, page, sections
 from torchtitan.tools.progress import sparkline
 from torchtitan.trainer import Trainer
 
@@ -43,7 +43,9 @@ def runs(tmp_path_factory) -> list[Path]:
             f"module: llama3\nconfig: tiny\noptimizer:\n  lr: {lr}\n  name: AdamW\n"
         )
     with open(folders[1] / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "loss": "high"}\n{"step"')
+        file.write('{"step": 3, "validation_loss": 7.5}\n{"step": 4, "loss": "high"}\n{"step"')
+    with open(folders[0] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "validation_loss": 7.5}\n{"step": 7, "validation_loss": 7.25}\n')
     return folders
 
 
@@ -59,7 +61,8 @@ def rows_of(runs: list[Path], title: str) -> dict[str, list[str]]:
 
 def test_sections_of_a_run_that_was_killed_twice(runs):
     killed = runs[:1]
-    last = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[-1])
+    lines = map(json.loads, (runs[0] / "metrics.jsonl").read_text().splitlines())
+    last = [line for line in lines if "loss" in line][-1]
     summary = rows_of(killed, "Summary")
     assert summary["last loss"] == [f"{last['loss']:.4g}"] and summary["last step"] == summary[
         "total_steps"
@@ -98,7 +101,12 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
 def test_page_names_models_and_units(runs):
     text = page([*map(RunRecord, runs)])
     start = json.loads((runs[0] / "events.jsonl").read_text().splitlines()[0])
-    assert f"{runs[0]}: llama3 tiny, {start['parameters']:,} parameters</p>" in text
+    n_parameters = f"{start['parameters']:,} parameters, {start['parameters']:,} trained"
+    assert f"{runs[0]}: llama3 tiny, {n_parameters}</p>" in text
+    frozen = {"parameters": 70, "trained_parameters": 7}
+    record = RunRecord(runs[0])
+    record.start = {**record.start, **frozen}
+    assert record.model == "llama3 tiny, 70 parameters, 7 trained"
     assert 'step_time <span class="mute">(s)</span>' in text
     assert "grad_norm<small>" in text  # without a unit
 
@@ -107,7 +115,7 @@ def test_text_and_broken_lines(runs, capsys):
     assert main(["report", "--text", *map(str, runs)]) == 0
     out, err = capsys.readouterr()
     assert f"loss of {runs[0]}" in out and "Where the time went" in out and "\x1b" not in out
-    assert err == f"torchtitan report: {runs[1]}: metrics.jsonl: skipped broken lines: 4, 5\n"
+    assert err == f"torchtitan report: {runs[1]}: metrics.jsonl: skipped broken lines: 5, 6\n"
 
 
 @pytest.mark.parametrize(
@@ -300,10 +308,20 @@ def test_curves_of_long_runs_keep_their_extremes(tmp_path):
         len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
     )
     assert (12_346, 9.0) in curve and curve[0][0] == 1 and curve[-1][0] == 20_000
-    assert curves([record, record_of(tmp_path, lines[:1])])[0] == (
-        "loss",
-        [curve, [(1, math.sin(0.02))]],
-    )
+    short = record_of(tmp_path, lines[:1])
+    assert charts([record, short]) == [Chart("loss", "loss", [curve, [(1, math.sin(0.02))]])]
+
+
+def test_training_and_validation_loss_share_a_chart(tmp_path):
+    lines: list[dict[str, float]] = [{"step": step, "loss": 8 / step} for step in (1, 2, 3)]
+    validated = [*lines, {"step": 3, "validation_loss": 3.0, "validation_loss/news": 2.5}]
+    records = [record_of(tmp_path, validated), record_of(tmp_path, lines)]
+    (chart,) = charts(records)  # a single point of news has no curve
+    assert chart.title == "loss and validation_loss (dashed)"
+    losses = [(1, 8.0), (2, 4.0), (3, 8 / 3)]
+    assert chart.series == [losses, losses, [(3, 3.0)], []]
+    only = record_of(tmp_path, [{"step": step, "validation_loss": 1.0} for step in (1, 2)])
+    assert [one.title for one in charts([only])] == ["validation_loss"]
 
 
 def test_sparkline():
@@ -396,20 +414,19 @@ def test_page_in_a_browser(runs, tmp_path, scheme):
     )
     assert console == []
     found = json.loads(html.unescape(re.search(r'<pre id="out">(.*?)</pre>', dom)[1]))
-    n_charts = len(curves([*map(RunRecord, runs)]))
-    n_points = sum(
-        len(points) for _, series in curves([*map(RunRecord, runs)]) for points in series
-    )
+    drawn = charts([*map(RunRecord, runs)])
+    n_charts = len(drawn)
+    n_points = sum(len(points) for chart in drawn for points in chart.series)
     titles = [part.title for part in sections([*map(RunRecord, runs)])]
     for name, width in {"wide": 1280, "phone": 360}.items():
         facts = found[name]
         assert facts["width"] <= width, "the page is wider than the screen"
-        assert (
-            facts["charts"] == n_charts and facts["lines"] == 2 * n_charts and facts["images"] == 0
-        )
+        assert facts["charts"] == n_charts and facts["images"] == 0
+        # One for each run, and one of the validation of the first.
+        assert facts["lines"] == 2 * n_charts + 1
         assert facts["sections"] == [titles[0], "Curves", *titles[1:]]
         assert facts["points"] == n_points  # all series are short
-        assert facts["zoomed"] and facts["restored"] and facts["hidden"] == n_charts
+        assert facts["zoomed"] and facts["restored"] and facts["hidden"] == n_charts + 1
         assert re.match(r"step \d+: [\d.]+ step \d+: [\d.]+", facts["note"])
         dark = [
             sum(map(int, re.findall(r"\d+", facts[key])[:3])) / 3 < 128 for key in ("back", "text")

@@ -127,10 +127,12 @@ class RunRecord:
 
     @property
     def model(self) -> str:
-        """Module, configuration and size; empty if unknown."""
+        """Module, configuration, size and trained parameters; empty if unknown."""
         facts = [" ".join(str(self.config.get(key) or "") for key in ("module", "config")).strip()]
         if type(size := self.start.get("parameters")) is int:
             facts.append(f"{size:,} parameters")
+        if type(trained := self.start.get("trained_parameters")) is int:
+            facts.append(f"{trained:,} trained")
         return ", ".join(fact for fact in facts if fact)
 
     def points(self, key: str) -> list[tuple[int, float]]:
@@ -229,7 +231,10 @@ def _text(value: object) -> str:
 
 
 def _summary(run: RunRecord) -> dict[str, object]:
-    facts = {key: run.start.get(key) for key in ("total_steps", "parameters", "layout")}
+    facts = {
+        key: run.start.get(key)
+        for key in ("total_steps", "parameters", "trained_parameters", "layout")
+    }
     if run.events:
         last = run.events[-1]
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
@@ -323,12 +328,30 @@ def points_of(lines: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, f
     return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
 
-def curves(runs: Sequence[RunRecord]) -> list[tuple[str, list[list[tuple[int, float]]]]]:
-    """Return each metric with the points of each run; losses come first."""
+class Chart(NamedTuple):
+    """Curves of a metric: one for each run, and for a loss then one of its validation each."""
+
+    metric: str
+    title: str
+    series: list[list[tuple[int, float]]]
+
+
+def charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return the charts of all metrics; losses come first. Training and validation loss share
+    one."""
     found = shown_metrics(line for run in runs for line in run.lines)
     keys = sorted(found, key=lambda key: not key.endswith("loss"))
-    charts = [(key, [run.curve(key) for run in runs]) for key in keys]
-    return [(key, series) for key, series in charts if any(len(points) > 1 for points in series)]
+    every = [Chart(key, key, [run.curve(key) for run in runs]) for key in keys]
+    shown = {one.metric: one for one in every if any(len(points) > 1 for points in one.series)}
+    if _LOSS in shown and _VALIDATION_LOSS in keys:
+        validation = [run.curve(_VALIDATION_LOSS) for run in runs]
+        shown.pop(_VALIDATION_LOSS, None)
+        title = f"{_LOSS} and {_VALIDATION_LOSS} (dashed)"
+        shown[_LOSS] = Chart(_LOSS, title, shown[_LOSS].series + validation)
+    return [*shown.values()]
+
+
+_LOSS, _VALIDATION_LOSS = "loss", "validation_loss"
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -339,7 +362,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         "run_report.html",
         runs=runs,
         written=_moment(time.time()),
-        charts=curves(runs),
+        charts=charts(runs),
         units=_UNITS,
         sections=sections(runs),
         script=script,

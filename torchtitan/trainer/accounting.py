@@ -73,6 +73,7 @@ class Accounting(Recorder):
             total_steps=trainer.total_steps,
             layout=str(trainer.parallel_dims) if trainer.mesh else "single process",
             parameters=trainer.num_parameters,
+            trained_parameters=trainer.num_trained,
             data={
                 of.name: {"rows": of.report.rows, "tokens": of.report.tokens, "epochs": of.epochs}
                 for of in sets

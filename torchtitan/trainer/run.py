@@ -61,6 +61,7 @@ class Run(Protocol):
     """Reason why the run ends before `total_steps`; empty: it does not."""
     n_tokens_seen: int
     num_parameters: int
+    num_trained: int
     device: torch.device
     mesh: DeviceMesh | None
     parallel_dims: ParallelDims

@@ -9,7 +9,8 @@ const steps = charts.flatMap(chart => chart.series.flat().map(p => p[0]));
 const whole = steps.reduce(([a, b], step) => [Math.min(a, step), Math.max(b, step)], [Infinity, -Infinity]);
 const logarithmic = document.getElementById("log");
 let span = whole;
-const color = i => `var(--run${i % 8})`;
+const run = i => i % boxes.length, isValidation = i => i >= boxes.length;  // which follows the runs' training
+const color = i => `var(--run${run(i) % 8})`;
 const text = x => x !== 0 && (Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3) ? x.toExponential(2) : String(+x.toPrecision(4));
 
 function ticks(low, high, n) {
@@ -21,7 +22,7 @@ function ticks(low, high, n) {
 function draw(chart) {
   const log = logarithmic.checked && chart.series.flat().every(p => p[1] > 0), [from, to] = span;
   const scaled = y => log ? Math.log10(y) : y, isInside = p => p[0] >= from && p[0] <= to;
-  chart.inside = chart.series.map((points, i) => boxes[i].checked ? points.filter(isInside) : []);
+  chart.inside = chart.series.map((points, i) => boxes[run(i)].checked ? points.filter(isInside) : []);
   const values = chart.inside.flat().map(p => scaled(p[1]));
   const least = Math.min(...values), most = Math.max(...values), margin = (most - least || Math.abs(most) || 1) * 0.05;
   const low = least - margin, high = most + margin;
@@ -38,9 +39,9 @@ function draw(chart) {
     shapes.push(label(chart.x(step), H - 6, "middle", step.toLocaleString("en")));
   chart.inside.forEach((points, i) => {
     const places = points.map(p => [chart.x(p[0]).toFixed(1), y(p[1]).toFixed(1)]);
-    for (const [x, y] of points.length <= MARKED ? places : [])
+    for (const [x, y] of points.length <= MARKED || isValidation(i) ? places : [])
       shapes.push(`<circle cx="${x}" cy="${y}" r="2.5" fill="${color(i)}"/>`);
-    if (points.length > 1) shapes.push(`<polyline points="${places.join(" ")}" stroke="${color(i)}"/>`);
+    if (points.length > 1) shapes.push(`<polyline points="${places.join(" ")}" stroke="${color(i)}"${isValidation(i) ? " stroke-dasharray='5 4'" : ""}/>`);
   });
   chart.svg.innerHTML = shapes.join("") + `<rect y="${TOP}" height="${H - TOP - BOTTOM}" width="0" class="band"/>`;
 }
@@ -60,7 +61,7 @@ function point(chart, event) {
   const step = stepAt(chart, event), distance = p => Math.abs(p[0] - step);
   chart.note.innerHTML = chart.inside.map((points, i) => {
     const p = points.reduce((best, next) => !best || distance(next) < distance(best) ? next : best, null);
-    return p ? `<span style="color:${color(i)}">step ${p[0].toLocaleString("en")}: ${text(p[1])} </span>` : "";
+    return p ? `<span style="color:${color(i)}">${isValidation(i) ? "validation, " : ""}step ${p[0].toLocaleString("en")}: ${text(p[1])} </span>` : "";
   }).join("");
   const [a, b] = [chart.pressed ?? step, step].map(chart.x), band = chart.svg.querySelector("rect");
   band.setAttribute("x", Math.min(a, b));
