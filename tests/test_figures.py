@@ -51,3 +51,15 @@ def test_a_run_without_the_metric_is_named(tmp_path):
     write_run(tmp_path / "text", loss=[1.0, 1.0, 1.0])
     with pytest.raises(SystemExit, match="text/metrics.jsonl has no validation_loss"):
         points(tmp_path / "text", "validation_loss")
+
+
+def test_the_front_page_has_the_table_of_performance(monkeypatch):
+    """Figure and text need the run on the page, and are written with it."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    front = runpy.run_path(str(SCRIPT.parent / "first_page.py"))
+    page = front["PAGE"].read_text()
+    assert page == front["with_part"](page, "speed", front["table"]())
+    assert "](performance.md#compared-with-other-trainers)" in page and "](#" not in page
+    sample = page.partition("<!-- sample:begin -->")[2].partition("<!-- sample:end -->")[0]
+    assert sample.startswith(f"\n```text\n{front['PROMPT']}")
+    assert (SCRIPT.parent / "first_run.svg").stat().st_size > 1000
