@@ -5,8 +5,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,11 @@ from tests.training import TINY, flags, read_metrics, run, tiny_config, train
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.config.manager import ConfigManager
-from torchtitan.distributed.process_group import sum_over_ranks
+from torchtitan.distributed.connections import recorded
+from torchtitan.distributed.process_group import init_group_in, sum_over_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.trainer import Callback, Trainer, agreement
+from torchtitan.trainer import Callback, Trainer
 from torchtitan.trainer.agreement import Agreement
 from torchtitan.trainer.deferred_results import DeferredResults
 
@@ -505,6 +508,78 @@ def fail_on_all_ranks(path: Path) -> None:
         train(path / name, **VALIDATED, **layout)
 
 
+class FailingModelOfOne(FailingTogether):
+    """Fails on the second rank alone, where the others wait for it."""
+
+    def fail(self, place: str, **options: bool) -> None:
+        if self.rank == 1:
+            super().fail(place, **options)
+
+
+class FailingUpdateOfOne(FailingModelOfOne, FailingOwnUpdate):
+    pass
+
+
+OF_ONE = [
+    *((FULL, place) for place in ("backward", "validation", "train_step", "model")),
+    (TENSOR, "loss"),
+    (LAYOUTS["pp"], "model"),
+]
+"""Layouts of two ranks, and the place where one fails while the other waits for it. The first
+resumes."""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_ends_the_collectives_of_the_others(tmp_path):
+    """All ranks save the last step and name the rank that failed, at once, and the run resumes with
+    the numbers of one that never stopped. A rank that fails after its update does not save."""
+    run_processes(fail_in_own_groups, 2, tmp_path)
+    resumed, *paths = (tmp_path / str(number) for number in range(len(OF_ONE)))
+    assert [saved_steps(path) for path in paths] == [[2]] * len(paths)
+    assert saved_steps(resumed) == [2, 4]
+    numbers = [read_metrics(path, "loss", "grad_norm") for path in (resumed, tmp_path / "straight")]
+    assert numbers[0] == numbers[1]
+    assert saved_steps(tmp_path / "update") == []
+
+
+def fail_in_own_groups(path: Path) -> None:
+    for number, (layout, place) in enumerate(OF_ONE):
+        fail_in_own_group(FailingModelOfOne, path / str(number), place, layout)
+    logs = fail_in_own_group(FailingUpdateOfOne, path / "update", "update", FULL)
+    step = 2 if torch.distributed.get_rank() == 1 else 3  # the other has updated its weights
+    assert f"step {step} is not saved, since the ranks cannot save together" in logs
+    use_group_in(path)
+    for name in ("0", "straight"):
+        train(path / name, **VALIDATED, **FULL)
+
+
+def fail_in_own_group(
+    trainer_class: type[Trainer], path: Path, place: str, layout: dict[str, int]
+) -> str:
+    """Let one rank fail, and return the messages of this one."""
+    use_group_in(path / "group")
+    trainer_class.place, begun = place, time.monotonic()
+    with (
+        capture_logs() as logs,
+        pytest.raises((ZeroDivisionError, UserError), match="mine") as caught,
+    ):
+        train(path, trainer_class=trainer_class, **VALIDATED, **layout)
+    trainer_class.place = ""
+    assert time.monotonic() - begun < 45, place  # no timeout of 60 seconds has passed
+    if torch.distributed.get_rank() == 0:
+        assert re.match(r"rank 1 failed: .*mine .*py, line \d+, in fail", str(caught.value))
+    return "\n".join(logs)
+
+
+def use_group_in(path: Path) -> None:
+    """Replace the default group by one whose connections are recorded, as those of a command."""
+    rank = torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    path.mkdir(parents=True, exist_ok=True)
+    with recorded():
+        init_group_in(str(path), rank, 2, 60)
+
+
 OTHER_MODELS = [("dpo", "log_probs"), ("ppo", "compute_loss"), ("ppo", "policy_outputs")]
 """Methods with another model in a micro-batch, before the trained one or within its pass, and the
 method of the trainer that fails at its end, or at its beginning."""
@@ -573,10 +648,9 @@ def reach_agreement() -> None:
     equal, different, alone = (Agreement(ranks) for _ in range(3))
     assert equal.reach({"step": 2})
     assert not different.reach({"step": ranks.rank})
-    with mock.patch.object(agreement, "SECONDS", 0.5):
-        assert ranks.rank or not alone.reach({"step": 2})
-        torch.distributed.barrier()
-        assert not alone.reach({"step": 2})  # the others have left
+    assert ranks.rank or not alone.reach({"step": 2}, 0.5)
+    torch.distributed.barrier()
+    assert not alone.reach({"step": 2})  # the others have left
 
 
 @pytest.mark.parametrize("place", UNSAVED)

@@ -24,6 +24,7 @@ from torchtitan.protocols import BaseModel
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import adjust_microbatches
+from torchtitan.tools.user_code import is_of_user
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -311,8 +312,8 @@ class Pipeline:
                 labels_BL=labels,
             )
         except RuntimeError as error:
-            # PyTorch wraps a stage's error in one that adds input shapes.
-            if isinstance(error.__cause__, UserError):
+            # PyTorch wraps a stage's error in one that adds inputs and hides the place.
+            if error.__cause__ and is_of_user(error.__cause__):
                 raise error.__cause__ from None
             raise
         return sum((loss.detach() for loss in losses), torch.zeros((), device=labels.device))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.config import CommConfig
+from torchtitan.distributed.connections import recorded
 from torchtitan.tools.errors import RunFailure, UserError, in_words
 from torchtitan.tools.torch_private import flatten_mesh as _flatten
 from torchtitan.tools.torch_private import process_groups, set_default_timeout, set_group_timeout
@@ -79,9 +80,15 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
             store = attempt_store(rank, size, timeout)
         elif on_loopback:
             store = _loopback_store(rank, size, timeout)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
-        )
+        with recorded():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device_id,
+            )
         _created_here = True
     if dist.is_initialized():
         set_timeouts(comm.init_timeout_seconds)
@@ -104,8 +111,8 @@ def init_group_in(folder: str, rank: int, world_size: int, seconds: float) -> No
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:
-    """Return a new gloo group of all ranks, for collectives in another thread; None without a
-    process group."""
+    """Return a new gloo group of all ranks, for collectives in another thread, and of ranks that
+    have failed in training; None without a process group."""
     if not dist.is_initialized():
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
@@ -115,12 +122,14 @@ def new_cpu_group() -> dist.ProcessGroup | None:
 def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return a mesh of all ranks; `sizes` maps its dimensions, outermost first, to their numbers of
     ranks."""
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    with recorded():
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh whose dimensions are joined to one, with its own group."""
-    flat: DeviceMesh = _flatten(mesh)
+    with recorded():
+        flat: DeviceMesh = _flatten(mesh)
     return flat
 
 
@@ -128,7 +137,8 @@ def split_mesh(
     mesh: DeviceMesh, dimension: str | int, sizes: tuple[int, ...], names: tuple[str, ...]
 ) -> DeviceMesh:
     """Return a mesh with a dimension divided into several, with groups of their own."""
-    split: DeviceMesh = _split(mesh, dimension, sizes, names)
+    with recorded():
+        split: DeviceMesh = _split(mesh, dimension, sizes, names)
     return split
 
 

@@ -3,20 +3,28 @@
 A callback that fails on one of several ranks does not stop its step, after which all ranks save and
 end. After an error in the data or the loss, they do so before the update (`StepFailure`). After any
 other error, they save if all ranks have failed at the same step (`Agreement`), as by a mistake in
-code that each of them runs. If one of them fails alone, nothing can be saved: the others wait for
-it in the step's collectives.
+code that each of them runs. A rank that fails alone ends the collectives of the others, which then
+fail before their update: no rank updates weights before all have added up the step's result. NCCL's
+collectives cannot be ended by one rank: there, nothing is saved.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.components.checkpoint import RandomState, list_checkpoints
+from torchtitan.distributed.connections import end_connections
 from torchtitan.distributed.process_group import gather_objects, is_lost_rank, world_size
 from torchtitan.tools.errors import SharedError, UserError, in_words
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
+from torchtitan.trainer.agreement import SECONDS
+from torchtitan.trainer.step_failure import describe
+
+_FIRST_SECONDS = 1.0
+"""Time that other ranks wait for the rank that failed to report its own error."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +71,41 @@ class StepStart:
 def save_last_step(trainer: Any, error: BaseException) -> None:
     """Save the last complete step of a `Trainer` that an error of the user's code or data ends.
     With several ranks, save only after a `SharedError`, or if all ranks have failed at the same
-    step, since the others wait elsewhere. Say so if there is nothing to save, if the weights are
-    between two steps, or if the save fails."""
-    is_mendable = is_of_user(error) or error is trainer.step_failure.error
-    if not trainer.config.checkpoint.saves or not is_mendable:
-        return
+    step; a rank that fails alone ends the collectives of the others. Say so if there is nothing to
+    save, if the weights are between two steps, or if the save fails. Raise `UserError` in place of
+    the error that another rank's failure has caused."""
+    failure = trainer.agreement.announced() if is_lost_rank(error) else ""
+    if failure or is_of_user(error) or error is trainer.step_failure.error:
+        seconds = SECONDS if isinstance(error, SharedError) else _end_collectives(trainer, error)
+        if trainer.config.checkpoint.saves:
+            _save(trainer, error, seconds)
+    if failure:
+        time.sleep(_FIRST_SECONDS)
+        raise UserError(failure) from error
+
+
+def _end_collectives(trainer: Any, error: BaseException) -> float:
+    """End the collectives of the other ranks, in which they may wait for this one. Return the time
+    that they have to fail too: of a step, whose computation cannot be ended."""
+    if world_size() == 1:
+        return SECONDS
+    comm = trainer.config.comm
+    failure = f"rank {trainer.rank} failed: {describe(error)}"
+    trainer.agreement.announce(failure)
+    if not end_connections():
+        return SECONDS
+    if not is_lost_rank(error):
+        logger.error("%s; the other ranks end their step", failure)
+    return float(comm.step_timeout_seconds or comm.train_timeout_seconds)
+
+
+def _save(trainer: Any, error: BaseException, seconds: float) -> None:
     if not trainer.step:
         logger.warning("nothing is saved, since the run has completed no step")
         return
     start, trainer.step_start = trainer.step_start, None
     is_complete = trainer.is_step_complete or (start is not None and start.has_weights_of(trainer))
-    if not isinstance(error, SharedError) and not _save_together(trainer, error, is_complete):
+    if not isinstance(error, SharedError) and not _save_together(trainer, is_complete, seconds):
         return
     if not is_complete:
         logger.warning(
@@ -98,9 +130,9 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
         )
 
 
-def _save_together(trainer: Any, error: BaseException, is_complete: bool) -> bool:
-    """Return whether all ranks have failed at the same step, so that they can save it. Log the
-    newest checkpoint if they have not, and that step is in none."""
+def _save_together(trainer: Any, is_complete: bool, seconds: float) -> bool:
+    """Return whether all ranks have failed at the same step within `seconds`, so that they can save
+    it. Log the newest checkpoint if they have not, and that step is in none."""
     if world_size() == 1:
         return True
     saved = _saved_steps(trainer)
@@ -111,7 +143,7 @@ def _save_together(trainer: Any, error: BaseException, is_complete: bool) -> boo
         "is_complete": is_complete,
         "is_pending": trainer.deferred.pending is not None,
     }
-    if not is_lost_rank(error) and trainer.agreement.reach(state):
+    if trainer.agreement.reach(state, seconds):
         return True
     newest = f"the newest checkpoint is of step {max(saved)}" if saved else "there is no checkpoint"
     logger.error(

@@ -142,7 +142,7 @@ class StepFailure:
             self._trainer.rank,
             part,
             self._trainer.step + 1,
-            _describe(error),
+            describe(error),
         )
 
     def end_backward(self) -> None:
@@ -209,7 +209,7 @@ class StepFailure:
 
     def end_run(self) -> NoReturn:
         """Raise the error of the first rank that failed, on all ranks alike. A collective."""
-        errors = gather_objects(None if self.error is None else _describe(self.error))
+        errors = gather_objects(None if self.error is None else describe(self.error))
         rank = next(rank for rank, error in enumerate(errors) if error is not None)
         raise SharedError(f"rank {rank} failed: {errors[rank]}") from self.error
 
@@ -296,5 +296,6 @@ def _without_graph(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.requires_grad)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """Return an error in one line: a `UserError`'s own message, else type, message and place."""
     return str(error) if isinstance(error, UserError) else with_place(error)
