@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.components.chat_template.generic import published
+from tests.components.chat_template.generic import published, trl_template, with_source
 from tests.components.chat_template.helpers import Message
 from tests.components.data.finetuning.test_turns import SHAPES, TOOL, encoded, turns_of
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
@@ -51,6 +51,33 @@ def tools_of(messages: Sequence[Message]) -> list[Any] | None:
 
 # renderers
 
+
+DEEPSEEK_TOKENS = (
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    *("<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    "<｜tool▁outputs▁end｜>",
+)
+DEEPSEEK_V4_TOKENS = (
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *("<｜latest_reminder｜>", "<think>", "</think>", "｜DSML｜", "<｜action｜>", "<｜query｜>"),
+    *("<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>"),
+)
+OF_REASONING = (
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+)
+DEEPSEEK_V4 = (
+    "{{ bos_token }}{% set ns = namespace(last=-1) %}{% for message in messages %}"
+    "{% if message.role in ('user', 'developer') %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ message.content }}{% elif message.role == 'user' or message.role == 'developer' %}"
+    "{{ '<｜User｜>' + message.content }}{% elif message.role == 'assistant' %}"
+    "{{ '<｜Assistant｜>' }}{% if enable_thinking and loop.index0 > ns.last %}"
+    "{{ '<think>' + (message.reasoning_content or '') }}{% endif %}"
+    "{{ '</think>' + message.content + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}"
+    "{{ '<think>' if enable_thinking else '</think>' }}{% endif %}"
+)
+"""The format of conversations without tools: the model has code in place of a template."""
 
 RENDERERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Qwen-Qwen3-0.6B": ("Qwen3RendererConfig", ()),
@@ -106,10 +133,11 @@ RENDERERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Nemotron3UltraRendererConfig",
         ("<think>", "</think>", "<tool_call>", "</tool_call>"),
     ),
+    "DeepSeek V3": ("DeepSeekV3RendererConfig", DEEPSEEK_TOKENS),
+    "DeepSeek V4": ("DeepSeekV4RendererConfig", DEEPSEEK_V4_TOKENS),
 }
-"""Template → its renderer, and tokens that the renderer needs beside those of the template. Others
-are of another revision of the model than the template (DeepSeek V3), or call openai-harmony
-(gpt-oss)."""
+"""Template → its renderer, and tokens that the renderer needs beside those of the template. The
+one of gpt-oss calls openai-harmony."""
 
 NOT_SPECIAL = ("/nothink", "<think>", "</think>", "<tool_", "</tool_", "<arg_", "</arg_")
 
@@ -140,6 +168,11 @@ OTHER_TEXT: dict[str, tuple[str, ...]] = {
         ),
         *("calls, other order", "two answers", "names"),
     ),
+    # The line end between two calls is left out; `developer` is written in no way.
+    "DeepSeek V3": ("developer", "calls", "calls, other order"),
+    # Reasoning between tags stays as it is written; the earlier turn has no reasoning here, and an
+    # empty one there; an answer after an answer follows no header.
+    "DeepSeek V4": ("reasoning inside", "reasoning at the end", "two answers"),
     # Reasoning between tags stays as it is written; without any, the prompt of a later turn is
     # another one; `developer` raises.
     **dict.fromkeys(
@@ -168,7 +201,7 @@ def with_tokens(
     name: str, folder: Path, tokens: Sequence[str], to: Path
 ) -> tuple[ChatTemplate, PretrainedTokenizer]:
     """Return a published template, and a tokenizer with its tokens and more."""
-    template, tokenizer = published(name, folder)
+    template, tokenizer = model_template(name, folder)
     variables = dict(template.variables)
     if "<|begin_of_text|>" in tokens:
         variables |= {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
@@ -188,6 +221,17 @@ def with_tokens(
     (to / "tokenizer_config.json").write_text(json.dumps(settings))
     template = ChatTemplate(template.source, variables, name=name, of_model=True)
     return template, PretrainedTokenizer.Config().build(path=to)
+
+
+def model_template(name: str, folder: Path) -> tuple[ChatTemplate, PretrainedTokenizer]:
+    """Return a published template or one of this file, and a tokenizer with its tokens."""
+    if name == "DeepSeek V3":  # that of R1 without reasoning
+        source = trl_template("TRL's deepseekv3")
+        for part in ("<think>\\n", OF_REASONING):
+            assert source is not None and source.count(part) == 1
+            source = source.replace(part, "")
+        return with_source(name, source)
+    return with_source(name, DEEPSEEK_V4) if name == "DeepSeek V4" else published(name, folder)
 
 
 def as_transformers(folder: Path, template: ChatTemplate) -> Any:
