@@ -28,8 +28,8 @@ from torchtitan.models.transformers.description import build_class
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.tiny import TEXT_IDS, tiny_config
 from torchtitan.models.transformers.weights import class_names
-from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.protocols.tensor_source import TensorSpec
+from torchtitan.tools.errors import UserError, summarize_names
 
 TOLERANCE = 1e-5
 """Largest difference in float32, relative to the largest element. Where rounding errors of float32

@@ -103,7 +103,7 @@ def convert(args: Sequence[str]) -> int:
     add_merge_options(parser)
     options = parser.parse_args(args)
     options.output = options.output.absolute()
-    return run_command("convert", lambda: _convert(options))
+    return run_command("convert", lambda: _convert(options), checkpoint=options.input)
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -183,11 +183,12 @@ def _adapter(options: argparse.Namespace, family: "ModuleType | None") -> "Writi
     """Like `_model`, for the adapter only. Raise `UserError` without an adapter, or if other
     parameters were trained."""
     from torchtitan.components.checkpoint.dcp import optimized_names
+    from torchtitan.components.checkpoint.formats import format_of
     from torchtitan.components.optim.optimizer import trained_names
     from torchtitan.components.peft import LoRA
     from torchtitan.components.peft.adapter_files import CONFIG, write_adapter
     from torchtitan.components.peft.converter import EXPORTED, check_complete
-    from torchtitan.components.weights import format_of, open_source
+    from torchtitan.components.weights import open_source
     from torchtitan.components.weights.assets import read_converters
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import converted_model, converters_from_records
@@ -288,7 +289,7 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
 
 def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
     from torchtitan.components.checkpoint import catalog
-    from torchtitan.components.weights import format_of
+    from torchtitan.components.checkpoint.formats import format_of
 
     written = partial
     if options.to == "dcp":

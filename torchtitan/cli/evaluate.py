@@ -61,7 +61,12 @@ def evaluate(args: Sequence[str]) -> int:
     )
     add_model_options(parser)
     options = parser.parse_args(args)
-    return run_command("eval", lambda: _evaluate(options))
+    return run_command(
+        "eval",
+        lambda: _evaluate(options),
+        checkpoint=options.checkpoint,
+        option="--checkpoint",
+    )
 
 
 def _evaluate(options: argparse.Namespace) -> None:

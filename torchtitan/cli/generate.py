@@ -81,7 +81,12 @@ def generate(args: Sequence[str]) -> int:
     add_sampling_options(parser)
     add_model_options(parser)
     options = parser.parse_args(args)
-    return run_command("generate", lambda: _generate(options))
+    return run_command(
+        "generate",
+        lambda: _generate(options),
+        checkpoint=options.checkpoint,
+        option="--checkpoint",
+    )
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -265,7 +270,12 @@ def chat(args: Sequence[str]) -> int:
     add_sampling_options(parser)
     add_model_options(parser)
     options = parser.parse_args(args)
-    return run_command("chat", lambda: _chat(options))
+    return run_command(
+        "chat",
+        lambda: _chat(options),
+        checkpoint=options.checkpoint,
+        option="--checkpoint",
+    )
 
 
 def _chat(options: argparse.Namespace) -> None:

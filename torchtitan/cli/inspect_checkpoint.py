@@ -54,6 +54,7 @@ def inspect_checkpoint(args: Sequence[str]) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from torchtitan.components.checkpoint import catalog
+    from torchtitan.components.checkpoint.formats import check_checkpoint
 
     path: Path = options.checkpoint
     if not catalog.has_marker(path) and _format_in(path) is None:
@@ -65,6 +66,7 @@ def _inspect(options: argparse.Namespace) -> int:
             info for info in catalog.list_checkpoints(path.parent) if info.path.name == path.name
         ]:
             return _print_list(itself)
+        check_checkpoint(path)
     family = import_given_package(options)
     facts, states, faults = _examine(path, family, verify=options.verify)
     _print_findings(path, facts, states, tensors=options.tensors)
@@ -74,7 +76,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _format_in(path: Path) -> "Format | None":
-    from torchtitan.components.weights import format_of
+    from torchtitan.components.checkpoint.formats import format_of
 
     try:
         return format_of(path)
@@ -87,9 +89,9 @@ def _examine(
 ) -> tuple[dict[str, str], States, list[str]]:
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.checkpoint.dcp import state_tensor_specs
+    from torchtitan.components.checkpoint.formats import FORMAT_NAMES
     from torchtitan.components.weights import open_source
     from torchtitan.components.weights.dequantize import DequantizedSource
-    from torchtitan.components.weights.sources import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
 
     # A checkpoint with a marker may have lost the files that identify its format.

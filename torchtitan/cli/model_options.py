@@ -157,14 +157,15 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
 
 def open_model(options: argparse.Namespace) -> OpenedModel:
     """Load the model that the options name. Raise `UserError` if it is missing or not a model."""
+    from torchtitan.components.checkpoint.formats import check_checkpoint
+
+    check_checkpoint(options.checkpoint, "--checkpoint")
     import torch
 
-    from torchtitan.components.checkpoint.catalog import reject_outer_folder
     from torchtitan.components.tokenizer import PretrainedTokenizer
     from torchtitan.models.pretrained import load_model
     from torchtitan.tools.device import device_type
 
-    reject_outer_folder(options.checkpoint, "--checkpoint")
     device = torch.device(options.device or device_type())
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but no GPU is available")
@@ -191,11 +192,18 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     return OpenedModel(loaded.model, tokenizer, folders, loaded.spec.model.max_seq_len)
 
 
-def run_command(command: str, run: Callable[[], int | None]) -> int:
+def run_command(
+    command: str, run: Callable[[], int | None], *, checkpoint: Path | None = None, option: str = ""
+) -> int:
     """Call `run` and return its exit code. Print the message of a user's mistake (2) or a failure
-    (3)."""
+    (3). `checkpoint`, the value of `option`, must be a checkpoint: another folder is refused before
+    torch is imported."""
     init_logger()
     try:
+        if checkpoint is not None:
+            from torchtitan.components.checkpoint.formats import check_checkpoint
+
+            check_checkpoint(checkpoint, option)
         return run() or 0
     except (UserError, RunFailure, OSError, ValueError) as raised:
         error = of_wrong_path(raised)

@@ -169,6 +169,8 @@ def _views_of_data(options: argparse.Namespace, served: "ServedModel") -> "dict[
 
 
 def _check(options: argparse.Namespace) -> None:
+    from torchtitan.components.checkpoint.formats import check_checkpoint
+
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -187,6 +189,7 @@ def _check(options: argparse.Namespace) -> None:
             f"--follow: {options.checkpoint} is not the folder of a run with a checkpoint; name "
             "the run's folder as --checkpoint"
         )
+    check_checkpoint(_newest(options.checkpoint), "--checkpoint")
     if not (_is_loopback(options.host) or key or options.insecure):
         raise UserError(
             f"--host {options.host} is reachable from other machines; set --api_key or "

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from torchtitan.components.checkpoint.formats import format_of, formats_in
 from torchtitan.components.weights import Format, MetaSource, TensorSource, load_weights, pretrained
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_model_json
 from torchtitan.components.weights.dequantize import check_quantization
 from torchtitan.components.weights.export import prevailing_dtype
 from torchtitan.components.weights.load import check_types
-from torchtitan.components.weights.sources import format_of, formats_in
 from torchtitan.config.registry import trusted_module
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.common.config_reader import ConfigReader

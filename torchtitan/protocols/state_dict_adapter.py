@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.protocols.model import BaseModel
-from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.protocols.tensor_source import TensorSpec
+from torchtitan.tools.errors import UserError, summarize_names
 
 Names = str | tuple[str, ...]
 """Name of one tensor, or names of several; `*` matches every layer's number."""

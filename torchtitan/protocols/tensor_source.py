@@ -1,7 +1,7 @@
 """`TensorSource`: named tensors that are read one at a time, or in part, from any storage."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ MakeTensor = Callable[[str], Tensor]
 tensor."""
 
 _CHUNK_BYTES = 64 * 2**20
-_NAMED_IN_ERRORS = 5
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,6 @@ def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
                 f"cannot hold (at most {torch.finfo(dtype).max:g}); export another type"
             )
     return converted
-
-
-def summarize_names(names: Sequence[str]) -> str:
-    """Return the first few names and the total number for a message."""
-    more = f", … ({len(names)} in all)" if len(names) > _NAMED_IN_ERRORS else ""
-    return ", ".join(names[:_NAMED_IN_ERRORS]) + more
 
 
 def damaged_file_error(file: str | Path, error: object) -> UserError:

@@ -3,8 +3,10 @@
 import contextlib
 import difflib
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
+
+_NAMED_IN_ERRORS = 5
 
 
 class UserError(ValueError):
@@ -55,6 +57,12 @@ def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     alike than `cutoff`."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""
+
+
+def summarize_names(names: Sequence[str]) -> str:
+    """Return the first few names and the total number for a message."""
+    more = f", … ({len(names)} in all)" if len(names) > _NAMED_IN_ERRORS else ""
+    return ", ".join(names[:_NAMED_IN_ERRORS]) + more
 
 
 def of_wrong_path(error: BaseException) -> BaseException:

@@ -12,6 +12,7 @@ import torch
 import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint.formats import format_of
 from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
 from torchtitan.components.checkpoint.resume import StartDecision
 from torchtitan.components.data.base import BaseDataLoader
@@ -26,7 +27,7 @@ from torchtitan.components.optim.optimizer import Optimizer, check_early_step
 from torchtitan.components.optim.spikes import SpikeGuard
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.weights.pretrained import check_start
-from torchtitan.components.weights.sources import base_weights, format_of
+from torchtitan.components.weights.sources import base_weights
 from torchtitan.config import (
     ActivationCheckpointConfig,
     CommConfig,

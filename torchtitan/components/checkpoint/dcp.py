@@ -50,9 +50,8 @@ from torchtitan.protocols.tensor_source import (
     damaged_file_error,
     full_slices,
     slice_shape,
-    summarize_names,
 )
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.torch_private import (
     FsspecReader,
     FsspecWriter,

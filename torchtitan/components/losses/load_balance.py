@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig
-from torchtitan.protocols.tensor_source import summarize_names
+from torchtitan.tools.errors import summarize_names
 from torchtitan.tools.logging import logger
 
 _STARVING_SHARE, _STARVING_STEPS = 0.01, 100

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan.components.checkpoint.formats import ADAPTER_CONFIG
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
+from torchtitan.components.checkpoint.torchtune_files import adapter_in
 from torchtitan.components.peft.adapter_tensors import (
     Entry,
     ExpertsEntry,
@@ -30,11 +32,10 @@ from torchtitan.components.peft.sizes import Size, find_patterns, look_up
 from torchtitan.components.weights import HuggingFaceSource, torchtune
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.load import read_part
-from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity
-from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec
+from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
@@ -226,7 +227,7 @@ def _open(
     folder: Path, config: LoRAConfig, spec: ModelSpec
 ) -> tuple[TensorSource, dict[str, object]]:
     """Return an adapter's tensors, with the names of PEFT's file, and adapter_config.json."""
-    own = None if (folder / WEIGHTS).is_file() else torchtune.adapter_in(folder)
+    own = None if (folder / WEIGHTS).is_file() else adapter_in(folder)
     if own is None:
         document = check_adapter_config(folder, config)
         return HuggingFaceSource(folder, WEIGHTS), document

@@ -35,8 +35,8 @@ from torchtitan.protocols.state_dict_adapter import (
     Transform,
     model_tensor_specs,
 )
-from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.protocols.tensor_source import TensorSpec
+from torchtitan.tools.errors import UserError, summarize_names
 
 _PREFIX = "base_model.model."
 """Prefix of all names in the weights file."""

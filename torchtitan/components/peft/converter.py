@@ -23,8 +23,7 @@ from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
 from torchtitan.protocols.experts import LinearRouter, StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.tensor_source import summarize_names
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, require, summarize_names
 from torchtitan.tools.logging import logger
 
 _MAX_RANK = 2**24

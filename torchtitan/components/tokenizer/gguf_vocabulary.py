@@ -12,8 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
-from torchtitan.protocols.tensor_source import summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.logging import logger
 
 

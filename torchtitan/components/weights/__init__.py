@@ -5,10 +5,11 @@ family's state-dict adapter (`torchtitan.protocols.state_dict_adapter`) to map t
 `components.checkpoint` does not use this package.
 """
 
+from torchtitan.components.checkpoint.formats import Format, format_of
 from torchtitan.components.weights.export import export_checkpoint
 from torchtitan.components.weights.huggingface import HuggingFaceSource, write_huggingface
 from torchtitan.components.weights.load import load_weights
-from torchtitan.components.weights.sources import Format, format_of, open_source
+from torchtitan.components.weights.sources import open_source
 from torchtitan.components.weights.torch_files import MetaSource, write_meta
 from torchtitan.components.weights.views import (
     ChainedSource,

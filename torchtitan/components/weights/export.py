@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.components.checkpoint.formats import META_PARAMETERS, STEMS, Format
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
 from torchtitan.components.weights.assets import (
@@ -20,9 +21,8 @@ from torchtitan.components.weights.assets import (
     token_ids,
     write_files,
 )
-from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, STEMS, write_huggingface
-from torchtitan.components.weights.sources import Format
-from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
+from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
+from torchtitan.components.weights.torch_files import write_meta
 from torchtitan.components.weights.views import ExternalView, PlainView
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import ModelConverter

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.components.checkpoint.formats import STEMS
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
@@ -20,15 +21,11 @@ from torchtitan.protocols.tensor_source import (
     TensorSource,
     TensorSpec,
     damaged_file_error,
-    summarize_names,
     value_chunks,
 )
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import is_file_name, read_object
-
-STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
-"""Beginning of the names of weight files that each library writes."""
 
 MAX_FILE_BYTES = 5 * 2**30
 """Default maximum size of a file."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.distributed.initialize import local_part, local_slices
-from torchtitan.protocols.tensor_source import TensorSource, TensorSpec, summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
+from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.sharded import is_dtensor
 
 _QUANTIZED = "quantized (at least 16-bit floating point is required)"

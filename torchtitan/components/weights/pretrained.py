@@ -15,6 +15,7 @@ from torchtitan.components.checkpoint import (
     load_model_state,
 )
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA
+from torchtitan.components.checkpoint.formats import format_of
 from torchtitan.components.checkpoint.identity import BaseWeights
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import (
@@ -33,7 +34,7 @@ from torchtitan.components.weights.assets import (
 from torchtitan.components.weights.dequantize import check_quantization
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.load import check_fit, load_weights
-from torchtitan.components.weights.sources import format_of, open_source, weights_at
+from torchtitan.components.weights.sources import open_source, weights_at
 from torchtitan.components.weights.views import (
     ChainedSource,
     ConvertedView,

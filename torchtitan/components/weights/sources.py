@@ -4,100 +4,33 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from torchtitan.components.checkpoint import catalog
-from torchtitan.components.checkpoint.filesystem import DCP_METADATA, LocalFolder, folder_at
+from torchtitan.components.checkpoint.filesystem import LocalFolder, folder_at
+from torchtitan.components.checkpoint.formats import (
+    META_PARAMETERS,
+    NAMES_OF_WEIGHTS,
+    PICKLED,
+    SAFETENSORS,
+    Format,
+    format_of,
+    formats_in,
+)
 from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, identify_content
+from torchtitan.components.checkpoint.torchtune_files import has_own_names, weights_in
 from torchtitan.components.weights import huggingface, torch_files, torchtune
 from torchtitan.components.weights.dequantize import DESCRIPTIONS, dequantized, read_method
-from torchtitan.protocols.tensor_source import TensorSource, summarize_names
+from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.digests import cache_root, remembered, threads
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import missing_folder_error, read_object
+from torchtitan.tools.files import read_object
 from torchtitan.tools.progress import progress
 from torchtitan.tools.redact import redact
 
-Format = Literal["dcp", "hf", "meta"]
-
-FORMAT_NAMES: dict[Format, str] = {"dcp": "DCP", "hf": "Hugging Face", "meta": "Meta"}
-
-ADAPTER_CONFIG = "adapter_config.json"
-"""File next to the weights of an adapter in PEFT's format."""
-
-_PICKLED = (torch_files.PICKLED_WEIGHTS, torch_files.PICKLED_INDEX)
-_PAIRS = (
-    *(
-        tuple(file.name for file in huggingface.files_named(Path(), s))
-        for s in huggingface.STEMS.values()
-    ),
-    _PICKLED,
-)
-"""Names of a single file of weights and of the index of several."""
-
-_SAFETENSORS = tuple(name for pair in _PAIRS[:-1] for name in pair)
-
 _LARGE = 1 << 30
 """Reading more bytes of weights than this shows progress."""
-
-
-def format_of(path: str | Path) -> Format:
-    """Return the format of the checkpoint in the folder `path`. Raise `UserError` without a
-    checkpoint (naming the files present and expected), or with more than one format."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise missing_folder_error(path)
-    formats = formats_in(folder)
-    if len(formats) > 1:
-        names = " and ".join(f"{FORMAT_NAMES[format]} ({file})" for format, file in formats.items())
-        raise UserError(
-            f"{folder} holds weights in {len(formats)} formats: {names}; keep one of them and move "
-            "the other files to another folder"
-        )
-    if formats:
-        return next(iter(formats))
-    if (folder / ADAPTER_CONFIG).is_file() or torchtune.adapter_in(folder):
-        outer = folder.absolute().parent
-        is_merged = any((outer / name).is_file() for name in _SAFETENSORS)
-        merged = outer if is_merged else "the step-N folder of its run, or that folder converted"
-        raise UserError(
-            f"{folder} holds only an adapter, not a model; use the merged model ({merged})"
-        )
-    if catalog.has_marker(folder):
-        catalog.raise_if_damaged(folder)
-    if epochs := torchtune.epochs_in(folder):
-        raise UserError(
-            f"{folder} is the output folder of torchtune; use the model of an epoch: {epochs[-1]}"
-        )
-    inside = sorted(item.name for item in folder.iterdir())
-    contents = f"contains {summarize_names(inside)}" if inside else "is empty"
-    raise UserError(
-        f"{folder} holds no checkpoint: it {contents}, and has neither {DCP_METADATA} (DCP), "
-        f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face), {torch_files.META_FILES} "
-        f"(Meta) nor {', '.join(torchtune.WEIGHTS)} (torchtune)"
-    )
-
-
-def formats_in(folder: Path) -> dict[Format, str]:
-    """Return each format with files in `folder` and the name of one file. Safetensors and
-    pytorch_model.bin count as one format, since many models on the Hub have both. torchtune's files
-    count as the format of the model's description next to them, if there are no others."""
-    huggingface_files = (name for name in (*_SAFETENSORS, *_PICKLED) if (folder / name).is_file())
-    files: dict[Format, str | None] = {
-        "dcp": DCP_METADATA if (folder / DCP_METADATA).is_file() else None,
-        "hf": next(huggingface_files, None),
-        "meta": next(
-            (file.name for file in sorted(folder.glob(torch_files.META_FILES)) if file.is_file()),
-            None,
-        ),
-    }
-    found = {format: name for format, name in files.items() if name}
-    if found or not (own := torchtune.weights_in(folder)):
-        return found
-    is_meta = (folder / torch_files.META_PARAMETERS).is_file()
-    return {"meta" if is_meta and not (folder / "config.json").is_file() else "hf": own[0].name}
 
 
 def open_source(path: str | Path) -> TensorSource:
@@ -113,7 +46,7 @@ def open_source(path: str | Path) -> TensorSource:
     source = _stored(Path(path), source_format)
     if source_format == "meta":
         return source
-    if torchtune.has_own_names(source):
+    if has_own_names(source.specs):
         return torchtune.TorchtuneView(source, read_object(Path(path) / "config.json"))
     return dequantized(source, Path(path))
 
@@ -124,11 +57,11 @@ def _stored(folder: Path, source_format: Format) -> TensorSource:
     if source_format == "meta":
         return torch_files.MetaSource(folder)
     found = formats_in(folder)["hf"]
-    if found in _SAFETENSORS:
+    if found in SAFETENSORS:
         return huggingface.HuggingFaceSource(folder)
-    if found in _PICKLED:
+    if found in PICKLED:
         return torch_files.PickledSource(folder)
-    return torchtune.stored(torchtune.weights_in(folder))
+    return torchtune.stored(weights_in(folder))
 
 
 def weights_at(path: str) -> BaseWeights:
@@ -175,14 +108,12 @@ def _files_of(folder: Path, source_format: Format) -> list[Path]:
     """Return the files that determine the tensors of a checkpoint in Hugging Face's or Meta's
     format."""
     if source_format == "meta":
-        weights, described = torch_files.meta_files(folder), [folder / torch_files.META_PARAMETERS]
+        weights, described = torch_files.meta_files(folder), [folder / META_PARAMETERS]
         return [*weights, *(file for file in described if file.is_file())]
     found = formats_in(folder)["hf"]
-    single, index = next((pair for pair in _PAIRS if found in pair), (found, ""))
+    single, index = next((pair for pair in NAMES_OF_WEIGHTS if found in pair), (found, ""))
     described = [folder / name for name in (index, "config.json", *DESCRIPTIONS) if name]
-    weights = (
-        list(huggingface.files_of(folder, single, index)) if index else torchtune.weights_in(folder)
-    )
+    weights = list(huggingface.files_of(folder, single, index)) if index else weights_in(folder)
     return [*weights, *(file for file in described if file.is_file())]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan.components.checkpoint.formats import META_FILES, META_PARAMETERS, PICKLED
 from torchtitan.components.weights.huggingface import files_of, listed
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
@@ -25,20 +26,14 @@ from torchtitan.protocols.tensor_source import (
     damaged_file_error,
     full_slices,
     slice_shape,
-    summarize_names,
     value_chunks,
 )
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import read_object, unreadable_file_error
 from torchtitan.tools.torch_private import offset_in_file
 
-PICKLED_WEIGHTS = "pytorch_model.bin"
-PICKLED_INDEX = "pytorch_model.bin.index.json"
-META_FILES = "consolidated.*.pth"
 _META_FILES_OF_TORCHTUNE = ("model-00001-of-00001.bin", "meta_model_*.pt")
-META_PARAMETERS = "params.json"
-
 _AXES = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
 """Module → dimension along which its weight is sharded."""
 
@@ -71,7 +66,7 @@ class PickledSource(TensorSource):
     missing, damaged or outside the folder `path`, holds other objects, or does not have all tensors
     listed in the index. `weights` is another name of the single file."""
 
-    def __init__(self, path: str | Path, weights: str = PICKLED_WEIGHTS):
+    def __init__(self, path: str | Path, weights: str = PICKLED[0]):
         self._locations: dict[str, TensorLocation] = {}
         index = f"{weights}.index.json"
         for file, names in files_of(Path(path), weights, index).items():

@@ -17,17 +17,8 @@ from torchtitan.components.weights.huggingface import HuggingFaceSource
 from torchtitan.components.weights.torch_files import PickledSource
 from torchtitan.components.weights.views import ChainedSource, Recipe, View
 from torchtitan.protocols.state_dict_adapter import RopePermutation
-from torchtitan.protocols.tensor_source import TensorSource, TensorSpec, summarize_names
-from torchtitan.tools.errors import UserError
-
-ADAPTERS = ("adapter_model.pt", "adapter_*.pt")
-"""Names of files with an adapter, of new and old versions."""
-
-WEIGHTS = ("model-*-of-*.*", "torchtune_model_*.pt", "hf_model_*.pt", "meta_model_*.pt")
-"""Names of files of weights, in torchtune's or Hugging Face's layout, of new and old versions."""
-
-_SUFFIXES = (".safetensors", ".bin", ".pt")
-_NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.")
+from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
+from torchtitan.tools.errors import UserError, summarize_names
 
 _ROTATE_NEIGHBORS = {"llama": True, "mistral": True, "gemma": True, "qwen2": False, "phi3": False}
 """`model_type` → whether its queries and keys have Meta's order of rows. Not Gemma 2: torchtune
@@ -67,52 +58,6 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+?)\.([^.]+)")
 _ADAPTED = re.compile(rf"(?:layers\.(\d+)\.)?(.+?)\.({'|'.join(map(re.escape, _ADAPTER_PARTS))})")
 
 
-def weights_in(folder: Path) -> list[Path]:
-    """Return torchtune's files of one model in `folder`. Raise `UserError` if it has those of
-    several, or not all of one."""
-    found = sorted(
-        file
-        for pattern in WEIGHTS
-        for file in folder.glob(pattern)
-        if file.suffix in _SUFFIXES and file.is_file()
-    )
-    if not any(file.suffix != ".safetensors" or has_own_names(_of_file(file)) for file in found):
-        return []  # Hugging Face's, without the index that is written last
-    numbers = [_NUMBERED.match(file.name) for file in found]
-    if not any(numbers):
-        if len({file.stem.rpartition("_")[2] for file in found}) > 1:
-            raise UserError(
-                f"{folder} has the weights of several epochs: "
-                f"{summarize_names([file.name for file in found])}; keep one's"
-            )
-        return found
-    totals = {(match[2], file.suffix) for match, file in zip(numbers, found, strict=True) if match}
-    if not all(numbers) or len(totals) > 1:
-        names = summarize_names([file.name for file in found])
-        raise UserError(f"{folder} has the weights of several models: {names}; keep one's")
-    ((total, _),) = totals
-    if len(found) != int(total):
-        names = summarize_names([file.name for file in found])
-        raise UserError(f"{folder} is incomplete: of {int(total)} files of weights, it has {names}")
-    return found
-
-
-def epochs_in(folder: Path) -> list[Path]:
-    """Return the folders of epochs with weights in a recipe's output folder, in order."""
-    epochs = [epoch for epoch in folder.glob("epoch_*") if weights_in(epoch)]
-    return sorted(epochs, key=lambda epoch: (len(epoch.name), epoch.name))
-
-
-def adapter_in(folder: Path) -> Path | None:
-    """Return the file of an adapter in torchtune's format. Raise `UserError` if there are
-    several."""
-    found = sorted({file for pattern in ADAPTERS for file in folder.glob(pattern)})
-    if len(found) > 1:
-        names = summarize_names([file.name for file in found])
-        raise UserError(f"{folder} has several adapters: {names}; keep one of them")
-    return found[0] if found else None
-
-
 def stored(files: list[Path]) -> TensorSource:
     """Return the tensors of all files, unchanged."""
     return reduce(ChainedSource, (_of_file(file) for file in files))
@@ -121,11 +66,6 @@ def stored(files: list[Path]) -> TensorSource:
 def _of_file(file: Path) -> TensorSource:
     opened = HuggingFaceSource if file.suffix == ".safetensors" else PickledSource
     return opened(file.parent, file.name)
-
-
-def has_own_names(source: TensorSource) -> bool:
-    """Return whether a model's tensors have torchtune's names."""
-    return any(".attn.output_proj." in name for name in source.specs)
 
 
 class TorchtuneView(View):

@@ -26,8 +26,8 @@ from torchtitan.protocols.state_dict_adapter import (
     check_names,
     check_shapes,
 )
-from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.protocols.tensor_source import TensorSpec
+from torchtitan.tools.errors import UserError, summarize_names
 
 
 def adapter(config: TransformersModel.Config) -> "TransformersAdapter":
