@@ -153,7 +153,13 @@ def test_mistakes_have_one_message(words, tmp_path, monkeypatch):
     "words",
     [
         ["--training.steps", "1e3", "--checkpoint.no_enable", "--training.max-norm", "inf"],
-        ["--training.batch_schedule", "10:16", "20:32", "--debug.seed=-1", "--optimizer.lr=1e-3"],
+        [
+            "--training.batch_schedule",
+            "10:16",
+            "20:32",
+            "--training.global_batch_size=-1",
+            "--optimizer.lr=1e-3",
+        ],
         ["--training.epochs", "None", "--validator.enable", "false", "--training.batch_schedule"],
     ],
     ids=" ".join,
@@ -162,6 +168,29 @@ def test_right_words_are_no_mistakes(words, monkeypatch):
     early = parse(*words)
     monkeypatch.setattr(manager, "known_configuration", lambda *names: None)
     assert early == parse(*words)
+
+
+def test_sections_are_checked_as_by_the_configuration():
+    """The defaults of all configurations are right, and a wrong value has the same message."""
+    table = json.loads(option_table.TABLE.read_text())
+    n_checked = 0
+    for module, configs in table["configurations"].items():
+        for config in configs:
+            known = option_table.known_configuration(module, config)
+            for key in ("training.gc_freq", "comm.init_timeout_seconds", "debug.seed"):
+                option_table.check_sections(known, {key: known.fields[key].default})
+                with pytest.raises(UserError, match=rf"--{key} is -5, but must be "):
+                    option_table.check_sections(known, {key: "-5"})
+                n_checked += 1
+    assert n_checked > 100
+    for key, value in {"training.steps": "0", "activation_checkpoint.memory_budget": "2"}.items():
+        with pytest.raises(UserError) as early:
+            parse(f"--{key}={value}")
+        with pytest.MonkeyPatch.context() as late:
+            late.setattr(manager, "known_configuration", lambda *names: None)
+            with pytest.raises(UserError) as checked:
+                parse(f"--{key}={value}").config.check(world_size=1)
+        assert str(early.value) == str(checked.value)
 
 
 @pytest.mark.slow
@@ -199,6 +228,8 @@ def test_help_is_that_of_the_configuration(module, config, tmp_path, monkeypatch
         ["--module", "nowhere"],
         ["--training.stepz", "3"],
         ["--training.steps", "abc"],
+        ["--training.steps", "-1"],
+        ["--module", "qwen3", "--config", "qwen3_0.6b", "--training.max_norm=0"],
     ],
 )
 def test_torch_is_not_imported(words):

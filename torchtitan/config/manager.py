@@ -33,7 +33,11 @@ from torchtitan.config.configurable import (
     leaves,
     whole_number,
 )
-from torchtitan.config.option_table import KnownConfiguration, known_configuration
+from torchtitan.config.option_table import (
+    KnownConfiguration,
+    check_sections,
+    known_configuration,
+)
 from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
@@ -170,6 +174,7 @@ class ConfigManager:
                 self._parse(with_file, words, options)
             if unknown := _unknown_words(words, of_options):
                 raise self._unknown(unknown, options)
+            check_sections(known, {**leaves(document), **_values_in(words, of_options)})
         except UserError:
             if known.is_current:
                 raise
@@ -325,10 +330,9 @@ def _refusals_named() -> Iterator[None]:
         ) from error
 
 
-def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
-    """Check the values on the command line, with the messages of a file, before tyro parses them.
-    Raise `UserError` for the first wrong one; of an option that is repeated, the last value
-    counts."""
+def _given_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, list[str]]:
+    """Return the words that are values of options other than switches; of an option that is
+    repeated, the last ones."""
     values: dict[str, list[str]] = {}
     for place, word in enumerate(words):
         key = _key_of(word)
@@ -337,7 +341,21 @@ def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
         if key in types and types[key] is not bool:
             rest = takewhile(lambda other: not _is_option(other), words[place + 1 :])
             values[key] = [value] if assigned else list(rest)
-    for key, given in values.items():
+    return values
+
+
+def _values_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of options on the command line, which fit their types; without switches."""
+    return {
+        key: given if holds_list(types[key]) and given != ["None"] else given[0]
+        for key, given in _given_in(words, types).items()
+    }
+
+
+def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
+    """Check the values on the command line, with the messages of a file, before tyro parses them.
+    Raise `UserError` for the first wrong one."""
+    for key, given in _given_in(words, types).items():
         declared = types[key]
         is_list = holds_list(declared)
         if not given and not is_list:

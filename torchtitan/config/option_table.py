@@ -11,7 +11,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_type_hints
 
+from torchtitan.config.configurable import convert
 from torchtitan.config.registry import REGISTRY_FILE, built_in_modules
+from torchtitan.config.sections import (
+    ActivationCheckpointConfig,
+    CommConfig,
+    DebugConfig,
+    TrainingConfig,
+)
 from torchtitan.config.values import nested
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -39,6 +46,18 @@ _BUILDERS = (
     "models/families.py",
 )
 """Further files with defaults and sections of configurations."""
+
+
+_Checked = TrainingConfig | ActivationCheckpointConfig | CommConfig | DebugConfig
+
+SECTIONS: Mapping[str, type[_Checked]] = {
+    "training": TrainingConfig,
+    "activation_checkpoint": ActivationCheckpointConfig,
+    "comm": CommConfig,
+    "debug": DebugConfig,
+}
+"""Sections of every run that are checked without torch. (`parallelism` depends on
+`--parallelism.auto`.)"""
 
 
 class Option(NamedTuple):
@@ -109,6 +128,23 @@ def _types(spelled: Mapping[str, str]) -> dict[str, object]:
     """Return types by key, as Python spells them."""
     holder = type("Types", (), {"__annotations__": dict(spelled)})
     return get_type_hints(holder, localns={"Literal": Literal})
+
+
+def check_sections(known: KnownConfiguration, given: Mapping[str, object]) -> None:
+    """Raise `UserError` for a value that one of `SECTIONS` refuses by itself. `given` has values by
+    key, which fit their types."""
+    for name, section in SECTIONS.items():
+        prefix = f"{name}."
+        changed = {key for key in given if key.startswith(prefix)}
+        values = {
+            key.removeprefix(prefix): convert(given[key], option.declared)
+            if key in changed
+            else option.default
+            for key, option in known.fields.items()
+            if key.startswith(prefix)
+        }
+        if changed:
+            section(**values).validate()
 
 
 def known_configuration(module: str, config: str) -> KnownConfiguration | None:
