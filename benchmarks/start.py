@@ -41,12 +41,18 @@ COMMANDS: dict[str, list[str]] = {
     "an unknown option": [*DEBUG_MODEL, "--optimizer.lrr", "1"],
     "a wrong value": [*DEBUG_MODEL, "--training.steps", "x"],
     "a wrong module": ["train", "--module", "lama3"],
+    "a value out of range": [*DEBUG_MODEL, "--training.steps", "-1"],
+    "a folder without a checkpoint": ["generate", "--checkpoint", "nowhere", "--prompt", "x"],
     "`report`": ["report", "run"],
     "`migrate`": ["migrate", "axolotl.yaml", "--out", "migrated.yaml"],
     "first step": [*FIRST_STEP, "--dump_folder", "out"],
 }
 
-REFUSED = [COMMANDS[title] for title in ("an unknown option", "a wrong value", "a wrong module")]
+REFUSED = [
+    words
+    for title, words in COMMANDS.items()
+    if title.startswith(("an unknown", "a wrong", "a value", "a folder"))
+]
 """Commands that end with exit code 2."""
 
 

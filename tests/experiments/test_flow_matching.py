@@ -92,6 +92,20 @@ def test_killed_run_resumes_bit_for_bit(images, tmp_path):
     assert read_metrics(tmp_path / "killed", *numbers) == read_metrics(tmp_path / "whole", *numbers)
 
 
+def test_early_stopping_ends_the_run(images, tmp_path):
+    options = {
+        "validator__enable": True,
+        "validator__dataset": images,
+        "validator__freq": 1,
+        "callbacks__earlystopping__metric": "validation_loss",
+        "callbacks__earlystopping__min_delta": 1e9,  # nothing improves this much
+        "callbacks__earlystopping__patience": 2,
+    }
+    trainer = train(images, tmp_path, training__steps=10, **options)
+    assert trainer.step == 3
+    assert trainer.early_end.startswith("validation_loss has not improved in 2 measurements")
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP": {},
     "DDP": {

@@ -440,6 +440,19 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "option", ["callbacks.evaluation.files", "callbacks.samples.prompts"], ids=str
+)
+def test_text_of_a_reward_model_is_refused(folder, tmp_path, option):
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    options = {option.replace(".", "__"): [tmp_path / "text.txt"]}
+    name = option.rpartition(".")[0]
+    with pytest.raises(
+        UserError, match=rf"--{name} needs a model that predicts text, .*accuracies"
+    ):
+        train_reward(folder, tmp_path / "run", callbacks__samples__max_new_tokens=8, **options)
+
+
 def test_other_trainers_refuse_a_reward_model(folder, tmp_path):
     words = flags(
         {"hf_assets_path": trained(folder), "dataloader.dataset": [folder / "sft.jsonl"], **OPTIONS}

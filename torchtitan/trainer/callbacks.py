@@ -15,6 +15,7 @@ from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds, config_key
 from torchtitan.distributed.compile import RecompileMonitor
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.run import Run, Sections
 from torchtitan.trainer.step_result import StepResult, StopReason
@@ -138,6 +139,16 @@ class Recorder(Callback):
     def close(self) -> None:
         self.use(JsonLines.close)
         self.file = None
+
+
+def refuse_scores(run: Sections, option: str) -> None:
+    """Raise `UserError` for an option that needs a model which predicts text, in a run that trains
+    a reward model."""
+    if run.trains_scores:
+        raise UserError(
+            f"{option} needs a model that predicts text, and a reward model predicts none; use "
+            "--validator, which measures rewards/accuracies"
+        )
 
 
 class PeriodicEvaluation(Callback):

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import tyro
@@ -81,7 +81,7 @@ class Preflight:
 class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
 
-    trains_scores = False
+    trains_scores: ClassVar[bool] = False
     """True for trainers of reward models."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""

@@ -24,7 +24,7 @@ from torchtitan.components.generation import stop_ids
 from torchtitan.config.code import CodeFolder
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer.callbacks import PeriodicEvaluation
+from torchtitan.trainer.callbacks import PeriodicEvaluation, refuse_scores
 from torchtitan.trainer.run import Run, Sections
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class Evaluation(PeriodicEvaluation):
             if self.files or self.tasks:
                 user = "--callbacks.evaluation (evaluate the checkpoints: torchtitan eval)"
                 run.parallelism.require_one("context", "pipeline", user=user)
+                refuse_scores(run, "--callbacks.evaluation")
             if self.tasks:
                 self.load_tasks()
 

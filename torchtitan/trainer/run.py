@@ -31,6 +31,9 @@ from torchtitan.trainer.models import RunModel
 class Sections(Protocol):
     """Sections of a `Trainer.Config` that every run has."""
 
+    trains_scores: ClassVar[bool]
+    """Whether the run trains a reward model, which predicts no text."""
+
     hf_assets_path: str
     dump_folder: str
     dataloader: BaseDataLoader.Config

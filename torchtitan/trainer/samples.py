@@ -14,7 +14,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger, presentable
-from torchtitan.trainer.callbacks import LineRecorder, PeriodicEvaluation
+from torchtitan.trainer.callbacks import LineRecorder, PeriodicEvaluation, refuse_scores
 from torchtitan.trainer.evaluation import share_of
 from torchtitan.trainer.run import Run, Sections
 
@@ -72,6 +72,7 @@ class Samples(PeriodicEvaluation, LineRecorder):
             run.parallelism.require_one(
                 "context", "pipeline", user="--callbacks.samples (see torchtitan generate)"
             )
+            refuse_scores(run, "--callbacks.samples")
             length = run.training.seq_len
             if self.max_new_tokens >= length:
                 raise UserError(

@@ -11,6 +11,7 @@ from torchtitan.components.peft import LoRA
 from torchtitan.config import TrainingConfig
 from torchtitan.models import dit, flux
 from torchtitan.models.common.recipes import with_adapters
+from torchtitan.trainer.early_stopping import EarlyStopping
 
 from .flux import ClassTextTrainer
 from .samples import Samples
@@ -31,7 +32,7 @@ def dit_debugmodel() -> FlowMatchingTrainer.Config:
         ema=WeightAverage.Config(decay=0.999, for_validation=True),
         validator=Validator.Config(enable=False),
         checkpoint=CheckpointManager.Config(interval=500),
-        callbacks=[Samples.Config()],
+        callbacks=[Samples.Config(), EarlyStopping.Config()],
     )
 
 
@@ -40,7 +41,7 @@ def dit_digits() -> FlowMatchingTrainer.Config:
     at the end: scikit-learn's handwritten digits."""
     config = dit_debugmodel()
     config.training.steps, config.optimizer.lr = 3000, 2e-3
-    config.callbacks = [Samples.Config(freq=500)]
+    config.callbacks = [Samples.Config(freq=500), EarlyStopping.Config()]
     config.ema.for_export = True
     config.checkpoint = CheckpointManager.Config(enable=True, interval=500, last_save_in_hf=True)
     return config

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class RewardTrainer(Trainer):
     class Config(Trainer.Config):
         """A whole run of reward modeling."""
 
-        trains_scores = True
+        trains_scores: ClassVar[bool] = True
 
         def validate(self) -> None:
             for converter in self.model_converters:
