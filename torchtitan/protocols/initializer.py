@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from torchtitan.tools.errors import UserError
+
 _ATTRIBUTE = "parameter_initializers"
 Numbers = NDArray[Any]
 """float32 numbers; NumPy's type hints do not know that a Python number leaves them float32."""
@@ -94,10 +96,23 @@ class DerivedRows:
     (`BaseModel.values_of`)."""
 
     from_rows: Callable[[Tensor], Tensor]
-    """Rows of the other parameter, (n, …) in float32 → the same rows of this one."""
+    """Rows of the other parameter, (n, …) in float32, or of its `part` → the same rows of this
+    one."""
+
+    part: str = ""
+    """Part of the other parameter in few bits (`TensorSource.of_part`) that this one is derived
+    from; empty: its values."""
+
+    form: str = ""
+    """Entry of `TensorSource.forms` that the other parameter must have for this part."""
 
     @torch.no_grad()
     def __call__(self, uniform: Numbers) -> NDArray[Any]:
+        if self.part:
+            raise UserError(
+                f"the converted model keeps {self.plain} in few bits ({self.form}), which only a "
+                "checkpoint has; set --checkpoint.initial_load_path"
+            )
         assert self.initializer is not None
         return self.from_rows(torch.from_numpy(self.initializer(uniform))).numpy()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
 from torchtitan.protocols.images import ImageInputs
-from torchtitan.protocols.initializer import DerivedRows
+from torchtitan.protocols.initializer import DerivedRows, initializers_of
 from torchtitan.tools.errors import UserError
 
 
@@ -167,7 +167,8 @@ class ConvertedModule(nn.Module):
     @property
     def derived(self) -> Mapping[str, DerivedRows]:
         """Name of a parameter → its derivation from one of the plain module's."""
-        return {}
+        starts = initializers_of(self).items()
+        return {name: start for name, start in starts if isinstance(start, DerivedRows)}
 
     @property
     def added(self) -> Collection[str]:

@@ -48,6 +48,20 @@ class TensorSource(ABC):
 
     specs: Mapping[str, TensorSpec]
 
+    forms: Mapping[str, str] = {}
+    """How tensors that are stored in few bits can be kept in them, by name
+    (`components.weights.few_bits`). The others are stored as read, or cannot be kept
+    (`reasons`)."""
+
+    reasons: Mapping[str, str] = {}
+    """Why a tensor in few bits can only be dequantized, by name."""
+
+    def of_part(self, part: str) -> "TensorSource":
+        """Return these tensors with a part of their few bits instead of values, in the same shape:
+        the code, scale, zero point or range of scales of each value. Other tensors are
+        unchanged."""
+        return self
+
     @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """Return the tensor, or the part in `slices`, in CPU memory. Raise `UserError` if its file

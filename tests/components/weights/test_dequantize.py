@@ -16,8 +16,10 @@ from torchtitan.cli.main import main
 from torchtitan.components.weights import open_source
 from torchtitan.components.weights.dequantize import DequantizedSource, check_quantization, methods
 from torchtitan.components.weights.dequantize.scaled import scaled_weights
+from torchtitan.components.weights.few_bits import FewBits, unpack
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.pretrained import load_model
+from torchtitan.protocols.tensor_source import full_slices
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -49,6 +51,29 @@ def assert_reads(folder: Path, name: str, expected: Tensor) -> None:
     for part in itertools.product(*ranges):
         slices = tuple(slice(*bounds) for bounds in part)
         assert torch.equal(source.read(name, slices), expected[slices])
+    assert_keeps(folder, name, expected)
+
+
+def assert_keeps(folder: Path, name: str, expected: Tensor) -> None:
+    """Check that the few bits, kept row by row, have the same values; also those of some rows."""
+    source = open_source(folder)
+    if name in source.reasons:
+        assert name not in source.forms
+        return
+    form = FewBits.parse(source.forms[name])
+    assert form.text == source.forms[name]
+    if name.endswith("_proj"):  # experts, which the files of gpt-oss transpose
+        expected = expected.mT
+    for rows in (slice(0, len(expected)), slice(len(expected) // 2, len(expected) // 2 + 1)):
+        parts = []
+        for part in form.parts:
+            slices = (rows, *full_slices(source.specs[name].shape)[1:])
+            plane = source.of_part(part).read(name, slices)
+            assert plane.shape == source.specs[name].shape or rows.start
+            parts.append(form.pack_part(part, plane.mT if name.endswith("_proj") else plane))
+            assert parts[-1].dtype == torch.uint8
+            assert parts[-1].shape == form.part_shape(part, expected[rows].shape)
+        assert torch.equal(unpack(form, parts, expected.dtype), expected[rows])
 
 
 @pytest.fixture(autouse=True)

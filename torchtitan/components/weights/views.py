@@ -1,5 +1,6 @@
 """Tensor sources computed from other sources: renamed, converted, merged, chained or resized."""
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity, StateDictAdapter, check_tied
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 from torchtitan.tools.sharded import is_dtensor
 
 _COMPARED_ELEMENTS = 2**24
@@ -48,6 +50,30 @@ class View(TensorSource):
         self._source = source
         self._recipes = {name: recipe for recipe in recipes for name in recipe.outputs}
         self._last: dict[str, Tensor] = {}
+        self.forms, self.reasons = self._few_bits(source)
+
+    def _few_bits(self, source: TensorSource) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the forms of the view's tensors, and the reasons of others."""
+        all_forms, all_reasons = dict[str, str](), dict[str, str]()
+        if not source.forms and not source.reasons:
+            return all_forms, all_reasons
+        for name, recipe in self._recipes.items():
+            reasons = [source.reasons[each] for each in recipe.inputs if each in source.reasons]
+            forms = {source.forms.get(each, "") for each in recipe.inputs}
+            if len(forms) > 1:
+                reasons.append("it joins weights in several forms")
+            if reasons:
+                all_reasons[name] = reasons[0]
+            elif form := next(iter(forms), ""):
+                all_forms[name] = form
+        return all_forms, all_reasons
+
+    def of_part(self, part: str) -> TensorSource:
+        if not self.forms:
+            return self
+        view = copy.copy(self)
+        view._source, view._last = self._source.of_part(part), {}
+        return view
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         recipe = self._recipes[name]
@@ -159,6 +185,12 @@ class PlainView(View):
         tensors = model.state_dict()
         check_fit(source.specs, tensors)
         modules = dict(converted_modules(model))
+        kept = [m for m in modules.values() if any(row.part for row in m.derived.values())]
+        if kept:
+            logger.info(
+                "adapters are merged into wide weights: %d layers are dequantized from few bits",
+                len(kept),
+            )
         members: dict[str, list[str]] = {}
         for name in tensors:
             members.setdefault(_split(name)[0], []).append(name)
@@ -206,6 +238,7 @@ class ConvertedView(TensorSource):
 
     def __init__(self, source: TensorSource, model: nn.Module):
         self._source = source
+        self._parts = {"": source}
         self._derived: dict[str, tuple[str, DerivedRows]] = {}
         specs: dict[str, TensorSpec] = {}
         modules = dict(converted_modules(model))
@@ -214,7 +247,16 @@ class ConvertedView(TensorSource):
             module = modules.get(prefix)
             if module is not None and suffix in module.derived:
                 rows = module.derived[suffix]
-                self._derived[name] = (_join(prefix, rows.plain), rows)
+                plain = _join(prefix, rows.plain)
+                if rows.part and source.forms.get(plain) != rows.form:
+                    found = source.forms.get(plain, "wide")
+                    raise UserError(
+                        f"{plain} must be stored in few bits as {rows.form}, as it was published, "
+                        f"but it is {found}"
+                    )
+                if rows.part not in self._parts:
+                    self._parts[rows.part] = source.of_part(rows.part)
+                self._derived[name] = (plain, rows)
                 specs[name] = TensorSpec.of(tensor)
             elif module is None or suffix not in module.added:
                 specs[name] = source.specs[name]
@@ -226,12 +268,18 @@ class ConvertedView(TensorSource):
             return self._source.read(name, slices)
         plain, derived = self._derived[name]
         rows, *columns = slices or full_slices(self.specs[name].shape)
-        source = self._source.read(plain, (rows, *full_slices(derived.shape)[1:]))
         n_rows = max(1, _COMPUTED_ELEMENTS // derived.shape[1:].numel())
-        parts = [
-            derived.from_rows(part.float())[(slice(None), *columns)]
-            for part in source.split(n_rows)
-        ]
+        # Views read experts alone, but other matrices whole.
+        n_read = n_rows if len(derived.shape) > 2 else rows.stop - rows.start
+        parts = []
+        for start in range(rows.start, rows.stop, n_read):
+            some = (slice(start, min(start + n_read, rows.stop)), *full_slices(derived.shape)[1:])
+            for part in self._parts[derived.part].read(plain, some).split(n_rows):
+                try:
+                    values = derived.from_rows(part if derived.part else part.float())
+                except ValueError as error:
+                    raise UserError(f"{plain} cannot be kept in few bits: {error}") from None
+                parts.append(values[(slice(None), *columns)])
         return torch.cat(parts)
 
 
@@ -265,6 +313,11 @@ class ChainedSource(TensorSource):
     def __init__(self, first: TensorSource, other: TensorSource):
         self._first, self._other = first, other
         self.specs = {**other.specs, **first.specs}
+        self.forms = {**other.forms, **first.forms}
+        self.reasons = {**other.reasons, **first.reasons}
+
+    def of_part(self, part: str) -> TensorSource:
+        return ChainedSource(self._first.of_part(part), self._other.of_part(part))
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         source = self._first if name in self._first.specs else self._other
@@ -283,6 +336,7 @@ class ResizedEmbedding(TensorSource):
 
     def __init__(self, source: TensorSource, names: Collection[str], added: range):
         self._source, self._added = source, added
+        self.forms, self.reasons = source.forms, source.reasons
         known = sorted(name for name in names if name in source.specs)
         self._names = [name for name in known if source.specs[name].shape[0] >= added.start]
         self.specs = dict(source.specs)
@@ -291,6 +345,9 @@ class ResizedEmbedding(TensorSource):
             self.specs[name] = TensorSpec(
                 torch.Size([max(shape[0], added.stop), *shape[1:]]), dtype
             )
+
+    def of_part(self, part: str) -> TensorSource:
+        return self._source.of_part(part)
 
     @property
     def growth(self) -> str:

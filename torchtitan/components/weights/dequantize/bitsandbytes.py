@@ -9,15 +9,16 @@ Source: the code for unpacking in bitsandbytes.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.components.weights.dequantize.weight import QuantizedWeight, read_part
+from torchtitan.components.weights.few_bits import DYNAMIC_MAP, TABLES, FewBits, kept_group
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec, full_slices
 from torchtitan.tools.errors import UserError
 
@@ -37,6 +38,10 @@ class _FourBitWeight(QuantizedWeight):
     nested_block: int
     """Maxima that share a maximum; 0: they are not quantized."""
     nested_offset: float
+    kind: str
+    """`nf4` or `fp4`."""
+    has_own_levels: bool
+    """True if its tables differ from those of the library."""
 
     def __post_init__(self) -> None:
         names = ["absmax", "quant_map"]
@@ -44,20 +49,66 @@ class _FourBitWeight(QuantizedWeight):
             names += ["nested_absmax", "nested_quant_map"]
         self.stored = (self.name, self.state, *(f"{self.name}.{name}" for name in names))
 
+    @property
+    def kept(self) -> FewBits | str:
+        width = self.spec.shape[-1]
+        if self.has_own_levels:
+            return "its table of values is not that of bitsandbytes"
+        if width % self.block:
+            return f"its {width} inputs are not whole blocks of {self.block} values"
+        dtype = str(self.spec.dtype).removeprefix("torch.")
+        if not self.nested_block:
+            return FewBits(self.kind, kept_group(self.block, width), "float32", dtype)
+        n_blocks = width // self.block
+        run = gcd(self.nested_block, n_blocks)  # maxima are grouped across rows
+        is_whole_row = run == n_blocks or n_blocks * self.spec.shape[0] <= self.nested_block
+        group = kept_group(self.block, width)
+        return FewBits(self.kind, group, "dynamic", dtype, 0 if is_whole_row else run)
+
     def read(self, source: TensorSource, items: slice) -> Tensor:
-        n_per_item = self.spec.shape[1:].numel()
-        start, stop = items.start * n_per_item, items.stop * n_per_item
+        table = source.read(f"{self.name}.quant_map").float()
+        codes = self._codes(source, items).int()
+        maxima = self._of_values(items, lambda blocks: self._maxima(source, blocks))
+        return (table[codes] * maxima).to(self.spec.dtype)
+
+    def part(self, source: TensorSource, items: slice, part: str) -> Tensor:
+        if part == "packed":
+            return self._codes(source, items)
+        if part == "scales":
+            name = f"{self.name}.absmax"
+            return self._of_values(items, lambda blocks: read_part(source, name, blocks))
+        return self._of_values(items, lambda blocks: self._ranges(source, blocks))
+
+    def _codes(self, source: TensorSource, items: slice) -> Tensor:
+        start, stop = self._flat(items)
         packed = read_part(source, self.name, slice(start // 2, ceil(stop / 2))).flatten()
         codes = torch.stack((packed >> 4, packed & 15), 1).flatten()
-        codes = codes.narrow(0, start % 2, stop - start).int()
-        table = source.read(f"{self.name}.quant_map").float()
+        return codes.narrow(0, start % 2, stop - start).reshape(self._shape(items))
+
+    def _of_values(self, items: slice, read: Callable[[slice], Tensor]) -> Tensor:
+        """Return for each value of `items` what `read` returns for blocks."""
+        start, stop = self._flat(items)
         first = start // self.block
-        maxima = self._maxima(source, slice(first, ceil(stop / self.block)))
-        maxima = maxima.repeat_interleave(self.block).narrow(
-            0, start - first * self.block, stop - start
+        of_blocks = read(slice(first, ceil(stop / self.block)))
+        of_values = of_blocks.repeat_interleave(self.block)
+        return of_values.narrow(0, start - first * self.block, stop - start).reshape(
+            self._shape(items)
         )
-        shape = (items.stop - items.start, *self.spec.shape[1:])
-        return (table[codes] * maxima).to(self.spec.dtype).reshape(shape)
+
+    def _flat(self, items: slice) -> tuple[int, int]:
+        """Return the first and last place of `items` in the flat weight."""
+        n_per_item = self.spec.shape[1:].numel()
+        return items.start * n_per_item, items.stop * n_per_item
+
+    def _shape(self, items: slice) -> tuple[int, ...]:
+        return (items.stop - items.start, *self.spec.shape[1:])
+
+    def _ranges(self, source: TensorSource, blocks: slice) -> Tensor:
+        """Return offset and step of the scale of each block, two float32 numbers as int64."""
+        groups = torch.arange(blocks.start, blocks.stop) // self.nested_block
+        steps = source.read(f"{self.name}.nested_absmax").float()[groups]
+        offsets = torch.full_like(steps, self.nested_offset)
+        return torch.stack((offsets, steps), 1).view(torch.int64).flatten()
 
     def _maxima(self, source: TensorSource, blocks: slice) -> Tensor:
         maxima = read_part(source, f"{self.name}.absmax", blocks)
@@ -78,6 +129,17 @@ class _Int8Weight(QuantizedWeight):
 
     def __post_init__(self) -> None:
         self.stored = tuple(filter(None, (self.name, self.maximum, self.layout)))
+
+    @property
+    def kept(self) -> FewBits | str:
+        dtype = str(self.spec.dtype).removeprefix("torch.")
+        return FewBits("int8/127", 0, "float32", dtype)
+
+    def part(self, source: TensorSource, items: slice, part: str) -> Tensor:
+        values = read_part(source, self.name, items)
+        if part == "packed":
+            return values.view(torch.uint8) ^ 128
+        return read_part(source, self.maximum, items).float()[:, None].expand(values.shape)
 
     def read(self, source: TensorSource, items: slice) -> Tensor:
         values = read_part(source, self.name, items)
@@ -118,6 +180,8 @@ def _four_bit(source: TensorSource, name: str, state_name: str) -> _FourBitWeigh
         block=int(state["blocksize"]),
         nested_block=nested,
         nested_offset=float(state.get("nested_offset") or 0),
+        kind=state_name[-3:],
+        has_own_levels=False,
     )
     n_blocks = ceil(shape.numel() / weight.block)
     expected = {name: ceil(shape.numel() / 2), f"{name}.absmax": n_blocks, f"{name}.quant_map": 16}
@@ -132,6 +196,13 @@ def _four_bit(source: TensorSource, name: str, state_name: str) -> _FourBitWeigh
         if source.specs[part].shape.numel() != size:
             found = list(source.specs[part].shape)
             raise UserError(f"{part} is {found}, but must have {size:,} values for its weight")
+    tables = {"quant_map": torch.tensor(TABLES[weight.kind])}
+    if nested:
+        tables["nested_quant_map"] = DYNAMIC_MAP
+    weight.has_own_levels = any(
+        not torch.equal(source.read(f"{name}.{key}").float(), table)
+        for key, table in tables.items()
+    )
     return weight
 
 

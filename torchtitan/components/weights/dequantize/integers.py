@@ -13,12 +13,13 @@ Sources: the code for unpacking in AutoGPTQ, AutoAWQ and compressed-tensors.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan.components.weights.dequantize.weight import QuantizedWeight, read_part
+from torchtitan.components.weights.few_bits import FewBits, kept_group
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 
@@ -103,26 +104,57 @@ class _IntegerWeight(QuantizedWeight):
     """Added to packed integers."""
     zero_offset: int = 0
     """Added to packed zero points; their carry is lost."""
+    has_order: bool = False
+    """True if inputs of a group are not neighbors."""
 
     def __post_init__(self) -> None:
         parts = (self.values, self.zeros)
         names = [part.name if isinstance(part, _Packed) else part for part in parts if part]
         self.stored = tuple(filter(None, (*names, self.scale, self.groups)))
 
+    @property
+    def kept(self) -> FewBits | str:
+        width = self.spec.shape[1]
+        if self.has_order:
+            return "its inputs are in the order of activations (desc_act)"
+        if width % 8:
+            return f"its {width} inputs are not whole bytes"
+        bits = self.values.bits if isinstance(self.values, _Packed) else 8
+        codes = f"int{bits}" if self.zeros is None else f"uint{bits}"
+        dtype = str(self.spec.dtype).removeprefix("torch.")
+        return FewBits(codes, kept_group(self.group_size, width), dtype, dtype)
+
     def read(self, source: TensorSource, items: slice) -> Tensor:
-        if isinstance(self.values, _Packed):
-            integers = self.values.read(source, items) + self.value_offset
-        else:
-            integers = read_part(source, self.values, items).int()
+        integers = self._integers(source, items)
         scale = _of_outputs(source, self.scale, items, self.scale_output_dim)
         groups = self._groups(source, scale.shape[1])
         if self.zeros is not None:
-            if isinstance(self.zeros, _Packed):
-                zeros = self._shifted(self.zeros.read(source, items), self.zeros.bits)
-            else:
-                zeros = _of_outputs(source, self.zeros, items, 0).int()
-            integers = integers - zeros[:, groups]
+            integers = integers - self._zeros(source, items)[:, groups]
         return integers.to(self.spec.dtype) * scale[:, groups]
+
+    def part(self, source: TensorSource, items: slice, part: str) -> Tensor:
+        bits = self.values.bits if isinstance(self.values, _Packed) else 8
+        is_signed = self.value_offset or not isinstance(self.values, _Packed)
+        lowest = -(1 << (bits - 1)) if is_signed else 0
+        if part == "packed":
+            return (self._integers(source, items) - lowest).to(torch.uint8)
+        if part == "zeros":
+            of_groups = (self._zeros(source, items) - lowest).to(torch.uint8)
+        else:
+            of_groups = _of_outputs(source, self.scale, items, self.scale_output_dim)
+        return of_groups[:, self._groups(source, of_groups.shape[1])]
+
+    def _integers(self, source: TensorSource, items: slice) -> Tensor:
+        if isinstance(self.values, _Packed):
+            return self.values.read(source, items) + self.value_offset
+        return read_part(source, self.values, items).int()
+
+    def _zeros(self, source: TensorSource, items: slice) -> Tensor:
+        """Return the zero points of outputs, (outputs, groups)."""
+        if isinstance(self.zeros, _Packed):
+            return self._shifted(self.zeros.read(source, items), self.zeros.bits)
+        assert self.zeros is not None
+        return _of_outputs(source, self.zeros, items, 0).int()
 
     def _shifted(self, zeros: Tensor, bits: int) -> Tensor:
         if self.zero_offset > 0:
@@ -190,6 +222,7 @@ def gptq_weights(source: TensorSource, section: Mapping[str, object]) -> dict[st
             group_size=inputs if group_size == -1 else group_size,
             groups=index if index in specs else "",
             zero_offset=1 if form == "gptq" else 0,
+            has_order=bool(section.get("desc_act")) and groups > 1,
         )
         if has_zero_biases:
             weights[f"{layer}.weight"].stored += (f"{layer}.bias",)
@@ -249,64 +282,91 @@ def compressed_integer(
     scale = f"{layer}.weight_scale"
     if scale not in specs:
         raise UserError(f"{layer}.weight is quantized, but its scale {scale} is missing")
-    zero_point = f"{layer}.weight_zero_point"
-    has_zeros = zero_point in specs
     n_groups = specs[scale].shape[1] if len(specs[scale].shape) == 2 else 1
-    index = f"{layer}.weight_g_idx"
-    packed = f"{layer}.weight_packed"
-    if packed not in specs:
-        outputs, inputs = _matrix(specs, f"{layer}.weight")
-        values: _Packed | str = f"{layer}.weight"
-        zeros: _Packed | str | None = zero_point if has_zeros else None
-        value_offset = 0
-        others: tuple[str, ...] = ()
-        fitting = [scheme for scheme in schemes if _n_groups(scheme, inputs) == n_groups]
-    else:
-        outputs, inputs = _stored_shape(source, f"{layer}.weight_shape")
-        _check(specs, packed, (outputs, specs[packed].shape[1]))
-        layouts = {
-            (bits, dense)
-            for scheme in schemes
-            if _n_groups(scheme, inputs) == n_groups
-            for bits in [_whole(scheme, "num_bits", _SIZES)]
-            for dense, n_words in _widths(bits, inputs).items()
-            if n_words == specs[packed].shape[1]
-        }
-        if len(layouts) != 1:
-            shape = list(specs[packed].shape)
-            raise UserError(
-                f"{packed} {shape} fits {len(layouts)} of the schemes in config.json, for a weight "
-                f"[{outputs}, {inputs}] with {n_groups} groups"
-            )
-        [(bits, dense)] = layouts
-        values = _Packed(packed, bits, packed_dim=1, output_dim=0, size=inputs, dense=dense)
-        zeros = None
-        if has_zeros:
-            zeros = zero_point
-            if specs[zero_point].dtype == torch.int32:
-                zeros = _Packed(
-                    zero_point, bits, packed_dim=0, output_dim=0, size=outputs, dense=dense
-                )
-        value_offset = -(1 << (bits - 1))
-        others = (f"{layer}.weight_shape",)
-        fitting = [s for s in schemes if _n_groups(s, inputs) == n_groups and s["num_bits"] == bits]
-    sizes = {int(scheme.get("group_size") or -1) for scheme in fitting}
+    read = _packed_integers if f"{layer}.weight_packed" in specs else _whole_integers
+    found = read(source, layer, schemes, n_groups)
+    sizes = {int(scheme.get("group_size") or -1) for scheme in found.fitting}
     if len(sizes) != 1:
         raise UserError(f"{scale} fits {len(sizes)} of the schemes in config.json")
     [group_size] = sizes
+    outputs, inputs = found.shape
+    index = f"{layer}.weight_g_idx"
     weight = _IntegerWeight(
         spec=TensorSpec(torch.Size((outputs, inputs)), specs[scale].dtype),
-        values=values,
-        zeros=zeros,
+        values=found.values,
+        zeros=found.zeros,
         scale=scale,
         scale_output_dim=0,
         group_size=group_size if n_groups > 1 else inputs,
         groups=index if index in specs else "",
-        value_offset=value_offset,
-        zero_offset=value_offset,
+        value_offset=found.offset,
+        zero_offset=found.offset,
+        has_order=index in specs and n_groups > 1,
     )
-    weight.stored = (*weight.stored, *others)
+    weight.stored = (*weight.stored, *found.others)
     return weight
+
+
+class _Integers(NamedTuple):
+    """The integers of a layer of compressed-tensors."""
+
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    values: _Packed | str
+    zeros: _Packed | str | None
+    fitting: Sequence[Mapping[str, Any]]
+    """Schemes of config.json that may be the layer's."""
+    offset: int = 0
+    """Added to packed integers and zero points."""
+    others: tuple[str, ...] = ()
+    """Further tensors of the layer."""
+
+
+def _whole_integers(
+    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, Any]], n_groups: int
+) -> _Integers:
+    """Return integers in int8."""
+    outputs, inputs = _matrix(source.specs, f"{layer}.weight")
+    zeros = f"{layer}.weight_zero_point"
+    fitting = [scheme for scheme in schemes if _n_groups(scheme, inputs) == n_groups]
+    return _Integers(
+        (outputs, inputs), f"{layer}.weight", zeros if zeros in source.specs else None, fitting
+    )
+
+
+def _packed_integers(
+    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, Any]], n_groups: int
+) -> _Integers:
+    """Return packed integers, in the only layout of the schemes that has the width of the rows."""
+    specs, packed = source.specs, f"{layer}.weight_packed"
+    outputs, inputs = _stored_shape(source, f"{layer}.weight_shape")
+    n_words = specs[packed].shape[1]
+    _check(specs, packed, (outputs, n_words))
+    of_groups = [scheme for scheme in schemes if _n_groups(scheme, inputs) == n_groups]
+    layouts = {
+        (bits, dense)
+        for bits in [_whole(scheme, "num_bits", _SIZES) for scheme in of_groups]
+        for dense, width in _widths(bits, inputs).items()
+        if width == n_words
+    }
+    if len(layouts) != 1:
+        raise UserError(
+            f"{packed} {list(specs[packed].shape)} fits {len(layouts)} of the schemes in "
+            f"config.json, for a weight [{outputs}, {inputs}] with {n_groups} groups"
+        )
+    [(bits, dense)] = layouts
+    zero_point = f"{layer}.weight_zero_point"
+    zeros: _Packed | str | None = zero_point if zero_point in specs else None
+    if zeros and specs[zero_point].dtype == torch.int32:
+        zeros = _Packed(zero_point, bits, packed_dim=0, output_dim=0, size=outputs, dense=dense)
+    return _Integers(
+        shape=(outputs, inputs),
+        values=_Packed(packed, bits, packed_dim=1, output_dim=0, size=inputs, dense=dense),
+        zeros=zeros,
+        fitting=[scheme for scheme in of_groups if scheme["num_bits"] == bits],
+        offset=-(1 << (bits - 1)),
+        others=(f"{layer}.weight_shape",),
+    )
 
 
 def _n_groups(scheme: Mapping[str, object], inputs: int) -> int:

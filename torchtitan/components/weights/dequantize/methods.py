@@ -1,5 +1,6 @@
 """Methods of quantization, by the name in a folder's files, and the tensors that they leave."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torchtitan.components.weights.dequantize.integers import (
 from torchtitan.components.weights.dequantize.nvfp4 import fp4_weight
 from torchtitan.components.weights.dequantize.scaled import scaled_weights
 from torchtitan.components.weights.dequantize.weight import QuantizedWeight
+from torchtitan.components.weights.few_bits import FewBits
 from torchtitan.protocols.tensor_source import (
     Slices,
     TensorSource,
@@ -179,6 +181,15 @@ class DequantizedSource(TensorSource):
             **{name: source.specs[name] for name in others},
             **{name: weight.spec for name, weight in weights.items()},
         }
+        self._part = ""
+        kept = {name: weight.kept for name, weight in weights.items()}
+        self.forms = {name: form.text for name, form in kept.items() if isinstance(form, FewBits)}
+        self.reasons = {name: reason for name, reason in kept.items() if isinstance(reason, str)}
+
+    def of_part(self, part: str) -> TensorSource:
+        source = copy.copy(self)
+        source._part = part
+        return source
 
     @property
     def types(self) -> list[torch.dtype]:
@@ -190,11 +201,16 @@ class DequantizedSource(TensorSource):
             return self._source.read(name, slices)
         weight = self._weights[name]
         first, *others = part = slices or full_slices(weight.spec.shape)
-        result = torch.empty(slice_shape(part), dtype=weight.spec.dtype)
+        result = torch.empty(0)
         n_items = max(1, _COMPUTED_ELEMENTS // max(1, weight.spec.shape[1:].numel()))
         for start in range(first.start, first.stop, n_items):
             items = slice(start, min(start + n_items, first.stop))
-            values = weight.read(self._source, items)
+            if self._part:
+                values = weight.part(self._source, items, self._part)
+            else:
+                values = weight.read(self._source, items)
+            if start == first.start:
+                result = torch.empty(slice_shape(part), dtype=values.dtype)
             result[start - first.start :][: len(values)] = values[(slice(None), *others)]
         return result
 

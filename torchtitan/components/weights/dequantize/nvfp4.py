@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.components.weights.dequantize.scaled import unpack_fp4
+from torchtitan.components.weights.dequantize.scaled import fp4_codes, unpack_fp4
 from torchtitan.components.weights.dequantize.weight import QuantizedWeight, read_part
+from torchtitan.components.weights.few_bits import FewBits, kept_group
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 
@@ -32,6 +33,24 @@ class _FP4Weight(QuantizedWeight):
     def __post_init__(self) -> None:
         self.spec = TensorSpec(self.shape, torch.bfloat16)
         self.stored = tuple(filter(None, (self.values, self.scale, self.factor)))
+
+    @property
+    def kept(self) -> FewBits | str:
+        width = self.shape[-1]
+        if not self.factor:
+            return FewBits("e2m1", kept_group(32, width), "e8m0", "bfloat16")
+        scales = "e4m3 over" if _FACTORS[self.factor.rpartition(".")[2]] else "e4m3 times"
+        return FewBits("e2m1", kept_group(16, width), scales, "bfloat16")
+
+    def part(self, source: TensorSource, items: slice, part: str) -> Tensor:
+        codes = fp4_codes(read_part(source, self.values, items)).flatten(-2)
+        if part == "packed":
+            return codes
+        if part == "scale_ranges":
+            factor = source.read(self.factor).float().reshape(())
+            return torch.stack((torch.zeros(()), factor)).view(torch.int64).expand(codes.shape)
+        scale = read_part(source, self.scale, items).view(torch.uint8)
+        return scale.repeat_interleave(codes.shape[-1] // scale.shape[-1], -1)
 
     def read(self, source: TensorSource, items: slice) -> Tensor:
         values = unpack_fp4(read_part(source, self.values, items)).flatten(-2)

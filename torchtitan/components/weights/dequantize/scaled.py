@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchtitan.components.weights.dequantize.weight import QuantizedWeight, read_part
+from torchtitan.components.weights.few_bits import FewBits, kept_group
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 
@@ -47,13 +48,27 @@ def scaled_weights(
 class _ScaledWeight(QuantizedWeight):
     values: str
     scale: str
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
     shape: torch.Size
+    """Of the stored values; the weight of packed experts is transposed."""
     steps: tuple[int, ...]
     """Per dimension, how many consecutive values share a scale; () for a single scale."""
 
     def __post_init__(self) -> None:
-        self.spec = TensorSpec(self.shape, torch.bfloat16)
+        spec_shape = (self.shape[0], *self.shape[:0:-1]) if self._is_transposed else self.shape
+        self.spec = TensorSpec(torch.Size(spec_shape), torch.bfloat16)
         self.stored = (self.values, self.scale)
+
+    @property
+    def kept(self) -> FewBits | str:
+        inputs = self.shape[-1]
+        group = kept_group(self.steps[-1], inputs) if self.steps else 0
+        if group == 1:
+            return "each of its inputs has its own scale"
+        if inputs % 8:
+            return f"its {inputs} inputs are not whole bytes"
+        return FewBits(self._codes, group, self._scale_name, "bfloat16")
 
     def read(self, source: TensorSource, items: slice) -> Tensor:
         values = read_part(source, self.values, items)
@@ -62,16 +77,55 @@ class _ScaledWeight(QuantizedWeight):
         if not self.steps:
             scale = _to_float(source.read(self.scale)).reshape(())
             return values.float().mul_(scale).bfloat16()
+        scale = self._expanded(_to_float(self._scale_of(source, items)), items, values.shape)
+        product = values.float().mul_(scale).bfloat16()
+        return product.mT if self._is_transposed else product
+
+    def part(self, source: TensorSource, items: slice, part: str) -> Tensor:
+        codes = read_part(source, self.values, items).view(torch.uint8)
+        if self.dtype not in _FP8:
+            codes = fp4_codes(codes).flatten(len(self.shape) - 1)
+        if part == "packed":
+            result = codes
+        elif not self.steps:
+            result = source.read(self.scale).reshape(()).expand(codes.shape)
+        else:
+            result = self._expanded(self._scale_of(source, items), items, codes.shape)
+        if result.dtype.itemsize == 1:
+            result = result.view(torch.uint8)
+        return result.mT if self._is_transposed else result
+
+    @property
+    def _is_transposed(self) -> bool:
+        return self.values.endswith(_PACKED)
+
+    @property
+    def _codes(self) -> str:
+        return {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(self.dtype, "e2m1")
+
+    @property
+    def _scale_name(self) -> str:
+        if self.scale_dtype in _POWERS:
+            return "e8m0"
+        return str(self.scale_dtype).removeprefix("torch.")
+
+    def _scale_of(self, source: TensorSource, items: slice) -> Tensor:
         step = self.steps[0]
-        scale = _to_float(
-            read_part(source, self.scale, slice(items.start // step, ceil(items.stop / step)))
-        )
+        return read_part(source, self.scale, slice(items.start // step, ceil(items.stop / step)))
+
+    def _expanded(self, scale: Tensor, items: slice, shape: torch.Size) -> Tensor:
+        """Return the scale of each value of `items`."""
         for dim, step in enumerate(self.steps):
             if scale.shape[dim] > 1:
                 start = items.start % step if dim == 0 else 0
-                scale = scale.repeat_interleave(step, dim).narrow(dim, start, values.shape[dim])
-        product = values.float().mul_(scale).bfloat16()
-        return product.mT if self.values.endswith(_PACKED) else product
+                scale = scale.repeat_interleave(step, dim).narrow(dim, start, shape[dim])
+        return scale.expand(shape)
+
+
+def fp4_codes(packed: Tensor) -> Tensor:
+    """Return the codes (..., n, 2) of bytes (..., n)."""
+    packed = packed.view(torch.uint8)
+    return torch.stack((packed & 15, packed >> 4), -1)
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:
@@ -112,9 +166,7 @@ def _find_weight(
         raise UserError(
             f"{scale}, {dtype} {list(stored.shape)}, cannot scale the weight {name} {list(shape)}"
         )
-    return _ScaledWeight(
-        name, scale, torch.Size((shape[0], *shape[:0:-1]) if is_packed else shape), steps
-    )
+    return _ScaledWeight(name, scale, spec.dtype, stored.dtype, torch.Size(shape), steps)
 
 
 def _find_steps(
