@@ -110,6 +110,11 @@ def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
 
 def _check_parts(experts: StackedExperts, name: str, size: int, degree: int) -> None:
     multiple = experts.part_multiple
+    if size % degree and experts.get_parameter(name).dtype == torch.uint8:
+        raise UserError(
+            f"--parallelism.expert_tensor_parallel_degree {degree} does not divide the size {size} "
+            f"of the experts' {name}, weights in few bits; choose another degree"
+        )
     if multiple > 1 and size % (degree * multiple):
         raise UserError(
             f"--parallelism.expert_tensor_parallel_degree {degree} cannot split the {size} "

@@ -52,9 +52,9 @@ class VocabularySize(Tokenizer):
 
 def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
     """Return a configuration whose model takes the vocabulary size from the tokenizer if it has
-    none."""
+    none, and whose converters know the initial weights."""
     if config.model_spec.model.vocab_size is not None:
-        return config
+        return config.with_initial_weights(range(0))
     return config.resolve(config.tokenizer.build(path=config.hf_assets_path))
 
 

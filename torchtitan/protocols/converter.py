@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -75,6 +75,16 @@ class ModelConverter(Configurable):
         def option(self) -> str:
             """Common prefix of these option names, for messages."""
             return f"--model_converters.{config_key(self)}"
+
+        def with_weights(self, spec: ModelSpec, path: str, added: range) -> Self:
+            """Return a copy with what the weights decide that the run starts from.
+
+            Args:
+                spec: the plain model, with its vocabulary size set.
+                path: `--checkpoint.initial_load_path`.
+                added: ids of tokens added to the tokenizer.
+            """
+            return self
 
         def check_run(
             self,

@@ -44,6 +44,11 @@ class StackedExperts(nn.Module):
     width_group: ProcessGroup | None = None
     """Ranks with the other parts of the width, set by expert tensor parallelism."""
 
+    @property
+    def n_local(self) -> int:
+        """Number of this rank's experts."""
+        return len(next(self.parameters(recurse=False)))
+
     def product(self, rows_RI: Tensor, name: str, ends_E: Tensor) -> Tensor:
         """Return the products of rows, in the order of experts, with the matrices `name` of their
         experts: (R, inputs) → (R, outputs). `ends_E`: end of each expert's rows, int32."""

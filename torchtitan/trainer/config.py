@@ -251,7 +251,7 @@ class RunConfig(Configurable.Config):
             self.checkpoint,
             decision.start,
             resolved.model_spec,
-            [converter.build() for converter in self.model_converters],
+            [converter.build() for converter in resolved.model_converters],
             added=tokenizer.added,
             seed=self.debug.seed,
         )
@@ -359,9 +359,9 @@ class RunConfig(Configurable.Config):
             )
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
-        """Return a copy with unset values from the tokenizer; added tokens (`n_added`) enlarge the
-        vocabulary. Raise `UserError` if the model's vocabulary is too small for the tokenizer's
-        files."""
+        """Return a copy with unset values from the tokenizer and the initial weights; added tokens
+        (`n_added`) enlarge the vocabulary. Raise `UserError` if the model's vocabulary is too small
+        for the tokenizer's files."""
         model = self.model_spec.model
         in_files = tokenizer.vocab_size - tokenizer.n_added
         if model.vocab_size is None or in_files <= model.vocab_size < tokenizer.vocab_size:
@@ -372,9 +372,19 @@ class RunConfig(Configurable.Config):
                 f"{tokenizer.vocab_size} tokens, and the model's vocabulary only "
                 f"{model.vocab_size} (--model.vocab_size)"
             )
-        return dataclasses.replace(
-            self, model_spec=dataclasses.replace(self.model_spec, model=model)
-        )
+        spec = dataclasses.replace(self.model_spec, model=model)
+        return dataclasses.replace(self, model_spec=spec).with_initial_weights(tokenizer.added)
+
+    def with_initial_weights(self, added: range) -> Self:
+        """Return a copy whose converters know the initial weights, if it has any; `added`: ids of
+        tokens added to the tokenizer. The vocabulary size must be known."""
+        path = self.checkpoint.initial_load_path
+        if not path:
+            return self
+        converters = [
+            config.with_weights(self.model_spec, path, added) for config in self.model_converters
+        ]
+        return dataclasses.replace(self, model_converters=converters)
 
     def identity(self, tokenizer: Tokenizer) -> RunIdentity:
         """Return the properties that must stay the same when the run resumes, after

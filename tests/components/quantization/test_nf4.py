@@ -1,6 +1,8 @@
 """The 4-bit NF4 format against torchao and an exhaustive search in float64; its product against
 PyTorch."""
 
+from functools import partial
+
 import numpy
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.components.quantization import nf4
-from torchtitan.components.quantization.nf4 import LEVELS, pack, quantized_linear, unpack
+from torchtitan.components.quantization.nf4 import FORM, LEVELS, pack, unpack
+from torchtitan.components.quantization.packed_layers import compiled_unpack, packed_linear
+from torchtitan.components.weights import few_bits
+from torchtitan.components.weights.few_bits import tables_of, unpack_rows
 
 torchao_quantization = pytest.importorskip(
     "torchao.quantization", reason="torchao is the reference"
@@ -116,7 +120,7 @@ def test_rows_are_independent(monkeypatch, chunk_values):
     weight = normal(37, 192)
     form = pack(weight)
     values = unpack(*form, torch.bfloat16)
-    monkeypatch.setattr(nf4, "_CHUNK_VALUES", chunk_values)
+    monkeypatch.setattr(few_bits, "_CHUNK_VALUES", chunk_values)
     for rows in (slice(0, 37), slice(5, 6), slice(20, 37), slice(3, 3)):
         part = pack(weight[rows])
         assert all(torch.equal(value, whole[rows]) for value, whole in zip(part, form, strict=True))
@@ -145,7 +149,7 @@ class LargestTensor(TorchDispatchMode):
 def test_temporary_tensors_are_at_most_a_chunk(monkeypatch):
     """A chunk takes four bytes per value; only the result may be larger."""
     weight = normal(256, 512)
-    monkeypatch.setattr(nf4, "_CHUNK_VALUES", 4096)
+    monkeypatch.setattr(few_bits, "_CHUNK_VALUES", 4096)
     with LargestTensor() as mode:
         form = pack(weight)
     assert mode.n_bytes == form.packed.numel()
@@ -171,7 +175,7 @@ def test_product_and_gradient_match_the_unpacked_weight(dtype):
     x, direction = normal(2, 5, 128, seed=1).to(dtype), normal(2, 5, 96, seed=2).to(dtype)
     results = []
     for product in (
-        lambda x: quantized_linear(x, *form),
+        lambda x: packed_linear(x, FORM, form),
         lambda x: F.linear(x, unpack(*form, dtype)),
     ):
         input = x.clone().requires_grad_()
@@ -199,7 +203,9 @@ def saved_bytes(function, *args) -> int:
 def test_backward_saves_only_the_packed_weight():
     form = pack(normal(512, 256))
     x = normal(4, 256).requires_grad_()
-    assert saved_bytes(lambda: quantized_linear(x, *form)) == sum(tensor.nbytes for tensor in form)
+    assert saved_bytes(lambda: packed_linear(x, FORM, form)) == sum(
+        tensor.nbytes for tensor in form
+    )
     assert (
         saved_bytes(lambda: F.linear(x, unpack(*form, torch.float32))) == 4 * 512 * 256
     )  # the control detects a saved weight
@@ -212,10 +218,10 @@ def test_compiled_backward_saves_only_the_packed_weight():
     form = pack(normal(512, 256))
     x, direction = normal(4, 256).requires_grad_(), normal(4, 512, seed=1)
     compiled = torch.compile(
-        lambda: quantized_linear(x, *form), backend="aot_eager", fullgraph=True
+        lambda: packed_linear(x, FORM, form), backend="aot_eager", fullgraph=True
     )
     assert saved_bytes(compiled) <= sum(tensor.nbytes for tensor in form)
-    y, expected = compiled(), quantized_linear(x, *form)
+    y, expected = compiled(), packed_linear(x, FORM, form)
     (gradient,), (expected_gradient,) = (
         torch.autograd.grad(result, x, direction) for result in (y, expected)
     )
@@ -244,7 +250,7 @@ class CompiledCalls(TorchDispatchMode):
 def test_the_compiled_kernel_unpacks_any_size_and_is_not_kept():
     """On CUDA, products of models that are not compiled use this kernel."""
     torch._dynamo.reset()
-    nf4.compiled_unpack.cache_clear()
+    compiled_unpack.cache_clear()
     statistics = torch._dynamo.utils.counters["stats"]
     before = statistics["unique_graphs"]
     with (
@@ -253,10 +259,10 @@ def test_the_compiled_kernel_unpacks_any_size_and_is_not_kept():
     ):
         for shape in ((40, 384), (56, 640), (24, 512)):
             form = pack(normal(*shape))
-            rows = nf4.compiled_unpack()(*form, nf4._PAIRS)
+            rows = compiled_unpack(FORM)(tables_of(FORM, torch.device("cpu")), *form)
             # The compiler may multiply and add in one rounding, which changes the last place after
             # the last rounding.
             torch.testing.assert_close(rows, unpack(*form, torch.bfloat16), rtol=2**-7, atol=0)
         assert (statistics["unique_graphs"] - before, calls.n_seen) == (1, 0)
-        torch.compile(nf4._unpack)(*form, nf4._PAIRS)
+        torch.compile(partial(unpack_rows, FORM))(tables_of(FORM, torch.device("cpu")), *form)
         assert calls.n_seen == 1  # without the option, it would be kept

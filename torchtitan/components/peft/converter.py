@@ -1,30 +1,41 @@
 """`LoRA` and `QLoRA`: converters that add adapters to a model and freeze everything else."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
 from torchtitan.components.optim.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
 from torchtitan.components.peft.experts import adapt_experts
+from torchtitan.components.peft.kept import (
+    find_forms,
+    forms_of,
+    is_huggingface_folder,
+    saved_forms,
+)
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
 from torchtitan.components.peft.routers import adapt_router
 from torchtitan.components.peft.sizes import Size, is_match, look_up
-from torchtitan.components.quantization.nf4 import BLOCK_SIZE
+from torchtitan.components.quantization import nf4
+from torchtitan.components.quantization.packed_layers import PackedLinear, pack_experts
+from torchtitan.components.weights.few_bits import FewBits
 from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.process_group import gather_objects
-from torchtitan.protocols.conversion import converted_model
+from torchtitan.protocols.conversion import converted_model, import_path
 from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
 from torchtitan.protocols.experts import LinearRouter, StackedExperts
+from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError, require, summarize_names
 from torchtitan.tools.logging import logger
+from torchtitan.tools.patterns import without_numbers
 
 _MAX_RANK = 2**24
 
@@ -40,7 +51,7 @@ class LoRA(LayerConverter):
     freezes: ClassVar[bool] = True
     converts_head: ClassVar[bool] = True
     run_options: ClassVar[frozenset[str]] = frozenset(
-        {"include", "exclude", "dropout", "adapter_path"}
+        {"include", "exclude", "dropout", "adapter_path", "base_path"}
     )
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (
         nn.Linear,
@@ -48,9 +59,6 @@ class LoRA(LayerConverter):
         StackedExperts,
         LinearRouter,
     )
-
-    linear_class: ClassVar[type[LoRALinear]] = LoRALinear
-    """Class of adapted linear layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
@@ -91,6 +99,14 @@ class LoRA(LayerConverter):
         """Folder with a PEFT adapter (adapter_model.safetensors, adapter_config.json) or one of
         torchtune (adapter_model.pt) to start from, with the same layers, rank, alpha and kind.
         Empty: a new adapter, which has no effect initially."""
+
+        base_path: str = ""
+        """Set by the run: folder of the base weights, which adapter_config.json names. Empty: they
+        are in no Hugging Face folder."""
+
+        def with_weights(self, spec: ModelSpec, path: str, added: range) -> Self:
+            base = str(Path(path).resolve()) if is_huggingface_folder(path) else ""
+            return dataclasses.replace(self, base_path=base)
 
         def size_of(self, name: str) -> Size:
             """Return the adapter size for a layer or an expert's matrix."""
@@ -225,7 +241,13 @@ class LoRA(LayerConverter):
             sizes = {matrix: config.size_of(f"{name}.{matrix}") for matrix in layer.matrices}
             ranks = {matrix: size.rank for matrix, size in sizes.items()}
             scalings = {matrix: size.scaling(config.rslora) for matrix, size in sizes.items()}
-            return adapt_experts(layer, ranks=ranks, scalings=scalings, dora=config.dora)
+            return adapt_experts(
+                layer,
+                ranks=ranks,
+                scalings=scalings,
+                dora=config.dora,
+                forms=self.expert_forms(name, layer),
+            )
         size = config.size_of(name)
         scaling = size.scaling(config.rslora)
         if isinstance(layer, LinearRouter):
@@ -235,9 +257,13 @@ class LoRA(LayerConverter):
         if isinstance(layer, nn.Embedding):
             return LoRAEmbedding(layer, rank=size.rank, scaling=scaling)
         assert isinstance(layer, nn.Linear)
-        return self.linear_class(
+        return LoRALinear(
             layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora
         )
+
+    def expert_forms(self, name: str, layer: StackedExperts) -> Mapping[str, FewBits]:
+        """Return the forms of the matrices of experts that stay in few bits."""
+        return {}
 
     def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
         path = self.config.adapter_path
@@ -276,30 +302,102 @@ class LoRA(LayerConverter):
 
 
 class QLoRA(LoRA):
-    """Low-rank adapters on linear layers with 4-bit weights. An adapted embedding keeps its
-    precision."""
+    """Low-rank adapters on a frozen base in few bits: as it was published, or in NF4. Adapted
+    embeddings keep their precision."""
 
-    linear_class = QLoRALinear
+    run_options = LoRA.run_options | {"base"}
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoRA.Config):
-        """Size and location of adapters on 4-bit (NF4) weights."""
+        """Size and location of adapters, and the bits of the base."""
+
+        base: Literal["keep", "nf4"] = "keep"
+        """Frozen weights. keep: the linear layers and routed experts that the folder of
+        --checkpoint.initial_load_path holds in few bits, adapted or not, stay in them, with exactly
+        its values, and its other weights stay wide; adapted linear layers of a folder without few
+        bits become NF4. nf4: adapted linear layers become NF4, also those dequantized from other
+        bits, which rounds them again. To dequantize instead, use LoRA."""
+
+        forms: list[str] = field(default_factory=list)
+        """Set by the run: layers that the folder holds in few bits, as NAME=FORM."""
+
+        def with_weights(self, spec: ModelSpec, path: str, added: range) -> Self:
+            forms: list[str] = []
+            if self.base == "keep":
+                saved = saved_forms(path, import_path(QLoRA))
+                forms = saved or find_forms(path, spec, added, self.option)
+            named = LoRA.Config.with_weights(self, spec, path, added)
+            return dataclasses.replace(named, forms=forms)
 
         def check_device(self) -> None:
             check_c_compiler("--model_converters.qlora unpacks weights in compiled code, which")
 
+    config: Config
+
+    def convert(self, model: nn.Module) -> None:
+        super().convert(model)
+        kept = self._keep_others(model) if self.config.forms else []
+        if kept:
+            logger.info(
+                "qlora: kept in few bits without adapters: %s", ", ".join(without_numbers(kept))
+            )
+
+    def _keep_others(self, model: nn.Module) -> list[str]:
+        """Keep layers without adapters in few bits too. Return their names."""
+        kept: list[str] = []
+        for name, layer in list(model.named_modules()):
+            forms = self._forms(name, layer)
+            if not forms or isinstance(layer, ConvertedModule):
+                continue
+            kept.append(name)
+            if isinstance(layer, StackedExperts):
+                pack_experts(layer, forms)
+            elif isinstance(layer, nn.Linear):
+                layer.requires_grad_(False)
+                model.set_submodule(name, PackedLinear(layer, forms["weight"]), strict=True)
+        return kept
+
+    def _forms(self, name: str, layer: nn.Module) -> dict[str, FewBits]:
+        """Return the forms of a layer's parameters, by name; none for those to keep wide."""
+        entries = self.config.forms
+        if isinstance(layer, StackedExperts):
+            found = {matrix: forms_of(entries, f"{name}.{matrix}") for matrix in layer.matrices}
+            return {matrix: form for matrix, form in found.items() if form}
+        if type(layer) is not nn.Linear:
+            return {}
+        form = forms_of(entries, name) if entries else nf4.FORM
+        return {"weight": form} if form else {}
+
+    def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
+        forms = self._forms(name, layer)
+        if not forms or isinstance(layer, StackedExperts):
+            return super().convert_layer(name, layer)
+        assert isinstance(layer, nn.Linear)
+        config, size = self.config, self.config.size_of(name)
+        return QLoRALinear(
+            layer,
+            form=forms["weight"],
+            rank=size.rank,
+            scaling=size.scaling(config.rslora),
+            dropout=config.dropout,
+            dora=config.dora,
+        )
+
+    def expert_forms(self, name: str, layer: StackedExperts) -> dict[str, FewBits]:
+        return self._forms(name, layer)
+
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
+        if self.config.forms:
+            return super().reason_to_skip(name, layer)
         if isinstance(layer, StackedExperts):
             raise self._layer_error(
-                name, "4-bit weights of routed experts are not supported; LoRA adapts them"
+                name, "routed experts are not quantized to 4 bits; LoRA adapts them"
             )
         if isinstance(layer, LinearRouter) and not self._is_unnamed_router(layer):
-            raise self._layer_error(
-                name, "4-bit weights of routers are not supported; LoRA adapts them"
-            )
-        if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
+            raise self._layer_error(name, "routers are not quantized to 4 bits; LoRA adapts them")
+        if isinstance(layer, nn.Linear) and layer.in_features % nf4.BLOCK_SIZE:
             reason = (
-                f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
+                f"4-bit weights need a multiple of {nf4.BLOCK_SIZE} inputs, not {layer.in_features}"
             )
             raise self._layer_error(name, reason)
         return super().reason_to_skip(name, layer)

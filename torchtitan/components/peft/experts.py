@@ -1,6 +1,7 @@
 """LoRA and DoRA of routed experts, in grouped products."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.components.peft.lora import AdaptedLayer, row_scale
+from torchtitan.components.quantization.packed_layers import PackedExperts, pack_experts
+from torchtitan.components.weights.few_bits import FewBits
 from torchtitan.distributed.gradients import row_norms
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import (
@@ -15,7 +18,7 @@ from torchtitan.protocols.initializer import (
     DerivedRows,
     Initializer,
     Uniform,
-    initializer_of,
+    initializers_of,
 )
 
 
@@ -29,13 +32,30 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
     calls_product = True
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        plain = {name: own[name] for name in self.plain_types(own)}
+        base = self.plain_base(own) if isinstance(self, PackedExperts) else own
+        plain = {name: base[name] for name in base if name not in self.adapter}
         for name in self.matrices:
-            parts = {key: own[key].float() for key in own if key.startswith(name)}
-            plain[name] = self._add_adapter(name, parts)
+            adapter = {key: own[key].float() for key in self.adapter if key.startswith(name)}
+            weight = plain[name].float()
+            plain[name] = self._add_adapter(name, weight, adapter)
             if f"{name}_magnitude" in own:
-                plain[name] = self._scale(name, parts)[..., None] * plain[name]
+                plain[name] = self._scale(name, weight, adapter)[..., None] * plain[name]
         return plain
+
+    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        types = (
+            PackedExperts.plain_types(self, own)
+            if isinstance(self, PackedExperts)
+            else super().plain_types(own)
+        )
+        return {name: dtype for name, dtype in types.items() if name not in self.adapter}
+
+    def base_matrix(self, name: str) -> Tensor:
+        """Return a frozen matrix of all experts."""
+        if isinstance(self, PackedExperts) and name in self.forms:
+            return self.unpacked(name, self.forms[name].value_dtype)
+        weight: Tensor = getattr(self, name)
+        return weight
 
     def product(self, rows_RI: Tensor, name: str, ends_E: Tensor) -> Tensor:
         base = super().product(rows_RI, name, ends_E)
@@ -48,40 +68,47 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
         added = added * self.scalings[name]
         if f"{name}_magnitude" not in self.adapter:
             return base + added
-        scale_E = self._scale(
-            name, {key: getattr(self, key) for key in (name, *self.adapter)}
-        ).flatten(1)
+        adapter = {key: getattr(self, key) for key in self.adapter}
+        scale_E = self._scale(name, self.base_matrix(name), adapter).flatten(1)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         scale_R = scale_E.repeat_interleave(counts_E, dim=0, output_size=len(rows_RI))
         return base + (scale_R - 1).to(base.dtype) * base + scale_R.to(base.dtype) * added
 
-    def _add_adapter(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
-        weight, lora_A, lora_B = (
-            own[key].to(own[name].dtype) for key in (name, f"{name}_A", f"{name}_B")
-        )
+    def _add_adapter(self, name: str, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        lora_A, lora_B = (adapter[f"{name}_{part}"].to(weight.dtype) for part in "AB")
         rows, scaling = weight.flatten(1, -2), self.scalings[name]
         return torch.baddbmm(rows, lora_B.flatten(1, -2), lora_A, alpha=scaling).view_as(weight)
 
-    def _scale(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
-        norms = row_norms(self._add_adapter(name, own).detach())
+    def _scale(self, name: str, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        norms = row_norms(self._add_adapter(name, weight, adapter).detach())
         if self.width_group is not None and self.hidden_dims[f"{name}_A"] is not None:
             # of this rank's part of each row
             dist.all_reduce(norms.square_(), group=self.width_group)
             norms.sqrt_()
-        return row_scale(own[f"{name}_magnitude"], norms)
+        return row_scale(adapter[f"{name}_magnitude"], norms)
 
 
 def adapt_experts(
-    experts: StackedExperts, *, ranks: Mapping[str, int], scalings: Mapping[str, float], dora: bool
+    experts: StackedExperts,
+    *,
+    ranks: Mapping[str, int],
+    scalings: Mapping[str, float],
+    dora: bool,
+    forms: Mapping[str, FewBits] | None = None,
 ) -> AdaptedExperts:
     """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class.
     Return them.
 
-    `ranks` and `scalings` have an entry for each of the `matrices`."""
+    `ranks` and `scalings` have an entry for each of the `matrices`; those in `forms` are kept in
+    few bits."""
     experts.requires_grad_(False)
     starts, split_dims = dict[str, Initializer](), dict[str, int | None]()
-    for name in experts.matrices:
-        weight, hidden_dim = experts.get_parameter(name), experts.hidden_dims.get(name)
+    plain = {name: experts.get_parameter(name) for name in experts.matrices}
+    plain_dims, plain_starts = experts.hidden_dims, initializers_of(experts)
+    if forms:
+        pack_experts(experts, forms)
+    for name, weight in plain.items():
+        hidden_dim = plain_dims.get(name)
         *rows, inputs = weight.shape
         # Either the inputs or the outputs are the experts' width.
         dim_A, dim_B = (2, None) if hidden_dim == len(rows) else (None, hidden_dim)
@@ -90,12 +117,8 @@ def adapt_experts(
             "B": ([*rows, ranks[name]], Constant(0.0), dim_B),
         }
         if dora:
-            start = initializer_of(experts, name)
             norms = DerivedRows(
-                name,
-                weight.shape,
-                start,
-                lambda rows: row_norms(rows.to(next(experts.parameters()).dtype).float()),
+                name, weight.shape, plain_starts.get(name), partial(_base_norms, experts, name)
             )
             added["magnitude"] = rows, norms, dim_B
         for part, (shape, start, split_dim) in added.items():
@@ -111,3 +134,10 @@ def adapt_experts(
     experts.hidden_dims = {**experts.hidden_dims, **split_dims}
     experts._add_initializers(**starts)
     return experts
+
+
+def _base_norms(experts: StackedExperts, name: str, rows: Tensor) -> Tensor:
+    """Return the norms of rows of a frozen matrix as they are stored; those in few bits already
+    are."""
+    weight = getattr(experts, name, None)
+    return row_norms(rows if weight is None else rows.to(weight.dtype).float())

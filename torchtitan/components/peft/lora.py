@@ -10,19 +10,19 @@ import contextlib
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.components.quantization.nf4 import (
-    NF4,
-    pack,
-    quantized_linear,
-    unpack,
-    unpack_weight,
+from torchtitan.components.quantization import nf4
+from torchtitan.components.quantization.packed_layers import (
+    PackedLayer,
+    pack_linear,
+    packed_linear,
 )
+from torchtitan.components.weights.few_bits import FewBits
 from torchtitan.distributed.gradients import redistribute_like, row_norms
 from torchtitan.protocols.initializer import (
     Constant,
@@ -53,14 +53,6 @@ class AdaptedLayer(ConvertedModule):
         self.is_adapted = True
         """False to compute what the plain layer does; see `adapters_off`."""
         self.adapter: tuple[str, ...] = ("lora_A", "lora_B")
-
-    @property
-    def derived(self) -> Mapping[str, DerivedRows]:
-        return {
-            name: start
-            for name, start in initializers_of(self).items()
-            if isinstance(start, DerivedRows)
-        }
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -193,42 +185,36 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         return f"{super().extra_repr()}, {adapter}, dora={self.magnitude is not None}"
 
 
-class QLoRALinear(LoRALinear):
-    """A `LoRALinear` with the three frozen tensors of `NF4` instead of `weight`: `packed` (out, in
-    / 2), `scales` (out, in / 64) and `scale_ranges` (out, 8), all uint8. Products are computed in
-    the type of the inputs."""
+class QLoRALinear(PackedLayer, LoRALinear):
+    """A `LoRALinear` with a frozen weight in few bits, by default in our NF4: `packed`, `scales`, …
+    (`components.weights.few_bits`) instead of `weight`. Products are computed in the type of the
+    inputs."""
 
-    packed: nn.Parameter
-    scales: nn.Parameter
-    scale_ranges: nn.Parameter
+    def __init__(self, linear: nn.Linear, *, form: FewBits = nf4.FORM, **options: Any):
+        self._form = form
+        LoRALinear.__init__(self, linear, **options)
 
     def _adopt_base_layer(self, linear: nn.Linear) -> None:
-        plain, start = linear.weight, _weight_initializer(linear)
-        for name, tensor in pack(plain)._asdict().items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-            self._add_initializers(
-                **{name: DerivedRows("weight", plain.shape, start, partial(_pack_tensor, name))}
-            )
-        with_features(self, packed=("out", "in"), scales=("out", "in"), scale_ranges=("out", None))
+        pack_linear(self, linear.weight, _weight_initializer(linear), self._form)
 
     def base_weight(self) -> Tensor:
-        return unpack_weight(self.packed, self.scales, self.scale_ranges, self.lora_A.dtype)
+        return self.unpacked("weight", self.lora_A.dtype)
 
     def base_output(self, x: Tensor) -> Tensor:
-        y = quantized_linear(x, self.packed, self.scales, self.scale_ranges)
-        return y if self.bias is None else y + self.bias
+        return packed_linear(x, self.forms["weight"], self.parts_of("weight"), self.bias)
 
     def base_rows(self, rows: Tensor) -> Tensor:
-        return unpack(*pack(rows), torch.float32)
+        """Return rows of the plain weight as they are stored; published ones already are."""
+        if self.forms["weight"] != nf4.FORM:
+            return rows
+        return nf4.unpack(*nf4.pack(rows), torch.float32)
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        form = NF4(*(own[name] for name in NF4._fields))
-        return super().plain_state({**own, "weight": unpack(*form, torch.float32)})
+        return LoRALinear.plain_state(self, self.plain_base(own))
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-        """Return bfloat16, which is exact for values of the 4-bit weight; the bias keeps its
-        type."""
-        return {"weight": torch.bfloat16, **({"bias": own["bias"].dtype} if "bias" in own else {})}
+        types = PackedLayer.plain_types(self, own)
+        return {name: dtype for name, dtype in types.items() if name not in self.adapter}
 
 
 def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -237,11 +223,6 @@ def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     if is_dtensor(x):
         return y + F.linear(x, weight)
     return torch.addmm(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), weight.T).view_as(y)
-
-
-def _pack_tensor(name: str, rows: Tensor) -> Tensor:
-    tensor: Tensor = getattr(pack(rows), name)
-    return tensor
 
 
 class LoRAEmbedding(AdaptedLayer, nn.Embedding):

@@ -136,7 +136,7 @@ class RoutedExperts(StackedExperts):
         if on_cpu and is_plain:
             return _OneByOne.apply(x_ND, self.w13.flatten(1, 2), self.w2, *pairs)
         # All experts in one product each, without reading a size from the device.
-        ends_E = pairs.ends_E(len(self.w13))
+        ends_E = pairs.ends_E(self.n_local)
         both_RH = self.product(pairs.rows_of(x_ND), "w13", ends_E)
         if self.bias13 is not None:
             both_RH = both_RH + self.bias13.flatten(1)[pairs.expert_R]

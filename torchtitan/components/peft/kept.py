@@ -1,0 +1,116 @@
+"""Weights that a folder holds in few bits, and that a run keeps so."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchtitan.components.weights.assets import read_converters
+from torchtitan.components.weights.dequantize import read_method
+from torchtitan.components.weights.few_bits import FewBits
+from torchtitan.components.weights.pretrained import internal_source
+from torchtitan.components.weights.sources import format_of
+from torchtitan.protocols import ModelSpec
+from torchtitan.protocols.conversion import ConverterRecord
+from torchtitan.protocols.converter import HEAD
+from torchtitan.protocols.experts import StackedExperts
+from torchtitan.tools.errors import UserError, summarize_names
+from torchtitan.tools.files import is_url
+from torchtitan.tools.logging import logger
+from torchtitan.tools.patterns import without_numbers
+
+
+def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> list[str]:
+    """Return the forms of the linear layers and experts that the weights in `path` hold in few
+    bits, as NAME=FORM, with `*` for the numbers of layers that have the same. Raise `UserError`
+    for weights that cannot be kept as they are.
+
+    Args:
+        path: `--checkpoint.initial_load_path`; without a folder of Hugging Face, nothing is found.
+        spec: the model.
+        added: ids of tokens added to the tokenizer.
+        option: prefix of the converter's options.
+    """
+    if not is_huggingface_folder(path) or not read_method(Path(path))[0]:
+        return []
+    source = internal_source(path, spec, added=added)
+    with torch.device("meta"):
+        model = spec.model.build()
+    layers = dict(_weights_of(model))
+    if refused := sorted(layers.keys() & source.reasons.keys()):
+        first = refused[0]
+        raise UserError(
+            f"{option}.base keep: {path} holds {summarize_names(refused)} in few bits that cannot "
+            f"be kept ({first}: {source.reasons[first]}); set {option}.base nf4, which quantizes "
+            "the dequantized weights again, or use LoRA, which trains on the dequantized weights"
+        )
+    in_few_bits = source.forms.keys() | source.reasons.keys()
+    if others := sorted(in_few_bits - layers.keys()):
+        names = ", ".join(without_numbers(others))
+        _log_once(f"{path}: dequantized, not kept in few bits: {names}")
+    return _in_common({layer: source.forms.get(name, "") for name, layer in layers.items()})
+
+
+def is_huggingface_folder(path: str) -> bool:
+    """Return whether the initial weights are in a Hugging Face folder."""
+    return _is_folder(path) and format_of(path) == "hf"
+
+
+def _is_folder(path: str) -> bool:
+    return bool(path) and not is_url(path) and Path(path).is_dir()
+
+
+def saved_forms(path: str, records: str) -> list[str]:
+    """Return the forms of the run whose checkpoint is in the folder `path`; none if it had another
+    converter than the one called `records`."""
+    if not _is_folder(path) or format_of(path) != "dcp":
+        return []
+    found: Sequence[ConverterRecord] = read_converters(path)
+    configs = [record["config"] for record in found if record.get("class") == records]
+    return list(configs[0].get("forms", [])) if configs else []
+
+
+def forms_of(entries: Sequence[str], name: str) -> FewBits | None:
+    """Return the form of a layer, or of a matrix of experts; None: it is wide."""
+    forms = _parsed(tuple(entries))
+    text = forms.get(name) or forms.get(without_numbers([name])[0])
+    return FewBits.parse(text) if text else None
+
+
+@functools.cache
+def _parsed(entries: tuple[str, ...]) -> Mapping[str, str]:
+    return dict(entry.split("=", 1) for entry in entries)
+
+
+def _weights_of(model: nn.Module) -> list[tuple[str, str]]:
+    """Return each parameter that can be kept in few bits, and the name of its layer or matrix."""
+    unused = getattr(model, "unused_layers", ())
+    found: list[tuple[str, str]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            found += [(f"{name}.{matrix}", f"{name}.{matrix}") for matrix in module.matrices]
+        elif type(module) is nn.Linear and name != HEAD and name not in unused:
+            found.append((f"{name}.weight", name))
+    return found
+
+
+def _in_common(forms: Mapping[str, str]) -> list[str]:
+    """Return an entry for each layer with a form, and one for all whose names differ in numbers
+    only if they have the same."""
+    groups: dict[str, list[str]] = {}
+    for name in forms:
+        groups.setdefault(without_numbers([name])[0], []).append(name)
+    entries: list[str] = []
+    for common, names in groups.items():
+        if len({forms[name] for name in names}) == 1 and len(names) > 1:
+            entries.append(f"{common}={forms[names[0]]}")
+        else:
+            entries += [f"{name}={forms[name]}" for name in names]
+    return [entry for entry in entries if not entry.endswith("=")]
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
