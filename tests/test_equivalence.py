@@ -82,6 +82,7 @@ SLOW = (
     "FSDP 2, class of transformers",
     "TP 2, class of transformers",
     "FSDP 2, hybrid class of transformers",
+    "PP 2 1F1B, hybrid class of transformers",
     "FSDP 2, experts",
     "TP 2, experts",
     "PP 2 1F1B, sigmoid router",

@@ -312,6 +312,8 @@ TWO_PROCESSES: dict[str, Options] = {
     "FSDP 2, class of transformers, CPU offload": {**CLASS, **OFFLOAD},
     "FSDP 2, class of transformers, step in backward": {**CLASS, **EARLY_STEP, **local_batch(8)},
     "FSDP 2, hybrid class of transformers": HYBRID_CLASS,
+    "PP 2 1F1B, class of transformers": {**PP2, **CLASS},
+    "PP 2 1F1B, hybrid class of transformers": {**PP2, **HYBRID_CLASS},
     "FSDP 2, hybrid class of transformers, AC full": {**HYBRID_CLASS, **FULL_AC},
     "FSDP 2, experts": EXPERTS,
     "FSDP 2, experts, AC full": {**EXPERTS, **FULL_AC},
@@ -564,7 +566,6 @@ REFUSED: dict[str, tuple[int, Options]] = {
     "TP 2, one group of Mamba": (2, {**TP2, **ONE_GROUP}),
     "CP 2, one group of Mamba": (2, {**CP2, **ONE_GROUP}),
     "CP 2, class of transformers": (2, {**CP2, **CLASS}),
-    "PP 2 1F1B, class of transformers": (2, {**PP2, **CLASS}),
     "CP 2, multi-token prediction": (2, {**CP2, **FURTHER_TOKENS}),
     "PP 2 1F1B, multi-token prediction": (2, {**PP2, **FURTHER_TOKENS}),
     "TP 2, hybrid class of transformers": (2, {**TP2, **HYBRID_CLASS}),
@@ -617,8 +618,11 @@ class Layout:
     @property
     def in_two_stages(self) -> Collection[str]:
         """Names of the weights of which the first and the last pipeline stage have a copy."""
-        is_shared = self.pipeline_degree > 1 and self.chosen.get("model__tie_embeddings")
-        return ("tok_embeddings.weight",) if is_shared else ()
+        if self.pipeline_degree == 1:
+            return ()
+        if self.chosen.get("module") == "transformers":
+            return ("model.model.embed_tokens.weight",)
+        return ("tok_embeddings.weight",) if self.chosen.get("model__tie_embeddings") else ()
 
     @property
     def pipeline_degree(self) -> int:

@@ -85,13 +85,21 @@ def record_run(
         parts = trainer.model_parts
         # A list, since a module may be in two pipeline stages of this rank.
         named = [
-            pair for part in parts for pair in (*part.named_parameters(), *part.named_buffers())
+            (canonical_name(name), tensor)
+            for part in parts
+            for name, tensor in (*part.named_parameters(), *_saved_buffers(part))
         ]
-        weights = [(canonical_name(name), _whole(tensor)) for name, tensor in named]
+        weights = [(name, _whole(tensor)) for name, tensor in named]
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(weights, folder / f"weights-{rank}.pt")
     finally:
         trainer.close()
+
+
+def _saved_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that checkpoints have; others, such as frequencies, are in every stage."""
+    saved = {canonical_name(name) for name in part.state_dict()}
+    return [pair for pair in part.named_buffers() if canonical_name(pair[0]) in saved]
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -186,17 +186,10 @@ def _count_stages(config: ParallelismConfig, weight: int) -> int:
     return stages
 
 
-def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Copy the named parts of a model on the meta device. Other layers in a `ModuleDict` are
-    dropped; other modules with parameters become None."""
+def take_stage(model: BaseModel, names: Sequence[str]) -> BaseModel:
+    """Copy the named parts of a model on the meta device (`BaseModel.keep_modules`)."""
     stage = copy.deepcopy(model)
-    for name, child in list(stage.named_children()):
-        if isinstance(child, nn.ModuleDict):
-            for key in list(child):
-                if f"{name}.{key}" not in names:
-                    del child[key]
-        elif name not in names and any(True for _ in child.parameters()):
-            setattr(stage, name, None)
+    stage.keep_modules(names)
     return stage
 
 

@@ -20,6 +20,7 @@ from torchtitan.distributed.context_parallel import share_rows
 from torchtitan.distributed.whole_tensors import whole
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import LoadBalanced
+from torchtitan.protocols.model import AbsentModule
 from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.recurrence import OwnHeads
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
@@ -226,6 +227,9 @@ def _parts(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module | N
     if not found and (head == "*" or getattr(module, head, module) is None):
         yield head, None
     for name, child in found:
+        if isinstance(child, AbsentModule):
+            yield name, None
+            continue
         inner = _parts(child, rest) if rest else [("", child)]
         yield from (
             (f"{name}.{part}".removesuffix("."), part_module) for part, part_module in inner

@@ -116,6 +116,17 @@ class BaseModel(nn.Module, Configurable):
             "torchtitan.protocols.initializer.with_initializers"
         )
 
+    def keep_modules(self, names: Collection[str]) -> None:
+        """Become a pipeline stage with the named modules, in place: other layers in a `ModuleDict`
+        are dropped, and other modules with parameters become None."""
+        for name, child in list(self.named_children()):
+            if isinstance(child, nn.ModuleDict):
+                for key in list(child):
+                    if f"{name}.{key}" not in names:
+                        del child[key]
+            elif name not in names and any(True for _ in child.parameters()):
+                setattr(self, name, None)
+
     def num_parameters(self) -> int:
         """Return the number of parameters, counting shared parameters once."""
         return sum(parameter.numel() for parameter in self.parameters())
@@ -140,6 +151,11 @@ class BaseModel(nn.Module, Configurable):
         """Return forward and backward operations for the images of a batch, besides those for their
         tokens in the language model."""
         return 0.0
+
+
+class AbsentModule(nn.Module):
+    """Base class of what takes the place of a module in pipeline stages that do not have it, where
+    None would fail."""
 
 
 class SmallModel(BaseModel):

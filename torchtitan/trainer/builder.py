@@ -132,11 +132,12 @@ def build_other_model(
     return model
 
 
-def stage_input(config: RunConfig, parallel_dims: ParallelDims) -> Tensor:
+def stage_input(config: RunConfig, parallel_dims: ParallelDims, stage: BaseModel) -> Tensor:
     """Return an example of the hidden states that a pipeline stage receives, on the meta device."""
+    parts = parallel_dims.cp * (parallel_dims.tp if stage.splits_sequences else 1)
     return torch.empty(
         config.parallelism.pipeline_parallel_microbatch_size,
-        config.training.seq_len // (parallel_dims.cp * parallel_dims.tp),
+        config.training.seq_len // parts,
         config.model_spec.model.dim,
         dtype=getattr(torch, config.training.mixed_precision_param),
         device="meta",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -471,12 +471,13 @@ class Trainer(Configurable):
         if self.pipeline_plan is None:
             return None
         assert self.mesh is not None
+        stage = cast(BaseModel, self.model_parts[0])
         return Pipeline(
             self.pipeline_plan,
             self.model_parts,
             mesh=self.mesh["pp"],
             device=self.device,
-            hidden=builder.stage_input(self.config, self.parallel_dims),
+            hidden=builder.stage_input(self.config, self.parallel_dims, stage),
             head=self.step_failure.guarded(self.loss),
         )
 

@@ -264,7 +264,7 @@ def test_all_parts_of_a_loader_compute_with_the_chosen_back_end(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"parallelism__pipeline_parallel_degree": 2}, "computes whole sequences, in one piece"),
+        ({"parallelism__pipeline_parallel_degree": 2}, "it reads images"),
         ({"model__train": ["vision", "vision"]}, "name at least one part, and each once"),
         (
             {"model__train": ["vision"], "config": "sft"},

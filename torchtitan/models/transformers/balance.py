@@ -69,6 +69,12 @@ def _count(chosen_LNK: Tensor, has_token_N: Tensor, n_experts: int) -> Tensor:
     return counts_E.scatter_add_(0, chosen_LNK.flatten(), is_counted.flatten())
 
 
+def returns_router_loss(config: Any) -> bool:
+    """Return whether the class of a configuration returns a loss of its routers."""
+    owners = config, config.get_text_config(decoder=True)
+    return any(getattr(owner, "output_router_logits", False) for owner in owners)
+
+
 def make_balance(model: Any, weight: float) -> ClassBalance | None:
     """Return the balance of a class; None, with a warning, if a trial shows that its loss has
     another formula."""

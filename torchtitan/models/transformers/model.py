@@ -1,9 +1,10 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
 import contextlib
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self, cast
@@ -17,10 +18,11 @@ from tyro.conf import Suppress
 
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.config.configurable import builds
-from torchtitan.models.transformers.balance import make_balance
+from torchtitan.models.transformers.balance import make_balance, returns_router_loss
 from torchtitan.models.transformers.description import (
     build_class,
     checked_document,
+    class_of,
     transformers_config,
 )
 from torchtitan.models.transformers.flops import forward_flops, with_backward
@@ -48,10 +50,18 @@ from torchtitan.models.transformers.initialize import add_initializers, class_va
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.packing import choose_packing
 from torchtitan.models.transformers.sharding import class_plan
+from torchtitan.models.transformers.stages import (
+    Division,
+    StageStates,
+    divide,
+    keep_stage,
+    try_stages,
+)
+from torchtitan.models.transformers.tiny import tiny_config
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.protocols.initializer import Constant, with_initializers
-from torchtitan.protocols.model import BaseModel, effective_weight
+from torchtitan.protocols.model import AbsentModule, BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -131,12 +141,45 @@ class TransformersModel(BaseModel):
                 )
 
         def unsupported_parallelisms(self) -> dict[str, str]:
-            reason = "a class of transformers computes whole sequences, in one piece"
-            unsupported = dict.fromkeys(
-                ("pipeline_parallel_degree", "context_parallel_degree"), reason
-            )
-            _, of_tensors = class_plan(self.document)
-            return {**unsupported, **({"tensor_parallel_degree": of_tensors} if of_tensors else {})}
+            reasons = {
+                "tensor_parallel_degree": class_plan(self.document)[1],
+                "context_parallel_degree": "a class of transformers computes whole sequences",
+            }
+            return {name: reason for name, reason in reasons.items() if reason}
+
+        def pipeline_modules(self) -> list[str]:
+            described = self.transformers_config()
+            name = class_of(described)[0].__name__
+            if self.reads_images:
+                reason = "it reads images (--config sft_images); train on text"
+            elif returns_router_loss(described):
+                reason = (
+                    "the auxiliary loss of its routers is of all layers; set output_router_logits "
+                    "to false in config.json"
+                )
+            else:
+                _, reason = self._try_stages()
+            if reason:
+                raise UserError(
+                    f"--parallelism.pipeline_parallel_degree above 1 does not divide {name}: "
+                    f"{reason}"
+                )
+            with torch.device("meta"):
+                return divide(self.build()).names
+
+        @property
+        def shared_modules(self) -> list[str]:
+            with torch.device("meta"):
+                model = self.build()
+            return divide(model).names[:1] if model.is_tied else []
+
+        def tiny(self) -> Self:
+            """Return the configuration of a tiny clone, for trials."""
+            document = tiny_config(self.transformers_config()).to_json_string(use_diff=False)
+            return type(self).of(json.loads(document))
+
+        def _try_stages(self) -> tuple[frozenset[str], str]:
+            return try_stages(lambda: self.tiny().build(), str(self.document))
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -173,6 +216,9 @@ class TransformersModel(BaseModel):
             make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
         )
         self._prompt_images: dict[str, Tensor] | None = None
+        self.division: Division | None = None
+        self.stage: StageStates | None = None
+        """Hidden states between pipeline stages, if this is one."""
         self._vision_names = [f"model.{name}" for name in vision_layers(self.model)]
         self._block_names = _find_blocks(self.model)
         if config.reads_images:
@@ -190,7 +236,7 @@ class TransformersModel(BaseModel):
         self.output_name = next(
             (name for name, module in self.model.named_modules() if module is output), ""
         )
-        self.head = ClassHead(
+        self.head: ClassHead | None = ClassHead(
             None if self.is_tied or not transform else output, transform or UNCHANGED
         )
         if transform or self.is_tied:
@@ -206,15 +252,16 @@ class TransformersModel(BaseModel):
     @property
     def captured(self) -> "OutputPlace | None":
         """The module that replaces the class's output layer; None if the class computes its logits
-        itself."""
+        itself, and in a pipeline stage without it."""
+        if self.head is None:
+            return None
         place = self.model.get_submodule(self.output_name)
         return place if isinstance(place, OutputPlace) and not place.computes else None
 
     @property
     def has_auxiliary_loss(self) -> bool:
         """True if the class returns a loss of its routers."""
-        owners = self.model.config, self.model.config.get_text_config(decoder=True)
-        return any(getattr(owner, "output_router_logits", False) for owner in owners)
+        return returns_router_loss(self.model.config)
 
     @property
     def auxiliary_weight(self) -> float:
@@ -245,12 +292,24 @@ class TransformersModel(BaseModel):
             setattr(self.get_submodule(path), own_name, buffers[name].to(buffer.device))
         return self
 
+    def keep_modules(self, names: Collection[str]) -> None:
+        if self.division is None:
+            self.division = divide(self, self.config._try_stages()[0])
+        self.stage = keep_stage(self, self.division, names)
+        self._block_names = [
+            name
+            for name in self._block_names
+            if not isinstance(self.get_submodule(name), AbsentModule)
+        ]
+
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
 
     def units(self) -> list[nn.Module]:
-        embedding = [] if self.is_tied else [self.model.get_input_embeddings()]
-        head = [] if self.head.output is None else [self.head]
+        embedding = [self.model.get_input_embeddings()]
+        if self.is_tied or isinstance(embedding[0], AbsentModule):
+            embedding = []
+        head = [] if self.head is None or self.head.output is None else [self.head]
         blocks = self.blocks().values()
         uses = Counter(parameter for block in blocks for parameter in block.parameters())
         shared = {parameter for parameter, n_uses in uses.items() if n_uses > 1}
@@ -332,6 +391,7 @@ class TransformersModel(BaseModel):
         """Return operations per token, forward and backward: see `flops`."""
         with torch.device("meta"):
             plain = build_class(self.config.transformers_config(), "eager").eval()
+        assert self.head is not None, "of the whole model"
         forward = forward_flops(plain, seq_len, is_recurrent=self.packing.mode == "rows")
         return with_backward(
             forward, self, [*self.model.get_decoder().modules(), *self.head.modules()]
@@ -402,15 +462,22 @@ class TransformersModel(BaseModel):
                 mask_N = mask_with_images(self.packing, tokens_BL, attention)
                 hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
         else:
+            if self.stage is not None and tokens_BL.is_floating_point():
+                self.stage.received = self.packing.scatter(tokens_BL, attention)
+                tokens_BL = torch.zeros_like(tokens_BL[..., 0], dtype=torch.long)
             outputs = self.packing.run(
                 self.model, tokens_BL, attention, **options, return_dict=True
             )
+            if self.head is None:
+                assert self.stage is not None
+                return self.packing.gather(self.stage.take(), attention)
             hidden_BLD = self.packing.gather(
                 captured.hidden.pop() if captured else outputs.logits, attention
             )
             if self.training and balance is not None:
                 mask_N = self.packing.token_mask(tokens_BL, attention)
                 hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
+        assert self.head is not None
         if captured:
             tied = captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)

@@ -275,11 +275,9 @@ class Packing:
             # wait for the device.
             inputs |= {"position_ids": positions_BL, "attention_mask": mask_BL}
         elif positions_BL is not None:
-            index_NM, mask_NM = (send(x, tokens_BL.device) for x in _rows(attention))
-            tokens_BL, inputs["attention_mask"] = (
-                tokens_BL.flatten()[index_NM],
-                mask_NM * mask_BL.flatten()[index_NM],
-            )
+            mask_NM = send(_rows(attention)[1], tokens_BL.device)
+            inputs["attention_mask"] = mask_NM * self.scatter(mask_BL, attention)
+            tokens_BL = self.scatter(tokens_BL, attention)
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
         return ForwardPass(attention, static).call(
             model, **text_inputs(model, tokens_BL, **inputs), **options
@@ -296,6 +294,14 @@ class Packing:
             return mask_BL.flatten()
         index_NM, mask_NM = (send(x, tokens_BL.device) for x in _rows(attention))
         return (mask_BL.flatten()[index_NM] & mask_NM.bool()).flatten()
+
+    def scatter(self, values_BL: Tensor, attention: AttentionMetadata | None) -> Tensor:
+        """Return packed values, (B, L, ...), in the form in which a class gets those of tokens in
+        `run`; padding repeats others."""
+        if self.mode != "rows" or attention is None or attention.positions_BL is None:
+            return values_BL
+        index_NM = send(_rows(attention)[0], values_BL.device)
+        return values_BL.flatten(0, 1)[index_NM]
 
     def gather(self, hidden_NMD: Tensor, attention: AttentionMetadata | None) -> Tensor:
         """Return the results of a class for packed tokens, (B, L, ...), from those of `run`."""

@@ -114,7 +114,11 @@ def random_clone(
     """Build a tiny clone, in a `trial`, with reproducible weights, so large that each part changes
     the logits."""
     torch.manual_seed(0)
-    model = build_class(tiny_config(config), implementation).eval()
+    return randomize(build_class(tiny_config(config), implementation).eval())
+
+
+def randomize(model: Any) -> Any:
+    """Draw weights so large that each part changes the logits, in a `trial`."""
     for parameter in model.parameters():
         if parameter.ndim < 2:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
