@@ -27,6 +27,7 @@ from torch.distributed.tensor import (
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     all_gather_single_autograd,
@@ -76,8 +77,8 @@ class TokenExchange:
         )
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: int) -> None:
-    """Divide all `StackedExperts` of a model over the dimensions "ep" and, if present, "tp" of
+def apply_expert_parallel(model: BaseModel, mesh: DeviceMesh, gradient_degree: int) -> None:
+    """Divide the stacked experts of a model over the dimensions "ep" and, if present, "tp" of
     `mesh`, in place, before tensor parallelism. Their weights are the same on all ranks, or on the
     meta device.
 
@@ -87,7 +88,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
     """
     factor = mesh["efsdp"].size() / gradient_degree
     has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
-    for experts in (module for module in model.modules() if isinstance(module, StackedExperts)):
+    for experts in model.stacked_experts():
         _shard(experts, mesh["ep", "tp"] if has_tensor else mesh["ep"])
         compute_with_local_parameters(experts, partial(_local, experts, factor))
         if mesh["ep"].size() > 1:

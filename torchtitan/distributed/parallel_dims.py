@@ -23,6 +23,13 @@ DEGREES = {
 }
 """Option of a degree → its field in `ParallelDims`."""
 
+_ALL_DEGREES = {
+    **DEGREES,
+    "expert_parallel_degree": "ep",
+    "expert_tensor_parallel_degree": "etp",
+}
+"""Also of the degrees that divide ranks of others."""
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -106,7 +113,7 @@ class ParallelDims:
         the model or the sequence that cannot be split."""
         family = type(model).__qualname__.removesuffix(".Config")
         for name, reason in model.unsupported_parallelisms().items():
-            if (degree := getattr(self, DEGREES[name])) > 1:
+            if (degree := getattr(self, _ALL_DEGREES[name])) > 1:
                 raise UserError(
                     f"--parallelism.{name} {degree} must be 1 for {family}, because {reason}"
                 )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.protocols.initializer import DerivedRows, initializers_of
 from torchtitan.tools.errors import UserError
@@ -101,6 +102,10 @@ class BaseModel(nn.Module, Configurable):
         """Return the repeated blocks by name, in forward order. Each is compiled, and recomputed in
         the backward pass, by itself; the name ends with the layer's number."""
         raise NotImplementedError
+
+    def stacked_experts(self) -> list[StackedExperts]:
+        """Return the routed experts of all layers, which expert parallelism divides."""
+        return [module for module in self.modules() if isinstance(module, StackedExperts)]
 
     def units(self) -> list[nn.Module]:
         """Return the modules, in forward order, whose weights data parallelism gathers together;

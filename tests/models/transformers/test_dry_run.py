@@ -38,6 +38,17 @@ def test_predicts_a_step(model_type, tmp_path):
     assert {traffic.kind for traffic in rank.communication} >= {"all-gather", "reduce-scatter"}
 
 
+def test_predicts_a_step_with_divided_experts(tmp_path):
+    config = config_of("qwen3_moe", tmp_path)
+    config.parallelism.expert_parallel_degree = 2
+    (rank,) = dry_run(config, world_size=2)
+    whole = sum(
+        p.numel() for p in build_class(config.model_spec.model.transformers_config()).parameters()
+    )
+    assert whole / 2 <= rank.parameters < 1.05 * whole / 2
+    assert "all-to-all" in {traffic.kind for traffic in rank.communication}
+
+
 def test_a_class_that_reads_values_has_no_dry_run(tmp_path):
     """Step 3.7 loops over the experts that tokens chose."""
     with pytest.raises(UserError, match=r"reads some \(aten.nonzero.default\), as to loop over"):

@@ -25,6 +25,11 @@ from torchtitan.models.transformers.description import (
     class_of,
     transformers_config,
 )
+from torchtitan.models.transformers.experts import (
+    class_experts,
+    stack_experts,
+    unsupported_experts,
+)
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.image_packing import (
@@ -59,6 +64,7 @@ from torchtitan.models.transformers.stages import (
 )
 from torchtitan.models.transformers.tiny import tiny_config
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import AbsentModule, BaseModel, effective_weight
@@ -145,7 +151,13 @@ class TransformersModel(BaseModel):
                 "tensor_parallel_degree": class_plan(self.document)[1],
                 "context_parallel_degree": "a class of transformers computes whole sequences",
             }
-            return {name: reason for name, reason in reasons.items() if reason}
+            unsupported = {name: reason for name, reason in reasons.items() if reason}
+            return {**unsupported, **unsupported_experts(self.document)}
+
+        @property
+        def expert_parallel_sizes(self) -> dict[str, int]:
+            n_experts, _ = class_experts(self.document)
+            return {"num_experts": n_experts} if n_experts else {}
 
         def pipeline_modules(self) -> list[str]:
             described = self.transformers_config()
@@ -304,6 +316,9 @@ class TransformersModel(BaseModel):
 
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
+
+    def stacked_experts(self) -> list[StackedExperts]:
+        return stack_experts(self.model)
 
     def units(self) -> list[nn.Module]:
         embedding = [self.model.get_input_embeddings()]

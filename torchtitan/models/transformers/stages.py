@@ -14,18 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.transformers.tiny import (
-    CLONE_TOLERANCE,
     TEXT_IDS,
+    changed_result,
+    gradients_of,
     randomize,
     trial,
 )
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import AbsentModule
 from torchtitan.tools.errors import UserError, in_words
-
-_LEAST_GRADIENT = 1e-3
-"""Gradients below this part of the model's largest one are compared with this part: some are zero
-up to rounding."""
 
 _LENGTHS = [13, 3, 8, 21, 3]
 """Tokens of the documents of the trial, in two rows."""
@@ -265,21 +262,10 @@ def _check_blocks(
 
 def _compare(model: Any, stages: list[Any], logits: Tensor, expected: Tensor) -> None:
     """Raise `_Indivisible` if logits or gradients of the stages differ from the model's."""
-    change = (logits - expected).abs().max() / expected.abs().max()
-    if not change <= CLONE_TOLERANCE:
-        raise _Indivisible(f"in a trial, stages changed its logits by {change:.1e}")
     found: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name] = found[name] + gradient if name in found else gradient
-    gradients = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    most = max(gradient.abs().max() for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        scale = max(gradient.abs().max(), _LEAST_GRADIENT * most)
-        if name not in found or not (found[name] - gradient).abs().max() / scale <= CLONE_TOLERANCE:
-            raise _Indivisible(f"in a trial, stages changed the gradient of {name}")
+    if changed := changed_result(logits.detach(), expected.detach(), found, gradients_of(model)):
+        raise _Indivisible(f"in a trial, stages changed {changed}")

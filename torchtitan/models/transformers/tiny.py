@@ -5,7 +5,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +28,10 @@ TEXT_IDS = range(8, 64)
 CLONE_TOLERANCE = 1e-4
 """Largest change of a logit in a trial, relative to the largest logit: far above rounding, far
 below mistakes."""
+
+_LEAST_GRADIENT = 1e-3
+"""Gradients below this part of the model's largest one are compared with this part: some are zero
+up to rounding."""
 
 # Names of integer fields → largest value; the first match counts. None keeps the value, perhaps of
 # a scalar.
@@ -125,6 +129,30 @@ def randomize(model: Any) -> Any:
         else:
             parameter.normal_(std=max(parameter.shape[1:]) ** -0.5)
     return model
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients of a model by name."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def changed_result(
+    logits: torch.Tensor,
+    expected: torch.Tensor,
+    found: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+) -> str:
+    """Return what differs between logits and `found` gradients in a trial and those of the whole
+    model: "" if nothing differs by more than `CLONE_TOLERANCE`."""
+    change = float((logits - expected).abs().max() / expected.abs().max())
+    if not change <= CLONE_TOLERANCE:
+        return f"its logits by {change:.1e}"
+    most = max(gradient.abs().max() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        scale = max(gradient.abs().max(), _LEAST_GRADIENT * most)
+        if name not in found or not (found[name] - gradient).abs().max() <= CLONE_TOLERANCE * scale:
+            return f"the gradient of {name}"
+    return ""
 
 
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -4,7 +4,7 @@ transformers (`transformers.conversion_mapping`) convert between them, one group
 time, such as the experts of one layer."""
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,12 +96,40 @@ class Converted(Transform):
         if self.converter is None:
             return {self.key: next(iter(tensors))}
         converter: Any = deepcopy(self.converter)
-        for (name, pattern), tensor in zip(self.inputs.items(), tensors, strict=True):
+        tensors = list(tensors)
+        for (name, pattern), tensor in zip(self._first_inputs(len(tensors)), tensors, strict=True):
             converter.add_tensor(self.key, name, pattern, tensor)
         results = converter.convert(self.key, model=self.model, config=self.model.config)
         return {
             name: value[0] if isinstance(value, list) else value for name, value in results.items()
         }
+
+    def _first_inputs(self, n: int) -> list[tuple[str, str | None]]:
+        """Return the first `n` inputs, the same number for each pattern, in the order of the
+        files: any that are enough for some of the result's rows."""
+        names = self._names_of_patterns().values()
+        kept = {name for of_pattern in names for name in of_pattern[: n // len(names)]}
+        return [pair for pair in self.inputs.items() if pair[0] in kept]
+
+    def _names_of_patterns(self) -> dict[str | None, list[str]]:
+        names: dict[str | None, list[str]] = {}
+        for name, pattern in self.inputs.items():
+            names.setdefault(pattern, []).append(name)
+        return names
+
+    def inputs_of_rows(
+        self, rows: slice, n_rows: int, names: Sequence[str]
+    ) -> Sequence[tuple[str, slice]] | None:
+        merge, *others = self.converter.operations if self.converter else [None]
+        if not isinstance(merge, loading.MergeModulelist) or merge.dim != 0:
+            return None
+        if any(not isinstance(one, loading.Concatenate) or one.dim == 0 for one in others):
+            return None
+        of_patterns = self._names_of_patterns().values()
+        if any(len(of_pattern) != n_rows for of_pattern in of_patterns):
+            return None
+        wanted = {name for of_pattern in of_patterns for name in of_pattern[rows]}
+        return [(name, slice(None)) for name in names if name in wanted]
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         return self.to_external(tensors)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.feed_forward import gelu_tanh, squared_relu
-from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.experts import Exchange, StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 from torchtitan.tools.device import multiplies
 
@@ -82,6 +82,23 @@ def _take(rows: Tensor, places: Tensor) -> Tensor:
     return rows[places] if places.ndim == 1 else F.embedding_bag(places, rows, mode="sum")
 
 
+def send_pairs(
+    exchange: Exchange,
+    n_experts: int,
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    chosen_NK: Tensor,
+    *,
+    compute: Callable[..., Tensor],
+) -> Tensor:
+    """Return the sum (N, D) of the results of each token's experts, some of other ranks; `compute`
+    as in `Exchange`."""
+    pairs = Pairs.of(weights_NK, chosen_NK)
+    ends_E = pairs.ends_E(n_experts)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    return pairs.sums_of(exchange(pairs.rows_of(x_ND), pairs.weight_R, counts_E, compute))
+
+
 class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the
     gate and up of each expert, and `w2` (E, dim, H). If they have biases: `bias13` (E, 2, H),
@@ -121,11 +138,8 @@ class RoutedExperts(StackedExperts):
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         if self.exchange is None:
             return self._compute(x_ND, weights_NK, chosen_NK)
-        pairs = Pairs.of(weights_NK, chosen_NK)
-        ends_E = pairs.ends_E(self.n_experts)
-        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        return pairs.sums_of(
-            self.exchange(pairs.rows_of(x_ND), pairs.weight_R, counts_E, self._compute)
+        return send_pairs(
+            self.exchange, self.n_experts, x_ND, weights_NK, chosen_NK, compute=self._compute
         )
 
     def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
