@@ -19,6 +19,7 @@ from tyro.conf import Suppress
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.config.configurable import builds
 from torchtitan.models.transformers.balance import make_balance, returns_router_loss
+from torchtitan.models.transformers.context import ClassAttention, unsupported_context
 from torchtitan.models.transformers.description import (
     build_class,
     checked_document,
@@ -149,7 +150,9 @@ class TransformersModel(BaseModel):
         def unsupported_parallelisms(self) -> dict[str, str]:
             reasons = {
                 "tensor_parallel_degree": class_plan(self.document)[1],
-                "context_parallel_degree": "a class of transformers computes whole sequences",
+                "context_parallel_degree": "it reads images"
+                if self.reads_images
+                else unsupported_context(self.document),
             }
             unsupported = {name: reason for name, reason in reasons.items() if reason}
             return {**unsupported, **unsupported_experts(self.document)}
@@ -227,6 +230,7 @@ class TransformersModel(BaseModel):
         self.balance = (
             make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
         )
+        self.attend = ClassAttention()
         self._prompt_images: dict[str, Tensor] | None = None
         self.division: Division | None = None
         self.stage: StageStates | None = None
@@ -481,7 +485,7 @@ class TransformersModel(BaseModel):
                 self.stage.received = self.packing.scatter(tokens_BL, attention)
                 tokens_BL = torch.zeros_like(tokens_BL[..., 0], dtype=torch.long)
             outputs = self.packing.run(
-                self.model, tokens_BL, attention, **options, return_dict=True
+                self.model, tokens_BL, attention, attend=self.attend, **options, return_dict=True
             )
             if self.head is None:
                 assert self.stage is not None

@@ -49,6 +49,8 @@ class ForwardPass:
     configs: tuple[type, ...] | None = None
     """Types of the configurations whose masks are for tokens, since a vision tower has masks of its
     own; None: all."""
+    attend: nn.Module | None = None
+    """Module that computes our attention, such as with the keys of other ranks."""
     at_places: bool = False
     """True if masks depend on places in the row, as masks of images do, and not on positions in
     documents only."""
@@ -67,8 +69,15 @@ class Documents:
     """Replaces a mask that is causal within documents and a window. It is an argument of blocks, so
     that they also get it when activation checkpointing recomputes them."""
 
-    def __init__(self, attention: AttentionMetadata, *, static: bool, **properties: Any):
-        self.attention, self.static = attention, static
+    def __init__(
+        self,
+        attention: AttentionMetadata,
+        *,
+        static: bool,
+        attend: nn.Module | None = None,
+        **properties: Any,
+    ):
+        self.attention, self.static, self.attend = attention, static, attend
         self._with_kernels: dict[Any, AttentionMetadata] = {}
         self.with_kernel(**properties)  # expected of all layers, so that blocks find it
 
@@ -103,6 +112,7 @@ def _make_mask(**options: Any) -> Tensor | Documents | None:
     return Documents(
         current.attention.with_window(window),
         static=current.static,
+        attend=current.attend,
         device=torch.device(options["device"]),
         dtype=options["dtype"],
         head_dim=fields.get("qk_head_dim") or fields.get("head_dim") or 64,
@@ -201,9 +211,14 @@ def _attend(
                 x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
                 for x in (query, key, value)
             )
-            result = attend(
-                *(x.transpose(1, 2) for x in padded), attention_mask.with_kernel(**properties)
+            arguments = (
+                *(x.transpose(1, 2) for x in padded),
+                attention_mask.with_kernel(**properties),
             )
+            if attention_mask.attend is None:
+                result = attend(*arguments)
+            else:
+                result = attention_mask.attend(*arguments, products=attend)
             return result[..., : value.shape[-1]].contiguous(), None
         dense = replace(attention_mask.attention, kernel="dense")  # the kernels have no dropout
         mask: Tensor | None = with_kernel(dense, **properties, static=attention_mask.static).mask
@@ -254,12 +269,13 @@ class Packing:
         *,
         static: bool = False,
         masks_padding: bool = False,
+        attend: nn.Module | None = None,
         **options: object,
     ) -> Any:
         """Call a class on packed tokens, or, without `attention`, on rows of one document each;
         `gather` its results. With `static`, kernels have constant shapes, for compiled blocks. With
         `masks_padding`, the class gets a mask of padding, which its losses of routers read and our
-        attention does not."""
+        attention does not. `attend` computes our attention, if it is used."""
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
         mask_BL = torch.ones_like(tokens_BL)
         if masks_padding:
@@ -279,7 +295,7 @@ class Packing:
             inputs["attention_mask"] = mask_NM * self.scatter(mask_BL, attention)
             tokens_BL = self.scatter(tokens_BL, attention)
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
-        return ForwardPass(attention, static).call(
+        return ForwardPass(attention, static, attend=attend).call(
             model, **text_inputs(model, tokens_BL, **inputs), **options
         )
 
@@ -336,11 +352,16 @@ the clone."""
 
 
 @trial
+def find_packing(config: PretrainedConfig) -> Packing:
+    """Return the fastest way in which a class keeps packed documents apart. Raise `UserError` if
+    the class needs more than text, or tokens see later ones, as in an encoder."""
+    return _try(config)
+
+
+@trial
 def choose_packing(config: PretrainedConfig) -> Packing:
-    """Return the fastest way in which a class keeps packed documents apart, and log one line if it
-    is not the fastest. Raise `UserError` if the class needs more than text, or tokens see later
-    ones, as in an encoder."""
-    packing = _try(config)
+    """As `find_packing`; log one line if the way is not the fastest."""
+    packing = find_packing(config)
     log_packing(config, packing, "packed document")
     if missing := ", ".join(missing_kernels(config)):
         logger.info(

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from torchtitan.models.transformers.context import ATTENTION
 from torchtitan.models.transformers.description import build_class, transformers_config
 from torchtitan.models.transformers.tiny import trial
 from torchtitan.protocols.sharding import ShardingPlan, TensorSharding
@@ -32,7 +33,7 @@ def class_plan(document: Mapping[str, object]) -> tuple[ShardingPlan, str]:
     refused = set[str]()
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if output is None:
-        return ShardingPlan(tensor={}, attention=""), f"{name} names no output layer"
+        return ShardingPlan(tensor={}, attention=ATTENTION), f"{name} names no output layer"
     tensor: dict[str, TensorSharding] = (
         {} if output.weight is embedding.weight else {"head.output": "columns"}
     )
@@ -66,7 +67,7 @@ def class_plan(document: Mapping[str, object]) -> tuple[ShardingPlan, str]:
             f"the plan of {name} in transformers does not split {', '.join(sorted(refused))} as a "
             "linear layer"
         )
-    return ShardingPlan(tensor={} if reason else tensor, attention=""), reason
+    return ShardingPlan(tensor={} if reason else tensor, attention=ATTENTION), reason
 
 
 def _pattern(path: str) -> str:

@@ -1,0 +1,63 @@
+"""Parts of sequences for classes: what a trial shows, and what it refuses."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.models.transformers.model_types import decoder_config  # noqa: E402
+from torchtitan.config import ParallelismConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.models.transformers import context  # noqa: E402
+from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
+from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
+from torchtitan.tools.errors import UserError  # noqa: E402
+
+
+def config_of(model_type: str, **changes: object) -> TransformersModel.Config:
+    document = tiny_config(decoder_config(model_type)).to_json_string(use_diff=False)
+    return TransformersModel.Config.of({**json.loads(document), **changes})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gemma3"])
+def test_a_trial_shows_that_tokens_can_be_divided(model_type: str) -> None:
+    assert "context_parallel_degree" not in config_of(model_type).unsupported_parallelisms()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt_oss", "its attention is not ours: documents are packed in masks"),  # sinks
+        ("mamba", "its attention is not ours: documents are packed in rows"),
+    ],
+)
+def test_other_attention_is_refused(model_type: str, reason: str) -> None:
+    dims = ParallelDims.from_config(ParallelismConfig(context_parallel_degree=2), 2)
+    with pytest.raises(UserError, match=f"context_parallel_degree 2 must be 1 .*{reason}"):
+        dims.check_fits(config_of(model_type), 64)
+
+
+def test_images_are_refused() -> None:
+    config = config_of("gemma3")
+    config.reads_images = True
+    assert config.unsupported_parallelisms()["context_parallel_degree"] == "it reads images"
+
+
+def _own_keys(self: Any, q: Any, k: Any, v: Any, attention: Any, *, products: Any) -> Any:
+    """Attend to the keys of the own part, as without an exchange."""
+    results = []
+    for one, part in zip(range(2), self.parts, strict=True):
+        queries, keys, values = (x.chunk(2)[one] for x in (q, k, v))
+        own = context.replace(part, key_places_S=part.query_places_L, kernel="dense")
+        own = context.with_kernel(own, device=q.device, dtype=q.dtype, head_dim=64, static=False)
+        results.append(products(queries, keys, values, own))
+    return torch.cat(results)
+
+
+def test_missing_keys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context._InTwo, "forward", _own_keys)
+    config = config_of("qwen3", max_position_embeddings=131)  # not in the cache of trials
+    assert "changed its logits" in config.unsupported_parallelisms()["context_parallel_degree"]
