@@ -19,7 +19,7 @@ from torch.distributed.tensor import (
 from torchtitan.distributed.context_parallel import share_rows
 from torchtitan.distributed.whole_tensors import whole
 from torchtitan.protocols.converter import converter_of
-from torchtitan.protocols.experts import LoadBalanced
+from torchtitan.protocols.experts import LoadBalanced, StackedExperts
 from torchtitan.protocols.model import AbsentModule
 from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.recurrence import OwnHeads
@@ -154,7 +154,9 @@ def _split_own_heads(module: OwnHeads, mesh: DeviceMesh) -> None:
 
 def _copy(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters, and compute with plain tensors. Each rank computes the
-    same, so each has the whole gradient."""
+    same, so each has the whole gradient. Experts that expert parallelism has divided stay so."""
+    if isinstance(module, StackedExperts):
+        return
     # This module uses the weights of its output layer without calling it.
     owners = [*module.modules()] if isinstance(module, nn.MultiheadAttention) else [module]
     for owner in owners:
@@ -268,8 +270,11 @@ def apply_tensor_parallel(
     naming a parameter whose module is not in `plan`.
     """
     check_parts(model, plan, mesh.size())
-    share_rows(model, mesh)
-    _give_routers_own_tokens(model, mesh)
+    if getattr(model, "splits_sequences", True):
+        share_rows(model, mesh)
+        _give_routers_own_tokens(model, mesh)
+    else:
+        _count_once(model, mesh)
     for pattern, sharding in plan.tensor.items():
         for _, module in list(_parts(model, pattern)):
             if module is not None:
@@ -302,6 +307,13 @@ def _give_routers_own_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, LoadBalanced):
             module.register_forward_pre_hook(take_own)
+
+
+def _count_once(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let one rank count the tokens that all of them route."""
+    for module in model.modules():
+        if isinstance(module, LoadBalanced):
+            module.is_counting = mesh.get_local_rank() == 0
 
 
 def _use_full_tensors(

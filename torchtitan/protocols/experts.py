@@ -114,6 +114,10 @@ class LoadBalanced(nn.Module):
     """Groups of ranks with other parts of the same rows of tokens, set by tensor and context
     parallelism."""
 
+    is_counting: bool = True
+    """False if another rank counts the same tokens, set by tensor parallelism of models with whole
+    sequences."""
+
     def __init__(
         self, n_experts: int, top_k: int, penalties: PenaltyConfig, selection: SelectionBias | None
     ):

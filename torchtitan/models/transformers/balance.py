@@ -46,7 +46,7 @@ class ClassBalance(LoadBalanced):
         entropy = (
             torch.special.entr(probabilities.detach()).sum(dtype=widest(logits_LNE)) / n_layers
         )
-        totals = torch.cat((counts_E, (entropy * 2**20).long()[None]))
+        totals = torch.cat((counts_E, (entropy * 2**20).long()[None])) * self.is_counting
         if self.is_measuring:
             self.totals += totals
             return hidden

@@ -1,4 +1,5 @@
-"""Tensor parallelism by a class's own plan, if it only splits linear layers."""
+"""Tensor parallelism by a class's own plan, if it only splits linear layers. Each rank has whole
+experts, or those that expert parallelism gives it."""
 
 import re
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ import torch
 
 from torchtitan.models.transformers.context import ATTENTION
 from torchtitan.models.transformers.description import build_class, transformers_config
+from torchtitan.models.transformers.experts import fused_experts
 from torchtitan.models.transformers.tiny import trial
 from torchtitan.protocols.sharding import ShardingPlan, TensorSharding
 from torchtitan.tools.patterns import without_numbers
@@ -43,18 +45,27 @@ def class_plan(document: Mapping[str, object]) -> tuple[ShardingPlan, str]:
         for path, module in model.named_modules()
         if module is not output and list(module.parameters(recurse=False))
     }
+    style_of = {
+        path: next((style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None)
+        for path in owners
+    }
+    experts = fused_experts(model)
+    # Modules around experts get the whole hidden states.
+    around_experts = tuple(f"{path.rpartition('.')[0]}." for path in experts)
+    split_inside = {path.rpartition(".")[0] for path in owners if style_of[path] == "colwise"}
     for path, module in owners.items():
         if module not in inside:  # each rank reads all images
             tensor[_pattern(path)] = "copy"
             continue
-        style = next(
-            (style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None
-        )
+        style = style_of[path]
         kind = _KINDS.get(style)
         if module is embedding:
             kind = "vocabulary to whole"
+        elif path in experts or (style is None and path.startswith(around_experts)):
+            kind = "copy"
         elif style is None and "Norm" in type(module).__name__:
-            kind = "whole"
+            # of the whole hidden states, not of heads that ranks divide
+            kind = None if path.rpartition(".")[0] in split_inside else "whole"
         if kind is None:
             refused.add(f"{type(module).__name__} {without_numbers([path])[0]}")
         else:
