@@ -33,7 +33,7 @@ def config_of(model_type: str, **changes: object) -> TransformersModel.Config:
 )
 def test_a_trial_shows_what_can_be_divided(model_type: str, first: str, last: set[str]) -> None:
     config = config_of(model_type)
-    assert config._try_stages() == (last, "")
+    assert config.try_stages() == (last, "")
     names = config.pipeline_modules()
     assert names[0] == first and names[-1] == "head" and len(names) >= 4
     with torch.device("meta"):
@@ -79,7 +79,7 @@ def test_a_mistake_between_stages_is_found(
 ) -> None:
     config = config_of("qwen3", max_position_embeddings=128 + seed)  # not in the cache of trials
     monkeypatch.setattr(stages.Entry, "forward", mistake)
-    assert reason in config._try_stages()[1]
+    assert reason in config.try_stages()[1]
 
 
 def test_a_stage_has_its_parameters_alone() -> None:

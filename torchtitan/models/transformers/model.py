@@ -1,38 +1,27 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
 import contextlib
-import json
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
-from tyro.conf import Suppress
 
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.config.configurable import builds
 from torchtitan.models.transformers.balance import make_balance, returns_router_loss
-from torchtitan.models.transformers.context import ClassAttention, unsupported_context
+from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.description import (
     build_class,
-    checked_document,
-    class_of,
-    transformers_config,
 )
-from torchtitan.models.transformers.experts import (
-    class_experts,
-    stack_experts,
-    unsupported_experts,
-)
+from torchtitan.models.transformers.experts import stack_experts
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
+from torchtitan.models.transformers.head import ClassHead, OutputPlace
 from torchtitan.models.transformers.image_packing import (
     choose_image_packing,
     gather_with_images,
@@ -53,23 +42,20 @@ from torchtitan.models.transformers.images import (
     without_images,
 )
 from torchtitan.models.transformers.initialize import add_initializers, class_values
+from torchtitan.models.transformers.layouts import ClassConfig
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.packing import choose_packing
-from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.models.transformers.stages import (
     Division,
     StageStates,
     divide,
     keep_stage,
-    try_stages,
 )
-from torchtitan.models.transformers.tiny import tiny_config
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.images import ImageInputs
-from torchtitan.protocols.initializer import Constant, with_initializers
-from torchtitan.protocols.model import AbsentModule, BaseModel, effective_weight
-from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
+from torchtitan.protocols.model import AbsentModule, BaseModel
+from torchtitan.protocols.output_head import UNCHANGED, Head, compute_logits
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -79,41 +65,16 @@ class TransformersModel(BaseModel):
     loss reads them."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseModel.Config):
+    class Config(ClassConfig):
         """A config.json, with the sizes of the language model."""
 
-        document: Suppress[dict[str, Any]]
-        """Content of config.json."""
         train: list[Part] = field(default_factory=lambda: ["language"])
         """Parts that are trained, of a model that reads images: language, projector (between the
         two), vision."""
-        reads_images: Suppress[bool] = False
-        """True if batches have images."""
 
         @builds(lambda: TransformersModel)
         def build(self) -> Any:
             """Build the model on the current device."""
-
-        @classmethod
-        def of(cls, document: Mapping[str, Any]) -> Self:
-            """Return the configuration for a config.json. Raise `UserError` as
-            `checked_document`."""
-            kept = checked_document(document)
-            text = transformers_config(kept).get_text_config(decoder=True)
-            for size in ("hidden_size", "vocab_size"):
-                if not isinstance(getattr(text, size, None), int):
-                    raise UserError(
-                        f"config.json: {type(text).__name__} has no {size}, so it is not a "
-                        "language model"
-                    )
-            most = getattr(text, "max_position_embeddings", None) or 2**20
-            return cls(
-                dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept
-            )
-
-        def transformers_config(self) -> Any:
-            """Return transformers' configuration object."""
-            return transformers_config(self.document, self.vocab_size)
 
         def validate(self) -> None:
             if self.scores:
@@ -146,67 +107,6 @@ class TransformersModel(BaseModel):
                     f"--model.dim is {self.dim}, but the hidden_size in config.json is "
                     f"{text.hidden_size}"
                 )
-
-        def unsupported_parallelisms(self) -> dict[str, str]:
-            reasons = {
-                "tensor_parallel_degree": class_plan(self.document)[1],
-                "context_parallel_degree": "it reads images"
-                if self.reads_images
-                else unsupported_context(self.document),
-            }
-            unsupported = {name: reason for name, reason in reasons.items() if reason}
-            return {**unsupported, **unsupported_experts(self.document)}
-
-        @property
-        def expert_parallel_sizes(self) -> dict[str, int]:
-            n_experts, _ = class_experts(self.document)
-            return {"num_experts": n_experts} if n_experts else {}
-
-        def pipeline_modules(self) -> list[str]:
-            described = self.transformers_config()
-            name = class_of(described)[0].__name__
-            if self.reads_images:
-                reason = "it reads images (--config sft_images); train on text"
-            elif returns_router_loss(described):
-                reason = (
-                    "the auxiliary loss of its routers is of all layers; set output_router_logits "
-                    "to false in config.json"
-                )
-            else:
-                _, reason = self._try_stages()
-            if reason:
-                raise UserError(
-                    f"--parallelism.pipeline_parallel_degree above 1 does not divide {name}: "
-                    f"{reason}"
-                )
-            with torch.device("meta"):
-                return divide(self.build()).names
-
-        @property
-        def shared_modules(self) -> list[str]:
-            with torch.device("meta"):
-                model = self.build()
-            return divide(model).names[:1] if model.is_tied else []
-
-        def tiny(self) -> Self:
-            """Return the configuration of a tiny clone, for trials."""
-            document = tiny_config(self.transformers_config()).to_json_string(use_diff=False)
-            return type(self).of(json.loads(document))
-
-        def _try_stages(self) -> tuple[frozenset[str], str]:
-            return try_stages(lambda: self.tiny().build(), str(self.document))
-
-        @property
-        def tensor_parallel_sizes(self) -> dict[str, int]:
-            text = self.transformers_config().get_text_config(decoder=True)
-            layers = text.per_layer_config if text.is_heterogeneous else [text]
-            sizes = {}
-            for name in ("num_attention_heads", "num_key_value_heads"):
-                of_layers = [getattr(layer, name, None) for layer in layers]
-                known = [size for size in of_layers if isinstance(size, int)]
-                if known:
-                    sizes[name] = math.gcd(*known)  # a degree must divide each layer's
-            return sizes
 
     config: Config
     splits_sequences = False
@@ -310,7 +210,7 @@ class TransformersModel(BaseModel):
 
     def keep_modules(self, names: Collection[str]) -> None:
         if self.division is None:
-            self.division = divide(self, self.config._try_stages()[0])
+            self.division = divide(self, self.config.try_stages()[0])
         self.stage = keep_stage(self, self.division, names)
         self._block_names = [
             name
@@ -510,68 +410,6 @@ class TransformersModel(BaseModel):
             return result
         n_labels = (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
         return result + self.auxiliary_weight * auxiliary * n_labels
-
-
-class OutputPlace(nn.Module):
-    """Replaces a class's output layer, keeps the hidden states that the class passes to it, and
-    returns one logit. If it `computes`, it returns all logits, with the embedding's weights, which
-    stay shared when they are moved."""
-
-    def __init__(self, model: Any, *, computes: bool):
-        super().__init__()
-        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        self.weight = torch.empty(0)  # some classes read its type
-        self.bias: nn.Parameter | None = None
-        owner: nn.Module = self
-        if output.weight is embedding.weight and output.bias is not None:
-            others = (
-                module for module in model.modules() if getattr(module, "bias", None) is output.bias
-            )
-            owner = next((module for module in others if module is not output), self)
-            if owner is self:
-                self.bias = output.bias
-                with_initializers(self, bias=Constant(0.0))
-        self._owners = embedding, owner
-        self.computes = computes
-        self.hidden: list[Tensor] = []
-
-    def shared(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the embedding and the bias of an output layer that shares them."""
-        embedding, owner = self._owners
-        return effective_weight(embedding), owner.bias  # type: ignore[return-value]
-
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
-        if self.computes:
-            return F.linear(hidden_BLD, *self.shared())
-        assert not self.hidden, "the class has one output layer"
-        self.hidden.append(hidden_BLD)
-        return hidden_BLD[..., :1].detach()
-
-
-class ClassHead(nn.Module):
-    """Output weights, with the loss as their result in training. With tied embeddings, `output` is
-    None."""
-
-    def __init__(self, output: Any, transform: LogitTransform):
-        super().__init__()
-        self.output = output
-        self.transform = transform
-
-    def forward(self, hidden_BLD: Tensor, tied: Any, head: Head, **head_inputs: Any) -> Tensor:
-        """Return `head(hidden states, output weights, …)`; `tied` are weights and bias of others,
-        or None. A bias is one more column of weights."""
-        weight_VD, bias_V = tied or (effective_weight(self.output), self.output.bias)
-        if bias_V is not None:
-            weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
-            hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)
-        hidden_BLD = hidden_BLD.to(weight_VD.dtype)  # some classes compute the last norm in float32
-        if isinstance(weight_VD, DTensor):
-            hidden_BLD = DTensor.from_local(
-                hidden_BLD, weight_VD.device_mesh, [Replicate()], run_check=False
-            )
-        if self.transform != UNCHANGED:
-            head_inputs["transform"] = self.transform
-        return head(hidden_BLD, weight_VD, **head_inputs)
 
 
 def _share_modules(model: Any) -> None:

@@ -39,7 +39,7 @@ class Absent(AbsentModule):
         # The class may read them, such as the kind of a block.
         own = {name: value for name, value in vars(place).items() if name not in self.__dict__}
         self.__dict__.update(own)
-        object.__setattr__(self, "states", states)  # shared, so not a part of the module's state
+        self.states = states
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs.get("hidden_states")

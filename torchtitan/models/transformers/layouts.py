@@ -1,0 +1,117 @@
+"""What a class of transformers may be divided into, by its own plan and by trials of a tiny
+clone."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from tyro.conf import Suppress
+
+from torchtitan.models.transformers import stages
+from torchtitan.models.transformers.balance import returns_router_loss
+from torchtitan.models.transformers.context import unsupported_context
+from torchtitan.models.transformers.description import (
+    checked_document,
+    class_of,
+    transformers_config,
+)
+from torchtitan.models.transformers.experts import class_experts, unsupported_experts
+from torchtitan.models.transformers.sharding import class_plan
+from torchtitan.models.transformers.tiny import tiny_config
+from torchtitan.protocols.model import BaseModel
+from torchtitan.tools.errors import UserError
+
+
+@dataclass(kw_only=True, slots=True)
+class ClassConfig(BaseModel.Config):
+    """A config.json, with the sizes of the language model, and its layouts."""
+
+    document: Suppress[dict[str, Any]]
+    """Content of config.json."""
+    reads_images: Suppress[bool] = False
+    """True if batches have images."""
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Return the configuration for a config.json. Raise `UserError` as
+        `checked_document`."""
+        kept = checked_document(document)
+        text = transformers_config(kept).get_text_config(decoder=True)
+        for size in ("hidden_size", "vocab_size"):
+            if not isinstance(getattr(text, size, None), int):
+                raise UserError(
+                    f"config.json: {type(text).__name__} has no {size}, so it is not a "
+                    "language model"
+                )
+        most = getattr(text, "max_position_embeddings", None) or 2**20
+        return cls(
+            dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept
+        )
+
+    def transformers_config(self) -> Any:
+        """Return transformers' configuration object."""
+        return transformers_config(self.document, self.vocab_size)
+
+    def unsupported_parallelisms(self) -> dict[str, str]:
+        reasons = {
+            "tensor_parallel_degree": class_plan(self.document)[1],
+            "context_parallel_degree": "it reads images"
+            if self.reads_images
+            else unsupported_context(self.document),
+        }
+        unsupported = {name: reason for name, reason in reasons.items() if reason}
+        return {**unsupported, **unsupported_experts(self.document)}
+
+    @property
+    def expert_parallel_sizes(self) -> dict[str, int]:
+        n_experts, _ = class_experts(self.document)
+        return {"num_experts": n_experts} if n_experts else {}
+
+    def pipeline_modules(self) -> list[str]:
+        described = self.transformers_config()
+        name = class_of(described)[0].__name__
+        if self.reads_images:
+            reason = "it reads images (--config sft_images); train on text"
+        elif returns_router_loss(described):
+            reason = (
+                "the auxiliary loss of its routers is of all layers; set output_router_logits "
+                "to false in config.json"
+            )
+        else:
+            _, reason = self.try_stages()
+        if reason:
+            raise UserError(
+                f"--parallelism.pipeline_parallel_degree above 1 does not divide {name}: {reason}"
+            )
+        with torch.device("meta"):
+            return stages.divide(self.build()).names
+
+    @property
+    def shared_modules(self) -> list[str]:
+        with torch.device("meta"):
+            model = self.build()
+        return stages.divide(model).names[:1] if model.is_tied else []
+
+    def tiny(self) -> Self:
+        """Return the configuration of a tiny clone, for trials."""
+        document = tiny_config(self.transformers_config()).to_json_string(use_diff=False)
+        return type(self).of(json.loads(document))
+
+    def try_stages(self) -> tuple[frozenset[str], str]:
+        """Return the result of the trial `stages.try_stages`."""
+        return stages.try_stages(lambda: self.tiny().build(), str(self.document))
+
+    @property
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        text = self.transformers_config().get_text_config(decoder=True)
+        layers = text.per_layer_config if text.is_heterogeneous else [text]
+        sizes = {}
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            of_layers = [getattr(layer, name, None) for layer in layers]
+            known = [size for size in of_layers if isinstance(size, int)]
+            if known:
+                sizes[name] = math.gcd(*known)  # a degree must divide each layer's
+        return sizes
