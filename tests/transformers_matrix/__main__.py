@@ -22,7 +22,7 @@ from tests.tiny_vision import IN_ROWS, VISION_TYPES
 from tests.transformers_matrix.mechanisms import MECHANISMS, MechanismRow, run_mechanisms
 from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
 
-COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "images", "verdict")
+COLUMNS = ("model_type", "class", "packing", "layouts", "head", "images", "verdict")
 MECHANISM_COLUMNS = (
     "model_type",
     "mechanism",
@@ -186,7 +186,7 @@ def mechanism_cells(row: MechanismRow) -> tuple[str, ...]:
 
 def cells(row: Row) -> tuple[str, ...]:
     """Return the text of a row for each of `COLUMNS`."""
-    numbers = row.model_type, row.class_name, row.packing, row.tensor_parallel, row.head
+    numbers = row.model_type, row.class_name, row.packing, row.layouts, row.head
     return *numbers, images_of(row.model_type), verdict(row)
 
 

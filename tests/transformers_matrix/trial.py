@@ -54,7 +54,8 @@ class Row:
     """Message of the refusal or the exception, or what differs."""
     class_name: str = ""
     packing: str = ""
-    tensor_parallel: str = ""
+    layouts: str = ""
+    """Layouts, besides data parallelism, that hold by the class's plan and trials of its clone."""
     head: str = ""
     seconds: float = 0.0
 
@@ -104,9 +105,7 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
         facts["class_name"] = type(build_class(spec.model.transformers_config())).__name__
         model = spec.model.build()
     facts["packing"] = model.packing.mode if model.packing.is_exact else f"{model.packing.mode}?"
-    facts["tensor_parallel"] = (
-        "no" if "tensor_parallel_degree" in spec.model.unsupported_parallelisms() else "yes"
-    )
+    facts["layouts"] = ", ".join(_layouts(spec.model))
     facts["head"] = "ours" if model.captured else "own"
 
     yield "not initialized"
@@ -170,6 +169,17 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
     yield "not compared"
     _compare(model, reference.train(), tokens_BL)
     yield ""
+
+
+def _layouts(config: TransformersModel.Config) -> Iterator[str]:
+    """Yield the layouts besides data parallelism in which a model trains."""
+    unsupported = config.unsupported_parallelisms()
+    for name, short in {"tensor": "TP", "context": "CP", "expert": "EP"}.items():
+        if f"{name}_parallel_degree" not in unsupported:
+            yield short
+    with contextlib.suppress(UserError):
+        config.pipeline_modules()
+        yield "PP"
 
 
 def without_dropout(values: Any) -> Any:

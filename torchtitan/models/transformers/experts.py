@@ -61,7 +61,9 @@ def _with_class(kind: type[nn.Module]) -> type[ClassExperts]:
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Return the fused experts of a class by name; each is a layer's."""
     return {
-        name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "has_gate") and hasattr(module, "num_experts")
     }
 
 

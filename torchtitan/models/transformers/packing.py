@@ -77,7 +77,8 @@ class Documents:
         attend: nn.Module | None = None,
         **properties: Any,
     ):
-        self.attention, self.static, self.attend = attention, static, attend
+        self.attention, self.static = attention, static
+        self.attend = attend
         self._with_kernels: dict[Any, AttentionMetadata] = {}
         self.with_kernel(**properties)  # expected of all layers, so that blocks find it
 

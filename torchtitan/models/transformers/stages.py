@@ -72,7 +72,8 @@ class StageStates:
 
     def take(self) -> Tensor:
         """Return the hidden states for the next stage, and forget all."""
-        sent, self.received, self.sent = self.sent, None, None
+        sent = self.sent
+        self.received = self.sent = None
         assert sent is not None
         return sent
 
@@ -227,8 +228,8 @@ def _after_blocks(model: Any, blocks: Collection[str], tokens_BL: Tensor) -> Ite
     if [name for name in calls if name in blocks] != list(blocks):
         raise _Indivisible("it does not run its blocks once, in order")
     start, end = calls.index(next(iter(blocks))), len(calls) - calls[::-1].index([*blocks][-1])
-    before, between, after = calls[:start], calls[start:end], calls[end:]
-    inner = [name for name in between if name in owners]
+    before, after = calls[:start], calls[end:]
+    inner = [name for name in calls[start:end] if name in owners]
     if inner or (inner := [name for name in before if name in after]):
         raise _Indivisible(f"{inner[0].removeprefix('model.')} does not run before or after blocks")
     yield from after
