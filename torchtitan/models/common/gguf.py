@@ -167,6 +167,17 @@ TIED = Tying(required=True)
 """An output that always has the embedding's weights."""
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Routing of an architecture of llama.cpp."""
+
+    always: Mapping[str, Any]
+    """Fields of `moe` → values that it always computes."""
+
+    chosen: Sequence[str] = ()
+    """Fields of `moe` that the file gives."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """An architecture of llama.cpp, and what it requires of our model."""
@@ -196,11 +207,8 @@ class Architecture:
     tying: Tying = Tying()
     """How it ties the output to the embedding."""
 
-    experts: Mapping[str, Any] | None = None
-    """Values of `moe` that it always computes; None: it has no experts."""
-
-    chosen: Sequence[str] = ()
-    """Fields of `moe` that the file gives."""
+    experts: Experts | None = None
+    """How it routes; None: it has no experts."""
 
     keys: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Return further metadata. Raises `UserError` for a model that it does not compute."""
@@ -385,7 +393,8 @@ def _experts(architecture: Architecture, config: Any) -> dict[str, Any]:
     }
     if moe.shared_ffn_dim:
         keys["expert_shared_feed_forward_length"] = moe.shared_ffn_dim
-    return keys | dict(_CHOICES[name](config) for name in architecture.chosen if name in _CHOICES)
+    chosen = architecture.experts.chosen if architecture.experts else ()
+    return keys | dict(_CHOICES[name](config) for name in chosen if name in _CHOICES)
 
 
 def _context(architecture: Architecture, config: Decoder.Config) -> int:
@@ -414,14 +423,15 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
         require_gguf(repeated[0] == repeated[1], "layer_types", types, str(architecture.windows))
     moe = getattr(config, "moe", None)
     if moe is not None:
-        assert architecture.experts is not None, "an architecture without experts"
+        experts = architecture.experts
+        assert experts is not None, "an architecture without experts"
         fixed = {"routed_scaling_factor": 1.0, "n_group": 1, "scoring_func": "softmax"}
-        fixed |= {"selection_bias": False, "n_shared_experts": 0, **architecture.experts}
+        fixed |= {"selection_bias": False, "n_shared_experts": 0, **experts.always}
         for name, must in fixed.items():
-            fits = name in architecture.chosen or getattr(moe, name) == must
+            fits = name in experts.chosen or getattr(moe, name) == must
             require_gguf(fits, f"moe.{name}", getattr(moe, name), str(must))
         sparse = [moe.is_sparse(index) for index in range(config.n_layers)]
-        may_begin = "layer_types" in architecture.chosen
+        may_begin = "layer_types" in experts.chosen
         fits = sparse == sorted(sparse) if may_begin else all(sparse)
         must = f"experts in all layers{' after the first ones' if may_begin else ''}"
         require_gguf(fits, "moe.layer_types", moe.layer_types, must)

@@ -47,10 +47,6 @@ class ModelType:
     """Weight names, without the output head, or a function of the configuration that returns them.
     Rows for tensors that a model lacks are skipped."""
 
-    class_rows: Sequence[KeyMapping] = ()
-    """Rows that replace those of the same tensors in the class of transformers, if its files have
-    another layout; files in this layout are read too."""
-
     keys: Mapping[str, str] = field(default_factory=dict)
     """Key → field of `config`, or of a nested field (`moe.top_k`). These keys add to the keys of
     all types (`hugging_face_keys.KEYS`), or replace the field's key there. The field's type defines
@@ -222,12 +218,19 @@ def dense_format(
     *,
     without: tuple[str, ...] = (),
     renamed: Mapping[str, str] = MappingProxyType({"language_model.": ""}),
+    class_rows: Mapping[str, Sequence[KeyMapping]] | None = None,
 ) -> ExternalFormat:
     """Return the format of a family from its `model_type`s, the preferred one for writing first. A
-    type NAME besides NAME_text has vision too; only its language model is read, `without` tensors
-    whose names start like this. `renamed`: part of a tensor's name in files → in the rows. A
-    type NAME:KEY is for files of NAME in which KEY is neither false
-    nor 0 after the `prepare` of NAME."""
+    type NAME besides NAME_text has vision too; only its language model is read. A type NAME:KEY is
+    for files of NAME in which KEY is neither false nor 0 after the `prepare` of NAME.
+
+    Args:
+        without: beginnings of the names of tensors that are not read.
+        renamed: part of a tensor's name in files → in the rows.
+        class_rows: type → rows that replace those of the same tensors in the class of transformers,
+            if its files have another layout; files in this layout are read too. Experts with one
+            tensor for those of a layer have `fused_expert_rows` there.
+    """
     for kind in model_types.values():
         named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
         unknown = named - {field.name for field in dataclasses.fields(kind.config)}
@@ -236,7 +239,7 @@ def dense_format(
         )
     return ExternalFormat(
         adapter=lambda config: _adapter_of(_rows_of(model_types, config), config),
-        other_adapter=partial(_class_adapter, model_types),
+        other_adapter=partial(_class_adapter, model_types, class_rows or {}),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={
@@ -268,12 +271,14 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
 
 
 def _class_adapter(
-    model_types: Mapping[str, ModelType], config: Decoder.Config
+    model_types: Mapping[str, ModelType],
+    class_rows: Mapping[str, Sequence[KeyMapping]],
+    config: Decoder.Config,
 ) -> StateDictAdapter | None:
     """Return the table of the class of transformers, with the experts of a layer in one tensor;
     None if it is that of the files."""
     rows = _rows_of(model_types, config)
-    others = [*model_types[_written_type(model_types, config)].class_rows]
+    others = [*class_rows.get(_written_type(model_types, config), ())]
     if any(isinstance(row.transform, Stacked) for row in rows):
         others = [*replaced(fused_expert_rows(), *others)]
     return _adapter_of(replaced(rows, *others), config) if others else None

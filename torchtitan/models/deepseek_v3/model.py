@@ -373,8 +373,9 @@ GGUF = gguf.gguf_format(
         config=DeepSeekModel.Config,
         rotation=gguf.Rotation(part=True, scalings=("yarn",), yarn_factor=1.0),
         rows=_gguf_rows,
-        experts={"shared_ffn_dim": None},
-        chosen=(*gguf.CHOICES_OF_DEEPSEEK, "selection_bias"),
+        experts=gguf.Experts(
+            {"shared_ffn_dim": None}, chosen=(*gguf.CHOICES_OF_DEEPSEEK, "selection_bias")
+        ),
         keys=_gguf_keys,
     )
 )

@@ -84,7 +84,6 @@ _EXPERTS = ModelType(
     architecture="Ernie4_5_MoeForCausalLM",
     config=Ernie45MoeModel.Config,
     rows=_rows,
-    class_rows=(*rows.fused_expert_rows(), _bias("mlp.gate")),
     keys={
         **rows.SPARSE_KEYS,
         **{"moe_num_experts": "moe.n_experts", "moe_k": "moe.top_k"},
@@ -104,4 +103,8 @@ _EXPERTS = ModelType(
 )
 
 # Modules that predict further tokens are not read.
-FORMAT = dense_format({"ernie4_5": _DENSE, "ernie4_5_moe": _EXPERTS}, without=("model.mtp_",))
+FORMAT = dense_format(
+    {"ernie4_5": _DENSE, "ernie4_5_moe": _EXPERTS},
+    without=("model.mtp_",),
+    class_rows={"ernie4_5_moe": (*rows.fused_expert_rows(), _bias("mlp.gate"))},
+)

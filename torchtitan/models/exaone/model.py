@@ -107,7 +107,6 @@ _EXPERTS = ModelType(
     architecture="ExaoneMoeForCausalLM",
     config=ExaoneMoeModel.Config,
     rows=_rows,
-    class_rows=(*rows.fused_expert_rows(), rows.selection_bias("mlp.gate.e_score_correction_bias")),
     keys={
         **{**WINDOW_KEYS, **rows.QWEN_KEYS, **rows.SPARSE_KEYS},
         **{"num_shared_experts": "moe.n_shared_experts", **{name: f"moe.{name}" for name in _SAME}},
@@ -130,5 +129,14 @@ _EXPERTS = ModelType(
     ),
 )
 
+_CLASS_ROWS = (
+    *rows.fused_expert_rows(),
+    rows.selection_bias("mlp.gate.e_score_correction_bias"),
+)
+
 # Modules that predict further tokens are not read.
-FORMAT = dense_format({"exaone4": _DENSE, "exaone_moe": _EXPERTS}, without=("mtp.",))
+FORMAT = dense_format(
+    {"exaone4": _DENSE, "exaone_moe": _EXPERTS},
+    without=("mtp.",),
+    class_rows={"exaone_moe": _CLASS_ROWS},
+)

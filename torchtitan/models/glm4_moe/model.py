@@ -66,8 +66,10 @@ GGUF = gguf.gguf_format(
         config=GLM4MoeModel.Config,
         rotation=gguf.Rotation(part=True),
         rows=lambda config: gguf.POST_ATTENTION_NORM,
-        experts={"scoring_func": "sigmoid", "selection_bias": True, "shared_ffn_dim": None},
-        chosen=gguf.CHOICES_OF_DEEPSEEK,
+        experts=gguf.Experts(
+            {"scoring_func": "sigmoid", "selection_bias": True, "shared_ffn_dim": None},
+            chosen=gguf.CHOICES_OF_DEEPSEEK,
+        ),
         keys=_check_gguf,
     )
 )

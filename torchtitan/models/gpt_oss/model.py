@@ -85,7 +85,7 @@ GGUF = gguf.gguf_format(
         biased="qkvo",
         windows=("sliding_attention", "full_attention"),
         tying=gguf.Tying(copies=True),
-        experts={"norm_topk_prob": True, "shared_ffn_dim": None},
+        experts=gguf.Experts({"norm_topk_prob": True, "shared_ffn_dim": None}),
         keys=_check_gguf,
     )
 )

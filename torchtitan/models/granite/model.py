@@ -272,7 +272,6 @@ _4_MOE = dataclasses.replace(
         *_SHARED_ROWS,
         *_expert_rows("router.layer.weight", "input_linear.weight", "output_linear.weight"),
     ),
-    class_rows=_expert_rows("router.weight", "experts.gate_up_proj", "experts.down_proj"),
     keys={**_KEYS, **_4_KEYS, **LOCAL_KEYS, "shared_intermediate_size": "moe.shared_ffn_dim"},
     fixed={},
     defaults={**_4.defaults, "num_experts_per_tok": 2},
@@ -288,7 +287,12 @@ FORMAT = dense_format(
         ),
         "granitemoehybrid": _4,
         "granitemoehybrid:num_local_experts": _4_MOE,
-    }
+    },
+    class_rows={
+        "granitemoehybrid:num_local_experts": _expert_rows(
+            "router.weight", "experts.gate_up_proj", "experts.down_proj"
+        )
+    },
 )
 
 _SCALES = dict(

@@ -113,7 +113,6 @@ _EXPERTS = replace(
     architecture="HunYuanMoEV1ForCausalLM",
     config=HunyuanMoeModel.Config,
     rows=_rows,
-    class_rows=rows.fused_expert_rows("gate.wg"),
     keys={**_DENSE.keys, "num_experts": "moe.n_experts", "moe_topk": "moe.top_k"},
     values={"moe.n_shared_experts": 1},
     fixed={
@@ -126,4 +125,7 @@ _EXPERTS = replace(
     prepare=_prepare_experts,
 )
 
-FORMAT = dense_format({"hunyuan_v1_dense": _DENSE, "hunyuan_v1_moe": _EXPERTS})
+FORMAT = dense_format(
+    {"hunyuan_v1_dense": _DENSE, "hunyuan_v1_moe": _EXPERTS},
+    class_rows={"hunyuan_v1_moe": rows.fused_expert_rows("gate.wg")},
+)

@@ -166,7 +166,6 @@ _MOE = replace(
     architecture="Lfm2MoeForCausalLM",
     config=Lfm2MoEModel.Config,
     rows=_expert_rows,
-    class_rows=fused_expert_rows(folder="feed_forward"),
     keys={
         **_DENSE.keys,
         **QWEN_KEYS,
@@ -187,4 +186,7 @@ _MOE = replace(
     write=partial(write_dense_layers, key="num_dense_layers"),
 )
 
-FORMAT = dense_format({"lfm2": _DENSE, "lfm2_moe": _MOE})
+FORMAT = dense_format(
+    {"lfm2": _DENSE, "lfm2_moe": _MOE},
+    class_rows={"lfm2_moe": fused_expert_rows(folder="feed_forward")},
+)

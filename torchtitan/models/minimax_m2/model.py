@@ -51,7 +51,6 @@ _TYPE = ModelType(
     architecture="MiniMaxM2ForCausalLM",
     config=MiniMaxM2Model.Config,
     rows=_rows,
-    class_rows=(*rows.fused_expert_rows(), rows.selection_bias("mlp.e_score_correction_bias")),
     keys=rows.LOCAL_KEYS,
     values={"moe.scoring_func": "sigmoid", "moe.selection_bias": True},
     fixed={
@@ -72,4 +71,6 @@ _TYPE = ModelType(
     prepare=_prepare,
     write=lambda config: {"rotary_dim": config.rope.rotated_dim(config.resolved_head_dim)},
 )
-FORMAT = dense_format({"minimax_m2": _TYPE})
+_CLASS_ROWS = *rows.fused_expert_rows(), rows.selection_bias("mlp.e_score_correction_bias")
+
+FORMAT = dense_format({"minimax_m2": _TYPE}, class_rows={"minimax_m2": _CLASS_ROWS})

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format, require_gguf
+from torchtitan.models.common.gguf import (
+    NEIGHBORS,
+    Architecture,
+    Experts,
+    gguf_format,
+    require_gguf,
+)
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.rows import LOCAL_KEYS, expert_rows
@@ -41,7 +47,7 @@ GGUF = gguf_format(
         config=MixtralModel.Config,
         rotation=NEIGHBORS,
         biased="qkvo",
-        experts={"norm_topk_prob": True, "shared_ffn_dim": None},
+        experts=Experts({"norm_topk_prob": True, "shared_ffn_dim": None}),
         keys=_check_width,
     )
 )

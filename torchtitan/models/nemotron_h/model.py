@@ -212,7 +212,6 @@ _MOE = replace(
     _DENSE,
     config=NemotronHMoEModel.Config,
     rows=_expert_rows,
-    class_rows=_FUSED,
     keys={
         **_DENSE.keys,
         "n_routed_experts": "moe.n_experts",
@@ -240,4 +239,5 @@ FORMAT = dense_format(
     {"nemotron_h": _DENSE, "nemotron_h:n_routed_experts": _MOE},
     without=("mtp.",),
     renamed={"backbone.": "model."},
+    class_rows={"nemotron_h:n_routed_experts": _FUSED},
 )

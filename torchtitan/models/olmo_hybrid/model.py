@@ -101,7 +101,6 @@ _ROTATED = ModelType(
     architecture="OlmoHybridForCausalLM",
     config=OlmoHybridModel.Config,
     rows=_ROWS,
-    class_rows=_CLASS_ROWS,
     keys={
         **DELTA_NET_KEYS,
         "linear_allow_neg_eigval": "linear_allow_neg_eigval",
@@ -131,6 +130,12 @@ def _name_of(name: str) -> str:
     return name
 
 
+_TYPES = {"olmo_hybrid": _ROTATED, "olmo_hybrid:no_positions": _PLAIN}
+
 FORMAT = replace(
-    dense_format({"olmo_hybrid": _ROTATED, "olmo_hybrid:no_positions": _PLAIN}), name_of=_name_of
+    dense_format(
+        _TYPES,
+        class_rows=dict.fromkeys(_TYPES, _CLASS_ROWS),
+    ),
+    name_of=_name_of,
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, Tying, gguf_format, require_gguf
+from torchtitan.models.common.gguf import Architecture, Experts, Tying, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.rows import (
@@ -104,14 +104,14 @@ GGUF = gguf_format(
     Architecture(
         name="qwen3moe",
         config=Qwen3MoeModel.Config,
-        experts={"norm_topk_prob": True, "shared_ffn_dim": None},
+        experts=Experts({"norm_topk_prob": True, "shared_ffn_dim": None}),
     ),
     Architecture(
         name="qwen2moe",
         config=Qwen2MoeModel.Config,
         any_head_width=False,
         tying=Tying(copies=True),
-        experts={"norm_topk_prob": False},
+        experts=Experts({"norm_topk_prob": False}),
         keys=_check_shared,
     ),
 )
