@@ -70,10 +70,9 @@ def evaluate(args: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from torchtitan.components.chat_template.stops import template_stop_ids
     from torchtitan.components.evaluation import Scorer
     from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file, mean_centered
-    from torchtitan.components.generation import stop_ids
+    from torchtitan.components.generation import continuation_stop_ids
     from torchtitan.tools.logging import logger
 
     files = [task for task in options.tasks if Path(task).suffix in SUFFIXES]
@@ -99,9 +98,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         )
     if tasks:
         scorer.title = "lm-eval"
-        ids = stop_ids(opened.tokenizer, *opened.folders) | template_stop_ids(
-            opened.tokenizer, opened.folders
-        )
+        ids = continuation_stop_ids(opened.tokenizer, opened.folders)
         model = TorchtitanLM(scorer, opened.tokenizer, ids)
         results |= tasks.evaluate(model, options.limit)
     members = tasks.members if tasks else set()

@@ -91,7 +91,6 @@ def generate(args: Sequence[str]) -> int:
 
 def _generate(options: argparse.Namespace) -> None:
     from torchtitan.components import generation
-    from torchtitan.components.chat_template.stops import template_stop_ids
     from torchtitan.experiments.reward.trainer import batch_reward_function
 
     if options.image:
@@ -118,8 +117,7 @@ def _generate(options: argparse.Namespace) -> None:
         prompts,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
-        stop_ids=generation.stop_ids(opened.tokenizer, *opened.folders)
-        | template_stop_ids(opened.tokenizer, opened.folders),
+        stop_ids=generation.continuation_stop_ids(opened.tokenizer, opened.folders),
         on_token=printer.on_token,
         use_cache=not options.no_cache,
     )

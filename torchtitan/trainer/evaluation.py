@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchtitan.components.chat_template.stops import template_stop_ids
 from torchtitan.components.checkpoint.state import kept_random_state
 from torchtitan.components.evaluation.scoring import Scorer, Share
 from torchtitan.components.evaluation.tasks import (
@@ -20,7 +19,7 @@ from torchtitan.components.evaluation.tasks import (
     reject_images,
 )
 from torchtitan.components.evaluation.validate import split_name
-from torchtitan.components.generation import stop_ids
+from torchtitan.components.generation import continuation_stop_ids
 from torchtitan.config.code import CodeFolder
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
@@ -171,7 +170,7 @@ class Evaluation(PeriodicEvaluation):
 
         tokenizer = self.trainer.tokenizer
         folders = [tokenizer.folder] if tokenizer.folder else []
-        ids = stop_ids(tokenizer, *folders) | template_stop_ids(tokenizer, folders)
+        ids = continuation_stop_ids(tokenizer, folders)
         model = TorchtitanLM(scorer, tokenizer, ids)
         found = tasks.evaluate(model, self.config.limit, with_stderr=False)
         return {

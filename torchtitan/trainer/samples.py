@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
-from torchtitan.components.chat_template.stops import template_stop_ids
-from torchtitan.components.generation import Generation, Sampling, TextStream, generate, stop_ids
+from torchtitan.components.generation import (
+    Generation,
+    Sampling,
+    TextStream,
+    continuation_stop_ids,
+    generate,
+    stop_ids,
+)
 from torchtitan.components.observe.run_files import TEXT_SAMPLES
 from torchtitan.components.rollout.chat import Chat
 from torchtitan.components.tokenizer import Tokenizer
@@ -89,7 +95,7 @@ class Samples(PeriodicEvaluation, LineRecorder):
         self._prompts: list[_Prompt] = []
         self._stop_ids: set[int] = set()
         if config.prompts:
-            self._stop_ids |= stop_ids(tokenizer, *folders) | template_stop_ids(tokenizer, folders)
+            self._stop_ids |= continuation_stop_ids(tokenizer, folders)
             self._prompts += [_continued(tokenizer, text) for text in config.prompts]
         if config.messages:
             template: ChatTemplate | None = getattr(trainer.dataloader, "template", None)

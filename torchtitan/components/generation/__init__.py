@@ -8,6 +8,7 @@ from torchtitan.components.generation.text import (
     StopFinder,
     TextStream,
     TextWriter,
+    continuation_stop_ids,
     start_id,
     stop_ids,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "StopFinder",
     "TextStream",
     "TextWriter",
+    "continuation_stop_ids",
     "generate",
     "start_id",
     "stop_ids",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from torchtitan.components.chat_template.stops import template_stop_ids
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
@@ -44,6 +45,13 @@ def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
         if ids:
             return eos_ids | set(ids)
     return eos_ids
+
+
+def continuation_stop_ids(tokenizer: Tokenizer, folders: Sequence[Path]) -> set[int]:
+    """Return the tokens that end a continuation of a text: `stop_ids`, and those at which the chat
+    template in a model's folders stops, since a model that was trained on conversations ends its
+    texts with them. Raise `UserError` as both do."""
+    return stop_ids(tokenizer, *folders) | template_stop_ids(tokenizer, folders)
 
 
 class StopFinder:
