@@ -32,8 +32,8 @@ def end_connections() -> bool:
         # gloo may close the descriptor at any time.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if _is_connection(connection) and not _is_of_store(connection):
-                connection.shutdown(socket.SHUT_RDWR)
                 ended = True
+                connection.shutdown(socket.SHUT_RDWR)
     _recorded.clear()
     return ended
 
@@ -56,5 +56,8 @@ def _is_connection(one: socket.socket) -> bool:
 
 
 def _is_of_store(connection: socket.socket) -> bool:
+    """Return whether a connection is one of the store's; False if its peer has closed it."""
     port = int(os.environ.get("MASTER_PORT", "0"))
-    return port in (connection.getsockname()[1], connection.getpeername()[1])
+    with contextlib.suppress(OSError):
+        return port in (connection.getsockname()[1], connection.getpeername()[1])
+    return False

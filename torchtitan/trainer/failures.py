@@ -92,7 +92,8 @@ def _end_collectives(trainer: Any, error: BaseException) -> float:
     comm = trainer.config.comm
     failure = f"rank {trainer.rank} failed: {describe(error)}"
     trainer.agreement.announce(failure)
-    if not end_connections():
+    # NCCL's collectives do not end with their connections.
+    if trainer.device.type != "cpu" or not end_connections():
         return SECONDS
     if not is_lost_rank(error):
         logger.error("%s; the other ranks end their step", failure)
