@@ -104,10 +104,6 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
             resolved.config, n_devices, device, devices_per_host=per_host, best=options.best
         )
     _print(found, f"{n_devices} x {device.name}")
-    if options.largest:
-        with Console(stderr=True).status("finding the largest batch"):
-            found_capacities = capacities(found.options[0].layout, device)
-        _print_capacities(found_capacities, found.options[0])
     hosts, best = -(-n_devices // per_host), found.options[0]
     words += planning.option_words(resolved.config, best.layout.config.to_dict())
     variables = f"NNODES={hosts} NGPU={per_host}" if hosts > 1 else f"NGPU={n_devices}"
@@ -115,6 +111,10 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     if path:
         dataclasses.replace(resolved, config=best.layout.config).save(path)
         print(presentable(f"Written: {path} (torchtitan train --config_file {path})"))
+    if options.largest:
+        with Console(stderr=True).status("finding the largest batch"):
+            largest = capacities(best.layout, device)
+        _print_capacities(largest, best)
 
 
 def _print(found: "Plan", title: str) -> None:

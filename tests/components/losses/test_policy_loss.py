@@ -183,6 +183,11 @@ def test_impossible_tokens_add_nothing_to_entropies():
         ({"method": "ppo", "advantage": "centered"}, r"--policy\.advantage is centered, but must"),
         ({"minibatches": 0}, r"--policy\.minibatches is 0"),
         ({"entropy_weight": -1.0}, r"--policy\.entropy_weight is -1"),
+        ({"entropy_target": -1.0}, r"--policy\.entropy_target is -1"),
+        (
+            {"entropy_target": 1.0, "entropy_step": 0.0},
+            r"--policy\.entropy_step is 0\.0, but must be above 0",
+        ),
     ],
 )
 def test_invalid_options_are_refused(options, message):

@@ -128,7 +128,8 @@ class Engine:
             into: an empty generation to fill, which `on_token` may read.
             is_continued: whether a later prompt begins with this text: its keys and values are kept
                 for it, if all layers keep those of all tokens (no window that the text exceeds, no
-                recurrent layers). Of more than `max_rows` texts, the newest are kept.
+                recurrent layers). At most `max_rows` texts are kept, the newest, until they are
+                continued or `run` ends: they may take as much memory as the batch.
         """
         session = self._session
         if session is not None and not session.is_here:

@@ -6,7 +6,7 @@ from typing import Any
 
 class EntropyControl:
     """Without a target, the factor is `weight`. With one, a coefficient c, first `weight`, rises by
-    `step` after each update whose mean entropy is below the target, and falls by it, to 0 at least,
+    `step` after each step whose mean entropy is below the target, and falls by it, to 0 at least,
     after one above; the factor is c while the last entropy is not above the target, and 0 while it
     is (Skywork-OR1, arXiv:2505.22312, "adaptive entropy control")."""
 
@@ -28,11 +28,11 @@ class EntropyControl:
 
     @property
     def factor(self) -> float:
-        """Factor of the next update."""
+        """Factor of the next step."""
         return 0.0 if self._is_above else self._coefficient
 
     def observe(self, entropy: float) -> None:
-        """Follow the mean entropy of a token's distribution, in nats, in an update."""
+        """Follow the mean entropy of a token's distribution, in nats, in a step."""
         if self._target is None:
             return
         self._is_above = entropy > self._target

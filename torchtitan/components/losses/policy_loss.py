@@ -177,7 +177,8 @@ class PolicyLoss(Configurable):
         entropy_target: float | None = None
         """Mean entropy of a token's distribution, in nats, that the loss holds: the factor, first
         entropy_weight, rises by entropy_step after each step below it, and falls after each step
-        above it, in which no entropy is rewarded. None: the factor is constant."""
+        above it; while the entropy is above it, none is rewarded. The entropy of a step is that of
+        its last update. None: the factor is constant."""
 
         entropy_step: float = 0.005
         """Change of the factor in a step with entropy_target."""
@@ -209,6 +210,12 @@ class PolicyLoss(Configurable):
 
         def validate(self) -> None:
             require_at_least(1, policy__updates=self.updates, policy__minibatches=self.minibatches)
+            require(
+                self.entropy_step > 0 or self.entropy_target is None,
+                "--policy.entropy_step",
+                self.entropy_step,
+                "above 0 with --policy.entropy_target",
+            )
             takes_tokens = METHODS[self.method].advantage in OF_TOKENS
             users = "for --policy.method reinforce_pp and ppo"
             require(
