@@ -17,6 +17,7 @@ from torchtitan.components.optim.optimizer import ParamGroup
 from torchtitan.config import Configurable, TrainingConfig
 from torchtitan.config.configurable import list_options
 from torchtitan.config.registry import built_in_modules, list_module, needs_assets
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols import ExternalFormat
 from torchtitan.tools.errors import UserError
@@ -179,7 +180,8 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
     `Config`, by `config.<field>` or `self.config.<field>` in a module that defines it or a
     subclass; and by `<place>.<field>` anywhere, if the place is a field that holds such an object
     (`training.steps`, `group.lr` of `param_groups`) or a parameter declared as one (`config:
-    RoPEConfig`, `config: "CheckpointManager.Config"`).
+    RoPEConfig`, `config: "CheckpointManager.Config"`). A decoder's is also read by
+    `decoder.config.<field>`, in functions that make the parts of its layers.
     """
     reads = {module: reads_in(ast.parse(text)) for module, text in sources.items()}
     everywhere = set().union(*reads.values())
@@ -206,7 +208,9 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
             by_owner = any(
                 ("config", name) in reads.get(reader.__module__, ()) for reader in readers
             )
-            if not (by_place or by_itself or (issubclass(cls, Configurable.Config) and by_owner)):
+            by_part = issubclass(cls, Decoder.Config) and ("decoder", name) in everywhere
+            by_owner = issubclass(cls, Configurable.Config) and by_owner
+            if not (by_place or by_itself or by_part or by_owner):
                 unread.append(f"{cls.__qualname__}.{name}")
     return unread
 

@@ -69,7 +69,7 @@ def compare_with_all_experts(
     sum(result.float().square().sum() for result in results).backward()
     experts = make_experts(kind, dtype, adapter)
     experts.device_type = whole.device_type = device_type or whole.device_type
-    apply_expert_parallel(experts, dims.expert_mesh(dims.build_mesh("cpu")), gradient_degree=1)
+    apply_expert_parallel([experts], dims.expert_mesh(dims.build_mesh("cpu")), gradient_degree=1)
     x_ND, weights_NK, chosen_NK = make_tokens(rank, busy_of_rank[rank], dtype)
     result = experts(x_ND, weights_NK, chosen_NK)
     result.float().square().sum().backward()

@@ -8,7 +8,7 @@ ranks gather their tokens first.
 R rows, one for each token and chosen expert; E experts in all; M rows that a rank receives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from torch.distributed.tensor import (
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import StackedExperts
-from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     all_gather_single_autograd,
@@ -77,8 +76,10 @@ class TokenExchange:
         )
 
 
-def apply_expert_parallel(model: BaseModel, mesh: DeviceMesh, gradient_degree: int) -> None:
-    """Divide the stacked experts of a model over the dimensions "ep" and, if present, "tp" of
+def apply_expert_parallel(
+    layers: Iterable[StackedExperts], mesh: DeviceMesh, gradient_degree: int
+) -> None:
+    """Divide the experts of a model's layers over the dimensions "ep" and, if present, "tp" of
     `mesh`, in place, before tensor parallelism. Their weights are the same on all ranks, or on the
     meta device.
 
@@ -88,7 +89,7 @@ def apply_expert_parallel(model: BaseModel, mesh: DeviceMesh, gradient_degree: i
     """
     factor = mesh["efsdp"].size() / gradient_degree
     has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
-    for experts in model.stacked_experts():
+    for experts in layers:
         _shard(experts, mesh["ep", "tp"] if has_tensor else mesh["ep"])
         compute_with_local_parameters(experts, partial(_local, experts, factor))
         if mesh["ep"].size() > 1:

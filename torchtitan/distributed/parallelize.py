@@ -59,7 +59,7 @@ def parallelize_model(
 
         # With whole sequences, each of the tensor-parallel ranks sends the same tokens.
         copies = 1 if model.splits_sequences or parallel_dims.etp > 1 else parallel_dims.tp
-        apply_expert_parallel(model, expert_mesh, parallel_dims.shards * copies)
+        apply_expert_parallel(model.stacked_experts(), expert_mesh, parallel_dims.shards * copies)
     if mesh is not None and parallel_dims.tp > 1:
         from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 

@@ -36,7 +36,7 @@ def test_other_distributions_are_refused():
     with torch.device("meta"):
         model = config.build()
     every = InitialScale.Config(scales={"all": Scale(pattern="conv", factor=2.0)})
-    with pytest.raises(UserError, match=r"of layers.0.attention.conv.weight are Uniform"):
+    with pytest.raises(UserError, match=r"of layers.0.attention.conv_q.weight are Uniform"):
         every.build().convert(model)
     norms = InitialScale.Config(scales={"all": Scale(pattern="ffn_norm", std=0.1)})
     with pytest.raises(UserError, match=r"of layers.0.ffn_norm.weight are Constant; only normal"):

@@ -110,7 +110,7 @@ def hold_own_experts(document: dict[str, Any]) -> None:
     mesh = dims.build_mesh("cpu")
     with torch.device("meta"):
         model = TransformersModel.Config.of(document).build()
-    apply_expert_parallel(model, dims.expert_mesh(mesh), dims.shards)
+    apply_expert_parallel(model.stacked_experts(), dims.expert_mesh(mesh), dims.shards)
     for layer in model.stacked_experts():
         assert all(parameter.to_local().shape[0] == 2 for parameter in layer.parameters())
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -75,10 +75,10 @@ class PretrainDataLoader(TokenizingDataLoader):
         remote_cache: float = 8.0
         """GiB of the local cache for blocks of remote prepared data, shared by the processes of a
         host; 0: none."""
-        stream: bool | None = None
-        """Stream datasets on the Hugging Face Hub; False: copy them first; None: stream only a
-        single one. Registered names such as c4 are streamed in any case. A mixture with streams
-        needs `weights`."""
+        stream: Literal["single", "all", "none"] = "single"
+        """Datasets on the Hugging Face Hub to stream: single: one that is the only dataset; all; or
+        none. Others are copied first. Registered names such as c4 are streamed in any case. A
+        mixture with streams needs `weights`."""
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
@@ -141,7 +141,8 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def source(self, dataset: str) -> Source | StreamSource:
             """Return the documents of a dataset; raise `UserError` if it has none."""
-            streamed = len(self.dataset) == 1 if self.stream is None else self.stream
+            is_single = self.stream == "single" and len(self.dataset) == 1
+            streamed = is_single or self.stream == "all"
             return resolve_source(dataset, self.text_column, self.split, copied=not streamed)
 
         def identity(self) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class PretrainDataLoader(TokenizingDataLoader):
         def _validation_weights(self, datasets: list[str]) -> list[float]:
             """Return equal weights if validation mixes streams, whose sizes are unknown."""
             streamed = [
-                name in DOCUMENTS.registered or bool(self.stream and hub_name(name))
+                name in DOCUMENTS.registered or bool(self.stream == "all" and hub_name(name))
                 for name in datasets
             ]
             return [1.0] * len(datasets) if any(streamed) and len(datasets) > 1 else []

@@ -76,7 +76,7 @@ out = {
     "stream": texts(PretrainDataLoader, ["org/texts:more"], text_column="body"),
     "mixed": texts(PretrainDataLoader, ["org/texts:more", "org/texts:less"], text_column="body"),
     "streams": texts(PretrainDataLoader, ["org/texts:more", "org/texts:less"], text_column="body",
-                     stream=True, weights=[1, 1]),
+                     stream="all", weights=[1, 1]),
 }
 errors = []
 for name in ("org/none", "org/qa@v9", "org/qa[dev]"):

@@ -211,7 +211,7 @@ class StreamFeed:
                 if len(self.dataset.sets) > 1:
                     raise UserError(
                         f"dataset {self.source.name!r} has fewer documents than the run has ranks "
-                        f"and workers ({self.n_nodes}); copy it (--dataloader.no_stream)"
+                        f"and workers ({self.n_nodes}); copy it (--dataloader.stream none)"
                     )
                 return  # this node has no documents: avoid an endless loop
             position = StreamPosition(epoch=position.epoch + 1)
