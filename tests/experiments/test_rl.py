@@ -17,7 +17,7 @@ from tests.experiments.calculator import calculate
 from tests.processes import run_processes
 from tests.training import flags, killed_in, llama_config, read_metrics, run
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.generation import Generation, engine
+from torchtitan.components.generation import Engine, Generation, Sampling, next_tokens
 from torchtitan.components.generation.sampling import draw
 from torchtitan.components.losses import policy_loss as losses
 from torchtitan.components.losses.importance import importance_weights
@@ -667,7 +667,7 @@ def record_draws(folder: Path, dump: Path, options: dict[str, object]) -> None:
             )
         return tokens
 
-    with mock.patch.object(engine, "draw", recorded):
+    with mock.patch.object(next_tokens, "draw", recorded):
         stops = train_rl(folder, dump, **options).stop_ids
     for row in draws.values():  # a finished row may stay in the batch
         del row[next((n for n, (token, _) in enumerate(row, 1) if token in stops), len(row)) :]
@@ -837,9 +837,7 @@ def test_an_exception_on_one_rank_ends_all():
 
 def fail_on_one_rank() -> None:
     group = torch.distributed.group.WORLD
-    sampler = engine.Engine(
-        llama_config(max_seq_len=64).build(), sampling=engine.Sampling(), group=group
-    )
+    sampler = Engine(llama_config(max_seq_len=64).build(), sampling=Sampling(), group=group)
 
     async def text():
         await sampler.generate([1], max_new_tokens=2, key="a")

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.processes import run_processes
 from tests.tiny_vision import VISION_TYPES, reference_inputs, text_of, vision_folder
 from tests.training import flags, killed_in, read_metrics, run
-from torchtitan.components.generation import engine
+from torchtitan.components.generation import next_tokens
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.losses.policy_loss import group_advantages
 from torchtitan.components.rollout.rollout import Trajectory
@@ -297,7 +297,7 @@ def test_a_sampled_image_token_ends_the_answer(
     folder = folders("smolvlm")
     document = json.loads((folder / "config.json").read_text())
     monkeypatch.setattr(
-        engine,
+        next_tokens,
         "draw",
         lambda logits_BV, *_: torch.full(logits_BV.shape[:1], document["image_token_id"]),
     )
