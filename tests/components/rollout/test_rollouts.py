@@ -353,6 +353,38 @@ def test_an_environments_own_reward_is_added_to_those_of_a_batch(tokenizer, chat
         assert rated(engine, trajectory).reward == reward
 
 
+class ReturnsText(Environment):
+    def reset(self, row):
+        return "Say something."
+
+    def step(self, reply):
+        return "well said"
+
+
+class BeginsWithANumber(Environment):
+    def reset(self, row):
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (ReturnsText, r"ReturnsText\.step must return a Step, not 'well said'"),
+        (BeginsWithANumber, "a list of messages or None, not 7"),
+    ],
+)
+def test_wrong_results_of_an_environment_are_named(tokenizer, chat, environment, message):
+    engine, _ = engine_of(tokenizer, chat, ["good<|im_end|>"], [])
+    with pytest.raises(UserError, match=message):
+        asyncio.run(play(environment, {}, engine))
+
+
+def test_a_class_must_be_an_environment(tmp_path):
+    (tmp_path / "own.py").write_text("class Dice:\n    pass\n")
+    with pytest.raises(UserError, match=r"Dice is a class, but not a subclass of .*Environment"):
+        RolloutConfig(function=f"{tmp_path}/own.py:Dice").find_function()
+
+
 def test_a_rollout_without_verdict_stays_so(tokenizer, chat, batch_rewards):
     """Whatever the functions of a batch say."""
     engine, _ = engine_of(tokenizer, chat, ["good<|im_end|>"], batch_rewards("halves"))

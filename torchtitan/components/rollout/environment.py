@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.components.rollout.chat import Message, Reply, Tools
+from torchtitan.tools.errors import UserError
 
 Messages = str | Message | Sequence[Message] | None
 """A text of the user, a message, or several."""
@@ -50,12 +51,19 @@ class Environment:
 
 
 def messages_of(messages: Messages) -> list[Message]:
-    """Return a list of messages."""
+    """Return a list of messages. Raise `UserError` for a value of another type."""
     if messages is None:
         return []
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
-    return [messages] if isinstance(messages, Mapping) else list(messages)
+    if isinstance(messages, Mapping):
+        return [messages]
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+        raise UserError(
+            "an environment's messages must be a text, a message, a list of messages or None, "
+            f"not {messages!r:.60}"
+        )
+    return list(messages)
 
 
 async def result_of(value: Any) -> Any:

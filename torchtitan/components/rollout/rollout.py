@@ -13,7 +13,7 @@ from torchtitan.components.data.finetuning.functions import load_member
 from torchtitan.components.generation import Engine, Generation, Sampling, TextWriter
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.rollout.chat import Chat, Message, Reply, Tools
-from torchtitan.components.rollout.environment import Environment, messages_of, result_of
+from torchtitan.components.rollout.environment import Environment, Step, messages_of, result_of
 from torchtitan.components.rollout.rewards import Rating, Rewards
 from torchtitan.components.rollout.trajectory import Group, Overlong, Trajectory
 from torchtitan.components.rollout.vllm import VLLMEngine
@@ -305,7 +305,12 @@ class RolloutConfig:
         with errors_of("--rollout.function"):
             found = load_member(self.function, _is_rollout)
             if inspect.isclass(found):
-                return partial(play, cast(type[Environment], found))
+                if not issubclass(found, Environment):
+                    raise UserError(
+                        f"{self.function} is a class, but not a subclass of "
+                        "torchtitan.components.rollout.Environment"
+                    )
+                return partial(play, found)
             if not inspect.iscoroutinefunction(found):
                 raise UserError(
                     f"{self.function} must be defined as async def rollout(row, engine)"
@@ -314,9 +319,7 @@ class RolloutConfig:
 
 
 def _is_rollout(member: object) -> bool:
-    return inspect.isfunction(member) or (
-        inspect.isclass(member) and issubclass(member, Environment)
-    )
+    return inspect.isfunction(member) or inspect.isclass(member)
 
 
 async def play(
@@ -367,6 +370,10 @@ async def _play(
             break
         trajectory.append(turn.ids, turn.logprobs)
         step = await result_of(environment.step(engine.read(turn, tools)))
+        if not isinstance(step, Step):
+            raise UserError(
+                f"{type(environment).__name__}.step must return a Step, not {step!r:.60}"
+            )
         if environment.rewards_per_turn:
             trajectory.reward_turn(step.reward)
         else:

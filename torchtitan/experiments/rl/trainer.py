@@ -137,9 +137,12 @@ class RLTrainer(RatedRolloutTrainer):
             and groups
             and self.rank == 0
         ):
-            logger.warning(
-                "all rewards in each group are equal, so this step has no learning signal"
+            what = (
+                "only the entropy to learn from"
+                if self.policy.entropy.is_on
+                else "no learning signal"
             )
+            logger.warning("all rewards in each group are equal, so this step has %s", what)
         self.write_completions(groups)
         return self.packed_parts(groups, advantages)
 
