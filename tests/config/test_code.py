@@ -252,6 +252,7 @@ NO_PATHS = {
     "ActivationCheckpointConfig.selective_option",
     "CheckpointConfig.exclude_from_loading",
     "CompileConfig.backend",
+    "CheckpointConfig.best_metric",
     "EarlyStopping.Config.metric",
     "Evaluation.Config.tasks",
     "LRScheduler.Config.points",
@@ -291,7 +292,7 @@ NO_PATHS = {
     "TrainingConfig.batch_schedule",
     "TrainingConfig.seq_len_schedule",
     "TrainingConfig.skip_data",
-    "TransformersModel.Config.document",
+    "ClassConfig.document",
 }
 """Options of other texts."""
 

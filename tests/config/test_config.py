@@ -203,7 +203,7 @@ class TestPrecedence:
     def test_saved_vocabulary_follows_another_tokenizer(self, tmp_path):
         def resolve(config, vocab_size):
             return config.resolve(
-                SimpleNamespace(vocab_size=vocab_size, n_added=0)
+                SimpleNamespace(vocab_size=vocab_size, n_added=0, added=range(0))
             ).model_spec.model.vocab_size
 
         # a run saves the size from its tokenizer this way

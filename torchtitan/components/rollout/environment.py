@@ -58,12 +58,12 @@ def messages_of(messages: Messages) -> list[Message]:
         return [{"role": "user", "content": messages}]
     if isinstance(messages, Mapping):
         return [messages]
-    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
-        raise UserError(
-            "an environment's messages must be a text, a message, a list of messages or None, "
-            f"not {messages!r:.60}"
-        )
-    return list(messages)
+    if isinstance(messages, Sequence) and all(isinstance(one, Mapping) for one in messages):
+        return [*messages]
+    raise UserError(
+        "an environment's messages must be a text, a message, a list of messages or None, "
+        f"not {messages!r:.60}"
+    )
 
 
 async def result_of(value: Any) -> Any:
