@@ -61,3 +61,26 @@ def test_missing_keys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context._InTwo, "forward", _own_keys)
     config = config_of("qwen3", max_position_embeddings=131)  # not in the cache of trials
     assert "changed its logits" in config.unsupported_parallelisms()["context_parallel_degree"]
+
+
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128}
+_LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [
+        ("phi3", _LONGROPE),
+        ("llama", _DYNAMIC),
+        ("gemma3_text", {"full_attention": _DYNAMIC, "sliding_attention": _PLAIN}),
+    ],
+)
+def test_frequencies_of_the_largest_position_are_refused(
+    model_type: str, rope: dict[str, Any]
+) -> None:
+    """A trial has none of the lengths for which they change."""
+    config = config_of(model_type, rope_parameters=rope)
+    reason = config.unsupported_parallelisms()["context_parallel_degree"]
+    assert "depends on the largest position" in reason

@@ -49,10 +49,26 @@ class ClassAttention(nn.Module):
 @trial
 def unsupported_context(document: Mapping[str, object]) -> str:
     """Return why context parallelism is not supported ("": it is)."""
+    config = transformers_config(document)
+    if kind := _rope_of_lengths(config):
+        return f"its RoPE of type {kind} depends on the largest position of all parts"
     try:
-        return _try(transformers_config(document))
+        return _try(config)
     except Exception as error:  # any class, called in a way that it was not written for
         return f"a trial with a part of the tokens failed: {in_words(error)}"
+
+
+def _rope_of_lengths(config: Any) -> str:
+    """Return the type of RoPE whose frequencies the class computes anew from the largest position
+    that it gets, as in transformers' `dynamic_rope_update`; "": none."""
+    for part in (config, config.get_text_config(decoder=True)):
+        parameters = getattr(part, "rope_parameters", None) or {}
+        ropes = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+        for rope in ropes:
+            kind = str(rope.get("rope_type"))
+            if "dynamic" in kind or kind == "longrope":
+                return kind
+    return ""
 
 
 def _try(config: Any) -> str:
