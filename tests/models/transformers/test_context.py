@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 from tests.models.transformers.model_types import decoder_config  # noqa: E402
 from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.models.transformers import context  # noqa: E402
+from torchtitan.models.transformers import context, packing  # noqa: E402
 from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
-from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
+from torchtitan.models.transformers.tiny import random_clone, tiny_config  # noqa: E402
 from torchtitan.tools.errors import UserError  # noqa: E402
 
 
@@ -84,3 +84,23 @@ def test_frequencies_of_the_largest_position_are_refused(
     config = config_of(model_type, rope_parameters=rope)
     reason = config.unsupported_parallelisms()["context_parallel_degree"]
     assert "depends on the largest position" in reason
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("bert", "attention_probs_dropout_prob"), ("seed_oss", "attention_dropout")],
+)
+def test_dropout_attends_to_the_keys_of_all_parts(
+    model_type: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a probability so small that no value is left out, results are those without."""
+    without = {name: 0.0 for name in ("hidden_dropout_prob", "residual_dropout", "dropout")}
+    config = config_of(model_type, **without, **{key: 1e-30})
+    monkeypatch.setattr(context, "random_clone", lambda *args: random_clone(*args).train())
+    calls = []
+    called = packing._with_dropout
+    monkeypatch.setattr(
+        packing, "_with_dropout", lambda *args, **kw: (calls.append(kw), called(*args, **kw))[1]
+    )
+    assert "context_parallel_degree" not in config.unsupported_parallelisms()
+    assert calls

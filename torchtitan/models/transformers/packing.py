@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -207,26 +208,30 @@ def _attend(
             "head_dim": width,
             "capped": softcap is not None,
         }
-        if not dropout:
+        inputs: tuple[Tensor, ...] = (query, key, value)
+        products: Callable[..., Tensor] = attend
+        if dropout:
+            if softcap is not None:
+                raise NotImplementedError("attention with dropout and a soft cap")
+            dense = replace(attention_mask.attention, kernel="dense")  # kernels have no dropout
+            metadata = with_kernel(dense, **properties, static=attention_mask.static)
+            products = partial(
+                _with_dropout, module=module, dropout=dropout, scaling=scaling, **options
+            )
+        else:
             padded = (
-                x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-                for x in (query, key, value)
+                x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in inputs
             )
-            arguments = (
-                *(x.transpose(1, 2) for x in padded),
-                attention_mask.with_kernel(**properties),
-            )
-            if attention_mask.attend is None:
-                result = attend(*arguments)
-            else:
-                result = attention_mask.attend(*arguments, products=attend)
-            return result[..., : value.shape[-1]].contiguous(), None
-        dense = replace(attention_mask.attention, kernel="dense")  # the kernels have no dropout
-        mask: Tensor | None = with_kernel(dense, **properties, static=attention_mask.static).mask
-    else:
-        mask = attention_mask
+            inputs = tuple(padded)
+            metadata = attention_mask.with_kernel(**properties)
+        arguments = (*(x.transpose(1, 2) for x in inputs), metadata)
+        if attention_mask.attend is None:
+            result = products(*arguments)
+        else:
+            result = attention_mask.attend(*arguments, products=products)
+        return result[..., : value.shape[-1]].contiguous(), None
+    mask, options = attention_mask, {**options, "dropout": dropout, "scaling": scaling}
     if softcap is None:
-        options |= {"dropout": dropout, "scaling": scaling}
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     if mask is None:  # in generation
         mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(
@@ -234,6 +239,21 @@ def _attend(
         )
     mask = mask | ~mask.any(-1, keepdim=True)  # padding sees nothing, whose softmax would be NaN
     return attend._products(query, key, value, attn_mask=mask).transpose(1, 2), None
+
+
+def _with_dropout(
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    attention: AttentionMetadata,
+    *,
+    module: nn.Module,
+    **options: Any,
+) -> Tensor:
+    """As `common.attention.Attention` with the mask of `attention`, but by PyTorch, with
+    dropout."""
+    query, key, value = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
+    return sdpa_attention_forward(module, query, key, value, attention.mask, **options)[0]
 
 
 ALL_ATTENTION_FUNCTIONS.register(KERNEL, _attend)
