@@ -1,5 +1,6 @@
 """LFM2 and Nemotron-H: published files and sizes, refusals, packed documents, and operations."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -134,6 +135,13 @@ def test_published_sizes(family: Any, flavor: str, billions: float) -> None:
     assert parameters == theirs.num_parameters()
     assert parameters / 1e9 == pytest.approx(billions, rel=0.002)
     assert format.from_external(document) == config
+
+
+def test_nemotron_with_one_embedding_cannot_be_exported() -> None:
+    """transformers gives it an output matrix of its own, for which the export has no values."""
+    config = dataclasses.replace(nemotron_h.FLAVORS["debugmodel"], tie_embeddings=True)
+    with pytest.raises(UserError, match="no model_type of config.json .* can describe this model"):
+        nemotron_h.FORMATS["hf"].to_external(config)
 
 
 @pytest.mark.parametrize(

@@ -257,11 +257,10 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
     """Return the type for writing a model. Raise `UserError` if no type can describe it."""
     for model_type, kind in model_types.items():
         if kind.config is type(config) and kind.write(config) is not None:
-            known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
+            keys = _keys_of(kind)
+            known = [*keys.values(), *kind.ropes, "scores"]
             values = {name: attrgetter(name)(config) for name in known}
-            values |= {
-                kind.keys[key]: value for key, value in kind.fixed.items() if key in kind.keys
-            }
+            values |= {keys[key]: value for key, value in kind.fixed.items() if key in keys}
             values |= kind.values
             if kind.config(**_nested(kind.config, values)) == config:
                 return model_type
@@ -403,7 +402,8 @@ def _type_of(owner: object, name: str) -> Any:
 
 
 def _least_of(owner: object, name: str) -> int:
-    """Return the smallest whole number in a field, or in a field's field: 1, or a default of 0."""
+    """Return the smallest whole number in a field, or in a field's field: 1, or a default of 0.
+    Numbers that are not whole are above 0, or have this default."""
     outer, _, last = name.rpartition(".")
     fields = dataclasses.fields(_type_of(owner, outer) if outer else owner)  # type: ignore[arg-type]
     default = next(field.default for field in fields if field.name == last)
