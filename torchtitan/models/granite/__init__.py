@@ -41,7 +41,7 @@ _HYBRID: dict[str, Any] = {
 }
 _DEBUG_4: Any = {**_DEBUG, "attention_multiplier": 1 / 32, "logits_scaling": 4.0}
 _DEBUG_4 |= {"mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32)}
-_DEBUG_MOE = MoEConfig(n_experts=16, top_k=4, ffn_dim=96, shared_ffn_dim=192)
+_DEBUG_MOE = MoEConfig(n_experts=16, top_k=4, shared_ffn_dim=192)
 
 FLAVORS = {
     "debugmodel": GraniteModel.Config(**_DEBUG, attention_multiplier=1 / 32, logits_scaling=4.0),
@@ -52,7 +52,7 @@ FLAVORS = {
         **_3, dim=4096, ffn_dim=12800, attention_multiplier=1 / 128, logits_scaling=16.0
     ),
     "hybrid-debugmodel": Granite4Model.Config(**_DEBUG_4),
-    "moe-debugmodel": Granite4MoEModel.Config(**_DEBUG_4, moe=_DEBUG_MOE),
+    "moe-debugmodel": Granite4MoEModel.Config(**{**_DEBUG_4, "ffn_dim": 96}, moe=_DEBUG_MOE),
     "4.0-micro": Granite4Model.Config(
         **_4,
         dim=2560,
