@@ -111,6 +111,16 @@ def test_weights_and_config_json_convert_both_ways(
     assert torch.equal(again(tokens).logits, reference(tokens).logits)
 
 
+def test_every_flavor_is_read_from_its_own_config_json() -> None:
+    """Random models have no value that transformers never has, such as defaults of options here."""
+    for family in families_with("hf"):
+        format = family.FORMATS["hf"]
+        for flavor, config in family.FLAVORS.items():
+            if format.library == "transformers":
+                document = json.loads(json.dumps(format.to_external(config)))
+                assert format.from_external(document) == config, (family.__name__, flavor)
+
+
 @pytest.mark.parametrize(("model_type", "seed"), all_cases(4))
 def test_cached_generation_equals_transformers(model_type: str, seed: int) -> None:
     """Token for token, beyond every window."""

@@ -49,13 +49,13 @@ class ConfigReader:
             raise self.wrong("num_hidden_layers", n_layers, f"at most {MOST_LAYERS}")
         return n_layers
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number from `1 / _FURTHEST` to `_FURTHEST`."""
+    def number(self, key: str, default: float | None = None, least: int = 1) -> float:
+        """Return a number from `1 / _FURTHEST` to `_FURTHEST`, or 0 if that is `least`."""
         value = self.values.get(key, default)
-        if type(value) not in (int, float) or not 1 / _FURTHEST <= value <= _FURTHEST:
-            raise self.wrong(
-                key, value, f"a number above 0, from {1 / _FURTHEST:g} to {_FURTHEST:g}"
-            )
+        is_number = type(value) in (int, float)
+        if not is_number or not (1 / _FURTHEST <= value <= _FURTHEST or value == least == 0):
+            above = "0, or a number above it" if least == 0 else "a number above 0"
+            raise self.wrong(key, value, f"{above}, from {1 / _FURTHEST:g} to {_FURTHEST:g}")
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
@@ -73,8 +73,8 @@ class ConfigReader:
         return ConfigReader(self.file, value or {})
 
     def value(self, key: str, declared: object, least: int = 1) -> Any:
-        """Return a value of the type that a model's field declares, a whole number from `least` on;
-        of a list, only the repeating part."""
+        """Return a value of the type that a model's field declares, a number from `least` on (1:
+        any above 0, if it is not whole); of a list, only the repeating part."""
         value, types = (
             self.values.get(key),
             [kind for kind in get_args(declared) if kind is not NoneType],
@@ -86,7 +86,7 @@ class ConfigReader:
         readers: dict[Any, Callable[[str], Any]] = {
             bool: self.flag,
             int: partial(self.whole_number, least=least),
-            float: self.number,
+            float: partial(self.number, least=least),
         }
         if plain in readers:
             return readers[plain](key)
