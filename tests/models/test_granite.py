@@ -273,6 +273,7 @@ def test_missing_keys_have_transformers_defaults(document: dict[str, Any]) -> No
         (GRANITE_4_MICRO, {"layers_block_type": ["mamba"] * 40}, "contradict each other"),
         (GRANITE_4_MICRO, {"num_local_experts": 64}, "num_experts_per_tok is 0"),
         (GRANITE_4_H_TINY, {"mamba_n_heads": 96}, "mamba_n_heads 96 .* contradict mamba_expand"),
+        (GRANITE_4_H_TINY, {"mamba_d_head": None}, "mamba_d_head is None"),
         (GRANITE_4_H_TINY, {"mamba_n_groups": 7}, "mamba.n_groups is 7"),
         (GRANITE_4_H_TINY, {"time_step_limit": [0.1, 1.0]}, r"time_step_limit is \[0.1, 1.0\]"),
         (
@@ -289,6 +290,12 @@ def test_unsupported_values_are_refused_by_name(
     with pytest.raises(UserError, match=message) as caught:
         READ({**document, **change})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["layer_types", "layers_block_type"])
+def test_types_of_layers_may_be_null_under_their_other_name(key: str) -> None:
+    types = {"layer_types": None, "layers_block_type": None, key: GRANITE_4_H_TINY["layer_types"]}
+    assert READ({**GRANITE_4_H_TINY, **types}) == FLAVORS["4.0-H-tiny"]
 
 
 def test_absent_keys_of_layers_have_transformers_defaults() -> None:

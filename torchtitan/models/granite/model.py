@@ -144,6 +144,8 @@ class Granite4MoEModel(ExpertLayers, Granite4Model):
         moe: MoEConfig
         """Experts."""
 
+        counts_shared = False
+
     config: Config
 
     def make_shared(self, width: int, **sizes: Any) -> nn.Module | None:
@@ -172,9 +174,11 @@ def _prepare_4(document: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         types = document.pop(name)
         known = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
-        if types is not None and not known:
+        if types is None:  # as if absent
+            continue
+        if not known:
             raise UserError(f"config.json: {name} is {types!r}, but must be a list of types")
-        types = [LAYER_NAMES.get(kind, kind) for kind in types] if types is not None else None
+        types = [LAYER_NAMES.get(kind, kind) for kind in types]
         if document.setdefault("types", types) != types:
             raise UserError(f"config.json: {' and '.join(names)} contradict each other")
     types = document.pop("types", None) or ["linear_attention"] * n_layers
@@ -187,11 +191,12 @@ def _prepare_4(document: dict[str, Any]) -> dict[str, Any]:
     inner = reader.whole_number("mamba_expand", 2) * reader.whole_number("hidden_size")
     n_heads = reader.whole_number("mamba_n_heads", 128)
     if document.get("mamba_d_head", "auto") == "auto":
-        document["mamba_d_head"] = inner // n_heads
-    if document["mamba_d_head"] * n_heads != inner:
+        document["mamba_d_head"] = max(inner // n_heads, 1)
+    head_dim = ConfigReader("config.json", document).whole_number("mamba_d_head")
+    if head_dim * n_heads != inner:
         raise UserError(
-            f"config.json: mamba_n_heads {n_heads} of width mamba_d_head "
-            f"{document['mamba_d_head']} contradict mamba_expand times hidden_size, {inner}"
+            f"config.json: mamba_n_heads {n_heads} of width mamba_d_head {head_dim} "
+            f"contradict mamba_expand times hidden_size, {inner}"
         )
     return document
 
