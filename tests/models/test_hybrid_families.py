@@ -15,7 +15,7 @@ from tests.models.family_cases import (
     to_ours,
 )
 from tests.models.test_attention import metadata_of
-from torchtitan.models import lfm2, nemotron_h
+from torchtitan.models import granite, lfm2, nemotron_h
 from torchtitan.models.common.mamba import Mamba2
 from torchtitan.models.common.short_conv import GatedShortConv
 from torchtitan.tools.errors import UserError
@@ -135,6 +135,42 @@ def test_published_sizes(family: Any, flavor: str, billions: float) -> None:
     assert parameters == theirs.num_parameters()
     assert parameters / 1e9 == pytest.approx(billions, rel=0.002)
     assert format.from_external(document) == config
+
+
+def test_keys_of_older_nemotron_files_count_as_in_transformers() -> None:
+    """Also in place of the newer ones."""
+    older = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_min": 0.01}
+    document = {**NEMOTRON_8B, **older}
+    mamba = nemotron_h.FORMATS["hf"].from_external(document).mamba
+    theirs = transformers.AutoConfig.for_model(**document)
+    assert (mamba.n_groups, mamba.conv_width, mamba.conv_bias, mamba.least_step) == (
+        *(theirs.n_groups, theirs.conv_kernel, theirs.use_conv_bias, theirs.time_step_min),
+    )
+    assert (mamba.n_groups, mamba.least_step) == (4, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (
+            nemotron_h.FLAVORS["moe-debugmodel"],
+            {"layer_types": ["dense", "sparse"]},
+            r"--model.moe.layer_types is \['dense', 'sparse'\], but must be only sparse",
+        ),
+        *(
+            (config, {"n_shared_experts": 2}, "--model.moe.n_shared_experts is 2, but must be 0")
+            for config in (
+                nemotron_h.FLAVORS["moe-debugmodel"],
+                granite.FLAVORS["moe-debugmodel"],
+            )
+        ),
+    ],
+)
+def test_options_of_experts_without_an_effect_are_refused(
+    config: Any, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(config, moe=dataclasses.replace(config.moe, **change)).validate()
 
 
 def test_nemotron_with_one_embedding_cannot_be_exported() -> None:

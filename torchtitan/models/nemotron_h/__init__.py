@@ -8,13 +8,11 @@ from torchtitan.models.common.mamba import MambaConfig
 from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.nemotron_h.model import FORMAT, NemotronHModel, NemotronHMoEModel
-
-_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+from torchtitan.models.nemotron_h.model import FORMAT, PATTERN, NemotronHModel, NemotronHMoEModel
 
 
 def _layers(pattern: str) -> Any:
-    types = shortest_period([_LETTERS[letter] for letter in pattern])
+    types = shortest_period([PATTERN[letter] for letter in pattern])
     return {"n_layers": len(pattern), "layer_types": types}
 
 

@@ -19,7 +19,7 @@ from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.rows import expert_rows, fused_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping, Permuted, Stacked
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 LayerType = Literal["linear_attention", "full_attention", "mlp", "moe"]
 """As in `layers_block_type` of transformers; linear_attention is Mamba 2."""
@@ -70,11 +70,18 @@ class NemotronHMoEModel(ExpertLayers, NemotronHModel):
         """Experts."""
 
         router_types = ("sigmoid",)
+        counts_shared = False
 
         mixers: ClassVar[Mapping[str, MixerKind]] = {
             **NemotronHModel.Config.mixers,
             "moe": NO_MIXER,
         }
+
+        def validate(self) -> None:
+            ExpertLayers.Config.validate(self)
+            types = self.moe.layer_types
+            must = "only sparse: --model.layer_types says which layers have experts"
+            require("dense" not in types, "--model.moe.layer_types", types, must)
 
     config: Config
 
@@ -97,22 +104,32 @@ class NemotronHMoEModel(ExpertLayers, NemotronHModel):
         )
 
 
-_PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_OLDER_KEYS = {
+    **{"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand"},
+    **{"mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size"},
+    **{"mamba_dt_min": "time_step_min", "mamba_dt_max": "time_step_max"},
+    **{"mamba_dt_limit": "time_step_limit", "mamba_dt_init_floor": "time_step_floor"},
+}
+"""Key that transformers also reads → the key in whose place it then counts."""
+
+PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the types of layers, and without experts if no layer has them.
-    Raise `UserError` for an unknown type."""
+    """Return a config.json with the types of layers, without older keys, and without experts if no
+    layer has them. Raise `UserError` for an unknown type."""
+    older = {name: document[key] for key, name in _OLDER_KEYS.items() if key in document}
+    document = {k: v for k, v in {**document, **older}.items() if k not in _OLDER_KEYS}
     reader = ConfigReader("config.json", {**document})
     key = "layer_types" if document.get("layers_block_type") is None else "layers_block_type"
     types, pattern = document.pop(key, None), document.pop("hybrid_override_pattern", None)
     if types is None and pattern is not None:
-        if not isinstance(pattern, str) or not {*pattern} <= {*_PATTERN}:
-            must = f"made of {' '.join(_PATTERN)}"
+        if not isinstance(pattern, str) or not {*pattern} <= {*PATTERN}:
+            must = f"made of {' '.join(PATTERN)}"
             raise UserError(
                 f"config.json: hybrid_override_pattern is {pattern!r}, but must be {must}"
             )
-        types = [_PATTERN[letter] for letter in pattern]
+        types = [PATTERN[letter] for letter in pattern]
     if types is None:
         types = ["linear_attention", "moe", "full_attention", "mlp"]
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
@@ -129,7 +146,7 @@ def _write(config: NemotronHModel.Config) -> dict[str, Any] | None:
     types = [config.type_of(index) for index in range(config.n_layers)]
     if isinstance(config, NemotronHMoEModel.Config) and "moe" not in types:
         return None
-    letters = {kind: letter for letter, kind in _PATTERN.items()}
+    letters = {kind: letter for letter, kind in PATTERN.items()}
     return {
         "layers_block_type": types,
         "hybrid_override_pattern": "".join(letters[kind] for kind in types),

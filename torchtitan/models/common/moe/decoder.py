@@ -29,6 +29,9 @@ class ExpertLayers:
         router_types: tuple[str, ...] = ("softmax",)
         """Values of `moe.scoring_func` that the family supports."""
 
+        counts_shared: bool = True
+        """Whether `moe.n_shared_experts` has an effect, and not only `moe.shared_ffn_dim`."""
+
         @property
         def expert_dim(self) -> int:
             """Width of a routed expert."""
@@ -46,6 +49,9 @@ class ExpertLayers:
             self.moe.validate()
             kind, most = self.moe.scoring_func, " or ".join(self.router_types)
             require(kind in self.router_types, "--model.moe.scoring_func", kind, most)
+            n_shared, is_counted = self.moe.n_shared_experts, self.counts_shared
+            must = "0: this family has one, of width --model.moe.shared_ffn_dim"
+            require(is_counted or not n_shared, "--model.moe.n_shared_experts", n_shared, must)
 
     config: Any
 
