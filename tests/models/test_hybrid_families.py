@@ -17,7 +17,9 @@ from tests.models.family_cases import (
 from tests.models.test_attention import metadata_of
 from torchtitan.models import granite, lfm2, nemotron_h
 from torchtitan.models.common.mamba import Mamba2
+from torchtitan.models.common.moe.router import Router
 from torchtitan.models.common.short_conv import GatedShortConv
+from torchtitan.models.lfm2.model import Lfm2Router
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -271,20 +273,10 @@ def _one_norm_for_all_groups(model: Any) -> None:
             module.norm.group_dim = len(module.norm.weight)
 
 
-def _weights_add_up_to_1(model: Any) -> None:
-    for layer in model.layers.values():
-        layer.moe.router.eps = 0.1
-
-
 @pytest.mark.parametrize(
     ("name", "mistake", "fixed"),
     [
         ("lfm2_moe", _exchanged_gates, {}),
-        (
-            "lfm2_moe",
-            _weights_add_up_to_1,
-            {"num_dense_layers": 0, "norm_topk_prob": True, "num_experts_per_tok": 2},
-        ),
         ("nemotron_h, experts", _exchanged_keys_and_queries, {}),
         ("nemotron_h, experts", _one_norm_for_all_groups, {"n_groups": 4, "mamba_num_heads": 4}),
     ],
@@ -293,6 +285,32 @@ def test_mistake_is_caught(name: str, mistake: Any, fixed: dict[str, Any]) -> No
     reference = random_reference(name, 0, **LAYERS[name], **fixed)
     assert difference_with(lambda model: None, reference) < 1e-4
     assert difference_with(mistake, reference) > 1e-3
+
+
+@pytest.mark.parametrize(("eps", "is_equal"), [(Lfm2Router.eps, True), (Router.eps, False)])
+def test_weights_of_small_scores_equal_transformers(
+    eps: float, is_equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores near 1e-6, since LFM2 adds this number to their sum."""
+    options = {"num_dense_layers": 0, "norm_topk_prob": True, "num_experts_per_tok": 2}
+    reference = random_reference("lfm2_moe", 0, **LAYERS["lfm2_moe"], **options)
+    model: Any = to_ours(family_of("lfm2_moe"), reference)[0]
+    router, gate = model.layers["0"].moe.router, reference.model.layers[0].feed_forward.gate
+    monkeypatch.setattr(router, "eps", eps)
+    x = torch.randn(50, router.weight.shape[1], generator=torch.Generator().manual_seed(0)) - 14
+    n_experts = len(router.weight)
+    with torch.no_grad():
+        for weight in (router.weight, gate.weight):
+            weight.copy_(torch.eye(n_experts, x.shape[1]))  # logits are the first elements of x
+        weights, chosen = router(x[None])
+        bias = reference.model.layers[0].feed_forward.expert_bias
+        _, expected, theirs = gate(x, bias if gate.use_expert_bias else None)
+
+    def by_expert(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(50, n_experts).scatter_(1, chosen.view(50, -1), weights.view(50, -1))
+
+    error = relative_error(by_expert(weights, chosen), by_expert(expected, theirs))
+    assert error < 1e-5 if is_equal else error > 0.1
 
 
 def test_operations() -> None:
