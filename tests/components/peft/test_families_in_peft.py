@@ -40,6 +40,11 @@ TOLERANCE = 1e-5
 """Relative to the largest logit: float32 sums in another order change the seventh digit, and layers
 add to that."""
 
+LESS_PRECISE = {"granitemoehybrid, Mamba": 5e-5}
+"""Case → its tolerance. Its logits in float32 differ from those in float64 by up to 1.6e-5 both here
+and in transformers (rsLoRA, patterns). In float64 the two differ by up to 5e-6, since transformers
+computes norms and states in float32 there too."""
+
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
     "all linear": {"include": [r"\.\d+\.", r"^head\.output$"]},
@@ -56,7 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 QUICK = {"qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
-REWRITTEN = {*QUICK, "ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "hunyuan_v1_moe"}
+REWRITTEN = {*QUICK, "ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "hunyuan_v1_moe", "qwen3_next"}
 """Types with linear layers that peft takes for experts; the first ones are in default tests."""
 
 
@@ -83,6 +88,10 @@ def base_folder(name: str, folder: Path) -> Path:
             "linear_num_value_heads": 4,
             "layer_types": ["linear_attention", "full_attention", "full_attention"],
         }
+    if name == "olmo_hybrid":
+        # transformers saves the convolutions of queries, keys and values as three equal parts.
+        sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     sizes |= DENSE_AND_EXPERTS.get(name, {})
     random_reference(name, 0, **sizes).save_pretrained(folder)
     return folder
@@ -173,14 +182,15 @@ def test_peft_opens_what_a_family_writes(
     below = open_base(base)
     assert relative_difference(model, below) > 0.1  # the adapter matters
     theirs = open_without_warnings(below, tmp_path / "adapter")
-    assert relative_difference(model, theirs) < TOLERANCE
+    tolerance = LESS_PRECISE.get(name, TOLERANCE)
+    assert relative_difference(model, theirs) < tolerance
 
     again = adapted(spec, config, plain, seed=2)
     read(tmp_path / "adapter", config, spec, again)
     assert_equal(adapter_of(again), adapter_of(model))
     ours = spec.model.build().eval()
     ours.load_state_dict(merged(model))
-    assert relative_difference(ours, theirs.merge_and_unload()) < TOLERANCE
+    assert relative_difference(ours, theirs.merge_and_unload()) < tolerance
 
 
 @pytest.mark.parametrize(("name", "kind"), all_cases())
@@ -203,7 +213,7 @@ def test_a_family_opens_what_peft_writes(
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
     read(tmp_path / "theirs", config, spec, model)
-    assert relative_difference(model, theirs) < TOLERANCE
+    assert relative_difference(model, theirs) < LESS_PRECISE.get(name, TOLERANCE)
 
 
 def test_rewritten_names_are_those_of_peft() -> None:
@@ -276,6 +286,8 @@ def test_a_family_with_experts_opens_targets_of_peft(
         and json.loads((base / "config.json").read_text())["model_type"] not in defaults
     ):
         pytest.skip("peft has no default for it")
+    if name == "qwen3_next" and target == "all linear":
+        pytest.skip("peft also adapts the gate of its shared expert, which is no linear layer here")
     rslora = "rsLoRA" in target
     targets = TARGETS[target]
     options = peft.LoraConfig(
