@@ -2,12 +2,14 @@
 docs/models.md`)."""
 
 import json
+import math
 from collections.abc import Iterator
 
 from tests.conftest import PROJECT
 from tests.model_sizes import short_name
 from torchtitan.cli.ls import SIZES, with_size
 from torchtitan.models.families import families_with
+from torchtitan.protocols.model import BaseModel
 
 _FORMATS = {"hf": "Hugging Face", "meta": "Meta", "gguf": "GGUF"}
 
@@ -26,6 +28,7 @@ configurations (`tests/models/test_equal_transformers.py`).
 _END = """
 Except for the last column, every family supports data (DDP, FSDP, HSDP), tensor, context and pipeline parallelism and
 their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quantization-aware training and dry runs.
+The column also has layouts whose degree would have to divide a single head of keys or a single group of Mamba.
 [Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process.
 
 Models that generate images train by [flow matching](diffusion.md), and are compared with a class of diffusers
@@ -42,6 +45,17 @@ TABLE = PROJECT / "tests" / "transformers_matrix" / "table.md"
 """Results of `python -m tests.transformers_matrix --write-docs`, the end of the page."""
 
 
+def _refused(config: BaseModel.Config) -> list[str]:
+    """Return the degrees that must be 1: of layouts that the model does not support, and of those
+    that divide sizes without a common divisor."""
+    sizes = {"tensor": config.tensor_parallel_sizes, "context": config.context_parallel_sizes}
+    indivisible = [kind for kind, of_kind in sizes.items() if math.gcd(*of_kind.values()) == 1]
+    return [
+        *config.unsupported_parallelisms(),
+        *(f"{kind}_parallel_degree" for kind in indivisible),
+    ]
+
+
 def page() -> Iterator[str]:
     """Yield the lines of docs/models.md."""
     yield _INTRODUCTION
@@ -56,7 +70,7 @@ def page() -> Iterator[str]:
         ]
         refusals: dict[str, list[str]] = {}
         for flavor, config in family.FLAVORS.items():
-            for option in config.unsupported_parallelisms():
+            for option in _refused(config):
                 refusals.setdefault(option.replace("_degree", "").replace("_", " "), []).append(
                     flavor
                 )
