@@ -104,3 +104,17 @@ def test_dropout_attends_to_the_keys_of_all_parts(
     )
     assert "context_parallel_degree" not in config.unsupported_parallelisms()
     assert calls
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("attention_dropout", None),
+        ("residual_dropout", "residual_dropout 0.1 would change the same hidden states"),
+    ],
+)
+def test_dropout_of_states_that_ranks_share_is_refused(key: str, reason: str | None) -> None:
+    without = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    unsupported = config_of("seed_oss", **{**without, key: 0.1}).unsupported_parallelisms()
+    assert reason is None or reason in unsupported["tensor_parallel_degree"]
+    assert (reason is None) == ("tensor_parallel_degree" not in unsupported)

@@ -3,6 +3,7 @@ clone."""
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -57,13 +58,29 @@ class ClassConfig(BaseModel.Config):
 
     def unsupported_parallelisms(self) -> dict[str, str]:
         reasons = {
-            "tensor_parallel_degree": class_plan(self.document)[1],
+            "tensor_parallel_degree": class_plan(self.document)[1] or self._random_states(),
             "context_parallel_degree": "it reads images"
             if self.reads_images
             else unsupported_context(self.document),
         }
         unsupported = {name: reason for name, reason in reasons.items() if reason}
         return {**unsupported, **unsupported_experts(self.document)}
+
+    def _random_states(self) -> str:
+        """Return why ranks with the same hidden states would change them differently in training,
+        since each draws its own random numbers ("": they do not). Attention's are of its heads."""
+        text = self.transformers_config().get_text_config(decoder=True).to_dict()
+        rates = {
+            key: value
+            for key, value in text.items()
+            if re.search("drop|jitter", key)
+            and not re.search("att|classifier", key)
+            and type(value) is float
+            and value > 0
+        }
+        named = " and ".join(f"{key} {value:g}" for key, value in rates.items())
+        what = "would change the same hidden states differently on each rank"
+        return named and f"{named} {what}; set 0 in config.json"
 
     @property
     def expert_parallel_sizes(self) -> dict[str, int]:
