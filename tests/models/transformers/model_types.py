@@ -1,6 +1,7 @@
 """The model types that transformers maps to causal and image-text classes, and configurations to
 build them from."""
 
+import json
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -8,6 +9,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+
+from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.models.transformers.tiny import tiny_config
 
 CAUSAL = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 IMAGE_TEXT = list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -88,3 +92,10 @@ def decoder_config(model_type: str) -> PretrainedConfig:
             if hasattr(config, name):
                 setattr(config, name, value)
     return config
+
+
+def tiny_model(model_type: str, **changes: object) -> TransformersModel.Config:
+    """Return the configuration of a tiny model, with changes of its config.json, which are not in
+    the cache of trials."""
+    document = tiny_config(decoder_config(model_type)).to_json_string(use_diff=False)
+    return TransformersModel.Config.of({**json.loads(document), **changes})

@@ -1,6 +1,5 @@
 """Parts of sequences for classes: what a trial shows, and what it refuses."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,23 +7,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.models.transformers.model_types import decoder_config  # noqa: E402
+from tests.models.transformers.model_types import tiny_model  # noqa: E402
 from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.models.transformers import context, packing  # noqa: E402
-from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
-from torchtitan.models.transformers.tiny import random_clone, tiny_config  # noqa: E402
+from torchtitan.models.transformers.tiny import random_clone  # noqa: E402
 from torchtitan.tools.errors import UserError  # noqa: E402
-
-
-def config_of(model_type: str, **changes: object) -> TransformersModel.Config:
-    document = tiny_config(decoder_config(model_type)).to_json_string(use_diff=False)
-    return TransformersModel.Config.of({**json.loads(document), **changes})
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gemma3"])
 def test_a_trial_shows_that_tokens_can_be_divided(model_type: str) -> None:
-    assert "context_parallel_degree" not in config_of(model_type).unsupported_parallelisms()
+    assert "context_parallel_degree" not in tiny_model(model_type).unsupported_parallelisms()
 
 
 @pytest.mark.parametrize(
@@ -37,11 +30,11 @@ def test_a_trial_shows_that_tokens_can_be_divided(model_type: str) -> None:
 def test_other_attention_is_refused(model_type: str, reason: str) -> None:
     dims = ParallelDims.from_config(ParallelismConfig(context_parallel_degree=2), 2)
     with pytest.raises(UserError, match=f"context_parallel_degree 2 must be 1 .*{reason}"):
-        dims.check_fits(config_of(model_type), 64)
+        dims.check_fits(tiny_model(model_type), 64)
 
 
 def test_images_are_refused() -> None:
-    config = config_of("gemma3")
+    config = tiny_model("gemma3")
     config.reads_images = True
     assert config.unsupported_parallelisms()["context_parallel_degree"] == "it reads images"
 
@@ -59,7 +52,7 @@ def _own_keys(self: Any, q: Any, k: Any, v: Any, attention: Any, *, products: An
 
 def test_missing_keys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context._InTwo, "forward", _own_keys)
-    config = config_of("qwen3", max_position_embeddings=131)  # not in the cache of trials
+    config = tiny_model("qwen3", max_position_embeddings=131)  # not in the cache of trials
     assert "changed its logits" in config.unsupported_parallelisms()["context_parallel_degree"]
 
 
@@ -81,7 +74,7 @@ def test_frequencies_of_the_largest_position_are_refused(
     model_type: str, rope: dict[str, Any]
 ) -> None:
     """A trial has none of the lengths for which they change."""
-    config = config_of(model_type, rope_parameters=rope)
+    config = tiny_model(model_type, rope_parameters=rope)
     reason = config.unsupported_parallelisms()["context_parallel_degree"]
     assert "depends on the largest position" in reason
 
@@ -95,7 +88,7 @@ def test_dropout_attends_to_the_keys_of_all_parts(
 ) -> None:
     """With a probability so small that no value is left out, results are those without."""
     without = {name: 0.0 for name in ("hidden_dropout_prob", "residual_dropout", "dropout")}
-    config = config_of(model_type, **without, **{key: 1e-30})
+    config = tiny_model(model_type, **without, **{key: 1e-30})
     monkeypatch.setattr(context, "random_clone", lambda *args: random_clone(*args).train())
     calls = []
     called = packing._with_dropout
@@ -115,6 +108,6 @@ def test_dropout_attends_to_the_keys_of_all_parts(
 )
 def test_dropout_of_states_that_ranks_share_is_refused(key: str, reason: str | None) -> None:
     without = {"attention_dropout": 0.0, "residual_dropout": 0.0}
-    unsupported = config_of("seed_oss", **{**without, key: 0.1}).unsupported_parallelisms()
+    unsupported = tiny_model("seed_oss", **{**without, key: 0.1}).unsupported_parallelisms()
     assert reason is None or reason in unsupported["tensor_parallel_degree"]
     assert (reason is None) == ("tensor_parallel_degree" not in unsupported)

@@ -1,6 +1,5 @@
 """Divided experts of classes: what a trial shows and refuses, and what a rank reads and holds."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,21 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.equivalence.workers import Workers  # noqa: E402
-from tests.models.transformers.model_types import decoder_config  # noqa: E402
+from tests.models.transformers.model_types import tiny_model  # noqa: E402
 from tests.models.transformers.test_weights import make_random, open_weights  # noqa: E402
 from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.expert_parallel import apply_expert_parallel  # noqa: E402
 from torchtitan.models.transformers import experts  # noqa: E402
 from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
-from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
 from torchtitan.tools.errors import UserError  # noqa: E402
-
-
-def config_of(model_type: str, **changes: object) -> TransformersModel.Config:
-    document = tiny_config(decoder_config(model_type)).to_json_string(use_diff=False)
-    return TransformersModel.Config.of({**json.loads(document), **changes})
 
 
 @pytest.mark.parametrize(
     "model_type", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v3", "lfm2_moe"]
 )
 def test_a_trial_shows_that_experts_can_be_divided(model_type: str) -> None:
-    config = config_of(model_type)
+    config = tiny_model(model_type)
     assert config.expert_parallel_sizes == {"num_experts": 4}
     assert "expert_parallel_degree" not in config.unsupported_parallelisms()
 
@@ -46,13 +39,13 @@ def test_a_trial_shows_that_experts_can_be_divided(model_type: str) -> None:
 def test_other_experts_are_refused(model_type: str, reason: str) -> None:
     dims = ParallelDims.from_config(ParallelismConfig(expert_parallel_degree=2), 2)
     with pytest.raises(UserError, match=f"expert_parallel_degree 2 must be 1 .*{reason}"):
-        dims.check_fits(config_of(model_type), 64)
+        dims.check_fits(tiny_model(model_type), 64)
 
 
 def test_the_number_of_experts_must_be_divisible() -> None:
     dims = ParallelDims.from_config(ParallelismConfig(expert_parallel_degree=3), 3)
     with pytest.raises(UserError, match="expert_parallel_degree 3 does not divide .*experts 4"):
-        dims.check_fits(config_of("mixtral"), 63)
+        dims.check_fits(tiny_model("mixtral"), 63)
 
 
 def test_a_mistake_in_the_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +55,14 @@ def test_a_mistake_in_the_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     divide = experts._InTwo.__call__
     monkeypatch.setattr(experts._InTwo, "__call__", other_experts)
-    config = config_of("qwen3_moe", max_position_embeddings=130)  # not in the cache of trials
+    config = tiny_model("qwen3_moe", max_position_embeddings=130)  # not in the cache of trials
     assert "dividing its experts changed its logits" in experts.class_experts(config.document)[1]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_rank_without_tokens_has_gradients(model_type: str) -> None:
     with torch.device("cpu"):
-        model = config_of(model_type).build()
+        model = tiny_model(model_type).build()
     layer = model.stacked_experts()[0]
     rows = torch.zeros(0, 64, requires_grad=True)
     result = layer._compute(rows, torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.long))
@@ -117,4 +110,4 @@ def hold_own_experts(document: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_rank_holds_its_experts(workers: Workers) -> None:
-    workers.run(hold_own_experts, config_of("gpt_oss").document)
+    workers.run(hold_own_experts, tiny_model("gpt_oss").document)

@@ -1,6 +1,5 @@
 """Pipeline stages of classes: what a trial shows, what it refuses, and the parts of a stage."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,18 +7,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.models.transformers.model_types import decoder_config  # noqa: E402
+from tests.models.transformers.model_types import tiny_model  # noqa: E402
 from torchtitan.distributed.pipeline import take_stage  # noqa: E402
 from torchtitan.models.transformers import stages  # noqa: E402
-from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
-from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
 from torchtitan.tools.errors import UserError  # noqa: E402
-
-
-def config_of(model_type: str, **changes: object) -> TransformersModel.Config:
-    """The configuration of a tiny model; one for each dictionary, since trials are kept."""
-    document = tiny_config(decoder_config(model_type)).to_json_string(use_diff=False)
-    return TransformersModel.Config.of({**json.loads(document), **changes})
 
 
 @pytest.mark.parametrize(
@@ -32,7 +23,7 @@ def config_of(model_type: str, **changes: object) -> TransformersModel.Config:
     ],
 )
 def test_a_trial_shows_what_can_be_divided(model_type: str, first: str, last: set[str]) -> None:
-    config = config_of(model_type)
+    config = tiny_model(model_type)
     assert config.try_stages() == (last, "")
     names = config.pipeline_modules()
     assert names[0] == first and names[-1] == "head" and len(names) >= 4
@@ -51,16 +42,16 @@ def test_a_trial_shows_what_can_be_divided(model_type: str, first: str, last: se
 )
 def test_what_a_trial_does_not_show_is_refused(model_type: str, reason: str) -> None:
     with pytest.raises(UserError, match=f"does not divide .*ForCausalLM: .*{reason}"):
-        config_of(model_type).pipeline_modules()
+        tiny_model(model_type).pipeline_modules()
 
 
 def test_images_and_the_loss_of_routers_are_refused() -> None:
-    images = config_of("gemma3")
+    images = tiny_model("gemma3")
     images.reads_images = True
     with pytest.raises(UserError, match="it reads images"):
         images.pipeline_modules()
     with pytest.raises(UserError, match="output_router_logits"):
-        config_of("mixtral", output_router_logits=True).pipeline_modules()
+        tiny_model("mixtral", output_router_logits=True).pipeline_modules()
 
 
 def _scaled(self: Any, *_: object, **__: object) -> torch.Tensor:
@@ -77,13 +68,13 @@ def _detached(self: Any, *_: object, **__: object) -> torch.Tensor:
 def test_a_mistake_between_stages_is_found(
     seed: int, mistake: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of("qwen3", max_position_embeddings=128 + seed)  # not in the cache of trials
+    config = tiny_model("qwen3", max_position_embeddings=128 + seed)  # not in the cache of trials
     monkeypatch.setattr(stages.Entry, "forward", mistake)
     assert reason in config.try_stages()[1]
 
 
 def test_a_stage_has_its_parameters_alone() -> None:
-    config = config_of("qwen3", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    config = tiny_model("qwen3", num_hidden_layers=3, layer_types=["full_attention"] * 3)
     with torch.device("meta"):
         model = config.build()
     names = config.pipeline_modules()
@@ -98,6 +89,6 @@ def test_a_stage_has_its_parameters_alone() -> None:
 
 
 def test_a_tied_embedding_is_in_two_stages() -> None:
-    config = config_of("cohere2")
+    config = tiny_model("cohere2")
     assert config.shared_modules == ["model.model.embed_tokens"]
-    assert not config_of("qwen3", tie_word_embeddings=False).shared_modules
+    assert not tiny_model("qwen3", tie_word_embeddings=False).shared_modules
