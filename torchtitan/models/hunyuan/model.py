@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -15,22 +15,23 @@ from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
-class HunyuanModel(Decoder):
-    """Llama's decoder with norms of the queries and keys of each head, after RoPE."""
+class NormedAfterRoPE:
+    """A mixin before a decoder's class, with norms of the queries and keys of each head, after
+    RoPE."""
 
     has_qk_norm = True
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, rotates_first=True, **options)
+        decoder = cast(Decoder, super())
+        return decoder.make_attention(index, rotates_first=True, **options)
 
 
-class HunyuanMoeModel(MoEDecoder):
+class HunyuanModel(NormedAfterRoPE, Decoder):
+    """Llama's decoder with these norms."""
+
+
+class HunyuanMoeModel(NormedAfterRoPE, MoEDecoder):
     """The same with experts in all layers, next to one that every token passes through."""
-
-    has_qk_norm = True
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, rotates_first=True, **options)
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
