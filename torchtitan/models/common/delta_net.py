@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.chunks import Chunks
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind
@@ -22,9 +23,6 @@ from torchtitan.protocols.recurrence import OwnHeads, Recurrence
 from torchtitan.protocols.sharding import TensorSharding, with_features
 from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping
 from torchtitan.tools.errors import UserError, require
-
-_CHUNK = 64
-"""Tokens per chunk: larger chunks need more operations, smaller ones more sequential steps."""
 
 
 class GatedDeltaNet(Recurrence):
@@ -176,44 +174,22 @@ def gated_delta_rule(
             `state_BHEF`.
         state_BHEF: state before the first token; None: zeros.
     """
-    length = q_BLHE.shape[1]
-    # torch 2.13 does not compile the backward pass of a single chunk
-    chunk = min(_CHUNK, (length + 1) // 2)
-    padding = -length % chunk
+    chunks = Chunks(decay_BLH, documents_BL)
+    q, k, v = map(chunks.split, (q_BLHE, k_BLHE, v_BLHF))
+    # The padding has no effect on the state: its decay and its beta are 0.
+    beta_BNHC1 = chunks.split(beta_BLH[..., None])
+    between_BNHCC, before_BNHC1 = chunks.between, chunks.before[..., None]
 
-    def split(x: Tensor) -> Tensor:
-        """(B, L, H, …) → (B, N, H, C, …). The padding has no effect on the state: its decay and its
-        beta are 0."""
-        return (
-            F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
-            .unflatten(1, (-1, chunk))
-            .transpose(2, 3)
-        )
-
-    q, k, v = map(split, (q_BLHE, k_BLHE, v_BLHF))
-    decay, beta = split(decay_BLH), split(beta_BLH)
-    documents_BL = torch.cat((documents_BL, documents_BL[:, -1:].expand(-1, padding)), dim=1)
-    documents_BNC = documents_BL.unflatten(1, (-1, chunk))
-    before_BN = F.pad(documents_BNC[:, :-1, -1], (1, 0))
-    continues_BN1C = (documents_BNC == before_BN[..., None])[:, :, None]
-    sees_BN1CC = (documents_BNC[..., None] == documents_BNC[..., None, :]).tril()[:, :, None]
-
-    # Factors by which the state decays from a token of the chunk, and from the chunk before, to
-    # each token. Sums of only the decays in between are more precise than differences of cumulative
-    # sums.
-    later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril(-1)
-    between_BNHCC = (decay[..., None] * later_CC).cumsum(-2).exp() * sees_BN1CC
-    before_BNHC1 = (decay.cumsum(-1).exp() * continues_BN1C)[..., None]
-
-    k_beta = k * beta[..., None]
-    sides = torch.cat((v * beta[..., None], k_beta * before_BNHC1), dim=-1)
+    k_beta = k * beta_BNHC1
+    sides = torch.cat((v * beta_BNHC1, k_beta * before_BNHC1), dim=-1)
     # the solver reads only the part below the diagonal
     system_BNHCC = k_beta @ k.mT * between_BNHCC
     solved = torch.linalg.solve_triangular(system_BNHCC, sides, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores_BNHCC = q @ k.mT * between_BNHCC
     # Only the last token's document reaches the next chunk.
-    chunks = (values, reads, scores_BNHCC, q * before_BNHC1, k * between_BNHCC[..., -1, :, None])
+    after_BNHC1 = chunks.after[..., None]
+    parts = (values, reads, scores_BNHCC, q * before_BNHC1, k * after_BNHC1)
     state = (
         q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
         if state_BHEF is None
@@ -222,12 +198,12 @@ def gated_delta_rule(
     outs = []
     kept = before_BNHC1[..., -1:, :]
     for v_new, read, score, q_before, k_after, keep in zip(
-        *(x.unbind(1) for x in (*chunks, kept)), strict=True
+        *(x.unbind(1) for x in (*parts, kept)), strict=True
     ):
         changes_BHCF = v_new - read @ state
         outs.append(q_before @ state + score @ changes_BHCF)
         state = keep * state + k_after.mT @ changes_BHCF
-    return torch.stack(outs, dim=1).transpose(2, 3).flatten(1, 2)[:, :length], state
+    return chunks.join(torch.stack(outs, dim=1)), state
 
 
 def _normalized(x_BLHE: Tensor) -> Tensor:
