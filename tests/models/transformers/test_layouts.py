@@ -56,6 +56,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts among delta nets": ("qwen3_next", {}, EP2),
     "parts of tokens, windows": ("gemma3_text", {}, CP2),
     "parts of tokens, latent attention": ("deepseek_v3", {}, CP2 | EP2),
+    # so small that no value is left out, in the attention that has dropout
+    "parts of tokens, dropout of attention": ("gpt2", {"attn_pdrop": 1e-30}, CP2),
     "parts of tokens, the loss of routers": ("mixtral", ROUTERS, CP2 | EP2),
     "tensors, experts on each rank": ("qwen3_moe", {}, TP2),
     "tensors, divided experts": ("glm4_moe", {}, TP2 | EP2),
