@@ -1023,7 +1023,9 @@ def test_the_best_of_another_metric_is_kept(tmp_path: Path) -> None:
 
 
 def test_without_keep_best_the_validation_loss_is_only_recorded(tmp_path: Path) -> None:
-    run = Run(tmp_path, interval=2, keep_latest_k=1)
+    """And `best_metric` is not read, whose name may not tell the goal."""
+    run = Run(tmp_path, interval=2, keep_latest_k=1, best_metric="validation_score")
+    assert not run.manager.is_due(1, measured={"validation_score": 1.0})
     for step, loss in ((1, 1.0), (2, 2.0), (4, 3.0)):
         run.manager.save(step, validation_loss=loss)
     assert [

@@ -173,10 +173,11 @@ class CheckpointManager(Configurable):
         if not self.config.saves:
             return False
         is_best = False
-        loss = self.config.loss_of(_with_loss(measured, validation_loss))
-        if self.config.keep_best and loss is not None:
-            self.wait()
-            is_best = loss < self._saver.best_loss
+        if self.config.keep_best:
+            loss = self.config.loss_of(_with_loss(measured, validation_loss))
+            if loss is not None:
+                self.wait()
+                is_best = loss < self._saver.best_loss
         is_first = step == 1 and self.config.enable_first_step_checkpoint
         return last or is_first or is_best or step % self.config.interval == 0
 
