@@ -84,6 +84,41 @@ def test_mistakes_are_reported(tmp_path):
         stopping.on_measured({"evaluation/quiz/accuracy": 1.0})
 
 
+def test_metrics_that_nothing_measures_are_reported(tmp_path, log):
+    """Before the run by the tasks of the evaluation, at the first validation by its numbers, and
+    after the run if a callback did not report it; for both options that name a metric."""
+    (tmp_path / "quiz.txt").write_text("text")
+    best = {"checkpoint__enable": True, "checkpoint__keep_best": True}
+    for key, options in (
+        ("callbacks__earlystopping__metric", {}),
+        ("checkpoint__best_metric", best),
+    ):
+        config = tiny_config(tmp_path, **options, **{key: "evaluation/nothing/accuracy"})
+        with pytest.raises(UserError, match=r"best_metric|earlystopping\.metric") as raised:
+            config.check(1)
+        assert "evaluates no 'nothing'; name it in --callbacks.evaluation.files" in str(
+            raised.value
+        )
+        files = {"callbacks__evaluation__files": [str(tmp_path / "quiz.txt")]}
+        config = tiny_config(tmp_path, **files, **options, **{key: "evaluation/nothing/accuracy"})
+        with pytest.raises(UserError, match="evaluates no 'nothing'"):
+            config.check(1)
+        for task in ("quiz", "mean"):
+            name = f"evaluation/{task}/accuracy"
+            tiny_config(tmp_path, **files, **options, **{key: name}).check(1)
+    config = tiny_config(tmp_path, **best)
+    with pytest.raises(UserError, match=r"keep_best with best_metric validation_loss needs"):
+        config.check(1)
+
+    best |= VALIDATING | {"checkpoint__best_goal": "min"}
+    with pytest.raises(
+        UserError, match=r"best_metric: there is no 'validation_los'.*mean 'validation_loss'"
+    ):
+        run(tiny_config(tmp_path / "a", checkpoint__best_metric="validation_los", **best))
+    run(tiny_config(tmp_path / "b", checkpoint__best_metric="value_loss", **best))
+    assert "--checkpoint.best_metric 'value_loss' was never measured" in log.text
+
+
 def test_a_known_number_that_is_missing_is_no_improvement():
     """As a mean without anything to measure, which a validation leaves out."""
     stopping, trainer, reasons = _stopping("validation_reward", patience=2)

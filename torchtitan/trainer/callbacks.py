@@ -42,6 +42,10 @@ class Callback(Configurable):
         def check_run(self, run: Sections) -> None:
             """Raise `UserError` if the callback does not support a run, a `Trainer.Config`."""
 
+        def evaluates(self, task: str) -> bool:
+            """Return whether the callback may report numbers named `evaluation/TASK/…`."""
+            return False
+
     config: Config
 
     def __init__(self, config: Config, *, trainer: Run):

@@ -57,6 +57,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.chosen_metric import check_measured
 from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.early_stopping import EarlyStopping
 from torchtitan.trainer.evaluation import Evaluation
@@ -224,12 +225,9 @@ class RunConfig(Configurable.Config):
         for callback in self.callbacks:
             callback.check_run(self)
         _check_writable(Path(self.dump_folder))
-        validates = self.checkpoint.best_metric.startswith("validation")
-        if self.checkpoint.keep_best and validates and not self.validator.enable:
-            raise UserError(
-                f"--checkpoint.keep_best keeps the best {self.checkpoint.best_metric}, and needs "
-                "--validator.enable"
-            )
+        if self.checkpoint.keep_best:
+            option = "--checkpoint.keep_best with best_metric"
+            check_measured(self, self.checkpoint.best_metric, option)
         build_tokenizer = functools.cache(lambda: self.tokenizer.build(path=self.hf_assets_path))
 
         def identity() -> RunIdentity:

@@ -7,11 +7,12 @@ from typing import Any
 
 from torchtitan.config.goals import Goal, sign_of
 from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import UserError, suggest
-from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.chosen_metric import ChosenMetric, check_measured
 from torchtitan.trainer.run import Run, Sections
 from torchtitan.trainer.step_result import StopReason
+
+_OPTION = "--callbacks.earlystopping.metric"
 
 
 class EarlyStopping(Callback):
@@ -45,20 +46,16 @@ class EarlyStopping(Callback):
         def sign(self) -> int:
             """Return -1 if lower is better, otherwise 1. Raise `UserError` if the name does not
             tell."""
-            section = "--callbacks.earlystopping"
-            return sign_of(
-                self.metric, self.goal, option=f"{section}.metric", goal_option=f"{section}.goal"
-            )
+            goal_option = "--callbacks.earlystopping.goal"
+            return sign_of(self.metric, self.goal, option=_OPTION, goal_option=goal_option)
 
         @property
         def has_state(self) -> bool:
             return bool(self.metric)
 
         def check_run(self, run: Sections) -> None:
-            if self.metric.startswith("validation") and not run.validator.enable:
-                raise UserError(
-                    f"--callbacks.earlystopping.metric {self.metric} needs --validator.enable"
-                )
+            if self.metric:
+                check_measured(run, self.metric, _OPTION)
 
     config: Config
 
@@ -67,15 +64,12 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.best_step = 0
         self.without_improvement = 0
-        self._reason: StopReason | None = None  # of the run's end
+        self.chosen = ChosenMetric(config.metric, _OPTION, trainer) if config.metric else None
 
     def on_measured(self, numbers: Mapping[str, float]) -> None:
-        metric = self.config.metric
-        if not metric:
+        if self.chosen is None or not self.chosen.is_due(numbers):
             return
-        if metric not in numbers and not self._is_missing(numbers):
-            return
-        value, sign = numbers.get(metric, math.nan), self.config.sign()
+        value, sign = numbers.get(self.config.metric, math.nan), self.config.sign()
         is_first = self.best is None and not math.isnan(value)
         if is_first or (
             self.best is not None and sign * (value - self.best) > self.config.min_delta
@@ -86,31 +80,6 @@ class EarlyStopping(Callback):
             self.without_improvement += 1
         self._end_if_due()
 
-    @property
-    def _is_known(self) -> bool:
-        """True once the metric was measured."""
-        return self.best is not None or self.without_improvement > 0
-
-    def _is_missing(self, numbers: Mapping[str, float]) -> bool:
-        """Return whether the metric is missing in `numbers`, which may have it. Raise `UserError`
-        if they never will."""
-        metric = self.config.metric
-        task, _, _ = metric.rpartition("/")
-        is_validation = metric.startswith("validation") and "validation_loss" in numbers
-        is_task = task.startswith("evaluation/") and any(
-            name.rpartition("/")[0] == task for name in numbers
-        )
-        if not (is_validation or is_task):
-            return False
-        validator = self.trainer.validator
-        possible = validator.measured_names() if is_validation and validator else []
-        if not self._is_known and metric not in possible:
-            raise UserError(
-                f"--callbacks.earlystopping.metric: there is no '{metric}', but "
-                f"{', '.join(numbers)}{suggest(metric, list(numbers))}"
-            )
-        return True
-
     def _end_if_due(self) -> None:
         if self.without_improvement >= self.config.patience:
             best = "NaN" if self.best is None else f"{self.best:.6g} after step {self.best_step}"
@@ -120,18 +89,12 @@ class EarlyStopping(Callback):
             )
 
     def on_end(self, reason: StopReason) -> None:
-        self._reason = reason
+        if self.chosen:
+            self.chosen.note_end(reason)
 
     def close(self) -> None:
-        """Warn if the metric was never measured, also not by a validation or evaluation after the
-        last step."""
-        ended = self._reason not in (None, "stopped")
-        self._reason = None
-        if ended and self.config.metric and not self._is_known:
-            logger.warning(
-                "--callbacks.earlystopping.metric '%s' was never measured by this run",
-                self.config.metric,
-            )
+        if self.chosen:
+            self.chosen.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -147,4 +110,6 @@ class EarlyStopping(Callback):
             return
         self.best, self.best_step = state["best"], state["best_step"]
         self.without_improvement = state["without_improvement"]
+        if self.chosen:
+            self.chosen.is_known = self.best is not None or self.without_improvement > 0
         self._end_if_due()

@@ -101,6 +101,11 @@ class Evaluation(PeriodicEvaluation):
                     )
             return {name: Path(path) for name, path in pairs}
 
+        def evaluates(self, task: str) -> bool:
+            """Return whether there is a result of this name; with lm-eval's tasks, always, since
+            those of a group have results of their own."""
+            return bool(self.tasks) or (bool(self.files) and task in (MEAN, *self.named_files()))
+
         def load_tasks(self) -> "HarnessTasks":
             """Load the tasks of lm-eval. Raise `UserError` for an unknown one, or data that cannot
             be read."""

@@ -1,6 +1,6 @@
 """`Run`: what a callback sees of a `Trainer`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Protocol
 
@@ -28,6 +28,12 @@ from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.models import RunModel
 
 
+class CallbackOptions(Protocol):
+    """A `Callback.Config`, as the options of other callbacks see it."""
+
+    def evaluates(self, task: str) -> bool: ...
+
+
 class Sections(Protocol):
     """Sections of a `Trainer.Config` that every run has."""
 
@@ -50,6 +56,9 @@ class Sections(Protocol):
     validator: Validator.Config
     profiling: Profiler.Config
     debug: DebugConfig
+
+    @property
+    def callbacks(self) -> Sequence[CallbackOptions]: ...
 
 
 class Run(Protocol):

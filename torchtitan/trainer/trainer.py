@@ -60,6 +60,7 @@ from torchtitan.trainer import builder, run_state
 from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.agreement import Agreement
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
+from torchtitan.trainer.chosen_metric import BestMetric
 from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.dataset_losses import DatasetLosses
@@ -546,6 +547,7 @@ class Trainer(Configurable):
             RecompileWarning,
             Profiling,
             GarbageCollection,
+            BestMetric,
         )
         configs = [*(kind.Config() for kind in kinds), *self.config.callbacks]
         return [config.build(trainer=self) for config in configs]

@@ -1,0 +1,97 @@
+"""Metrics that options choose by name, such as for early stopping: whether a run measures them."""
+
+from collections.abc import Mapping
+
+from torchtitan.tools.errors import UserError, suggest
+from torchtitan.tools.logging import logger
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.run import Run, Sections
+from torchtitan.trainer.step_result import StopReason
+
+
+def check_measured(run: Sections, metric: str, option: str) -> None:
+    """Raise `UserError` if no validation or evaluation of a run can measure `metric`, the value of
+    `option`. A metric with another name may be one of the user's own callbacks."""
+    if metric.startswith("validation") and not run.validator.enable:
+        raise UserError(f"{option} {metric} needs --validator.enable")
+    if not metric.startswith("evaluation/"):
+        return
+    task = _task_of(metric)
+    if not any(callback.evaluates(task) for callback in run.callbacks):
+        raise UserError(
+            f"{option} {metric}: the run evaluates no '{task}'; name it in "
+            "--callbacks.evaluation.files or --callbacks.evaluation.tasks"
+        )
+
+
+def _task_of(metric: str) -> str:
+    return metric.removeprefix("evaluation/").rpartition("/")[0]
+
+
+class ChosenMetric:
+    """The metric that an `option` of a run names."""
+
+    def __init__(self, name: str, option: str, trainer: Run):
+        self.name, self.option = name, option
+        self.trainer = trainer
+        self.is_known = False
+        """True once a validation or evaluation could measure the metric."""
+        self._reason: StopReason | None = None  # of the run's end
+
+    def is_due(self, numbers: Mapping[str, float]) -> bool:
+        """Return whether the `numbers` of a validation, or of a task of an evaluation, have the
+        metric, or leave it out since there was nothing to measure. Raise `UserError` if they are
+        those that should have it, and never will."""
+        is_due = self.name in numbers or self._is_left_out(numbers)
+        self.is_known |= is_due
+        return is_due
+
+    def _is_left_out(self, numbers: Mapping[str, float]) -> bool:
+        is_validation = self.name.startswith("validation") and "validation_loss" in numbers
+        is_task = self.name.startswith("evaluation/") and any(
+            name.startswith("evaluation/") and _task_of(name) == _task_of(self.name)
+            for name in numbers
+        )
+        if not (is_validation or is_task):
+            return False
+        validator = self.trainer.validator
+        possible = validator.measured_names() if is_validation and validator else []
+        if not self.is_known and self.name not in possible:
+            raise UserError(
+                f"{self.option}: there is no '{self.name}', but "
+                f"{', '.join(numbers)}{suggest(self.name, list(numbers))}"
+            )
+        return True
+
+    def note_end(self, reason: StopReason) -> None:
+        self._reason = reason
+
+    def close(self) -> None:
+        """Warn if the metric was never measured, also not by a validation or evaluation after the
+        last step."""
+        ended = self._reason not in (None, "stopped")
+        self._reason = None
+        if ended and not self.is_known:
+            logger.warning("%s '%s' was never measured by this run", self.option, self.name)
+
+
+class BestMetric(Callback):
+    """Tell whether the run measures `checkpoint.best_metric`, if `keep_best` compares it."""
+
+    def __init__(self, config: Callback.Config, *, trainer: Run):
+        super().__init__(config, trainer=trainer)
+        options = trainer.config.checkpoint
+        name, option = options.best_metric, "--checkpoint.best_metric"
+        self.chosen = ChosenMetric(name, option, trainer) if options.keep_best else None
+
+    def on_measured(self, numbers: Mapping[str, float]) -> None:
+        if self.chosen:
+            self.chosen.is_due(numbers)
+
+    def on_end(self, reason: StopReason) -> None:
+        if self.chosen:
+            self.chosen.note_end(reason)
+
+    def close(self) -> None:
+        if self.chosen:
+            self.chosen.close()
