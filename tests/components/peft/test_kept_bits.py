@@ -17,6 +17,8 @@ from tests.components.weights.test_few_bits import words_of
 from tests.training import flags, read_metrics, run
 from torchtitan.cli.main import main
 from torchtitan.components.peft import LoRA, QLoRA
+from torchtitan.components.peft.lora import QLoRALinear
+from torchtitan.components.quantization import nf4
 from torchtitan.components.quantization.packed_layers import PackedExperts, PackedLayer
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.components.weights import open_source, views
@@ -449,6 +451,62 @@ def test_a_run_keeps_the_bits_resumes_and_exports(folders: dict[str, Path], tmp_
     resumed = load_file(tmp_path / "again/checkpoint/step-3/adapter/adapter_model.safetensors")
     whole = load_file(steps[0] / "adapter/adapter_model.safetensors")
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
+def layers_of(trainer: Any, kind: type[nn.Module]) -> dict[str, Any]:
+    return {
+        name: layer
+        for name, layer in trainer.model_parts[0].named_modules()
+        if isinstance(layer, kind)
+    }
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_all_weights_starts_other_runs(
+    folders: dict[str, Path], log: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The same adapters continue on the same bits, also with other patterns for the same layers;
+    adapters of another rank or on other layers start from the merged model, in NF4."""
+    folder = folders["write_fp8_experts"]
+    all_weights = {
+        "checkpoint__save_trainable_only": False,
+        "checkpoint__last_save_in_hf": False,
+        "checkpoint__export_dtype": "None",
+        "training__steps": 1,
+    }
+    first = train(run_config("qlora", folder, tmp_path / "1", optimizer__lr=0.1, **all_weights))
+    weights = dict(first.model_parts[0].named_parameters())
+    adapted = layers_of(first, QLoRALinear)
+    merged = {name: layer.effective_weight().detach().float() for name, layer in adapted.items()}
+    starts = {
+        "checkpoint__initial_load_path": tmp_path / "1/checkpoint/step-1",
+        "checkpoint__initial_load_in_hf": False,
+        "optimizer__lr": 1e-9,
+        **all_weights,
+    }
+    for number, include in enumerate((None, [r"\.attention\.w[qkvo]$"])):
+        chosen = {"model_converters__qlora__include": include} if include else {}
+        trainer = train(run_config("qlora", folder, tmp_path / f"same{number}", **starts, **chosen))
+        for name, parameter in trainer.model_parts[0].named_parameters():
+            torch.testing.assert_close(parameter, weights[name], rtol=0, atol=1e-7)
+    assert "are merged into the weights" not in log.text
+
+    for name, other in {
+        "rank": {"model_converters__qlora__rank": 4},
+        "layers": {"model_converters__qlora__include": [r"attention\.w[qk]$"]},
+    }.items():
+        log.clear()
+        trainer = train(run_config("qlora", folder, tmp_path / name, **starts, **other))
+        assert "are merged into the weights" in log.text
+        layers = layers_of(trainer, PackedLayer)
+        assert len(layers) == (8 if name == "rank" else 4)
+        for path, layer in layers.items():
+            assert layer.forms == {"weight": nf4.FORM}
+            # NF4 is off by 9 % of normally distributed weights.
+            error = layer.base_weight().float() - merged[path]
+            assert error.norm() < 0.12 * merged[path].norm()
+            moved = adapted[path].base_weight().float() - merged[path]
+            assert moved.norm() > 0.2 * merged[path].norm()
 
 
 def test_adapter_opens_in_peft_over_the_dequantized_folder(

@@ -28,7 +28,7 @@ from torchtitan.components.weights.few_bits import FewBits
 from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.process_group import gather_objects
-from torchtitan.protocols.conversion import converted_model, import_path
+from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
 from torchtitan.protocols.experts import LinearRouter, StackedExperts
 from torchtitan.protocols.model import ConvertedModule
@@ -324,7 +324,7 @@ class QLoRA(LoRA):
         def with_weights(self, spec: ModelSpec, path: str, added: range) -> Self:
             forms: list[str] = []
             if self.base == "keep":
-                saved = saved_forms(path, import_path(QLoRA))
+                saved = saved_forms(path, spec, added, self)
                 forms = saved or find_forms(path, spec, added, self.option)
             named = LoRA.Config.with_weights(self, spec, path, added)
             return dataclasses.replace(named, forms=forms)

@@ -1,5 +1,6 @@
 """Weights that a folder holds in few bits, and that a run keeps so."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,11 @@ from torch import nn
 from torchtitan.components.weights.assets import read_converters
 from torchtitan.components.weights.dequantize import read_method
 from torchtitan.components.weights.few_bits import FewBits
-from torchtitan.components.weights.pretrained import internal_source
+from torchtitan.components.weights.pretrained import internal_source, is_as_saved
 from torchtitan.components.weights.sources import format_of
 from torchtitan.protocols import ModelSpec
-from torchtitan.protocols.conversion import ConverterRecord
-from torchtitan.protocols.converter import HEAD
+from torchtitan.protocols.conversion import converters_from_records
+from torchtitan.protocols.converter import HEAD, ModelConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import is_url
@@ -62,14 +63,24 @@ def _is_folder(path: str) -> bool:
     return bool(path) and not is_url(path) and Path(path).is_dir()
 
 
-def saved_forms(path: str, records: str) -> list[str]:
-    """Return the forms of the run whose checkpoint is in the folder `path`; none if it had another
-    converter than the one called `records`."""
+def saved_forms(path: str, spec: ModelSpec, added: range, config: ModelConverter.Config) -> list[str]:
+    """Return the forms in a checkpoint that a converter continues as it was saved. None for other
+    weights, also for those of other adapters, which are merged before a converter gets them.
+
+    Args:
+        path, spec, added: as in `find_forms`.
+        config: options of the run's converter, with a field `forms`.
+    """
     if not _is_folder(path) or format_of(path) != "dcp":
         return []
-    found: Sequence[ConverterRecord] = read_converters(path)
-    configs = [record["config"] for record in found if record.get("class") == records]
-    return list(configs[0].get("forms", [])) if configs else []
+    saved = converters_from_records(read_converters(path), path)
+    own = next((converter for converter in saved if type(converter) is config._owner), None)
+    if own is None:
+        return []
+    forms: list[str] = getattr(own.config, "forms")  # noqa: B009
+    now = dataclasses.replace(config, forms=forms).build()  # type: ignore[call-arg]
+    converters = [now if converter is own else converter for converter in saved]
+    return list(forms) if is_as_saved(path, spec, converters, added=added) else []
 
 
 def forms_of(entries: Sequence[str], name: str) -> FewBits | None:

@@ -252,7 +252,8 @@ class ConvertedView(TensorSource):
                     found = source.forms.get(plain, "wide")
                     raise UserError(
                         f"{plain} must be stored in few bits as {rows.form}, as it was published, "
-                        f"but it is {found}"
+                        f"but it is {found}; load the weights that the run started from, or "
+                        "quantize these in a new run (--model_converters.qlora.base nf4)"
                     )
                 if rows.part not in self._parts:
                     self._parts[rows.part] = source.of_part(rows.part)
