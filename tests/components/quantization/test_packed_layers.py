@@ -43,7 +43,8 @@ def parts_of(form: FewBits) -> list[Tensor]:
 
 @pytest.mark.parametrize("text", FORMS)
 def test_product_and_gradient_are_those_of_the_unpacked_weight(text: str) -> None:
-    """Bitwise, and only the few bits are saved for the backward pass."""
+    """Bitwise, also the gradient of a bias, and only the few bits are saved for the backward
+    pass."""
     form = FewBits.parse(text)
     parts = parts_of(form)
     weight = unpack(form, parts, torch.float32)
@@ -58,16 +59,16 @@ def test_product_and_gradient_are_those_of_the_unpacked_weight(text: str) -> Non
 
     results = []
     for product in (
-        lambda x: packed_linear(x, form, parts, bias),
-        lambda x: F.linear(x, weight, bias),
+        lambda x, bias: packed_linear(x, form, parts, bias),
+        lambda x, bias: F.linear(x, weight, bias),
     ):
-        x = x.detach().requires_grad_()
+        x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = product(x)
+            y = product(x, bias)
         if not results:
             assert all(tensor.dtype == torch.uint8 for tensor in saved)
         y.backward(direction)
-        results.append((y.detach(), x.grad))
+        results.append((y.detach(), x.grad, bias.grad))
     assert all(map(torch.equal, *results))
 
 
@@ -82,7 +83,12 @@ def test_compiled_forms(text: str) -> None:
     compiled: Any = torch.compile(packed_linear, backend="aot_eager", fullgraph=True)
     for is_trained in (False, True):
         x = torch.randn(5, IN, requires_grad=is_trained)
-        assert torch.equal(compiled(x, form, parts), packed_linear(x, form, parts))
+        results = []
+        for product in (compiled, packed_linear):
+            bias = torch.ones(OUT, requires_grad=is_trained)
+            y = product(x, form, parts, bias)
+            results.append((y, *torch.autograd.grad(y.sum(), (x, bias))) if is_trained else (y,))
+        assert all(map(torch.equal, *results))
     rows = compiled_unpack(form)(tables_of(form, torch.device("cpu")), *parts)
     expected = unpack(form, parts, form.value_dtype)
     torch.testing.assert_close(rows, expected, rtol=2**-7, atol=0)

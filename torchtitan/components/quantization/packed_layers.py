@@ -183,9 +183,9 @@ def pack_experts(experts: StackedExperts, forms: Mapping[str, FewBits]) -> None:
 def packed_linear(
     x: Tensor, form: FewBits, parts: Sequence[Tensor], bias: Tensor | None = None
 ) -> Tensor:
-    """Return `x (…, in)` times the transpose of a weight in few bits, plus a frozen bias, (…, out),
-    with a gradient for `x`. Under tensor parallelism, the weight is sharded by outputs or inputs,
-    and each rank multiplies its shard."""
+    """Return `x (…, in)` times the transpose of a weight in few bits, plus a bias, (…, out), with
+    gradients for `x` and the bias. Under tensor parallelism, the weight is sharded by outputs or
+    inputs, and each rank multiplies its shard."""
     packed = parts[0]
     if not is_dtensor(packed):
         return _multiply(x, form, parts, bias)
@@ -237,7 +237,9 @@ class _Product(torch.autograd.Function):
         if torch.compiler.is_compiling():
             packed = _copy_after(packed, gradient)
         weight = _unpack_for_product(ctx.form, (packed, *others), gradient.dtype)
-        return gradient @ weight, *(None,) * (2 + _MOST_PARTS)
+        # The forward pass adds the bias, since a separate sum would round once more than `F.linear`.
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gradient @ weight, None, of_bias, *(None,) * _MOST_PARTS
 
 
 class _GroupedProduct(torch.autograd.Function):
