@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import torch
 import tyro
@@ -38,6 +38,7 @@ from torchtitan.config import (
     TrainingConfig,
 )
 from torchtitan.config.configurable import config_key, leaves
+from torchtitan.config.values import is_hidden
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
 from torchtitan.distributed.compile import (
@@ -197,7 +198,7 @@ class RunConfig(Configurable.Config):
         del document["preflight"]
         for name in ("model_converters", "callbacks"):
             document[name] = {
-                config_key(config): config.to_dict() for config in getattr(self, name)
+                config_key(config): _options_of(config) for config in getattr(self, name)
             }
         return document
 
@@ -422,6 +423,12 @@ class RunConfig(Configurable.Config):
                     "for it"
                 )
         return loaders
+
+
+def _options_of(config: Configurable.Config) -> dict[str, Any]:
+    """Return the values of a configuration's options, without fields that the run sets."""
+    hints = get_type_hints(type(config), include_extras=True)
+    return {name: value for name, value in config.to_dict().items() if not is_hidden(hints[name])}
 
 
 def _validated_parts(config: RunConfig) -> list[Any]:

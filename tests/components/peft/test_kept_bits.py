@@ -1,6 +1,7 @@
 """Adapters on published few bits, compared with LoRA on the dequantized weights."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +24,7 @@ from torchtitan.components.quantization.packed_layers import PackedExperts, Pack
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.components.weights import open_source, views
 from torchtitan.components.weights.pretrained import load_pretrained
-from torchtitan.config.manager import ConfigManager
+from torchtitan.config.manager import ConfigManager, ResolvedConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.models.pretrained import huggingface_model
@@ -596,6 +597,47 @@ def test_weights_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None
         QLoRA.Config().with_weights(spec, str(folder), range(0))
     config = QLoRA.Config(base="nf4").with_weights(spec, str(folder), range(0))
     assert isinstance(config, QLoRA.Config) and config.forms == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "w2",
+        "=nf4:64:linear:bfloat16:0",
+        "w2=nf4",
+        "w2=nf5:64:linear:bfloat16:0",
+        "w2=uint9:64:float16:float16:0",
+        "w2=4:64:float16:float16:0",
+        "w2=int4:x:float16:float16:0",
+        "w2=int4:-32:float16:float16:0",
+        "w2=int4:32:int8:float16:0",
+        "w2=int4:32:float16:int8:0",
+        "w2=int4:32:float16:float16",
+    ],
+)
+def test_wrong_forms_in_a_checkpoint_are_refused(entry: str) -> None:
+    right = "layers.*.w1=int4:32:float16:float16:0"
+    assert QLoRA.Config.from_dict({"forms": [right]}).forms == [right]
+    with pytest.raises(UserError, match=f"saved form {re.escape(repr(entry))} of QLoRA"):
+        QLoRA.Config.from_dict({"forms": [right, entry]})
+
+
+def test_fields_that_the_run_sets_are_no_options(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Nor in its configuration file, which starts a run again."""
+    folder = folders["write_fp8_experts"]
+    config = run_config("qlora", folder, tmp_path)
+    tokenizer = config.tokenizer.build(path=str(folder))
+    resolved = config.resolve(tokenizer)
+    (converter,) = resolved.model_converters
+    assert converter.forms and converter.base_path == str(folder)
+    ResolvedConfig("auto", "qlora", resolved).save(tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "rank: 16" in text and "forms" not in text and "base_path" not in text
+    again = ConfigManager().parse_args(["--config_file", str(tmp_path / "config.yaml")]).config
+    assert again.resolve(tokenizer).model_converters == resolved.model_converters
+    for field, value in {"forms": "w2=nf4", "base_path": "/base"}.items():
+        with pytest.raises(UserError, match=f"unknown option --model_converters.qlora.{field}"):
+            run_config("qlora", folder, tmp_path, **{f"model_converters__qlora__{field}": value})
 
 
 def test_other_bits_than_those_of_the_run_are_refused(tmp_path: Path) -> None:

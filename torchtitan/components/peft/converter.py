@@ -6,14 +6,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
+import tyro
 from torch import Tensor, nn
 
 from torchtitan.components.optim.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
 from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.components.peft.kept import (
+    check_form,
     find_forms,
     forms_of,
     is_huggingface_folder,
@@ -100,7 +102,7 @@ class LoRA(LayerConverter):
         torchtune (adapter_model.pt) to start from, with the same layers, rank, alpha and kind.
         Empty: a new adapter, which has no effect initially."""
 
-        base_path: str = ""
+        base_path: Annotated[str, tyro.conf.Fixed] = ""
         """Set by the run: folder of the base weights, which adapter_config.json names. Empty: they
         are in no Hugging Face folder."""
 
@@ -318,8 +320,13 @@ class QLoRA(LoRA):
         bits become NF4. nf4: adapted linear layers become NF4, also those dequantized from other
         bits, which rounds them again. To dequantize instead, use LoRA."""
 
-        forms: list[str] = field(default_factory=list)
+        forms: Annotated[list[str], tyro.conf.Fixed] = field(default_factory=list)
         """Set by the run: layers that the folder holds in few bits, as NAME=FORM."""
+
+        def validate(self) -> None:
+            LoRA.Config.validate(self)
+            for entry in self.forms:
+                check_form(entry)
 
         def with_weights(self, spec: ModelSpec, path: str, added: range) -> Self:
             forms: list[str] = []

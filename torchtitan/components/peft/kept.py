@@ -63,7 +63,9 @@ def _is_folder(path: str) -> bool:
     return bool(path) and not is_url(path) and Path(path).is_dir()
 
 
-def saved_forms(path: str, spec: ModelSpec, added: range, config: ModelConverter.Config) -> list[str]:
+def saved_forms(
+    path: str, spec: ModelSpec, added: range, config: ModelConverter.Config
+) -> list[str]:
     """Return the forms in a checkpoint that a converter continues as it was saved. None for other
     weights, also for those of other adapters, which are merged before a converter gets them.
 
@@ -81,6 +83,18 @@ def saved_forms(path: str, spec: ModelSpec, added: range, config: ModelConverter
     now = dataclasses.replace(config, forms=forms).build()  # type: ignore[call-arg]
     converters = [now if converter is own else converter for converter in saved]
     return list(forms) if is_as_saved(path, spec, converters, added=added) else []
+
+
+def check_form(entry: str) -> None:
+    """Raise `UserError` for an entry of forms, of a checkpoint's description, that is not
+    NAME=FORM."""
+    name, _, text = entry.partition("=")
+    try:
+        FewBits.parse(text)
+    except ValueError as error:
+        raise UserError(f"the saved form {entry!r} of QLoRA is not NAME=FORM: {error}") from None
+    if not name:
+        raise UserError(f"the saved form {entry!r} of QLoRA names no layer")
 
 
 def forms_of(entries: Sequence[str], name: str) -> FewBits | None:

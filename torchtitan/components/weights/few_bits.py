@@ -15,6 +15,7 @@ A value is `(level of the code - zero) * scale`, computed in float32 and rounded
 that the library which wrote the weight dequantizes to: the same numbers in any compute type.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import gcd
@@ -85,6 +86,13 @@ _SCALES = {
 codes of a table (bitsandbytes), and `e4m3` are times the step or over it (NVFP4)."""
 
 
+_FORM = re.compile(
+    rf"({'|'.join([*TABLES, *_FLOATS, *_MULTIPLIERS])}|u?int[2-8])"
+    rf":\d{{1,9}}:({'|'.join(_SCALES)}):(float32|bfloat16|float16):\d{{1,9}}"
+)
+"""`FewBits.text`."""
+
+
 @dataclass(frozen=True)
 class FewBits:
     """How a weight is stored in few bits."""
@@ -109,12 +117,10 @@ class FewBits:
     @classmethod
     def parse(cls, text: str) -> "FewBits":
         """Return the form with this `text`. Raise `ValueError` for another text."""
+        if not _FORM.fullmatch(text):
+            raise ValueError(f"{text!r} is not the form of a weight in few bits")
         codes, group, scales, dtype, run = text.split(":")
-        form = cls(codes, int(group), scales, dtype, int(run))
-        if scales not in _SCALES or not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(text)
-        assert form.bits in range(2, 9)
-        return form
+        return cls(codes, int(group), scales, dtype, int(run))
 
     @property
     def bits(self) -> int:
