@@ -211,9 +211,10 @@ def test_a_card_of_ones_own_is_kept(hub, run):
 
 
 @pytest.mark.parametrize("option", ["--license", "--base_model", "--run"])
-def test_options_of_the_card_need_one(option, run, capsys):
-    (run / "checkpoint" / "step-4" / "README.md").write_text("mine")
-    assert push(run, "me/tiny", option, run, "--dry_run") == 2
+def test_options_of_the_card_need_one(option, run, tmp_path, capsys):
+    for name in ("README.md", "model.safetensors"):
+        (tmp_path / name).write_text("mine")
+    assert push(tmp_path, "me/tiny", option, run, "--dry_run") == 2
     assert f"{option} has no effect" in capsys.readouterr().err
 
 
@@ -283,6 +284,49 @@ def test_adapters_name_their_base(hub, tmp_path):
     assert push(tmp_path, "me/adapter") == 0
     card = hub.files["README.md"].decode()
     assert "library_name: peft" in card and "base_model: org/base" in card
+
+
+@pytest.mark.parametrize(
+    "base, option, uploaded",
+    [
+        ("{here}/base", None, None),
+        ("{here}/base", "org/base", "org/base"),
+        ("../models/base", None, None),
+        ("org/base", None, "org/base"),
+        ("org/base", "org/other", "org/other"),
+        ("gpt2", None, "gpt2"),
+        (None, None, None),
+    ],
+)
+@pytest.mark.parametrize("place", [".", "adapter"])
+def test_paths_of_this_machine_are_not_published(
+    base, option, uploaded, place, hub, run, tmp_path, capsys
+):
+    """Neither in adapters, whose own files stay as they are, nor in the card."""
+    folder = run / "checkpoint" / "step-6"
+    file = folder / place / "adapter_config.json"
+    file.parent.mkdir(parents=True)
+    (file.parent / "adapter_model.safetensors").write_text("adapter")
+    if place == ".":
+        (folder / "README.md").write_text("mine")
+    else:
+        (folder / "model.safetensors").write_text("weights")
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["model_converters"]["lora"]["adapter_path"] = str(tmp_path / "first")
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    base = base and base.format(here=tmp_path)
+    document = {"base_model_name_or_path": base, "r": 8}
+    file.write_text(json.dumps(document))
+    words = ["--base_model", option] if option else []
+    assert push(folder, "me/tiny", *words) == 0
+    sent = hub.files[file.relative_to(folder).as_posix()]
+    assert json.loads(sent) == {**document, "base_model_name_or_path": uploaded}
+    assert json.loads(file.read_text()) == document
+    assert not any(
+        str(tmp_path / name) in hub.files["README.md"].decode() for name in ("base", "first")
+    )
+    said = f"will name {uploaded or 'no base'} instead of {base}"
+    assert (said in capsys.readouterr().out) is (base != uploaded)
 
 
 def test_a_card_that_the_hub_refuses(hub, run, capsys):

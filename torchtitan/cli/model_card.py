@@ -32,6 +32,9 @@ _OPTIONS = (
 """Options of a run in its card, if it has them, beside all of its converters. None is a path that
 only the machine of the run has, except of data."""
 
+_PATH = ".adapter_path"
+"""The option of a converter that is such a path."""
+
 _FACTS = ("Summary", "Data")
 """Tables of the report in the card."""
 
@@ -93,7 +96,9 @@ def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     method |= {
         key: value
         for key, value in config.items()
-        if key.startswith("model_converters.") and value not in (None, "", [])
+        if key.startswith("model_converters.")
+        and not key.endswith(_PATH)
+        and value not in (None, "", [])
     }
     yield _table("Method", method)
     for section in sections([run]):

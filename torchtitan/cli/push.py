@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import fnmatch
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,11 @@ _CARD = "README.md"
 _WEIGHTS = ("*.safetensors", "*.gguf")
 _INDEX = "*.safetensors.index.json"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_BASE = "base_model_name_or_path"
+"""The base of an adapter in its configuration."""
+
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+
 _DESCRIBING = ("config.json", "*.safetensors.index.json", "LICENSE*", _CARD)
 _TOKENIZER = ("tekken.json", "*.tiktoken", "tiktoken.model", "additional_chat_templates/*.jinja")
 
@@ -58,6 +64,8 @@ class Upload(NamedTuple):
     folder: Path
     names: Sequence[str]
     """Within the folder, without the card."""
+    replaced: Mapping[str, bytes]
+    """Contents of files that differ from those in the folder."""
     n_left_out: int
     card: bytes
 
@@ -78,8 +86,8 @@ def push(args: Sequence[str]) -> int:
     parser.add_argument(
         "--base_model",
         metavar="OWNER/NAME",
-        help="repository of the model that training started from, for the card (default: the "
-        "adapter's, if it is one)",
+        help="repository of the model that training started from, for the card and the adapter "
+        "(default: the adapter's, if it names one)",
     )
     parser.add_argument(
         "--license", help="license of the model, for the card, such as apache-2.0 (default: unsaid)"
@@ -139,11 +147,12 @@ def _prepare(options: argparse.Namespace) -> Upload:
         catalog.raise_if_damaged(folder)
         step = catalog.open_checkpoint(folder).step
     if _CARD in names:
-        _check_options_of_card(folder / _CARD, options)
+        _check_options_of_card(folder, names, options)
         card = read_regular(folder / _CARD)
     else:
         card = _card(folder, names, run, step, options)
-    return Upload(folder, [name for name in names if name != _CARD], n_left_out, card)
+    replaced = _published_configs(folder, names, options.base_model)
+    return Upload(folder, [name for name in names if name != _CARD], replaced, n_left_out, card)
 
 
 def _check_credentials(folder: Path, names: Sequence[str]) -> None:
@@ -155,12 +164,40 @@ def _check_credentials(folder: Path, names: Sequence[str]) -> None:
                 raise UserError(f"{folder / name} has a credential; remove it, then push again")
 
 
-def _check_options_of_card(card: Path, options: argparse.Namespace) -> None:
-    for name in ("run", "base_model", "license"):
+def _check_options_of_card(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None:
+    is_adapter = any(Path(name).name == _ADAPTER[0] for name in names)  # which names its base
+    for name in ("run", "license", *(() if is_adapter else ("base_model",))):
         if getattr(options, name) is not None:
             raise UserError(
-                f"--{name} has no effect, since {card} is the card; remove the option or the file"
+                f"--{name} has no effect, since {folder / _CARD} is the card; remove the option or "
+                "the file"
             )
+
+
+def _published_configs(
+    folder: Path, names: Sequence[str], base_model: str | None
+) -> dict[str, bytes]:
+    """Return the content of each adapter_config.json that names another base than it should on the
+    Hub: `base_model`, otherwise its own, or null for a folder of this machine."""
+    replaced: dict[str, bytes] = {}
+    for name in names:
+        if Path(name).name != _ADAPTER[0]:
+            continue
+        config = read_object(folder / name)
+        own = config.get(_BASE)
+        base = base_model or (own if _is_hub_name(own) else None)
+        if base != own:
+            replaced[name] = (json.dumps({**config, _BASE: base}, indent=2) + "\n").encode()
+            found = f" instead of {own}" if own else ""
+            advice = "" if base else "; name its repository with --base_model"
+            print(presentable(f"{name} will name {base or 'no base'}{found}{advice}"))
+    return replaced
+
+
+def _is_hub_name(name: object) -> bool:
+    """Return whether a text may be the name of a model on the Hub, of which old ones have no
+    owner."""
+    return isinstance(name, str) and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
 def _model_and_run(source: Path, run: Path | None) -> tuple[Path, Path | None]:
@@ -222,7 +259,7 @@ def _card(
     library, task = _library_and_task(folder, names)
     base = options.base_model
     if library == "peft":
-        said = read_object(folder / _ADAPTER[0]).get("base_model_name_or_path")
+        said = read_object(folder / _ADAPTER[0]).get(_BASE)
         base = base or (said if is_repository(said) else None)
     record = RunRecord(run) if run else None
     title = options.repo_id.rpartition("/")[2]
@@ -256,6 +293,7 @@ def _task_of_adapter(config: Mapping[str, Any]) -> str | None:
 
 def _list(upload: Upload, repo_id: str) -> None:
     sizes = {name: (upload.folder / name).stat().st_size for name in upload.names}
+    sizes |= {name: len(content) for name, content in upload.replaced.items()}
     sizes[_CARD] = len(upload.card)
     lines = [f"{size:>15,}  {name}" for name, size in sizes.items()]
     total = f"{sum(sizes.values()):,} bytes in {len(sizes)} files of {upload.folder}"
@@ -275,7 +313,9 @@ def _send(api: "HfApi", upload: Upload, options: argparse.Namespace) -> str:
         )
     api.create_repo(options.repo_id, private=not options.public, exist_ok=options.update)
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
-        CommitOperationAdd(path_in_repo=name, path_or_fileobj=upload.folder / name)
+        CommitOperationAdd(
+            path_in_repo=name, path_or_fileobj=upload.replaced.get(name, upload.folder / name)
+        )
         for name in upload.names
     ]
     operations.append(CommitOperationAdd(path_in_repo=_CARD, path_or_fileobj=upload.card))

@@ -237,7 +237,7 @@ class _Product(torch.autograd.Function):
         if torch.compiler.is_compiling():
             packed = _copy_after(packed, gradient)
         weight = _unpack_for_product(ctx.form, (packed, *others), gradient.dtype)
-        # The forward pass adds the bias, since a separate sum would round once more than `F.linear`.
+        # The product adds the bias, since a separate sum would round once more than `F.linear`.
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return gradient @ weight, None, of_bias, *(None,) * _MOST_PARTS
 
