@@ -15,8 +15,10 @@ from torchtitan.assets.stories import Stories
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.base import Layout
 from torchtitan.components.data.pretraining.streaming import PackedStream, StreamOrder
+from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.losses.loss import IGNORE_INDEX
+from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import RunFailure, UserError
 
 datasets = pytest.importorskip("datasets")
@@ -278,6 +280,36 @@ def test_closing_keeps_the_position(one_file, tokenizer):
         assert as_lists(take(resumed, 3)) == again
         resumed.close()
         assert workers or first + again == straight
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_position_saved_before_mixtures_is_read(one_file, tokenizer, workers):
+    """As the versions saved it that streamed one dataset only: without turns, under another
+    name."""
+    loader = build(one_file, tokenizer, workers=workers, epochs=2, seed=5)
+    batches = take(loader)
+    earlier = build(one_file, tokenizer, workers=workers, epochs=2, seed=5)
+    take(earlier, 3)
+    state, found = without_turns(json.loads(json.dumps(earlier.state_dict())))
+    assert found == 1
+    source = resolve_source(one_file, None, "train")
+    data = [source.dataset.path, source.dataset.name, source.split, source.text_column]
+    encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
+    state["data"] = digest_of(["stream", data, encoding, [SEQ_LEN, True, 16]])
+    resumed = build(one_file, tokenizer, workers=workers, epochs=2, seed=5)
+    resumed.load_state_dict(state)
+    assert as_lists(take(resumed)) == as_lists(batches[3:])
+
+
+def without_turns(state):
+    """Return a state with the position of its only stream instead of turns, and their number."""
+    if not isinstance(state, dict):
+        return state, 0
+    if state.keys() == {"turn", "positions"}:
+        (position,) = state["positions"]
+        return position, 1
+    parts = {key: without_turns(value) for key, value in state.items()}
+    return {key: part for key, (part, _) in parts.items()}, sum(n for _, n in parts.values())
 
 
 def test_stream_can_be_pickled(one_file, tokenizer):

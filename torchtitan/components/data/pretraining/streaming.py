@@ -125,7 +125,8 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return {"turn": self._turn, "positions": list(self._positions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._turn, self._positions = state["turn"], list(state["positions"])
+        """Restore a position; that of one stream may also be its own, as it once was saved."""
+        self._turn, self._positions = state.get("turn", 0), list(state.get("positions", [state]))
         self._windows = [
             feed.windows(position)
             for feed, position in zip(self._feeds, self._positions, strict=True)
@@ -371,7 +372,9 @@ class StreamBatches(BatchIterator):
         ]
         windowing = [layout.seq_len, order.shuffle, order.block_size]
         encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
-        super().__init__(layout, ["streams", data, list(weights), encoding, windowing])
+        is_alone = len(sets) == 1  # its name is older than mixtures
+        named = ["stream", data[0]] if is_alone else ["streams", data, list(weights)]
+        super().__init__(layout, [*named, encoding, windowing])
 
     def __next__(self) -> Batch:
         layout = self._layout
