@@ -233,17 +233,38 @@ def test_refused(tmp_path):
 
 
 def test_meta_names(tmp_path):
-    """torchtune's file of Meta's names is read like Meta's file."""
+    """torchtune's file of Meta's names is read like Meta's file, with any of its names."""
+    names = ["consolidated.00.pth", "model-00001-of-00001.bin", "model-00001-of-00001.pt"]
+    names += ["meta_model_0.pt", "torchtune_model_1.pt"]
+    weights = {"tok_embeddings.weight": torch.arange(96 * 32.0).view(96, 32)}
+    for name in names:
+        source = open_source(write_meta(tmp_path / name, [name], weights))
+        assert source.specs.keys() == weights.keys()
+        assert torch.equal(
+            source.read("tok_embeddings.weight"), weights["tok_embeddings.weight"]
+        ), name
+
+
+def test_meta_names_that_are_not_read(tmp_path):
+    """Several files, and safetensors, which torchtune does not write with Meta's names."""
+    weights = {"layers.0.attn.output_proj.weight": torch.ones(2, 2)}
+    parts = [f"model-0000{n}-of-00002.bin" for n in (1, 2)]
+    with pytest.raises(UserError, match=r"in one \.bin or \.pt file, not model-00001-of-00002"):
+        open_source(write_meta(tmp_path / "several", parts, weights))
+    folder = write_meta(tmp_path / "safe", [], weights)
+    save_file(weights, folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(UserError, match=r"not model-00001-of-00001\.safetensors; with a config"):
+        open_source(folder)
+
+
+def write_meta(folder: Path, names: list[str], weights: dict[str, Tensor]) -> Path:
+    """Write the same weights into files in a folder with Meta's description of a model."""
+    folder.mkdir()
     config = {"dim": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 96, "multiple_of": 16}
-    for name in ("consolidated.00.pth", "model-00001-of-00001.bin"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "params.json").write_text(json.dumps(config))
-        torch.save({"tok_embeddings.weight": torch.arange(96 * 32.0).view(96, 32)}, folder / name)
-    sources = [open_source(folder) for folder in sorted(tmp_path.iterdir())]
-    assert sources[0].specs == sources[1].specs
-    values = [source.read("tok_embeddings.weight") for source in sources]
-    assert torch.equal(*values)
+    (folder / "params.json").write_text(json.dumps(config))
+    for name in names:
+        torch.save(weights, folder / name)
+    return folder
 
 
 @pytest.mark.slow

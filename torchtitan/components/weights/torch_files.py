@@ -1,5 +1,5 @@
 """Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's
-`consolidated.00.pth` (of torchtune: `model-00001-of-00001.bin`).
+`consolidated.00.pth` (of torchtune: `model-00001-of-00001.bin` and others).
 
 Only tensors are loaded from these files, and they are located without reading their values.
 Multiple Meta files are tensor-parallel shards, dicts with the same names. As in Meta's reference
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.checkpoint.formats import META_FILES, META_PARAMETERS, PICKLED
+from torchtitan.components.checkpoint.torchtune_files import weights_in
 from torchtitan.components.weights.huggingface import files_of, listed
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
@@ -33,7 +34,6 @@ from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import read_object, unreadable_file_error
 from torchtitan.tools.torch_private import offset_in_file
 
-_META_FILES_OF_TORCHTUNE = ("model-00001-of-00001.bin", "meta_model_*.pt")
 _AXES = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
 """Module → dimension along which its weight is sharded."""
 
@@ -147,7 +147,13 @@ class MetaSource(TensorSource):
         expected = [
             self.path / f"consolidated.{index:02d}.pth" for index in range(max(1, len(files)))
         ]
-        is_of_torchtune = len(files) == 1 and not files[0].match(META_FILES)
+        is_of_torchtune = bool(files) and not files[0].match(META_FILES)
+        if is_of_torchtune and (len(files) > 1 or files[0].suffix == ".safetensors"):
+            raise UserError(
+                f"{self.path}: weights with {META_PARAMETERS} are in one .bin or .pt file, not "
+                f"{summarize_names([file.name for file in files])}; with a config.json, they are "
+                "read as a Hugging Face model"
+            )
         if files != expected and not is_of_torchtune:
             missing = [file.name for file in expected if file not in files]
             raise UserError(
@@ -242,9 +248,9 @@ class MetaSource(TensorSource):
 
 
 def meta_files(folder: Path) -> list[Path]:
-    """Return the files of weights with Meta's names in a folder, in order."""
-    named = [sorted(folder.glob(pattern)) for pattern in (META_FILES, *_META_FILES_OF_TORCHTUNE)]
-    return next(filter(None, named), [])
+    """Return the files of weights with Meta's names in a folder, in order; those of torchtune if
+    there are no others. Raise `UserError` if these are of several models or incomplete."""
+    return sorted(folder.glob(META_FILES)) or weights_in(folder)
 
 
 def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
