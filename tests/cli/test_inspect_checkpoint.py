@@ -191,6 +191,14 @@ def test_several_checkpoints(tmp_path, capsys):
             [str(step), "model_only", "complete"] for step in (5, 10, 15)
         ]
         assert [row[4:-1] for row in rows[1:]] == [["2.5"], ["1.25", "(best)"], []]
+    accuracy = "evaluation/quiz/accuracy"
+    for step, value in ((5, -0.5), (10, -0.25), (15, None)):
+        numbers = {"best_metric": accuracy, "best_loss": value, "validation_loss": 5.0 / step}
+        save_step(tmp_path / "other/checkpoint", step, **numbers)
+    _, output, _ = inspect(capsys, tmp_path / "other")
+    rows = [line.split() for line in output.splitlines()]
+    assert rows[0][4:] == ["validation", "loss", accuracy, "bytes"]
+    assert [row[4:-1] for row in rows[1:]] == [["1", "(best)"], ["0.5"], ["0.333333"]]
     (tmp_path / "checkpoint/step-20.partial").mkdir()
     code, output, _ = inspect(capsys, tmp_path)
     assert code == 3

@@ -234,17 +234,22 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS
 
-    best = catalog.best(checkpoints, VALIDATION_LOSS)
+    markers = [info.marker for info in checkpoints if info.marker]
+    metric = (markers[-1].best_metric if markers else "") or VALIDATION_LOSS
+    best = catalog.best(checkpoints, metric)
+    # The number of another metric is saved without its direction, so only the best one is named.
+    others = () if metric == VALIDATION_LOSS else (metric,)
     rows = []
     for info in checkpoints:
         loss = "" if info.validation_loss is None else f"{info.validation_loss:.6g}"
-        if loss and info is best:
-            loss += " (best)"
-        n_bytes = sum(info.path.files().values())
+        mark = "(best)" if info is best else ""
+        measured = [loss, mark] if others else [f"{loss} {mark}".strip()]
+        n_bytes = f"{sum(info.path.files().values()):,}"
         rows.append(
-            (str(info.path), str(info.step), info.kind or "", _state(info), loss, f"{n_bytes:,}")
+            (str(info.path), str(info.step), info.kind or "", _state(info), *measured, n_bytes)
         )
-    _print_table(("checkpoint", "step", "kind", "state", "validation loss", "bytes"), rows)
+    columns = ("checkpoint", "step", "kind", "state", "validation loss", *others, "bytes")
+    _print_table(columns, rows)
     for info in checkpoints:
         if wrong := info.damage or info.fault:
             print_error("inspect", f"{info.path}: {wrong}")

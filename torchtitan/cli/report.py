@@ -62,6 +62,7 @@ _UNITS = {
 }
 """Metric, also of a named set, → its unit on the page. A loss has the unit of its method."""
 
+_LOSS, _VALIDATION_LOSS = "loss", "validation_loss"
 _UNLISTED = {"event", "time", "step", "seconds"}
 
 
@@ -240,7 +241,7 @@ def _summary(run: RunRecord) -> dict[str, object]:
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
         facts["goodput"] = describe_goodput(run.goodput).split(";")[0]
     facts["lowest validation_loss"] = min(
-        (loss for _, loss in run.points("validation_loss")), default=None
+        (loss for _, loss in run.points(_VALIDATION_LOSS)), default=None
     )
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
@@ -299,7 +300,7 @@ def _forecast(run: RunRecord) -> dict[str, str]:
         "forecast validation loss": f"{_text(loss)}, from {_text(low)} to {_text(high)}",
         "forecast by": _text(run.forecast.get("ladder")),
     }
-    if points := run.points("validation_loss"):
+    if points := run.points(_VALIDATION_LOSS):
         step, outcome = points[-1]
         place = "inside" if low <= outcome <= high else "outside"
         rows["outcome"] = (
@@ -351,9 +352,6 @@ def charts(runs: Sequence[RunRecord]) -> list[Chart]:
     return [*shown.values()]
 
 
-_LOSS, _VALIDATION_LOSS = "loss", "validation_loss"
-
-
 def page(runs: Sequence[RunRecord]) -> str:
     """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and
     only the page's own script runs."""
@@ -373,7 +371,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 def _print(runs: Sequence[RunRecord]) -> None:
     console = open_console()
     for run in runs:
-        losses = sparkline(value for _, value in run.curve("loss"))
+        losses = sparkline(value for _, value in run.curve(_LOSS))
         console.print(presentable(f"loss of {run.name} {losses}"), soft_wrap=True)
     for title, columns, rows, folded in sections(runs):
         if not folded:
