@@ -12,11 +12,13 @@ import torch
 from tests.commands import RunningCommand
 from tests.training import train
 from torchtitan.cli.generate import chat, generate
+from torchtitan.cli.main import main
 from torchtitan.components.chat_template import (
     ChatTemplate,
     load_chat_template,
     resolve_chat_template,
 )
+from torchtitan.components.checkpoint import formats
 from torchtitan.components.generation import generate as generate_ids
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.models import pretrained
@@ -305,6 +307,20 @@ def test_mistakes_are_reported(stories, capsys, args, message):
         capsys, generate, "--checkpoint", stories, "--device", "cpu", "--prompt", "a", *args
     )
     assert code == 2 and out == "" and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "eval"])
+def test_a_checkpoint_is_looked_at_once(command, tmp_path, monkeypatch, capsys):
+    """Before torch is imported; a folder may list many checkpoints."""
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    checked = []
+    monkeypatch.setattr(formats, "check_checkpoint", lambda *values: checked.append(values))
+    words = ["--prompt", "a"] if command == "generate" else []
+    (tmp_path / "a.txt").write_text("text")
+    words += ["--tasks", str(tmp_path / "a.txt")] if command == "eval" else []
+    assert main([command, "--checkpoint", str(tmp_path), *words]) == 2
+    assert checked == [(tmp_path, "--checkpoint")]
+    capsys.readouterr()
 
 
 def test_generation_from_a_checkpoint_of_a_run(tmp_path, capsys):

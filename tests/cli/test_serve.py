@@ -41,6 +41,7 @@ from torchtitan.tools.errors import RunFailure  # noqa: E402
         (["--api_key", "ä"], "no HTTP header can carry"),
         (["--adapters", "other"], "--adapters other must be NAME=PATH"),
         (["--adapters", "a=x", "a=y"], "with a new NAME"),
+        (["--adapters", "a=gone"], "gone does not exist; use the folder"),
         (["--host", "203.0.113.7", "--insecure"], "cannot be used"),
         (["--chat_template", "none"], "--chat_template none is neither"),
     ],

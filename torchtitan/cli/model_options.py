@@ -156,10 +156,8 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
 
 
 def open_model(options: argparse.Namespace) -> OpenedModel:
-    """Load the model that the options name. Raise `UserError` if it is missing or not a model."""
-    from torchtitan.components.checkpoint.formats import check_checkpoint
-
-    check_checkpoint(options.checkpoint, "--checkpoint")
+    """Load the model that the options name, which the command has checked (`check_checkpoint`).
+    Raise `UserError` if it is not a model."""
     import torch
 
     from torchtitan.components.tokenizer import PretrainedTokenizer

@@ -190,6 +190,8 @@ def _check(options: argparse.Namespace) -> None:
             "the run's folder as --checkpoint"
         )
     check_checkpoint(_newest(options.checkpoint), "--checkpoint")
+    for name, path in _adapters(options.adapters).items():
+        check_checkpoint(_newest(path), f"--adapters {name}")
     if not (_is_loopback(options.host) or key or options.insecure):
         raise UserError(
             f"--host {options.host} is reachable from other machines; set --api_key or "
