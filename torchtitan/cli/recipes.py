@@ -76,7 +76,7 @@ METHODS = {
     "lora": Method("LoRA", "auto", "lora", *_CONVERSATIONS, "2.0e-4", 16, _WINDOWS, _ADAPTERS),
     "qlora": Method(
         *(
-            "QLoRA (base weights in 4 bits)",
+            "QLoRA (base weights in few bits: as published, otherwise NF4)",
             "auto",
             "qlora",
             *_CONVERSATIONS,
@@ -98,8 +98,8 @@ METHODS = {
 
 
 def _cards(full: str, lora: str, qlora: str = "", *, grpo: str = "") -> dict[str, str]:
-    """Return the cards by method. Without `qlora`, most weights are experts, which are not stored
-    in 4 bits."""
+    """Return the cards by method. Without `qlora`, most weights are experts, which are not
+    quantized to NF4."""
     cards = {"full": full, "lora": lora, "qlora": qlora, "dpo": lora, "grpo": grpo or lora}
     return {method: card for method, card in cards.items() if card}
 

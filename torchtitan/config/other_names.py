@@ -47,7 +47,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "gradient_checkpointing": _RECOMPUTE,
     "learning_rate": _RATE,
     "load_in_4bit": _QLORA,
-    "load_in_8bit": "--config qlora, which loads in 4 bits",
+    "load_in_8bit": "--config qlora, in few bits: as published, otherwise NF4",
     "logging_steps": "--metrics.log_freq",
     "lora_alpha": f"--model_converters.lora.alpha {_LORA_CONFIG}",
     "lora_dropout": f"--model_converters.lora.dropout {_LORA_CONFIG}",

@@ -397,15 +397,12 @@ class QLoRA(LoRA):
         if self.config.forms:
             return super().reason_to_skip(name, layer)
         if isinstance(layer, StackedExperts):
-            raise self._layer_error(
-                name, "routed experts are not quantized to 4 bits; LoRA adapts them"
-            )
+            reason = "routed experts stay in few bits only if published so; LoRA adapts them"
+            raise self._layer_error(name, reason)
         if isinstance(layer, LinearRouter) and not self._is_unnamed_router(layer):
-            raise self._layer_error(name, "routers are not quantized to 4 bits; LoRA adapts them")
+            raise self._layer_error(name, "routers are not quantized; LoRA adapts them")
         if isinstance(layer, nn.Linear) and layer.in_features % nf4.BLOCK_SIZE:
-            reason = (
-                f"4-bit weights need a multiple of {nf4.BLOCK_SIZE} inputs, not {layer.in_features}"
-            )
+            reason = f"NF4 needs a multiple of {nf4.BLOCK_SIZE} inputs, not {layer.in_features}"
             raise self._layer_error(name, reason)
         return super().reason_to_skip(name, layer)
 

@@ -1,6 +1,6 @@
 """Low-rank adapters next to frozen weights: LoRA (Hu et al. 2021, arXiv:2106.09685), rsLoRA's scale
 (Kalajdzievski 2023, arXiv:2312.03732), DoRA (Liu et al. 2024, arXiv:2402.09353), and QLoRA
-(Dettmers et al. 2023, arXiv:2305.14314), which keeps the frozen weights in 4 bits.
+(Dettmers et al. 2023, arXiv:2305.14314), which keeps the frozen weights in few bits.
 
 An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. DoRA trains the length
 of each row, its magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.

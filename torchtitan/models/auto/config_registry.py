@@ -68,7 +68,7 @@ def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Confi
 
 
 def qlora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Fine-tune as `lora`, with the base weights in 4 bits."""
+    """Fine-tune as `lora`, with the base weights in few bits: as published, otherwise NF4."""
     return with_adapters(sft(hf_assets_path, family), QLoRA.Config())
 
 
@@ -86,8 +86,9 @@ def lora_images(hf_assets_path: str, family: ModuleType | None = None) -> Traine
 
 
 def qlora_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Fine-tune as `lora_images`, with the adapted layers of the language model in 4 bits. The
-    projector and the vision tower keep their precision, and are frozen."""
+    """Fine-tune as `lora_images`, with the adapted layers of the language model in few bits: as
+    published, otherwise NF4. The projector and the vision tower keep their precision, and are
+    frozen."""
     config = with_adapters(sft_images(hf_assets_path), QLoRA.Config())
     config.model_spec.model.train = ["language"]  # type: ignore[attr-defined]
     return config
