@@ -4,10 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtitan.components.quantization.packed_layers import compiled_unpack, packed_linear
+from torchtitan.components.quantization.packed_layers import (
+    PackedLayer,
+    compiled_unpack,
+    packed_linear,
+)
 from torchtitan.components.weights.few_bits import DYNAMIC_MAP, FewBits, tables_of, unpack
 
 FORMS = [
@@ -70,6 +77,27 @@ def test_product_and_gradient_are_those_of_the_unpacked_weight(text: str) -> Non
         y.backward(direction)
         results.append((y.detach(), x.grad, bias.grad))
     assert all(map(torch.equal, *results))
+
+
+def test_sharded_experts_are_unpacked_with_their_strides() -> None:
+    """A sharded tensor of three dimensions, as DTensor says of the plain one."""
+    layer = PackedLayer()
+    plain = torch.randn(2, 4, 64)
+    layer.keep_packed("w", "w_", plain, None, FewBits.parse("int4:32:float16:float16:0"))
+    for part in layer.parts_of("w"):
+        part.data.random_(0, 60)  # scales are finite
+    expected = layer.unpacked("w", torch.float32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for name, part in list(layer.named_parameters()):
+            sharded = nn.Parameter(distribute_tensor(part, mesh, [Shard(0)]), requires_grad=False)
+            layer.register_parameter(name, sharded)
+        unpacked = layer.unpacked("w", torch.float32)
+        assert unpacked.stride() == distribute_tensor(plain, mesh, [Shard(0)]).stride()
+        assert torch.equal(unpacked.full_tensor(), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ class PackedLayer(ConvertedModule):
             packed.placements,
             run_check=False,
             shape=shape,
-            stride=(shape[1], 1),
+            stride=torch.empty(shape, device="meta").stride(),
         )
 
     def plain_base(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
