@@ -282,6 +282,7 @@ NO_PATHS = {
     "LoRA.Config.base_path",
     "LoRA.Config.include",
     "LoRA.Config.rank_pattern",
+    "QLoRA.Config.dequantized",
     "QLoRA.Config.forms",
     "RunConfig.registered_as",
     "SFTDataLoader.Config.token_range",

@@ -599,6 +599,21 @@ def test_weights_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None
     assert isinstance(config, QLoRA.Config) and config.forms == []
 
 
+def test_each_run_says_what_is_dequantized(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """Once, when its model is converted, also of the second run of a process."""
+    section = METHODS["int8"][1]
+    folder = write_folder(tmp_path, llama(), section, int8, parts="weight")
+    for _ in range(2):
+        log.clear()
+        _, config, _ = load(folder, QLoRA.Config(rank=4))
+        assert isinstance(config, QLoRA.Config)
+        assert config.dequantized == ["head.output.weight", "tok_embeddings.weight"]
+        said = [text for text in log.messages if "dequantized, not kept in few bits" in text]
+        assert said == [
+            "qlora: dequantized, not kept in few bits: head.output.weight, tok_embeddings.weight"
+        ]
+
+
 @pytest.mark.parametrize(
     "entry",
     [

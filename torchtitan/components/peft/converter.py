@@ -307,7 +307,7 @@ class QLoRA(LoRA):
     """Low-rank adapters on a frozen base in few bits: as it was published, or in NF4. Adapted
     embeddings keep their precision."""
 
-    run_options = LoRA.run_options | {"base"}
+    run_options = LoRA.run_options | {"base", "dequantized"}
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoRA.Config):
@@ -323,18 +323,23 @@ class QLoRA(LoRA):
         forms: Annotated[list[str], tyro.conf.Fixed] = field(default_factory=list)
         """Set by the run: layers that the folder holds in few bits, as NAME=FORM."""
 
+        dequantized: Annotated[list[str], tyro.conf.Fixed] = field(default_factory=list)
+        """Set by the run: other weights that the folder holds in few bits."""
+
         def validate(self) -> None:
             LoRA.Config.validate(self)
             for entry in self.forms:
                 check_form(entry)
 
         def with_weights(self, spec: ModelSpec, path: str, added: range) -> Self:
-            forms: list[str] = []
-            if self.base == "keep":
-                saved = saved_forms(path, spec, added, self)
-                forms = saved or find_forms(path, spec, added, self.option)
             named = LoRA.Config.with_weights(self, spec, path, added)
-            return dataclasses.replace(named, forms=forms)
+            if self.base != "keep":
+                return dataclasses.replace(named, forms=[], dequantized=[])
+            saved = saved_forms(path, spec, added, self)
+            found = find_forms(path, spec, added, self.option)
+            return dataclasses.replace(
+                named, forms=saved or found.forms, dequantized=found.dequantized
+            )
 
         def check_device(self) -> None:
             check_c_compiler("--model_converters.qlora unpacks weights in compiled code, which")
@@ -344,6 +349,9 @@ class QLoRA(LoRA):
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
         kept = self._keep_others(model) if self.config.forms else []
+        if self.config.dequantized:
+            names = ", ".join(self.config.dequantized)
+            logger.info("qlora: dequantized, not kept in few bits: %s", names)
         if kept:
             logger.info(
                 "qlora: kept in few bits without adapters: %s", ", ".join(without_numbers(kept))

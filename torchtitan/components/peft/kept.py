@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,14 +20,21 @@ from torchtitan.protocols.converter import HEAD, ModelConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import is_url
-from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
 
 
-def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> list[str]:
-    """Return the forms of the linear layers and experts that the weights in `path` hold in few
-    bits, as NAME=FORM, with `*` for the numbers of layers that have the same. Raise `UserError`
-    for weights that cannot be kept as they are.
+class FewBitsOfFolder(NamedTuple):
+    """What a folder holds in few bits, with `*` for the numbers of layers that have the same."""
+
+    forms: list[str]
+    """Linear layers and experts, as NAME=FORM."""
+    dequantized: list[str]
+    """Other weights, which are not kept so."""
+
+
+def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> FewBitsOfFolder:
+    """Return the layers and weights that the folder `path` holds in few bits. Raise `UserError` for
+    layers that cannot be kept as they are.
 
     Args:
         path: `--checkpoint.initial_load_path`; without a folder of Hugging Face, nothing is found.
@@ -35,7 +43,7 @@ def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> list[st
         option: prefix of the converter's options.
     """
     if not is_huggingface_folder(path) or not read_method(Path(path))[0]:
-        return []
+        return FewBitsOfFolder([], [])
     source = internal_source(path, spec, added=added)
     with torch.device("meta"):
         model = spec.model.build()
@@ -48,10 +56,8 @@ def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> list[st
             "the dequantized weights again, or use LoRA, which trains on the dequantized weights"
         )
     in_few_bits = source.forms.keys() | source.reasons.keys()
-    if others := sorted(in_few_bits - layers.keys()):
-        names = ", ".join(without_numbers(others))
-        _log_once(f"{path}: dequantized, not kept in few bits: {names}")
-    return _in_common({layer: source.forms.get(name, "") for name, layer in layers.items()})
+    forms = _in_common({layer: source.forms.get(name, "") for name, layer in layers.items()})
+    return FewBitsOfFolder(forms, without_numbers(sorted(in_few_bits - layers.keys())))
 
 
 def is_huggingface_folder(path: str) -> bool:
@@ -134,8 +140,3 @@ def _in_common(forms: Mapping[str, str]) -> list[str]:
         else:
             entries += [f"{name}={forms[name]}" for name in names]
     return [entry for entry in entries if not entry.endswith("=")]
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.info("%s", message)
