@@ -8,7 +8,7 @@ import yaml
 
 from tests.recipes import FOLDER, PAGE, cache_gib, configuration, files, least_gib, page
 from torchtitan.cli.main import main
-from torchtitan.cli.recipes import METHODS, MODELS, RECIPES, cards_of
+from torchtitan.cli.recipes import METHODS, MODELS, RECIPES, cards_of, recipe_text
 from torchtitan.dry_run.fitting import USABLE
 from torchtitan.foresight.devices import DEVICES
 
@@ -40,6 +40,17 @@ def test_recipes_are_configurations(name: str, tmp_path: Path):
         assert config.training.seq_len <= config.model_spec.model.max_seq_len
         has_adapters = [type(one)._owner.__name__ for one in config.model_converters]
         assert has_adapters == {"full": [], "qlora": ["QLoRA"]}.get(method, ["LoRA"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_fit_into_windows(name: str):
+    """Models that reason first get more tokens, and their files say how rows turn it off."""
+    text = recipe_text(f"{name}/grpo", "recipe.yaml")
+    document = yaml.safe_load(text)
+    is_reasoning = name.startswith(("qwen3", "smollm3", "gpt-oss"))
+    n_tokens = document["rollout"]["max_new_tokens"]
+    assert n_tokens == (1536 if is_reasoning else 512) < document["training"]["seq_len"]
+    assert ("chat_template_kwargs" in text) == is_reasoning
 
 
 def check_memory(recipe: str, folder: Path) -> None:

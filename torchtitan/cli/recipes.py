@@ -22,6 +22,9 @@ class Model(NamedTuple):
     flavor: str
     cards: Mapping[str, str]
     """Method → number and kind of cards, such as `1 rtx4090`, a device of docs/foresight.md."""
+    reasoning: str = ""
+    """How rows turn off or shorten the reasoning before an answer. Empty: the model does not reason
+    first."""
 
     @property
     def folder(self) -> str:
@@ -56,9 +59,17 @@ _GRPO = """
 rewards: [number]  # or math, or your own function: --rewards my_rewards.py:score
 rollout:
   group_size: 8  # answers to each prompt, which are compared with each other
-  max_new_tokens: 512  # of an answer; prompt and answer fit in seq_len
+  max_new_tokens: {answer}
   max_rows: 32  # answers that a card writes at once; more needs more memory
 """
+
+_ANSWER = "512  # of an answer; prompt and answer fit in seq_len"
+_REASONED = """1536  # of reasoning and answer; the prompt and both fit in seq_len
+  # {reasoning}"""
+
+_ROWS = "Rows {} by the column chat_template_kwargs:"
+_THINKING = f'{_ROWS.format("turn reasoning off")} {{"enable_thinking": false}}'
+_EFFORT = f'{_ROWS.format("shorten reasoning")} {{"reasoning_effort": "low"}}'
 
 _CONVERSATIONS = ("my.jsonl", "conversations or instructions (docs/fine_tuning.md)")
 _PAIRS = (
@@ -116,7 +127,9 @@ MODELS = {
         _cards("8 h100", "1 h100", "1 rtx5090"),
     ),
     "gpt-oss-20b": Model(
-        *("gpt-oss 20B", "openai/gpt-oss-20b", "gpt_oss", "20B"), _cards("8 h100", "1 h100")
+        *("gpt-oss 20B", "openai/gpt-oss-20b", "gpt_oss", "20B"),
+        _cards("8 h100", "1 h100"),
+        reasoning=_EFFORT,
     ),
     "llama-3.1-8b": Model("Llama 3.1 8B", "meta-llama/Llama-3.1-8B-Instruct", "llama3", "8B", _8B),
     "llama-3.2-1b": Model(
@@ -130,23 +143,34 @@ MODELS = {
     "olmo-3-7b": Model("OLMo 3 7B", "allenai/Olmo-3-7B-Instruct", "olmo", "3-7B", _8B),
     "phi-4": Model("Phi-4", "microsoft/phi-4", "phi3", "4", _cards("8 h100", "1 h100", _4090)),
     "qwen3-0.6b": Model(
-        "Qwen3 0.6B", "Qwen/Qwen3-0.6B", "qwen3", "0.6B", _cards(_4090, _4090, _4090)
+        *("Qwen3 0.6B", "Qwen/Qwen3-0.6B", "qwen3", "0.6B"),
+        _cards(_4090, _4090, _4090),
+        reasoning=_THINKING,
     ),
     "qwen3-4b": Model(
-        "Qwen3 4B", "Qwen/Qwen3-4B", "qwen3", "4B", _cards("2 h100", _4090, _4090, grpo=_L40S)
+        *("Qwen3 4B", "Qwen/Qwen3-4B", "qwen3", "4B"),
+        _cards("2 h100", _4090, _4090, grpo=_L40S),
+        reasoning=_THINKING,
     ),
-    "qwen3-8b": Model("Qwen3 8B", "Qwen/Qwen3-8B", "qwen3", "8B", _8B),
+    "qwen3-8b": Model("Qwen3 8B", "Qwen/Qwen3-8B", "qwen3", "8B", _8B, reasoning=_THINKING),
     "qwen3-32b": Model(
-        "Qwen3 32B", "Qwen/Qwen3-32B", "qwen3", "32B", _cards("8 h200", "1 h200", _L40S)
+        *("Qwen3 32B", "Qwen/Qwen3-32B", "qwen3", "32B"),
+        _cards("8 h200", "1 h200", _L40S),
+        reasoning=_THINKING,
     ),
     "qwen3-30b-a3b": Model(
         *("Qwen3 30B-A3B", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "30B-A3B"),
         _cards("8 h200", "1 h200"),
+        reasoning=_THINKING,
     ),
     "qwen3.5-4b": Model(
-        "Qwen3.5 4B", "Qwen/Qwen3.5-4B", "qwen3_5", "4B", _cards("2 h100", _L40S, _4090)
+        *("Qwen3.5 4B", "Qwen/Qwen3.5-4B", "qwen3_5", "4B"),
+        _cards("2 h100", _L40S, _4090),
+        reasoning=_THINKING,
     ),
-    "smollm3-3b": Model("SmolLM3 3B", "HuggingFaceTB/SmolLM3-3B", "smollm3", "3B", _3B),
+    "smollm3-3b": Model(
+        *("SmolLM3 3B", "HuggingFaceTB/SmolLM3-3B", "smollm3", "3B", _3B), reasoning=_THINKING
+    ),
 }
 
 RECIPES = [f"{name}/{method}" for name, model in MODELS.items() for method in model.cards]
@@ -170,6 +194,7 @@ def recipe_text(recipe: str, path: str) -> str:
     (name, key), (number, kind) = recipe.split("/"), cards_of(recipe)
     model, method = MODELS[name], METHODS[key]
     several = f"NGPU={number} " if number > 1 else ""
+    answer = _REASONED.format(reasoning=model.reasoning) if model.reasoning else _ANSWER
     token = "  # needs HF_TOKEN" if model.repository.partition("/")[0] in _GATED else ""
     return f"""\
 # {model.title}, {method.title}, on {number} {kind}.
@@ -197,7 +222,7 @@ optimizer:
 
 activation_checkpoint:
   mode: {_GRPO_MODE if key == "grpo" else _MODE}
-{method.more}"""
+{method.more.replace("{answer}", answer)}"""
 
 
 _MODE = "auto  # the fastest of none, selective and full that fits"
