@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.recipes import FOLDER, PAGE, cache_gib, configuration, files, least_gib, page
@@ -51,6 +52,16 @@ def test_answers_fit_into_windows(name: str):
     n_tokens = document["rollout"]["max_new_tokens"]
     assert n_tokens == (1536 if is_reasoning else 512) < document["training"]["seq_len"]
     assert ("chat_template_kwargs" in text) == is_reasoning
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_large_models_and_experts_take_smaller_steps(name: str, tmp_path: Path):
+    model = configuration(f"{name}/full", tmp_path).model_spec.model
+    with torch.device("meta"):
+        n_parameters = sum(weight.numel() for weight in model.build().parameters())
+    rate = yaml.safe_load(recipe_text(f"{name}/full", "recipe.yaml"))["optimizer"]["lr"]
+    is_large = n_parameters > 11e9 or getattr(model, "moe", None) is not None
+    assert rate == (1.0e-5 if is_large else 2.0e-5)
 
 
 def check_memory(recipe: str, folder: Path) -> None:

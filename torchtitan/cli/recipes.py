@@ -6,6 +6,7 @@ smallest cards that hold it.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torchtitan.tools.errors import UserError, suggest
@@ -22,6 +23,8 @@ class Model(NamedTuple):
     flavor: str
     cards: Mapping[str, str]
     """Method → number and kind of cards, such as `1 rtx4090`, a device of docs/foresight.md."""
+    lrs: Mapping[str, str] = MappingProxyType({})
+    """Method → learning rate, if not the method's."""
     reasoning: str = ""
     """How rows turn off or shorten the reasoning before an answer. Empty: the model does not reason
     first."""
@@ -115,6 +118,9 @@ def _cards(full: str, lora: str, qlora: str = "", *, grpo: str = "") -> dict[str
     return {method: card for method, card in cards.items() if card}
 
 
+_LARGE = {"full": "1.0e-5"}
+"""Rates of models from 12 billion parameters, and of experts, which larger steps unsettle."""
+
 _4090, _L40S = "1 rtx4090", "1 l40s"
 _3B = _cards("1 h100", _4090, _4090, grpo=_L40S)
 _8B = _cards("4 h100", _L40S, _4090)
@@ -125,10 +131,12 @@ MODELS = {
     "gemma-3-12b": Model(
         *("Gemma 3 12B", "google/gemma-3-12b-it", "gemma", "3-12B"),
         _cards("8 h100", "1 h100", "1 rtx5090"),
+        lrs=_LARGE,
     ),
     "gpt-oss-20b": Model(
         *("gpt-oss 20B", "openai/gpt-oss-20b", "gpt_oss", "20B"),
         _cards("8 h100", "1 h100"),
+        lrs=_LARGE,
         reasoning=_EFFORT,
     ),
     "llama-3.1-8b": Model("Llama 3.1 8B", "meta-llama/Llama-3.1-8B-Instruct", "llama3", "8B", _8B),
@@ -141,7 +149,11 @@ MODELS = {
         "Ministral 8B", "mistralai/Ministral-8B-Instruct-2410", "mistral", "Ministral-8B", _8B
     ),
     "olmo-3-7b": Model("OLMo 3 7B", "allenai/Olmo-3-7B-Instruct", "olmo", "3-7B", _8B),
-    "phi-4": Model("Phi-4", "microsoft/phi-4", "phi3", "4", _cards("8 h100", "1 h100", _4090)),
+    "phi-4": Model(
+        *("Phi-4", "microsoft/phi-4", "phi3", "4"),
+        _cards("8 h100", "1 h100", _4090),
+        lrs=_LARGE,
+    ),
     "qwen3-0.6b": Model(
         *("Qwen3 0.6B", "Qwen/Qwen3-0.6B", "qwen3", "0.6B"),
         _cards(_4090, _4090, _4090),
@@ -156,11 +168,13 @@ MODELS = {
     "qwen3-32b": Model(
         *("Qwen3 32B", "Qwen/Qwen3-32B", "qwen3", "32B"),
         _cards("8 h200", "1 h200", _L40S),
+        lrs=_LARGE,
         reasoning=_THINKING,
     ),
     "qwen3-30b-a3b": Model(
         *("Qwen3 30B-A3B", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "30B-A3B"),
         _cards("8 h200", "1 h200"),
+        lrs=_LARGE,
         reasoning=_THINKING,
     ),
     "qwen3.5-4b": Model(
@@ -218,7 +232,7 @@ training:
   global_batch_size: {method.global_batch_size}  # {method.of_batch}
 
 optimizer:
-  lr: {method.lr}  # after a warm-up of 10 steps; then it falls to a tenth
+  lr: {model.lrs.get(key, method.lr)}  # after a warm-up of 10 steps; then it falls to a tenth
 
 activation_checkpoint:
   mode: {_GRPO_MODE if key == "grpo" else _MODE}
