@@ -82,13 +82,16 @@ def least_gib(config: Trainer.Config, n_cards: int) -> float:
     return reserved_bytes(first + of_layer * (model.n_layers - few), config.compile) / 2**30
 
 
-def cache_gib(config: Trainer.Config) -> float:
-    """Return the memory of the keys and values of all answers that a card writes at once, GiB, with
-    windows that they fill, in 2 bytes."""
+def sampling_gib(config: Trainer.Config) -> float:
+    """Return the memory of all answers that a card writes at once, GiB: their keys and values in 2
+    bytes, with windows that they fill, and the logits of their next tokens in float32, of which
+    drawing makes two copies."""
     model: Any = config.model_spec.model
     rollout: Any = config.rollout  # type: ignore[attr-defined]
     width = model.n_layers * model.n_kv_heads * (model.head_dim or model.dim // model.n_heads)
-    return 2 * 2 * width * rollout.max_rows * config.training.seq_len / 2**30
+    of_cache = 2 * 2 * width * config.training.seq_len
+    of_logits = 3 * 4 * model.vocab_size
+    return rollout.max_rows * (of_cache + of_logits) / 2**30
 
 
 _PERIODS = {"qwen3_5": (4, 8)}

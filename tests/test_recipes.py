@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from tests.recipes import FOLDER, PAGE, cache_gib, configuration, files, least_gib, page
+from tests.recipes import FOLDER, PAGE, configuration, files, least_gib, page, sampling_gib
 from torchtitan.cli.main import main
 from torchtitan.cli.recipes import METHODS, MODELS, RECIPES, cards_of, recipe_text
 from torchtitan.dry_run.fitting import USABLE
@@ -66,11 +66,11 @@ def test_large_models_and_experts_take_smaller_steps(name: str, tmp_path: Path):
 
 def check_memory(recipe: str, folder: Path) -> None:
     """A dry run cannot sample answers: an update of GRPO needs the memory of LoRA, and the answers
-    before it have keys and values besides the weights."""
+    before it have keys, values and logits besides the weights."""
     (name, method), (number, kind) = recipe.split("/"), cards_of(recipe)
     updates = f"{name}/lora" if method == "grpo" else recipe
     needed = least_gib(configuration(updates, folder), number)
-    needed += cache_gib(configuration(recipe, folder)) if method == "grpo" else 0.0
+    needed += sampling_gib(configuration(recipe, folder)) if method == "grpo" else 0.0
     most = USABLE * DEVICES[kind].memory_gib
     assert needed <= most, f"{recipe}: {needed:.1f} GiB of {most:.1f}"
 
@@ -79,6 +79,15 @@ def check_memory(recipe: str, folder: Path) -> None:
 @pytest.mark.parametrize("recipe", SAMPLE)
 def test_cards_hold_a_sample_of_recipes(recipe: str, tmp_path: Path):
     check_memory(recipe, tmp_path)
+
+
+def test_memory_of_answers(tmp_path: Path):
+    """32 answers of Qwen3 8B: keys and values of 36 layers with 8 heads of 128, in bfloat16, and
+    logits of 151,936 tokens, in float32."""
+    keys_and_values = 32 * 2048 * 36 * 2 * 8 * 128 * 2
+    logits = 3 * 32 * 151_936 * 4
+    found = sampling_gib(configuration("qwen3-8b/grpo", tmp_path))
+    assert found == pytest.approx((keys_and_values + logits) / 2**30)
 
 
 def test_too_small_a_card_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
