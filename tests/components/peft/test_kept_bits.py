@@ -27,6 +27,7 @@ from torchtitan.components.weights.pretrained import load_pretrained
 from torchtitan.config.manager import ConfigManager, ResolvedConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.models.llama3 import model_registry
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError
@@ -653,6 +654,21 @@ def test_fields_that_the_run_sets_are_no_options(folders: dict[str, Path], tmp_p
     for field, value in {"forms": "w2=nf4", "base_path": "/base"}.items():
         with pytest.raises(UserError, match=f"unknown option --model_converters.qlora.{field}"):
             run_config("qlora", folder, tmp_path, **{f"model_converters__qlora__{field}": value})
+
+
+@pytest.mark.parametrize("converter", [LoRA.Config(), QLoRA.Config()])
+def test_a_description_suffices_for_a_dry_run(converter: Any, tmp_path: Path) -> None:
+    """Without a quantization, whose layers only the files of weights name."""
+    spec = model_registry("debugmodel")
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    assert converter.with_weights(spec, str(tmp_path), range(0)) == converter
+    file.write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    if isinstance(converter, QLoRA.Config):
+        with pytest.raises(UserError, match="holds no checkpoint"):
+            converter.with_weights(spec, str(tmp_path), range(0))
+    else:
+        assert converter.with_weights(spec, str(tmp_path), range(0)) == converter
 
 
 def test_other_bits_than_those_of_the_run_are_refused(tmp_path: Path) -> None:

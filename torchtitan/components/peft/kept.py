@@ -13,7 +13,7 @@ from torchtitan.components.weights.assets import read_converters
 from torchtitan.components.weights.dequantize import read_method
 from torchtitan.components.weights.few_bits import FewBits
 from torchtitan.components.weights.pretrained import internal_source, is_as_saved
-from torchtitan.components.weights.sources import format_of
+from torchtitan.components.weights.sources import format_of, formats_in
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.conversion import converters_from_records
 from torchtitan.protocols.converter import HEAD, ModelConverter
@@ -34,15 +34,17 @@ class FewBitsOfFolder(NamedTuple):
 
 def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> FewBitsOfFolder:
     """Return the layers and weights that the folder `path` holds in few bits. Raise `UserError` for
-    layers that cannot be kept as they are.
+    layers that cannot be kept as they are, and if config.json names a quantization without the
+    weights next to it, whose files say which layers have it.
 
     Args:
-        path: `--checkpoint.initial_load_path`; without a folder of Hugging Face, nothing is found.
+        path: `--checkpoint.initial_load_path`. Nothing is found in other folders than those of
+            Hugging Face, and without a quantization in config.json.
         spec: the model.
         added: ids of tokens added to the tokenizer.
         option: prefix of the converter's options.
     """
-    if not is_huggingface_folder(path) or not read_method(Path(path))[0]:
+    if not _is_folder(path) or not read_method(Path(path))[0] or format_of(path) != "hf":
         return FewBitsOfFolder([], [])
     source = internal_source(path, spec, added=added)
     with torch.device("meta"):
@@ -61,8 +63,9 @@ def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> FewBits
 
 
 def is_huggingface_folder(path: str) -> bool:
-    """Return whether the initial weights are in a Hugging Face folder."""
-    return _is_folder(path) and format_of(path) == "hf"
+    """Return whether the initial weights are in a Hugging Face folder. A folder without weights,
+    whose description suffices for a dry run, is none."""
+    return _is_folder(path) and "hf" in formats_in(Path(path))
 
 
 def _is_folder(path: str) -> bool:
@@ -79,7 +82,7 @@ def saved_forms(
         path, spec, added: as in `find_forms`.
         config: options of the run's converter, with a field `forms`.
     """
-    if not _is_folder(path) or format_of(path) != "dcp":
+    if not _is_folder(path) or "dcp" not in formats_in(Path(path)):
         return []
     saved = converters_from_records(read_converters(path), path)
     own = next((converter for converter in saved if type(converter) is config._owner), None)
