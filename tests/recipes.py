@@ -14,6 +14,7 @@ import yaml
 
 from tests.conftest import PROJECT
 from torchtitan.cli.recipes import METHODS, MODELS, RECIPES, Model, recipe_text
+from torchtitan.components.peft import QLoRA
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run.fitting import with_mode
 from torchtitan.dry_run.report import reports_of, reserved_bytes
@@ -69,6 +70,7 @@ def least_gib(config: Trainer.Config, n_cards: int) -> float:
     """Return the memory that a card reserves at least, GiB, with all activations recomputed: the
     peak in dry runs of few layers, and the difference of these for each further layer."""
     model: Any = config.model_spec.model
+    config = _as_published(config)
     few, more = _PERIODS.get(config.model_spec.name, (2, 3))
 
     def peak(n_layers: int) -> int:
@@ -93,6 +95,23 @@ def sampling_gib(config: Trainer.Config) -> float:
     of_logits = 3 * 4 * model.vocab_size
     return rollout.max_rows * (of_cache + of_logits) / 2**30
 
+
+def _as_published(config: Trainer.Config) -> Trainer.Config:
+    """Return a configuration whose QLoRA keeps the bits of the published weights. A run finds these
+    in the files of the weights, which are absent here."""
+    forms = FORMS.get(config.model_spec.name, [])
+    converters = [
+        dataclasses.replace(one, forms=forms) if isinstance(one, QLoRA.Config) else one
+        for one in config.model_converters
+    ]
+    checkpoint = dataclasses.replace(config.checkpoint, initial_load_path="")
+    return dataclasses.replace(config, model_converters=converters, checkpoint=checkpoint)
+
+
+FORMS = {
+    "gpt_oss": [f"layers.*.moe.experts.{name}=e2m1:32:e8m0:bfloat16:0" for name in ("w13", "w2")]
+}
+"""Family → layers that its published weights hold in few bits, here MXFP4, and the form."""
 
 _PERIODS = {"qwen3_5": (4, 8)}
 """Numbers of layers in the dry runs of families whose layers have weights of several sizes."""

@@ -7,9 +7,11 @@ import pytest
 import torch
 import yaml
 
-from tests.recipes import FOLDER, PAGE, configuration, files, least_gib, page, sampling_gib
+from tests.components.peft.test_kept_bits import load, write_mxfp4
+from tests.recipes import FOLDER, FORMS, PAGE, configuration, files, least_gib, page, sampling_gib
 from torchtitan.cli.main import main
 from torchtitan.cli.recipes import METHODS, MODELS, RECIPES, cards_of, recipe_text
+from torchtitan.components.peft import QLoRA
 from torchtitan.dry_run.fitting import USABLE
 from torchtitan.foresight.devices import DEVICES
 
@@ -79,6 +81,12 @@ def check_memory(recipe: str, folder: Path) -> None:
 @pytest.mark.parametrize("recipe", SAMPLE)
 def test_cards_hold_a_sample_of_recipes(recipe: str, tmp_path: Path):
     check_memory(recipe, tmp_path)
+
+
+def test_published_bits_are_those_of_a_run(tmp_path: Path):
+    """gpt-oss in MXFP4, in a small size."""
+    _, converter, _ = load(write_mxfp4(tmp_path), QLoRA.Config(rank=4))
+    assert isinstance(converter, QLoRA.Config) and sorted(converter.forms) == FORMS["gpt_oss"]
 
 
 def test_memory_of_answers(tmp_path: Path):

@@ -112,8 +112,8 @@ METHODS = {
 
 
 def _cards(full: str, lora: str, qlora: str = "", *, grpo: str = "") -> dict[str, str]:
-    """Return the cards by method. Without `qlora`, most weights are experts, which are not
-    quantized to NF4."""
+    """Return the cards by method. Without `qlora`, most weights are experts that are published in
+    bfloat16: experts are not quantized."""
     cards = {"full": full, "lora": lora, "qlora": qlora, "dpo": lora, "grpo": grpo or lora}
     return {method: card for method, card in cards.items() if card}
 
@@ -135,7 +135,7 @@ MODELS = {
     ),
     "gpt-oss-20b": Model(
         *("gpt-oss 20B", "openai/gpt-oss-20b", "gpt_oss", "20B"),
-        _cards("8 h100", "1 h100"),
+        _cards("8 h100", "1 h100", _4090),
         lrs=_LARGE,
         reasoning=_EFFORT,
     ),
