@@ -148,7 +148,10 @@ MODELS = {
     "ministral-8b": Model(
         "Ministral 8B", "mistralai/Ministral-8B-Instruct-2410", "mistral", "Ministral-8B", _8B
     ),
-    "olmo-3-7b": Model("OLMo 3 7B", "allenai/Olmo-3-7B-Instruct", "olmo", "3-7B", _8B),
+    "olmo-3-7b": Model(
+        *("OLMo 3 7B", "allenai/Olmo-3-7B-Instruct", "olmo", "3-7B"),
+        _cards("4 h100", _L40S, _4090, grpo="1 h100"),  # keys and values of 32 heads
+    ),
     "phi-4": Model(
         *("Phi-4", "microsoft/phi-4", "phi3", "4"),
         _cards("8 h100", "1 h100", _4090),
