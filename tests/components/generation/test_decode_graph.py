@@ -22,6 +22,7 @@ from tests.components.generation.test_engine import (
     STOP_IDS,
     alone,
     check_equal,
+    converse,
     hybrid_model,
     texts_of,
 )
@@ -299,6 +300,21 @@ def test_models_without_graph(graphs, make, monkeypatch):
         monkeypatch.setenv(decode_graph.SWITCH, "0")
     check_equal(*with_and_without_cache(make(), [[5], [9, 8, 7]]))
     assert graphs.captures == 0
+
+
+def test_later_turns_from_kept_keys(graphs, monkeypatch):
+    """Conversations of two turns, of which the second joins a batch with the keys of the first."""
+
+    def conversations() -> list[list[Generation]]:
+        engine = Engine(small_model(), sampling=SAMPLING, max_rows=2)
+        return engine.run([converse(engine, number, n_tokens=12) for number in (33, 37)])
+
+    found = conversations()
+    assert graphs.replays > graphs.captures > 1
+    monkeypatch.setenv(decode_graph.SWITCH, "0")
+    for one, other in zip(found, conversations(), strict=True):
+        assert len(one) == 2
+        check_equal(one, other)
 
 
 def test_weights_and_adapters_may_change_between_runs(graphs):

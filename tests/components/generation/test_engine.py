@@ -164,13 +164,15 @@ def conversations(model, *, is_continued: bool, max_rows: int | None, monkeypatc
         return engine.run(texts), sum(n_computed)
 
 
-async def converse(engine: Engine, number: int, is_continued: bool = True) -> list[Generation]:
+async def converse(
+    engine: Engine, number: int, is_continued: bool = True, n_tokens: int = 5
+) -> list[Generation]:
     """Return the texts of a conversation of up to four turns."""
     tokens = list(range(10 + number, 60))
     replies = []
     for turn in range(1 + number % 4):
         reply = await engine.generate(
-            tokens, max_new_tokens=5, key=f"{number}/{turn}", is_continued=is_continued
+            tokens, max_new_tokens=n_tokens, key=f"{number}/{turn}", is_continued=is_continued
         )
         tokens += [*reply.ids, *LATER[: 1 + number % 3]]
         replies.append(reply)
