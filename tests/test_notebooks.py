@@ -23,11 +23,12 @@ def cells(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def run(name: str) -> dict[str, Any]:
     """Run the code of a notebook in this folder; return its variables. Commands, which begin with
-    `!torchtitan`, run without another process."""
+    `!torchtitan`, run without another process, with the values of variables in braces."""
     variables: dict[str, Any] = {}
     for index, cell in enumerate(cells(PROJECT / "notebooks" / f"{name}.ipynb", "code")):
         code = "".join(cell["source"])
         if code.startswith("!"):
+            code = re.sub(r"\{(\w+)\}", lambda match: str(variables[match[1]]), code)
             command, *words = shlex.split(code[1:].replace("\\\n", " "))
             assert command == "torchtitan" and main(words) == 0, code
         else:
@@ -67,6 +68,9 @@ def test_fine_tune_your_data(capfd: pytest.CaptureFixture[str]):
 @pytest.mark.usefixtures("empty_folder")
 def test_read_a_run(capfd: pytest.CaptureFixture[str]):
     variables = run("read_a_run")
+    code = cells(PROJECT / "notebooks/read_a_run.ipynb", "code")
+    assert str(code).count(str(variables["RUN"])) == 1, "a user sets the folder in one place"
+    assert variables["CHECKPOINT"].name == "step-100"
     assert list(variables["validation"]) == [20, 40, 60, 80, 100]
     assert variables["validation"].keys() <= variables["training"].keys()
     assert "<html" in Path("report.html").read_text()
