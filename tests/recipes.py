@@ -86,8 +86,8 @@ def least_gib(config: Trainer.Config, n_cards: int) -> float:
 
 def sampling_gib(config: Trainer.Config) -> float:
     """Return the memory of all answers that a card writes at once, GiB: their keys and values in 2
-    bytes, with windows that they fill, and the logits of their next tokens in float32, of which
-    drawing makes two copies."""
+    bytes, with windows that they fill, and the logits of their next tokens in float32, which
+    drawing copies twice."""
     model: Any = config.model_spec.model
     rollout: Any = config.rollout  # type: ignore[attr-defined]
     width = model.n_layers * model.n_kv_heads * (model.head_dim or model.dim // model.n_heads)

@@ -26,8 +26,8 @@ class Model(NamedTuple):
     lrs: Mapping[str, str] = MappingProxyType({})
     """Method → learning rate, if not the method's."""
     reasoning: str = ""
-    """How rows turn off or shorten the reasoning before an answer. Empty: the model does not reason
-    first."""
+    """Comment on the column that turns off or shortens the reasoning before an answer. Empty: the
+    model does not reason first."""
 
     @property
     def folder(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether a higher or a lower value of a metric is better."""
+"""The better of two values of a metric: the higher or the lower one."""
 
 from typing import Literal
 

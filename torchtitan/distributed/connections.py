@@ -22,7 +22,7 @@ def recorded() -> Iterator[None]:
 
 
 def end_connections() -> bool:
-    """End the recorded connections, except those of the store, and return whether there were any.
+    """End the recorded connections, except the store's, and return whether there were any.
     Collectives of these groups then fail on all ranks; other groups keep working."""
     ended = False
     sockets = _sockets()

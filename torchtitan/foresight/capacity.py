@@ -20,7 +20,8 @@ MOST_SEQUENCES = 1024
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits with a mode of activation checkpointing; 0: not even the smallest."""
+    """The largest sizes that fit with a mode of activation checkpointing; 0: not even the
+    smallest."""
 
     mode: str
     sequences: int

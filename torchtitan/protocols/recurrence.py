@@ -73,7 +73,7 @@ class Recurrence(OwnHeads):
         Args:
             documents_BL: number of each token's document, (B or 1, L); documents do not see each
                 other. 0: the document of `state`.
-            state: after the tokens before these; None: there are none.
+            state: after the tokens before these; None: no tokens before.
         """
 
     @abstractmethod

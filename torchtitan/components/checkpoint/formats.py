@@ -91,7 +91,7 @@ def formats_in(folder: Path) -> dict[Format, str]:
 
 
 def check_checkpoint(path: Path, option: str = "") -> None:
-    """Raise `UserError` if the folder `path`, the value of `option`, is no checkpoint. A folder
+    """Raise `UserError` if the folder `path`, the value of `option`, is not a checkpoint. A folder
     that describes a model passes, since its model may be the first thing to refuse."""
     if option:
         catalog.reject_outer_folder(path, option)

@@ -69,7 +69,7 @@ class Needs(NamedTuple):
     extending: bool
     """Computing prompts that begin with kept texts."""
     reading: bool
-    """Reading images, for which processes share the weights of a vision tower."""
+    """Reading images; processes share the weights of a vision tower for it."""
     has_failed: bool
 
 
@@ -89,7 +89,7 @@ class Batch:
         self.n_drawn = 0
         """Tokens drawn so far."""
         self.growth: int | None = None
-        """Slots that the cache reserves at a time; None: those of the longest text."""
+        """Slots that the cache reserves at a time; None: the slots of the longest text."""
         self._error: Exception | None = None
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
@@ -120,8 +120,8 @@ class Batch:
         return max(self._room(self._n_alive) - len(self._waiting), 0)
 
     def add(self, row: Row) -> None:
-        """Let a text join as soon as there is room, before others if it begins with a kept one,
-        which others may replace."""
+        """Queue a text, which joins as soon as there is room: before others if it begins with a
+        kept one, which others may replace."""
         if self._kept.beginning_of(row.start):
             self._waiting.appendleft(row)
         else:
@@ -137,7 +137,7 @@ class Batch:
             raise self._common_error()
 
     def pause(self) -> None:
-        """Let the texts in the batch wait, before all others; they continue with the weights of
+        """Move the texts in the batch to the front of the queue. They continue with the weights of
         that time, which recompute their keys and values."""
         alive = [row for row in self._rows if not row.is_done]
         for row in alive:
@@ -211,7 +211,7 @@ class Batch:
         return chosen
 
     def _decode_images(self, chosen: Sequence[Row]) -> None:
-        """Decode the images of rows, those of one prompt once. The files may have changed."""
+        """Decode the images of rows, once for each prompt. The files may have changed."""
         decoded: dict[str, Any] = {}
         try:
             for row in chosen:
@@ -257,7 +257,7 @@ class Batch:
         return new, extended
 
     def _beginning_of(self, prompt: Tokens) -> Tokens | None:
-        """Return the kept text that the prompt begins with, if its keys are still those of the
+        """Return the kept text that the prompt begins with, if its keys still belong to the
         longer text."""
         kept = self._kept.beginning_of(prompt)
         boundaries = self._model.cache_boundaries()
@@ -272,7 +272,7 @@ class Batch:
 
         Args:
             is_new_batch: whether all prompts are computed.
-            images: those of the prompts, see `_read_images`.
+            images: the images of the prompts, see `_read_images`.
             reader: given if any process reads images in this pass.
         """
         rows = self._rows
@@ -298,7 +298,7 @@ class Batch:
             n_kept = 1
             if self.growth and self._joins and cache.n_slots + degree > cache.max_slots:
                 cache.max_slots += self.growth
-                # A graph's memory is that of the old slots.
+                # A graph reads the memory of the old slots.
                 self._graph = self._graph_of(cache) if self._graph_of else None
             logits_BV = self._graph.logits(tokens_BL, positions_BL) if self._graph else None
             if logits_BV is not None:
@@ -363,7 +363,7 @@ class Batch:
         return held
 
     def _join(self, chosen: list[Row], held: Sequence[Prompts]) -> None:
-        """Let the chosen rows join the batch after their prompts. Finished rows leave it if room is
+        """Add the chosen rows to the batch, after their prompts. Finished rows leave it if room is
         needed, or if they are the majority."""
         kept = [index for index, row in enumerate(self._rows) if not row.is_done]
         if chosen or 0 < 2 * len(kept) < len(self._rows):

@@ -15,7 +15,7 @@ class KeptTexts:
         self._caches: dict[Tokens, KVCache] = {}
 
     def keep(self, tokens: Tokens, cache: KVCache) -> None:
-        """Keep a text, in place of the oldest if there are too many."""
+        """Keep a text, and drop the oldest if there are too many."""
         self._caches[tokens] = cache
         if self._most is not None and len(self._caches) > self._most:
             del self._caches[next(iter(self._caches))]

@@ -1,4 +1,4 @@
-"""Frozen weights in few bits in place of a layer's parameters, and products with them. A weight is
+"""Frozen weights in few bits instead of a layer's parameters, and products with them. A weight is
 unpacked for each product, forward and backward, whose results and gradients are those of the
 unpacked weight.
 """
@@ -44,7 +44,7 @@ class PackedLayer(ConvertedModule):
         self, name: str, prefix: str, plain: Tensor, start: Initializer | None, form: FewBits
     ) -> dict[str, tuple[int, ...]]:
         """Register the parts of a parameter, with their initial values: quantized ones of `plain`
-        for our NF4, otherwise those of the checkpoint. Return the shapes of the parts."""
+        for our NF4, otherwise the checkpoint's. Return the shapes of the parts."""
         self.forms = {**self.forms, name: form}
         self.prefixes = {**self.prefixes, name: prefix}
         starts: dict[str, Initializer] = {}

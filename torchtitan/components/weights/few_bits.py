@@ -50,7 +50,7 @@ TABLES: Mapping[str, tuple[float, ...]] = {
     "int4": tuple(map(float, range(-8, 8))),
     "uint4": tuple(map(float, range(16))),
 }
-"""Codes of 4 bits → their levels. `fp4` is bitsandbytes', `e2m1` that of MXFP4 and NVFP4."""
+"""Codes of 4 bits → their levels. `fp4` belongs to bitsandbytes, `e2m1` to MXFP4 and NVFP4."""
 
 _PAIRS = {
     name: torch.tensor([(first, second) for first in levels for second in levels], device="cpu")
@@ -82,7 +82,7 @@ _SCALES = {
     "e4m3 times": _Scales(torch.float8_e4m3fn, True),
     "e4m3 over": _Scales(torch.float8_e4m3fn, True),
 }
-"""How scales are stored. Of coded ones, `linear` are steps from an offset (our NF4), `dynamic` are
+"""Forms of stored scales. Of coded ones, `linear` are steps from an offset (our NF4), `dynamic` are
 codes of a table (bitsandbytes), and `e4m3` are times the step or over it (NVFP4)."""
 
 
@@ -192,8 +192,8 @@ class FewBits:
 
 
 def kept_group(group: int, width: int) -> int:
-    """Return the group of a `FewBits` for scales of `group` inputs, of which the last may have
-    fewer: the largest that has a single scale."""
+    """Return the group of a `FewBits` for scales of `group` inputs (the last group may have fewer):
+    the largest that has a single scale."""
     return 0 if group >= width else gcd(group, width)
 
 

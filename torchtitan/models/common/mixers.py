@@ -29,7 +29,7 @@ class MixerKind:
 
     score_flops: Callable[[Any, int, int], float]
     """(Decoder, layer's number, `seq_len`) → operations per token in the forward pass, without
-    those of the weights."""
+    the weights' own."""
 
     tensor: Mapping[str, TensorSharding]
     """Tensor parallelism: name of a part of the mixer → treatment, for each part that has

@@ -28,8 +28,8 @@ class OlmoHybridModel(DeltaNetDecoder):
     @dataclass(kw_only=True, slots=True)
     class Config(DeltaNetDecoder.Config):
         linear_allow_neg_eigval: bool = True
-        """Let a token of a gated delta net reverse what the state returns for its key, not only
-        replace it."""
+        """A token of a gated delta net may reverse the value that the state returns for its key,
+        not only replace it."""
 
         has_positions: bool = False
         """Rotate queries and keys of attention (`rope`). False: only delta nets know the order of

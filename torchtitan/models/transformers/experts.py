@@ -32,7 +32,7 @@ class ClassExperts(StackedExperts):
     rows with one expert each."""
 
     n_experts: int
-    """All experts of the layer; the class's `num_experts` are those of this rank."""
+    """All experts of the layer; the class's `num_experts` counts this rank's."""
 
     own_forward: Callable[..., Tensor]
 

@@ -1,5 +1,4 @@
-"""What a class of transformers may be divided into, by its own plan and by trials of a tiny
-clone."""
+"""Layouts that a class of transformers may have, by its own plan and by trials of a tiny clone."""
 
 import json
 import math

@@ -90,7 +90,7 @@ class Division:
 
     @property
     def names(self) -> list[str]:
-        """What a pipeline separates, in order; other modules follow their neighbors."""
+        """Modules that a pipeline separates, in order; other modules follow their neighbors."""
         return [self.embedding, *self.blocks, "head"]
 
 
@@ -142,7 +142,7 @@ def outer_owners(model: nn.Module, blocks: Collection[str]) -> list[str]:
         parts = name.split(".")
         return inside.isdisjoint(".".join(parts[:n]) for n in range(1, len(parts) + 1))
 
-    # a module's own state, without that of its submodules
+    # a module's own state, without its submodules'
     owners = {name.rpartition(".")[0] for name in model.state_dict()}
     return [name for name, _ in model.named_modules() if name in owners and is_outside(name)]
 
