@@ -465,10 +465,11 @@ def recording(reading: Any, shown: list[int]) -> Any:
 
 @pytest.mark.parametrize("words", [["--no_cache"], ["--best_of", "2"], ["--reward_model", "x"]])
 def test_options_that_exclude_images(
-    words: list[str], folders: Any, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from torchtitan.cli.generate import generate
 
-    given = ["--checkpoint", "x", "--image", "a.png", "--prompt", "What?", *words]
+    (tmp_path / "config.json").write_text("{}")
+    given = ["--checkpoint", str(tmp_path), "--image", "a.png", "--prompt", "What?", *words]
     assert generate(given) == 2
     assert f"{words[0]} cannot be combined with --image" in capsys.readouterr().err

@@ -182,7 +182,7 @@ def write_adapter(
         "peft_type": "LORA",
         # PEFT's class for SEQ_CLS would look for whole weights of the score in the file.
         "task_type": None if spec.model.scores else "CAUSAL_LM",
-        "base_model_name_or_path": config.base_path or None,
+        "base_model_name_or_path": config.base_in_peft,
         "inference_mode": True,
         "r": config.rank,
         "lora_alpha": _whole_if_possible(config.alpha),

@@ -110,6 +110,11 @@ class LoRA(LayerConverter):
             base = str(Path(path).resolve()) if is_huggingface_folder(path) else ""
             return dataclasses.replace(self, base_path=base)
 
+        @property
+        def base_in_peft(self) -> str | None:
+            """Name of the base in PEFT's adapter_config.json; None: unknown."""
+            return self.base_path or None
+
         def size_of(self, name: str) -> Size:
             """Return the adapter size for a layer or an expert's matrix."""
             rank = look_up(self.patterns("rank_pattern"), name, self.rank)
