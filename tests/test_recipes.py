@@ -123,5 +123,13 @@ def test_new_writes_a_recipe(capsys: pytest.CaptureFixture[str]):
     messages = capsys.readouterr().err
     assert "'runs/mine.yaml' already exists" in messages
     assert "unknown recipe 'qwen3-8b/loraa'; did you mean 'qwen3-8b/lora'?" in messages
+    assert main(["new", "--recipe", "Qwen3-8B/LoRA", "runs/my own.yaml"]) == 0
+    text = Path("runs/my own.yaml").read_text()
+    assert "--config_file 'runs/my own.yaml'\n" in text
+    assert main(["new", "--recipe", "qwen3-8b", "other.yaml"]) == 2
+    assert main(["new", "--recipe", "qwen3-8b/lora", "a\nhf_assets_path: other"]) == 2
+    messages = capsys.readouterr().err
+    assert "needs a method: qwen3-8b/METHOD, one of full, lora, qlora, dpo, grpo" in messages
+    assert "characters that cannot be printed" in messages
     assert main(["new", "--recipes"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == RECIPES

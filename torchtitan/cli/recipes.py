@@ -5,6 +5,7 @@ smallest cards that hold it.
 `recipes/`. Tests compare the memory of each with its cards.
 """
 
+import shlex
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -202,7 +203,13 @@ def cards_of(recipe: str) -> tuple[int, str]:
 
 def recipe_text(recipe: str, path: str) -> str:
     """Return the file of a recipe, such as `qwen3-8b/lora`, whose comments call it `path`. Raise
-    `UserError` for an unknown one."""
+    `UserError` for an unknown one, and for a path of several lines."""
+    recipe = recipe.lower()
+    if not path.isprintable():
+        raise UserError(f"{path!r} has characters that cannot be printed; use another path")
+    if recipe in MODELS:
+        methods = ", ".join(MODELS[recipe].cards)
+        raise UserError(f"recipe '{recipe}' needs a method: {recipe}/METHOD, one of {methods}")
     if recipe not in RECIPES:
         raise UserError(
             f"unknown recipe '{recipe}'{suggest(recipe, RECIPES)}; torchtitan new --recipes "
@@ -217,7 +224,7 @@ def recipe_text(recipe: str, path: str) -> str:
 # {model.title}, {method.title}, on {number} {kind}.
 #
 #   torchtitan download {model.repository}{token}
-#   {several}torchtitan train --config_file {path}
+#   {several}torchtitan train --config_file {shlex.quote(path)}
 #
 # Add any option of `torchtitan train` here or on the command line.
 module: {method.module}
