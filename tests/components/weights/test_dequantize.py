@@ -316,6 +316,9 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale_inv"
             f"{SCALE}, float32 [3, 3], cannot scale the weight {SCALE[:-10]} [96, 64]",
         ),
         (torch.ones(96), f"{SCALE}, float32 [96], cannot scale"),
+        # of blocks along one dimension only
+        (torch.ones(1, 4), f"{SCALE}, float32 [1, 4], cannot scale"),
+        (torch.ones(3, 1), f"{SCALE}, float32 [3, 1], cannot scale"),
         (torch.ones(3, 4, dtype=torch.int32), f"{SCALE}, int32 [3, 4], cannot scale"),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.components.weights.test_dequantize import assert_reads, save
 from torchtitan.cli.main import main
-from torchtitan.components.weights import open_source
+from torchtitan.components.weights import few_bits, open_source
 from torchtitan.components.weights.dequantize import methods
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
@@ -479,3 +479,13 @@ def test_a_model_in_gptq_computes_with_its_values(tmp_path: Path) -> None:
     converted = load_file(tmp_path / "hf/model.safetensors")
     for name, weight in model.state_dict().items():
         assert torch.equal(converted[name].float(), weight), name
+
+
+def test_scales_that_are_no_numbers_are_named():
+    """NaN differs from itself, and would count as several scales."""
+    scales = torch.tensor([[1.0, 1.0, float("nan"), float("nan")]])
+    with pytest.raises(ValueError, match="some of its scales are NaN"):
+        few_bits._first_of(scales, 2)
+    with pytest.raises(ValueError, match="2 neighboring inputs have several scales"):
+        few_bits._first_of(torch.tensor([[1.0, 2.0]]), 2)
+    assert few_bits._first_of(torch.tensor([[1.0, 1.0, 2.0, 2.0]]), 2).tolist() == [[1.0, 2.0]]

@@ -292,6 +292,8 @@ def row_chunks(n_rows: int, width: int) -> Iterator[slice]:
 def _first_of(rows: Tensor, group: int) -> Tensor:
     """Return the first value of each group of a row, which all values of the group equal."""
     groups = rows.unflatten(-1, (-1, group))
+    if (groups != groups).any():
+        raise ValueError("some of its scales are NaN")
     if (groups != groups[..., :1]).any():
         raise ValueError(f"{group} neighboring inputs have several scales or zero points")
     return groups[..., 0].clone(memory_format=torch.contiguous_format)  # to view its bytes

@@ -176,9 +176,10 @@ def _find_steps(
     the shape is wrong."""
     if len(scale) != len(shape):
         return () if scale.numel() == 1 else None
-    blocks = (*[1] * (len(shape) - 2), *block)
-    possible = [
-        {ceil(size / n): n, size: 1, 1: max(1, size)} for size, n in zip(shape, blocks, strict=True)
-    ]
-    steps = tuple(found.get(n_scales, 0) for found, n_scales in zip(possible, scale, strict=True))
+    n_matrix = len(block)
+    of_blocks = [ceil(size / n) for size, n in zip(shape[-n_matrix:], block, strict=True)]
+    whole = [{size: 1, 1: max(1, size)} for size in shape]
+    steps = tuple(found.get(n_scales, 0) for found, n_scales in zip(whole, scale, strict=True))
+    if list(scale[-n_matrix:]) == of_blocks:
+        steps = (*steps[:-n_matrix], *block)
     return steps if all(steps) else None
