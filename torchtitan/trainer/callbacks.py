@@ -32,7 +32,7 @@ class Callback(Configurable):
 
         @property
         def has_state(self) -> bool:
-            """Whether the callback has state that a resumed run needs."""
+            """True if the callback has state that a resumed run needs."""
             return False
 
         @builds(lambda: Callback)

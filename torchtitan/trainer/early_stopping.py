@@ -35,7 +35,7 @@ class EarlyStopping(Callback):
         """Smaller changes are no improvement."""
 
         goal: Goal = "auto"
-        """Whether lower or higher is better; auto: by the name, for losses and accuracies."""
+        """Direction of better values; auto: by the name, for losses and accuracies."""
 
         def validate(self) -> None:
             require_at_least(1, callbacks__earlystopping__patience=self.patience)

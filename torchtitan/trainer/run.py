@@ -38,7 +38,7 @@ class Sections(Protocol):
     """Sections of a `Trainer.Config` that every run has."""
 
     trains_scores: ClassVar[bool]
-    """Whether the run trains a reward model, which predicts no text."""
+    """True if the run trains a reward model, which predicts no text."""
 
     hf_assets_path: str
     dump_folder: str

@@ -90,7 +90,7 @@ class CheckpointConfig(Configurable.Config):
     evaluation/quiz/accuracy; the model before the first step does not count."""
 
     best_goal: Goal = "auto"
-    """Whether lower or higher values of best_metric are better; auto: by the name."""
+    """Direction of better values of best_metric; auto: by the name."""
 
     load_step: int = -1
     """Resume from this step (-1: the newest)."""

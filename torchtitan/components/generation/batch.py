@@ -63,7 +63,7 @@ class Needs(NamedTuple):
 
     has_rows: bool
     has_tasks: bool
-    """Whether coroutines have not ended that may await something else."""
+    """True if coroutines have not ended that may await something else."""
     decoding: bool
     prefilling: bool
     extending: bool
@@ -85,7 +85,7 @@ class Batch:
         self._device = settings.device
         self._version = version
         self.has_tasks = True
-        """Whether coroutines have not ended that may await something else."""
+        """True if coroutines have not ended that may await something else."""
         self.n_drawn = 0
         """Tokens drawn so far."""
         self.growth: int | None = None
@@ -106,12 +106,12 @@ class Batch:
 
     @property
     def has_texts(self) -> bool:
-        """Whether a text of this process has not ended."""
+        """True if a text of this process has not ended."""
         return any(not row.is_done for row in itertools.chain(self._rows, self._waiting))
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other process computes with this one."""
+        """True if no other process computes with this one."""
         return self._settings.group is None
 
     @property

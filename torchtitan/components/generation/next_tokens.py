@@ -19,7 +19,7 @@ class NextToken(NamedTuple):
     logprob: float
     """Its natural logarithm, see `Generation.logprobs`."""
     is_finite: bool
-    """Whether the logits of the row are."""
+    """True if the logits of the row are."""
     top: list[tuple[int, float]]
     """The most probable tokens with their log-probabilities, as many as any row needs."""
 

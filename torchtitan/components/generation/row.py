@@ -47,7 +47,7 @@ class Row:
     generation: Generation
     images: Sequence[ImageFile] = ()
     is_continued: bool = False
-    """Whether a later prompt begins with its text."""
+    """True if a later prompt begins with its text."""
     decoded: list[Any] = field(default_factory=list)
     """Its images, while it is in the batch."""
     is_done: bool = False

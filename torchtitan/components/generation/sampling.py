@@ -48,7 +48,7 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution."""
+        """True if tokens are drawn from the model's own distribution."""
         restricts = self.top_k, self.top_p not in (None, 1.0), self.min_p
         return self.temperature == 1 and not any(restricts)
 

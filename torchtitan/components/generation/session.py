@@ -51,7 +51,7 @@ class Session:
 
     @property
     def is_here(self) -> bool:
-        """Whether the code that asks runs in a coroutine of this session."""
+        """True if the code that asks runs in a coroutine of this session."""
         return is_in_loop() and asyncio.get_running_loop() is self._loop
 
     def start(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> "list[asyncio.Task[ResultT]]":

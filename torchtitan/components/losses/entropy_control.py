@@ -18,12 +18,12 @@ class EntropyControl:
 
     @property
     def is_on(self) -> bool:
-        """Whether the factor may differ from 0, so that entropies are needed."""
+        """True if the factor may differ from 0, so that entropies are needed."""
         return self._target is not None or self._coefficient > 0
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the factor changes."""
+        """True if the factor changes."""
         return self._target is not None
 
     @property

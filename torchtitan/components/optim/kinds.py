@@ -62,26 +62,26 @@ class Kind:
     """Makes it for parameter groups with peak rates and weight decays."""
 
     for_matrices: bool = False
-    """Whether it updates only matrices in layers, and AdamW all other parameters."""
+    """True if it updates only matrices in layers, and AdamW all other parameters."""
 
     momentum: float | None = None
     """Default of `momentum`; None: it has none."""
 
     rounds: bool = False
-    """Whether it can round updates of bfloat16 weights otherwise than to the nearest number."""
+    """True if it can round updates of bfloat16 weights otherwise than to the nearest number."""
 
     skips: bool = False
-    """Whether its fused updates can be skipped by the device."""
+    """True if its fused updates can be skipped by the device."""
 
     averages: bool = False
-    """Whether it evaluates averages of the weights, so that nothing else should average them, nor
+    """True if it evaluates averages of the weights, so that nothing else should average them, nor
     the learning rate decay."""
 
     needs_float32: str = ""
     """What it does that weights with fewer bits do not allow; empty: they do."""
 
     offloads: bool = True
-    """Whether it supports weights that FSDP keeps in CPU memory."""
+    """True if it supports weights that FSDP keeps in CPU memory."""
 
     check: Callable[[str], None] = lambda option: None
     """Raises `UserError` if this machine lacks what it needs; `option` selects it."""

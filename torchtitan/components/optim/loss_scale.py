@@ -88,7 +88,7 @@ class LossScale(Configurable):
         self.is_on = dtype == torch.float16
         self.value = config.initial if self.is_on else 1.0
         self.is_unscaled = not self.is_on
-        """Whether the gradients of the step in progress are divided."""
+        """True if the gradients of the step in progress are divided."""
         self._finite_in_a_row = 0
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:

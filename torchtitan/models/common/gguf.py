@@ -157,7 +157,7 @@ class Tying:
     """The ties of an architecture's output to the embedding."""
 
     required: bool | None = None
-    """Whether the output has the weights of the embedding; None: either."""
+    """True if the output has the weights of the embedding; None: either."""
 
     copies: bool = False
     """It reads the output's weights even if they are tied."""

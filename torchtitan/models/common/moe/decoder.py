@@ -30,7 +30,7 @@ class ExpertLayers:
         """Values of `moe.scoring_func` that the family supports."""
 
         counts_shared: bool = True
-        """Whether `moe.n_shared_experts` has an effect, and not only `moe.shared_ffn_dim`."""
+        """True if `moe.n_shared_experts` has an effect, and not only `moe.shared_ffn_dim`."""
 
         @property
         def expert_dim(self) -> int:
