@@ -7,8 +7,8 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.olmo_hybrid.model import FORMAT, OlmoHybridModel
 
-_SIZES: Any = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
-_SIZES |= {"linear_key_head_dim": 24, "linear_value_head_dim": 48}
+_SIZES: Any = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
+_SIZES |= {"linear_key_head_dim": 12, "linear_value_head_dim": 24}
 
 FLAVORS = {
     "debugmodel": OlmoHybridModel.Config(

@@ -14,7 +14,7 @@ _SMALL |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 FLAVORS = {
     "debugmodel": Qwen3NextModel.Config(
-        **_SMALL, moe=MoEConfig(n_experts=32, top_k=4, ffn_dim=96, shared_ffn_dim=96)
+        **_SMALL, moe=MoEConfig(n_experts=32, top_k=4, ffn_dim=96, shared_ffn_dim=128)
     ),
     "80B-A3B": of_sizes(
         FORMAT,
