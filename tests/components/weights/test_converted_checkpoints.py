@@ -485,7 +485,11 @@ def test_a_missing_converter_is_named(adapted, tmp_path):
     path = tmp_path / "step-2"
     shutil.copytree(step(adapted, 2), path)
     description = json.loads((path / "assets" / "model.json").read_text())
-    assert description["converters"] == converter_records([LORA])
+    base = description["converters"][0]["config"]["base_path"]
+    assert Path(base).name == "source"  # of the run's initial weights
+    assert description["converters"] == converter_records(
+        [dataclasses.replace(LORA, base_path=base)]
+    )
     for gone, words in {
         "nowhere.converters:Mine": "which is not built in; .* --module",
         "this:Zen": "which is not built in; .* --module",  # importable, but not imported
