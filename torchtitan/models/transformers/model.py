@@ -13,7 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.config.configurable import builds
-from torchtitan.models.transformers.balance import make_balance, returns_router_loss
+from torchtitan.models.transformers.balance import (
+    ClassBalance,
+    make_balance,
+    returns_router_loss,
+)
 from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.description import (
     build_class,
@@ -341,64 +345,19 @@ class TransformersModel(BaseModel):
         The auxiliary loss of routers, if the class returns one, is computed over the global batch
         in the steps of a `LoadBalancer`, which do not show it; elsewhere, a loss includes the
         class's auxiliary loss, weighted with the number of labels."""
-        captured = self.captured
         balance = self.balance
-        if balance is not None and balance.totals is None:
+        if balance is not None and (balance.totals is None or not self.training):
             balance = None  # no `LoadBalancer` drives this step
-        options = {
-            "static": self.is_compiled,
-            "masks_padding": self.training and self.has_auxiliary_loss,
-        }
         if isinstance(attention, NextTokens):
-            inputs = None
-            reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if images is not None:
-                reading = self._reading_images(images)
-                inputs = image_arguments(self.model, images, self._reader_dtype())
-            with reading:
-                outputs = attention.cache.run(self.model, tokens_BL, attention, inputs)
-            hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[
-                :, -tokens_BL.shape[1] :
-            ]
+            outputs, hidden_BLD = self._next_tokens(tokens_BL, attention, images)
         elif images is not None:
-            with self._reading_images(images):
-                outputs = run_with_images(
-                    self.packing,
-                    self.model,
-                    tokens_BL,
-                    attention,
-                    images,
-                    self._reader_dtype(),
-                    **options,
-                    return_dict=True,
-                )
-            hidden_BLD = gather_with_images(
-                self.packing, captured.hidden.pop() if captured else outputs.logits, attention
-            )
-            if not (images.tensors or images.blank) and torch.is_grad_enabled():
-                hidden_BLD = without_images(self.image_readers(), hidden_BLD)
-            if self.training and balance is not None:
-                mask_N = mask_with_images(self.packing, tokens_BL, attention)
-                hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
+            outputs, hidden_BLD = self._with_images(tokens_BL, attention, images, balance)
         else:
-            if self.stage is not None and tokens_BL.is_floating_point():
-                self.stage.received = self.packing.scatter(tokens_BL, attention)
-                tokens_BL = torch.zeros_like(tokens_BL[..., 0], dtype=torch.long)
-            outputs = self.packing.run(
-                self.model, tokens_BL, attention, attend=self.attend, **options, return_dict=True
-            )
-            if self.head is None:
-                assert self.stage is not None
-                return self.packing.gather(self.stage.take(), attention)
-            hidden_BLD = self.packing.gather(
-                captured.hidden.pop() if captured else outputs.logits, attention
-            )
-            if self.training and balance is not None:
-                mask_N = self.packing.token_mask(tokens_BL, attention)
-                hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
-        assert self.head is not None
-        if captured:
-            tied = captured.shared() if self.is_tied else None
+            outputs, hidden_BLD = self._text(tokens_BL, attention, balance)
+        if self.head is None:  # a stage before the last
+            return hidden_BLD
+        if self.captured:
+            tied = self.captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
@@ -410,6 +369,80 @@ class TransformersModel(BaseModel):
             return result
         n_labels = (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
         return result + self.auxiliary_weight * auxiliary * n_labels
+
+    def _next_tokens(
+        self, tokens_BL: Tensor, attention: NextTokens, images: ImageInputs | None
+    ) -> tuple[Any, Tensor]:
+        """Return the class's outputs and the hidden states of tokens after those in a cache."""
+        inputs = None
+        reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if images is not None:
+            reading = self._reading_images(images)
+            inputs = image_arguments(self.model, images, self._reader_dtype())
+        with reading:
+            outputs = attention.cache.run(self.model, tokens_BL, attention, inputs)
+        return outputs, self._hidden_of(outputs)[:, -tokens_BL.shape[1] :]
+
+    def _with_images(
+        self,
+        tokens_BL: Tensor,
+        attention: AttentionMetadata | None,
+        images: ImageInputs,
+        balance: ClassBalance | None,
+    ) -> tuple[Any, Tensor]:
+        """Return the class's outputs and the hidden states of documents with images."""
+        with self._reading_images(images):
+            outputs = run_with_images(
+                self.packing,
+                self.model,
+                tokens_BL,
+                attention,
+                images,
+                self._reader_dtype(),
+                **self._packing_options(),
+            )
+        hidden_BLD = gather_with_images(self.packing, self._hidden_of(outputs), attention)
+        if not (images.tensors or images.blank) and torch.is_grad_enabled():
+            hidden_BLD = without_images(self.image_readers(), hidden_BLD)
+        if balance is not None:
+            mask_N = mask_with_images(self.packing, tokens_BL, attention)
+            hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
+        return outputs, hidden_BLD
+
+    def _text(
+        self,
+        tokens_BL: Tensor,
+        attention: AttentionMetadata | None,
+        balance: ClassBalance | None,
+    ) -> tuple[Any, Tensor]:
+        """Return the class's outputs and the hidden states of documents. A pipeline stage after the
+        first gets hidden states instead of tokens."""
+        if self.stage is not None and tokens_BL.is_floating_point():
+            self.stage.received = self.packing.scatter(tokens_BL, attention)
+            tokens_BL = torch.zeros_like(tokens_BL[..., 0], dtype=torch.long)
+        outputs = self.packing.run(
+            self.model, tokens_BL, attention, attend=self.attend, **self._packing_options()
+        )
+        if self.head is None:
+            assert self.stage is not None
+            return outputs, self.packing.gather(self.stage.take(), attention)
+        hidden_BLD = self.packing.gather(self._hidden_of(outputs), attention)
+        if balance is not None:
+            mask_N = self.packing.token_mask(tokens_BL, attention)
+            hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
+        return outputs, hidden_BLD
+
+    def _packing_options(self) -> dict[str, bool]:
+        return {
+            "static": self.is_compiled,
+            "masks_padding": self.training and self.has_auxiliary_loss,
+            "return_dict": True,
+        }
+
+    def _hidden_of(self, outputs: Any) -> Tensor:
+        """Return the hidden states before the head; the logits of a class that computes them."""
+        hidden: Tensor = self.captured.hidden.pop() if self.captured else outputs.logits
+        return hidden
 
 
 def _share_modules(model: Any) -> None:
