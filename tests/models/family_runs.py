@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from tests.models.family_cases import relative_error
+from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import CHATS, SHORT, loss_of_transformers, run_named
 from torchtitan.cli.main import main
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
@@ -73,3 +76,25 @@ def assert_conversion_round_trip(pretrained: Path, folder: Path) -> None:
         torch.testing.assert_close(
             loaded.model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
         )
+
+
+def assert_documents_are_apart(model: nn.Module) -> None:
+    """Compare logits and gradients of packed documents with those of each document alone."""
+    rows = [[7, 1, 2, 90], [64, 36]]
+    tokens = torch.randint(97, (2, 100), generator=torch.Generator().manual_seed(0))
+    documents = [
+        document
+        for row, lengths in zip(tokens, rows, strict=True)
+        for document in row.split(lengths)
+    ]
+    weight = torch.randn(200, 97, generator=torch.Generator().manual_seed(1))
+
+    def outcome(logits: Tensor) -> list[Tensor]:
+        return [logits, *torch.autograd.grad((logits * weight).sum(), list(model.parameters()))]
+
+    packed = outcome(model(tokens, metadata_of(rows)).reshape(-1, 97))
+    alone = outcome(torch.cat([model(each[None])[0] for each in documents]))
+    least = 0.01 * max(gradient.abs().max().item() for gradient in alone[1:])
+    for found, expected in zip(packed, alone, strict=True):
+        # Float32 sums in another order; small gradients are as in test_equal_transformers.
+        assert relative_error(found, expected, least) < 2e-5

@@ -14,7 +14,7 @@ from tests.models.family_cases import (
     relative_error,
     to_ours,
 )
-from tests.models.test_attention import metadata_of
+from tests.models.family_runs import assert_documents_are_apart
 from torchtitan.models import granite, lfm2, nemotron_h
 from torchtitan.models.common.mamba import Mamba2
 from torchtitan.models.common.moe.router import Router
@@ -228,27 +228,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 def test_packed_documents_equal_documents_alone(name: str) -> None:
     """Logits and gradients."""
     model, _ = to_ours(family_of(name), random_reference(name, 2, **LAYERS[name]))
-    rows = [[7, 1, 2, 90], [64, 36]]
-    tokens = torch.randint(97, (2, 100), generator=torch.Generator().manual_seed(0))
-    documents = [
-        document
-        for row, lengths in zip(tokens, rows, strict=True)
-        for document in row.split(lengths)
-    ]
-    weight = torch.randn(200, 97, generator=torch.Generator().manual_seed(1))
-    outcomes = []
-    for logits in (
-        model(tokens, metadata_of(rows)),
-        torch.cat([model(each[None])[0] for each in documents]),
-    ):
-        flat = logits.reshape(-1, 97)
-        outcomes.append(
-            [flat, *torch.autograd.grad((flat * weight).sum(), list(model.parameters()))]
-        )
-    least = 0.01 * max(gradient.abs().max().item() for gradient in outcomes[1][1:])
-    for packed, alone in zip(*outcomes, strict=True):
-        # Float32 sums in another order; small gradients are as in test_equal_transformers.
-        assert relative_error(packed, alone, least) < 2e-5
+    assert_documents_are_apart(model)
 
 
 # --- mistakes

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.models.family_cases import (
     difference_with,
     family_of,
     random_reference,
-    relative_error,
     to_ours,
 )
-from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
-from tests.models.test_attention import metadata_of
+from tests.models.family_runs import (
+    assert_adapters_open_in_peft,
+    assert_documents_are_apart,
+    save_with_tokenizer,
+)
 from tests.models.test_sft_configs import chat_file
 from torchtitan.models.common.delta_net import GatedDeltaNet
 from torchtitan.models.olmo_hybrid import FLAVORS, FORMATS, model_registry
@@ -81,24 +82,7 @@ def test_mistake_is_caught(mistake: Callable[[Any], None]) -> None:
 def test_packed_documents_equal_documents_alone() -> None:
     reference = random_reference("olmo_hybrid", 2, **{**MIXED, "rms_norm_eps": 1e-2})
     model, _ = to_ours(family_of("olmo_hybrid"), reference)
-    rows = [[7, 1, 2, 90], [64, 36]]
-    tokens = torch.randint(97, (2, 100), generator=torch.Generator().manual_seed(0))
-    documents = [
-        document
-        for row, lengths in zip(tokens, rows, strict=True)
-        for document in row.split(lengths)
-    ]
-    weight = torch.randn(200, 97, generator=torch.Generator().manual_seed(1))
-
-    def outcome(logits: Tensor) -> list[Tensor]:
-        return [logits, *torch.autograd.grad((logits * weight).sum(), list(model.parameters()))]
-
-    packed = outcome(model(tokens, metadata_of(rows)).reshape(-1, 97))
-    alone = outcome(torch.cat([model(each[None])[0] for each in documents]))
-    least = 0.01 * max(gradient.abs().max().item() for gradient in alone[1:])
-    for found, expected in zip(packed, alone, strict=True):
-        # Float32 sums in another order; small gradients are as in test_equal_transformers.
-        assert relative_error(found, expected, least) < 2e-5
+    assert_documents_are_apart(model)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 9])

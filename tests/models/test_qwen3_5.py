@@ -20,7 +20,7 @@ from tests.models.family_cases import (
     relative_error,
     to_ours,
 )
-from tests.models.test_attention import metadata_of
+from tests.models.family_runs import assert_documents_are_apart
 from tests.models.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, run_named
 from tests.training import read_metrics
 from torchtitan.cli.main import main
@@ -203,27 +203,7 @@ def test_mistake_is_caught(mistake: Callable[[Any], None]) -> None:
 def test_packed_documents_equal_documents_alone() -> None:
     """Logits and gradients, in attention and in delta nets."""
     model, _ = to_ours(family_of("qwen3_5_text"), random_reference("qwen3_5_text", 2, **MIXED))
-    rows = [[7, 1, 2, 90], [64, 36]]
-    tokens = torch.randint(97, (2, 100), generator=torch.Generator().manual_seed(0))
-    documents = [
-        document
-        for row, lengths in zip(tokens, rows, strict=True)
-        for document in row.split(lengths)
-    ]
-    weight = torch.randn(200, 97, generator=torch.Generator().manual_seed(1))
-    outcomes = []
-    for logits in (
-        model(tokens, metadata_of(rows)),
-        torch.cat([model(each[None])[0] for each in documents]),
-    ):
-        flat = logits.reshape(-1, 97)
-        outcomes.append(
-            [flat, *torch.autograd.grad((flat * weight).sum(), list(model.parameters()))]
-        )
-    least = 0.01 * max(gradient.abs().max().item() for gradient in outcomes[1][1:])
-    for packed, alone in zip(*outcomes, strict=True):
-        # Float32 sums in another order; small gradients are as in test_equal_transformers.
-        assert relative_error(packed, alone, least) < 2e-5
+    assert_documents_are_apart(model)
 
 
 # --- sizes and config.json

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.models.family_cases import (
     difference_with,
@@ -17,8 +16,11 @@ from tests.models.family_cases import (
     relative_error,
     to_ours,
 )
-from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
-from tests.models.test_attention import metadata_of
+from tests.models.family_runs import (
+    assert_adapters_open_in_peft,
+    assert_documents_are_apart,
+    save_with_tokenizer,
+)
 from tests.models.test_sft_configs import chat_file
 from torchtitan.models.common.delta_net import GatedDeltaNet
 from torchtitan.models.pretrained import load_model
@@ -118,25 +120,7 @@ def test_mistake_is_caught(mistake: Callable[[Any], None]) -> None:
 def test_packed_documents_equal_documents_alone() -> None:
     """Logits and gradients, through delta nets, attention and experts."""
     model, _ = to_ours(family_of("qwen3_next"), random_reference("qwen3_next", 2, **MIXED, **HEADS))
-    rows = [[7, 1, 2, 90], [64, 36]]
-    tokens = torch.randint(97, (2, 100), generator=torch.Generator().manual_seed(0))
-    documents = [
-        document
-        for row, lengths in zip(tokens, rows, strict=True)
-        for document in row.split(lengths)
-    ]
-    weight = torch.randn(200, 97, generator=torch.Generator().manual_seed(1))
-
-    def outcome(logits: Tensor) -> list[Tensor]:
-        gradients = torch.autograd.grad((logits * weight).sum(), list(model.parameters()))
-        return [logits, *gradients]
-
-    packed = outcome(model(tokens, metadata_of(rows)).reshape(-1, 97))
-    alone = outcome(torch.cat([model(each[None])[0] for each in documents]))
-    least = 0.01 * max(gradient.abs().max().item() for gradient in alone[1:])
-    for found, expected in zip(packed, alone, strict=True):
-        # Float32 sums in another order; small gradients are as in test_equal_transformers.
-        assert relative_error(found, expected, least) < 2e-5
+    assert_documents_are_apart(model)
 
 
 def test_published_file_equals_flavor() -> None:
