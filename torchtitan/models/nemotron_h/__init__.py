@@ -19,24 +19,13 @@ def _layers(pattern: str) -> Any:
 _COMMON: Any = {"vocab_size": 131_072, "n_kv_heads": 8}
 _8: Any = {"n_groups": 8, "least_step": 0.001}
 _DEBUG: Any = {**SMALL, "mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32)}
-_DEBUG_MOE = MoEConfig(
-    n_experts=16,
-    top_k=4,
-    ffn_dim=128,
-    shared_ffn_dim=256,
-    scoring_func="sigmoid",
-    selection_bias=True,
-    routed_scaling_factor=2.5,
-)
-_30B_MOE = MoEConfig(
-    n_experts=128,
-    top_k=6,
-    ffn_dim=1856,
-    shared_ffn_dim=3712,
-    scoring_func="sigmoid",
-    selection_bias=True,
-    routed_scaling_factor=2.5,
-)
+_ROUTING: Any = {
+    "scoring_func": "sigmoid",
+    "selection_bias": True,
+    "routed_scaling_factor": 2.5,
+}
+_DEBUG_MOE = MoEConfig(n_experts=16, top_k=4, ffn_dim=128, shared_ffn_dim=256, **_ROUTING)
+_30B_MOE = MoEConfig(n_experts=128, top_k=6, ffn_dim=1856, shared_ffn_dim=3712, **_ROUTING)
 
 FLAVORS = {
     "debugmodel": NemotronHModel.Config(**{**_DEBUG, **_layers("M-M-*-M-")}),
