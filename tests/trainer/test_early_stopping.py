@@ -110,6 +110,8 @@ def test_metrics_that_nothing_measures_are_reported(tmp_path, log):
     with pytest.raises(UserError, match=r"keep_best with best_metric validation_loss needs"):
         config.check(1)
 
+    with pytest.raises(UserError, match="best_goal max: of validation_loss, the lowest is kept"):
+        tiny_config(tmp_path, **best, **VALIDATING, checkpoint__best_goal="max").check(1)
     best |= VALIDATING | {"checkpoint__best_goal": "min"}
     with pytest.raises(
         UserError, match=r"best_metric: there is no 'validation_los'.*mean 'validation_loss'"

@@ -242,6 +242,14 @@ def test_two_texts_continue_one():
     check_equal(found, plain.run(texts))
 
 
+def test_a_text_that_is_kept_again_is_the_newest():
+    kept = KeptTexts(most=2)
+    for tokens in ((1, 2), (3, 4), (1, 2), (5, 6)):
+        kept.keep(tokens, KVCache(small_model(), 0))
+    assert kept.beginning_of((1, 2, 9)) == (1, 2)
+    assert kept.beginning_of((3, 4, 9)) is None
+
+
 def test_the_newest_texts_are_kept():
     kept = KeptTexts(most=2)
     for tokens in ((1, 2), (1, 2, 3), (4, 5)):

@@ -222,6 +222,14 @@ def test_refused(tmp_path):
     (incomplete / "model-00001-of-00001.bin").rename(incomplete / "model-00001-of-00002.bin")
     with pytest.raises(UserError, match=r"of 2 files of weights, it has model-00001-of-00002.bin"):
         open_source(incomplete)
+    twice = folder("twice", "llama", tensors)
+    for number in (1, 2):
+        shutil.copy(
+            incomplete / "model-00001-of-00002.bin", twice / f"model-0000{number}-of-00002.bin"
+        )
+    (twice / "model-00001-of-00001.bin").unlink()
+    with pytest.raises(UserError, match=r"several of model-00001.* have layers.0.attn.output_proj"):
+        open_source(twice)
     epoch = folder("run/epoch_0", "llama", tensors)
     (epoch.parent / "recipe_state").mkdir()
     with pytest.raises(UserError, match=r"output folder of torchtune; use .*epoch_0"):

@@ -149,8 +149,11 @@ class CheckpointConfig(Configurable.Config):
         )
         if self.load_step != -1 and not self.enable:
             raise UserError(f"--checkpoint.load_step {self.load_step} requires --checkpoint.enable")
-        if self.keep_best:
-            _ = self.best_sign
+        if self.keep_best and self.best_sign > 0 and self.best_metric == VALIDATION_LOSS:
+            raise UserError(
+                f"--checkpoint.best_goal max: of {VALIDATION_LOSS}, the lowest is kept; name "
+                "another number with --checkpoint.best_metric"
+            )
         _check_initial_load(self)
         _check_saves(self)
         _check_folder(self)

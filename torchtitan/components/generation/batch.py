@@ -220,15 +220,16 @@ class Batch:
                         decoded[image.digest] = image.decode()
                 row.decoded = [decoded[image.digest] for image in row.images]
         except Exception as error:  # of this process alone
-            self._error = self._error or error
+            self.fail(error)
 
     def _read_images(self, chosen: Sequence[Row]) -> ImageInputs | None:
         """Return the images of the next forward pass if it computes prompts that may have some.
         What the processor refuses must be known before all processes begin the pass."""
         reader = self._settings.reader
+        if reader is None or self._error is not None:
+            return None
         boundaries = self._model.cache_boundaries()
-        starts = bool(chosen) or any(row.n_tokens - 1 in boundaries for row in self._rows)
-        if reader is None or not starts or self._error is not None:
+        if not chosen and not any(row.n_tokens - 1 in boundaries for row in self._rows):
             return None
         rows = self._rows
         if chosen:
@@ -237,7 +238,7 @@ class Batch:
         try:
             return reader.inputs([[] if row.is_done else row.decoded for row in rows], tokens_BL)
         except Exception as error:  # of this process alone
-            self._error = error
+            self.fail(error)
             return None
 
     def _new_prompts(self, chosen: Sequence[Row]) -> tuple[list[Tokens], dict[Tokens, Tokens]]:
@@ -293,7 +294,7 @@ class Batch:
         else:
             # Tensor parallelism needs equally many tokens per rank: all after the first are
             # padding, and not kept.
-            tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
+            tokens_BL = torch.tensor([[row.last_token] * degree for row in rows])
             positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
             n_kept = 1
             if self.growth and self._joins and cache.n_slots + degree > cache.max_slots:
@@ -430,9 +431,8 @@ class Batch:
             row.is_done or next_token.is_finite for row, next_token in zip(rows, drawn, strict=True)
         ):
             # The most probable token would silently be token 0.
-            self._error = UserError(
-                f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}"
-            )
+            hint = f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}"
+            self.fail(UserError(hint))
             return
         for place, (row, next_token) in enumerate(zip(rows, drawn, strict=True)):
             if not row.is_done:

@@ -16,6 +16,7 @@ class KeptTexts:
 
     def keep(self, tokens: Tokens, cache: KVCache) -> None:
         """Keep a text, and drop the oldest if there are too many."""
+        self._caches.pop(tokens, None)  # a text that is kept again is the newest
         self._caches[tokens] = cache
         if self._most is not None and len(self._caches) > self._most:
             del self._caches[next(iter(self._caches))]

@@ -69,5 +69,12 @@ class Row:
         return [PADDING] if self.is_done else [*self.prompt, *self.generation.ids]
 
     @property
+    def last_token(self) -> int:
+        """The last of `tokens`."""
+        if self.is_done:
+            return PADDING
+        return self.generation.ids[-1] if self.generation.ids else self.prompt[-1]
+
+    @property
     def n_tokens(self) -> int:
         return 1 if self.is_done else len(self.prompt) + len(self.generation.ids)

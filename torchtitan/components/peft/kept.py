@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from torchtitan.components.checkpoint.formats import PICKLED, SAFETENSORS
 from torchtitan.components.weights.assets import read_converters
 from torchtitan.components.weights.dequantize import read_method
 from torchtitan.components.weights.few_bits import FewBits
@@ -63,9 +64,11 @@ def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> FewBits
 
 
 def is_huggingface_folder(path: str) -> bool:
-    """Return whether the initial weights are in a Hugging Face folder. A folder without weights,
-    whose description suffices for a dry run, is none."""
-    return _is_folder(path) and "hf" in formats_in(Path(path))
+    """Return whether the initial weights are in a Hugging Face folder, which PEFT can open. A
+    folder without weights, whose description suffices for a dry run, is not, nor is torchtune's."""
+    if not _is_folder(path):
+        return False
+    return formats_in(Path(path)).get("hf") in (*SAFETENSORS, *PICKLED)
 
 
 def _is_folder(path: str) -> bool:

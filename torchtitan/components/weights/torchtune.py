@@ -6,6 +6,7 @@ below are compared with what torchtune 0.6.1 writes.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from pathlib import Path
@@ -59,8 +60,13 @@ _ADAPTED = re.compile(rf"(?:layers\.(\d+)\.)?(.+?)\.({'|'.join(map(re.escape, _A
 
 
 def stored(files: list[Path]) -> TensorSource:
-    """Return the tensors of all files, unchanged."""
-    return reduce(ChainedSource, (_of_file(file) for file in files))
+    """Return the tensors of all files, unchanged. Raise `UserError` if two have one of a name."""
+    sources = [_of_file(file) for file in files]
+    counts = Counter(name for source in sources for name in source.specs)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        names = summarize_names([file.name for file in files])
+        raise UserError(f"several of {names} have {summarize_names(repeated)}; keep one model's")
+    return reduce(ChainedSource, sources)
 
 
 def _of_file(file: Path) -> TensorSource:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchtitan.components.weights.dequantize.weight import QuantizedWeight, read_part
-from torchtitan.components.weights.few_bits import FewBits, kept_group
+from torchtitan.components.weights.few_bits import TABLES, FewBits, kept_group
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 
@@ -25,8 +25,8 @@ _POWERS = (torch.float8_e8m0fnu, torch.uint8)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, *_POWERS)
 _PACKED = "_blocks"
 
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_PAIRS = torch.cartesian_prod(torch.cat([_FP4, -_FP4]), torch.cat([_FP4, -_FP4])).flip(1)
+_FP4 = torch.tensor(TABLES["e2m1"])
+_PAIRS = torch.cartesian_prod(_FP4, _FP4).flip(1)
 """The two FP4 values of each byte."""
 
 
