@@ -112,10 +112,14 @@ class ParallelDims:
         """Raise `UserError` for a degree that the model does not support, or for the first size of
         the model or the sequence that cannot be split."""
         family = type(model).__qualname__.removesuffix(".Config")
-        for name, reason in model.unsupported_parallelisms().items():
-            if (degree := getattr(self, _ALL_DEGREES[name])) > 1:
+        degrees = {name: getattr(self, field) for name, field in _ALL_DEGREES.items()}
+        # A class of transformers answers by trials, which one process does not need.
+        is_divided = any(degree > 1 for degree in degrees.values())
+        reasons = model.unsupported_parallelisms() if is_divided else {}
+        for name, reason in reasons.items():
+            if degrees[name] > 1:
                 raise UserError(
-                    f"--parallelism.{name} {degree} must be 1 for {family}, because {reason}"
+                    f"--parallelism.{name} {degrees[name]} must be 1 for {family}, because {reason}"
                 )
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
@@ -135,17 +139,19 @@ class ParallelDims:
                 f"{model.vocab_size}"
             )
         experts = {"expert_parallel_degree": self.ep, "expert_tensor_parallel_degree": self.etp}
-        for (option, degree), (name, size) in zip(
-            experts.items(), model.expert_parallel_sizes.items(), strict=False
-        ):
-            if size % degree:
+        if prod(experts.values()) > 1:
+            expert_sizes = model.expert_parallel_sizes
+            if not expert_sizes:
                 raise UserError(
-                    f"--parallelism.{option} {degree} does not divide --model.{name} {size}"
+                    f"{_product(experts)} divides routed experts, and {family} has none; set 1"
                 )
-        if prod(experts.values()) > 1 and not model.expert_parallel_sizes:
-            raise UserError(
-                f"{_product(experts)} divides routed experts, and {family} has none; set 1"
-            )
+            for (option, degree), (name, size) in zip(
+                experts.items(), expert_sizes.items(), strict=False
+            ):
+                if size % degree:
+                    raise UserError(
+                        f"--parallelism.{option} {degree} does not divide --model.{name} {size}"
+                    )
         pieces = (
             self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         )

@@ -281,7 +281,10 @@ class RunConfig(Configurable.Config):
                 raise UserError(
                     f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1"
                 )
-        has_experts = bool(self.model_spec.model.expert_parallel_sizes)
+        # Only a split backward pass asks, and a class of transformers answers by a trial.
+        has_experts = self.parallelism.splits_backward and bool(
+            self.model_spec.model.expert_parallel_sizes
+        )
         check_activation_checkpoint(
             self.activation_checkpoint, self.compile, self.parallelism, has_experts=has_experts
         )

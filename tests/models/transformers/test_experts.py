@@ -103,8 +103,10 @@ def hold_own_experts(document: dict[str, Any]) -> None:
     mesh = dims.build_mesh("cpu")
     with torch.device("meta"):
         model = TransformersModel.Config.of(document).build()
-    apply_expert_parallel(model.stacked_experts(), dims.expert_mesh(mesh), dims.shards)
-    for layer in model.stacked_experts():
+    layers = model.stacked_experts()
+    assert layers
+    apply_expert_parallel(layers, dims.expert_mesh(mesh), dims.shards)
+    for layer in layers:
         assert all(parameter.to_local().shape[0] == 2 for parameter in layer.parameters())
 
 

@@ -136,7 +136,8 @@ def compare_tensor_parallel(documents: dict[str, dict[str, Any]]) -> None:
                 model = config.build()
             UnitVariance.Config().build().convert(model)
             if is_divided:
-                plan, _ = class_plan(config.document)
+                plan, reason = class_plan(config.document)
+                assert plan.tensor and not reason, (model_type, reason)
                 apply_tensor_parallel(model, mesh["tp"], plan, disable_loss_parallel=True)
             allocate(model, torch.device("cpu"))
             initialize_weights(model, 0)

@@ -118,7 +118,7 @@ class ClassConfig(BaseModel.Config):
 
     def try_stages(self) -> tuple[frozenset[str], str]:
         """Return the result of the trial `stages.try_stages`."""
-        return stages.try_stages(lambda: self.tiny().build(), str(self.document))
+        return stages.try_stages(self)
 
     @property
     def tensor_parallel_sizes(self) -> dict[str, int]:

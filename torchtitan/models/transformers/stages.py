@@ -148,12 +148,12 @@ def outer_owners(model: nn.Module, blocks: Collection[str]) -> list[str]:
 
 
 @trial
-def try_stages(build: Callable[[], Any], description: str) -> tuple[frozenset[str], str]:
-    """Divide a tiny `TransformersModel` into one stage per block. Return which of its modules run
-    after the blocks, and why it cannot be divided ("": it can). `description` tells models
-    apart."""
+def try_stages(config: Any) -> tuple[frozenset[str], str]:
+    """Divide a tiny clone of a `TransformersModel`, given its `ClassConfig`, into one stage per
+    block. Return which of its modules run after the blocks, and why it cannot be divided ("": it
+    can)."""
     try:
-        return _try(build), ""
+        return _try(config.tiny().build), ""
     except _Indivisible as error:
         return frozenset(), str(error)
     except Exception as error:  # any class, called in a way that it was not written for
@@ -165,7 +165,8 @@ class _Indivisible(Exception):
 
 
 def _try(build: Callable[[], Any]) -> frozenset[str]:
-    model = _random(build)
+    torch.manual_seed(0)
+    model = randomize(build().eval())
     positions_BL = torch.cat([torch.arange(n) for n in _LENGTHS]).view(2, -1)
     tokens_BL = torch.randint(TEXT_IDS.start, TEXT_IDS.stop, positions_BL.shape)
     attention = AttentionMetadata.from_positions(positions_BL)
@@ -183,7 +184,7 @@ def _try(build: Callable[[], Any]) -> frozenset[str]:
             block,
             *([names[-1], *names[:1] * model.is_tied] if block is blocks[-1] else []),
         ]
-        stage = _random(build)
+        stage = build().eval()
         stage.load_state_dict(model.state_dict())
         stage.division = division
         stage.keep_modules(parts)
@@ -202,11 +203,6 @@ def _try(build: Callable[[], Any]) -> frozenset[str]:
         (logits * weights).sum().backward()
     _compare(model, stages, hidden, logits)
     return last
-
-
-def _random(build: Callable[[], Any]) -> Any:
-    torch.manual_seed(0)
-    return randomize(build().eval())
 
 
 def _after_blocks(model: Any, blocks: Collection[str], tokens_BL: Tensor) -> Iterator[str]:
