@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy
 import torch
@@ -26,9 +26,6 @@ from torchtitan.protocols.initializer import (
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.tensor_source import Slices, full_slices
 from torchtitan.tools.sharded import is_dtensor
-
-if TYPE_CHECKING:
-    pass
 
 _CHUNK_ELEMENTS = 2**15
 """Elements drawn at once. From here on, PyTorch would divide each operation among threads of its

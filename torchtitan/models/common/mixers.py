@@ -37,8 +37,7 @@ class MixerKind:
 
     heads: tuple[str, ...] = ()
     """Fields of the configuration, also nested ones, with the numbers of heads or channels of a
-    `Recurrence`; tensor
-    times context parallelism must divide them."""
+    `Recurrence`; tensor times context parallelism must divide them."""
 
 
 ATTENTION = MixerKind(
@@ -64,9 +63,14 @@ class HybridDecoder(Decoder):
         mixers: ClassVar[Mapping[str, MixerKind]]
         """Type of layer → kind of its mixer."""
 
+        def type_of(self, index: int) -> str:
+            """Return the type of a layer."""
+            layer_type: str = self.layer_types[index % len(self.layer_types)]
+            return layer_type
+
         def mixer_of(self, index: int) -> MixerKind:
             """Return the kind of a layer's mixer."""
-            return self.mixers[self.layer_types[index % len(self.layer_types)]]
+            return self.mixers[self.type_of(index)]
 
         @property
         def context_parallel_sizes(self) -> dict[str, int]:

@@ -204,7 +204,7 @@ def _prepare_4(document: dict[str, Any]) -> dict[str, Any]:
 def _write_4(config: Granite4Model.Config) -> dict[str, Any] | None:
     """Return the types of layers, and sizes that transformers checks, even in models without Mamba;
     None: it cannot describe the model."""
-    kinds = [config.layer_types[i % len(config.layer_types)] for i in range(config.n_layers)]
+    kinds = [config.type_of(index) for index in range(config.n_layers)]
     older = {newer: name for name, newer in LAYER_NAMES.items()}
     types = {"layer_types": [older[kind] for kind in kinds]}
     if "linear_attention" not in kinds:

@@ -24,6 +24,7 @@ from torchtitan.models.common.moe.rows import (
     expert_rows,
     fused_expert_rows,
     prepare_dense_layers,
+    selection_bias,
     write_dense_layers,
 )
 from torchtitan.models.common.short_conv import SHORT_CONV, SHORT_CONV_ROWS
@@ -157,8 +158,7 @@ _DENSE = ModelType(
 def _expert_rows(config: Lfm2MoEModel.Config) -> tuple[KeyMapping, ...]:
     folder = "feed_forward"
     rows = expert_rows(config, folder=folder, names=("w1", "w2", "w3"))
-    bias = f"model.layers.*.{folder}.expert_bias"
-    return _ROWS + replaced(rows, KeyMapping("layers.*.moe.router.selection.bias_E", bias))
+    return _ROWS + replaced(rows, selection_bias(f"{folder}.expert_bias"))
 
 
 _MOE = replace(

@@ -45,10 +45,6 @@ class NemotronHModel(MambaDecoder):
             "mlp": NO_MIXER,
         }
 
-        def type_of(self, index: int) -> str:
-            """Return the type of a layer."""
-            return self.layer_types[index % len(self.layer_types)]
-
     config: Config
 
     def rope_of_layer(self, index: int) -> RoPEConfig | None:

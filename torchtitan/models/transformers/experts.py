@@ -45,7 +45,7 @@ class ClassExperts(StackedExperts):
         )
 
     def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
-        self.num_experts = len(next(self.parameters(recurse=False)))
+        self.num_experts = self.n_local
         if len(x_ND):
             return type(self).own_forward(self, x_ND, chosen_NK, weights_NK)
         # FSDP needs gradients on all ranks, so a rank without tokens computes a row of zeros.
