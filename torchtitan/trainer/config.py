@@ -231,9 +231,10 @@ class RunConfig(Configurable.Config):
             check_measured(self, self.checkpoint.best_metric, option)
         build_tokenizer = functools.cache(lambda: self.tokenizer.build(path=self.hf_assets_path))
 
+        resolve = functools.cache(lambda: self.resolve(build_tokenizer()))
+
         def identity() -> RunIdentity:
-            tokenizer = build_tokenizer()
-            return self.resolve(tokenizer).identity(tokenizer)
+            return resolve().identity(build_tokenizer())
 
         is_owner_checked = self.checkpoint.enable and not dry_run
         decision = self.checkpoint.decide_start(
@@ -242,7 +243,7 @@ class RunConfig(Configurable.Config):
         if decision.start is None and self.checkpoint.initial_load_in_hf:
             format_of(self.checkpoint.initial_load_path)  # raises without weights
         tokenizer = build_tokenizer()
-        resolved = self.resolve(tokenizer)
+        resolved = resolve()
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)
         for converter in self.model_converters if not dry_run else ():
             converter.check_device()
@@ -361,9 +362,15 @@ class RunConfig(Configurable.Config):
             )
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
-        """Return a copy with unset values from the tokenizer and the initial weights; added tokens
-        (`n_added`) enlarge the vocabulary. Raise `UserError` if the model's vocabulary is too small
-        for the tokenizer's files."""
+        """Return a copy with unset values from the tokenizer and the initial weights, whose files
+        may be opened. Raise `UserError` as `resolved_spec`."""
+        spec = self.resolved_spec(tokenizer)
+        return dataclasses.replace(self, model_spec=spec).with_initial_weights(tokenizer.added)
+
+    def resolved_spec(self, tokenizer: Tokenizer) -> ModelSpec:
+        """Return the model with the tokenizer's vocabulary if its own is unset; added tokens
+        (`n_added`) enlarge it. Raise `UserError` if the model's vocabulary is too small for the
+        tokenizer's files."""
         model = self.model_spec.model
         in_files = tokenizer.vocab_size - tokenizer.n_added
         if model.vocab_size is None or in_files <= model.vocab_size < tokenizer.vocab_size:
@@ -374,8 +381,7 @@ class RunConfig(Configurable.Config):
                 f"{tokenizer.vocab_size} tokens, and the model's vocabulary only "
                 f"{model.vocab_size} (--model.vocab_size)"
             )
-        spec = dataclasses.replace(self.model_spec, model=model)
-        return dataclasses.replace(self, model_spec=spec).with_initial_weights(tokenizer.added)
+        return dataclasses.replace(self.model_spec, model=model)
 
     def with_initial_weights(self, added: range) -> Self:
         """Return a copy whose converters know the initial weights, if it has any; `added`: ids of

@@ -237,7 +237,7 @@ class ReferenceTrainer(FrozenModelTrainer):
                 with errors_of("--reference.path"):
                     internal_source(
                         self.reference.path,
-                        self.resolve(tokenizer).model_spec,
+                        self.resolved_spec(tokenizer),
                         added=tokenizer.added,
                     )
             return preflight

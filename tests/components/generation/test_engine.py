@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -512,10 +513,18 @@ def sharded_conversations(layout: str, expected: list[list[Generation]]) -> None
     engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3, group=dist.group.WORLD)
     # Under FSDP, each rank has conversations of other numbers of turns.
     numbers = range(dist.get_rank(), 8, 3) if layout == "fsdp" else range(8)
-    for found, number in zip(
-        engine.run([converse(engine, n) for n in numbers]), numbers, strict=True
-    ):
+    extend = batch_module.Batch._extend_texts
+    extended = []
+
+    def counted(self, beginnings):
+        extended.extend(beginnings)
+        return extend(self, beginnings)
+
+    with mock.patch.object(batch_module.Batch, "_extend_texts", counted):
+        conversations = engine.run([converse(engine, number) for number in numbers])
+    for found, number in zip(conversations, numbers, strict=True):
         check_equal(found, expected[number])
+    assert len(extended) == sum(len(expected[number]) - 1 for number in numbers)
 
 
 @pytest.mark.slow

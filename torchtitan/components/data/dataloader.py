@@ -78,7 +78,7 @@ class PretrainDataLoader(TokenizingDataLoader):
         stream: Literal["single", "all", "none"] = "single"
         """Datasets on the Hugging Face Hub to stream: single: one that is the only dataset; all; or
         none. Others are copied first. Registered names such as c4 are streamed in any case. A
-        mixture with streams needs `weights`."""
+        mixture with streams needs `weights`; validation on several gives them equal shares."""
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 

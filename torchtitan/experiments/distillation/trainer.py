@@ -52,7 +52,7 @@ class DistillationTrainer(FrozenModelTrainer):
         def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
             preflight = FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
             teacher, tokenizer = self.teacher, preflight.tokenizer
-            specs = self.resolve(tokenizer).model_spec, self.teacher_spec()
+            specs = self.resolved_spec(tokenizer), self.teacher_spec()
             if not dry_run:  # which has no tokenizer
                 folder = asset_folder(Path(teacher.path))
                 check_same_tokens(tokenizer, PretrainedTokenizer.Config().build(path=folder))
