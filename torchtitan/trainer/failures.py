@@ -96,7 +96,8 @@ def _end_collectives(trainer: Any, error: BaseException) -> float:
     if trainer.device.type != "cpu" or not end_connections():
         return SECONDS
     if not is_lost_rank(error):
-        logger.error("%s; the other ranks end their step", failure)
+        # The error itself is printed when this process ends.
+        logger.warning("rank %d failed; the other ranks end their step", trainer.rank)
     return float(comm.step_timeout_seconds or comm.train_timeout_seconds)
 
 
