@@ -28,6 +28,7 @@ from torchtitan.components.rollout.batches import to_batches
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory
 from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed import initialize_weights
 from torchtitan.experiments.ppo.config_registry import ppo_debugmodel
 from torchtitan.experiments.rl.advantages import estimate_advantages
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
@@ -837,7 +838,9 @@ def test_an_exception_on_one_rank_ends_all():
 
 def fail_on_one_rank() -> None:
     group = torch.distributed.group.WORLD
-    sampler = Engine(llama_config(max_seq_len=64).build(), sampling=Sampling(), group=group)
+    model = llama_config(max_seq_len=64).build()
+    initialize_weights(model, 0)
+    sampler = Engine(model, sampling=Sampling(), group=group)
 
     async def text():
         await sampler.generate([1], max_new_tokens=2, key="a")
