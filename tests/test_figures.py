@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import PROJECT
 
-SCRIPT = PROJECT / "docs/figures/post_training.py"
+SCRIPT = PROJECT / "docs/figures/run_curves.py"
 
 
 def write_run(folder, **metrics):

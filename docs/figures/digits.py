@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from post_training import COLORS, HEIGHT, WIDTH, panel, points
+from run_curves import COLORS, HEIGHT, WIDTH, panel, points
 
 QUESTION = "Which digit is this?"
 N_TEST = 360

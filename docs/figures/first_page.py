@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from post_training import HERE, draw, points
+from run_curves import HERE, draw, points
 
 PAGE = HERE.parent / "index.md"
 LINES = (("loss", "training"), ("validation_loss", "validation"))

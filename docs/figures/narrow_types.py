@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from post_training import draw, points
+from run_curves import draw, points
 
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.quantization.float8 import Float8LinearConverter

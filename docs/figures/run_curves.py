@@ -1,4 +1,4 @@
-"""Draw the figures of docs/post_training.md: `python docs/figures/post_training.py FOLDER`.
+"""Draw the figures of docs/post_training.md: `python docs/figures/run_curves.py FOLDER`.
 
 FOLDER contains the dump folders of its runs, named as on the page. Missing runs are skipped.
 """
