@@ -192,13 +192,17 @@ def test_several_checkpoints(tmp_path, capsys):
         ]
         assert [row[4:-1] for row in rows[1:]] == [["2.5"], ["1.25", "(best)"], []]
     accuracy = "evaluation/quiz/accuracy"
-    for step, value in ((5, -0.5), (10, -0.25), (15, None)):
-        numbers = {"best_metric": accuracy, "best_loss": value, "validation_loss": 5.0 / step}
-        save_step(tmp_path / "other/checkpoint", step, **numbers)
+    for step, value in ((5, 0.5), (10, 0.25), (15, None)):
+        of_accuracy = {"best_metric": accuracy, "best_value": value, "best_goal": "max"}
+        save_step(tmp_path / "other/checkpoint", step, **of_accuracy, validation_loss=5.0 / step)
     _, output, _ = inspect(capsys, tmp_path / "other")
     rows = [line.split() for line in output.splitlines()]
     assert rows[0][4:] == ["validation", "loss", accuracy, "bytes"]
-    assert [row[4:-1] for row in rows[1:]] == [["1", "(best)"], ["0.5"], ["0.333333"]]
+    assert [row[4:-1] for row in rows[1:]] == [
+        ["1", "0.5", "(best)"],
+        ["0.5", "0.25"],
+        ["0.333333"],
+    ]
     (tmp_path / "checkpoint/step-20.partial").mkdir()
     code, output, _ = inspect(capsys, tmp_path)
     assert code == 3

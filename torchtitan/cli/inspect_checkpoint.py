@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torchtitan.components.checkpoint import CheckpointInfo
+    from torchtitan.components.checkpoint.manifest import Criterion
     from torchtitan.components.weights import Format
     from torchtitan.protocols.tensor_source import TensorSpec
 
@@ -232,18 +233,18 @@ def _dtype_name(spec: "TensorSpec") -> str:
 
 def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
     from torchtitan.components.checkpoint import catalog
-    from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS
+    from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Criterion
 
     markers = [info.marker for info in checkpoints if info.marker]
-    metric = (markers[-1].best_metric if markers else "") or VALIDATION_LOSS
-    best = catalog.best(checkpoints, metric)
-    # The number of another metric is saved without its direction, so only the best one is named.
-    others = () if metric == VALIDATION_LOSS else (metric,)
+    criterion = markers[-1].criterion if markers else Criterion()
+    best = catalog.best(checkpoints, criterion)
+    others = () if criterion.metric == VALIDATION_LOSS else (criterion.metric,)
     rows = []
     for info in checkpoints:
         loss = "" if info.validation_loss is None else f"{info.validation_loss:.6g}"
         mark = "(best)" if info is best else ""
-        measured = [loss, mark] if others else [f"{loss} {mark}".strip()]
+        numbers = [loss, _best_value(info, criterion)] if others else [loss]
+        measured = [*numbers[:-1], f"{numbers[-1]} {mark}".strip()]
         n_bytes = f"{sum(info.path.files().values()):,}"
         rows.append(
             (str(info.path), str(info.step), info.kind or "", _state(info), *measured, n_bytes)
@@ -254,6 +255,13 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
         if wrong := info.damage or info.fault:
             print_error("inspect", f"{info.path}: {wrong}")
     return 0 if all(info.is_complete and not info.damage for info in checkpoints) else 3
+
+
+def _best_value(info: "CheckpointInfo", criterion: "Criterion") -> str:
+    marker = info.marker
+    if marker is None or marker.best_metric != criterion.metric or marker.best_value is None:
+        return ""
+    return f"{marker.best_value:.6g}"
 
 
 def _state(info: "CheckpointInfo") -> str:

@@ -1008,7 +1008,7 @@ def test_the_best_of_another_metric_is_kept(tmp_path: Path) -> None:
     run.manager.save(5, stopped=True, validation_loss=0.0)
     run.manager.close()
     found = list_checkpoints(tmp_path / "checkpoint")
-    assert [(info.step, info.loss(accuracy)) for info in found] == [(2, -0.5), (5, None)]
+    assert [(info.step, info.marker.best_value) for info in found] == [(2, 0.5), (5, None)]
 
     resumed = Run(tmp_path, **options)
     resumed.manager.load()
@@ -1016,6 +1016,12 @@ def test_the_best_of_another_metric_is_kept(tmp_path: Path) -> None:
     assert resumed.manager.is_due(6, measured={accuracy: 0.75})
     assert not resumed.manager.is_due(6, validation_loss=-1.0)
     resumed.manager.close()
+
+    lowest = Run(tmp_path, **options, best_goal="min")
+    lowest.manager.load()
+    assert lowest.manager.is_due(6, measured={accuracy: 0.25})
+    assert not lowest.manager.is_due(6, measured={accuracy: 0.75})
+    lowest.manager.close()
     with pytest.raises(UserError, match="best_metric 'evaluation/a/b' does not tell whether"):
         CheckpointManager.Config(
             enable=True, keep_best=True, best_metric="evaluation/a/b"

@@ -22,7 +22,7 @@ from torchtitan.components.checkpoint.manifest import (
     KIND_DESCRIPTIONS,
     MANIFEST,
     MARKER,
-    VALIDATION_LOSS,
+    Criterion,
     Faults,
     Kind,
     Marker,
@@ -86,11 +86,9 @@ class CheckpointInfo:
     def validation_loss(self) -> float | None:
         return self.marker.validation_loss if self.marker else None
 
-    def loss(self, metric: str) -> float | None:
-        """Return the number that `keep_best` minimizes; None if this metric was not measured."""
-        if metric == VALIDATION_LOSS or self.marker is None:
-            return self.validation_loss
-        return self.marker.best_loss if self.marker.best_metric == metric else None
+    def loss(self, criterion: Criterion) -> float | None:
+        """Return the number that `keep_best` minimizes; None if it was not measured."""
+        return criterion.loss_of(self.marker) if self.marker else None
 
 
 def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
@@ -270,10 +268,10 @@ def commit(
     return ranks.broadcast_from_rank0(lambda: folder.publish(final, MARKER, marker_content(marker)))
 
 
-def best(checkpoints: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo | None:
+def best(checkpoints: Sequence[CheckpointInfo], criterion: Criterion) -> CheckpointInfo | None:
     """Return the earliest checkpoint with the lowest `CheckpointInfo.loss`; None if none was
     measured."""
-    measured = [(loss, info) for info in checkpoints if (loss := info.loss(metric)) is not None]
+    measured = [(loss, info) for info in checkpoints if (loss := info.loss(criterion)) is not None]
     numbers = [(loss, info) for loss, info in measured if loss == loss]  # without NaN
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
 
@@ -283,15 +281,15 @@ def prune(
     step: int,
     keep_latest_k: int,
     *,
-    metric: str = VALIDATION_LOSS,
+    criterion: Criterion,
     best_of: Callable[[int], bool] | None = None,
 ) -> None:
     """Keep the newest `keep_latest_k` (0: all) complete checkpoints up to `step`, the one just
     saved; remove the rest.
 
     Also keep the newest full checkpoint, because the run resumes from it; the final checkpoint of a
-    run (`CheckpointInfo.ends_run`); the checkpoint with the best value of `metric` among the steps
-    that `best_of` accepts; damaged checkpoints, for diagnosis; and steps after `step`, which a run
+    run (`CheckpointInfo.ends_run`); the best checkpoint by `criterion` among the steps that
+    `best_of` accepts; damaged checkpoints, for diagnosis; and steps after `step`, which a run
     resumed from an earlier step overwrites when it reaches them.
     """
     complete = [
@@ -301,7 +299,7 @@ def prune(
     ]
     kept = [info for info in complete if info.kind == "full"][-1:]
     kept += [info for info in complete if info.ends_run]
-    if best_of and (lowest := best([info for info in complete if best_of(info.step)], metric)):
+    if best_of and (lowest := best([info for info in complete if best_of(info.step)], criterion)):
         kept.append(lowest)
     for info in complete[:-keep_latest_k] if keep_latest_k else []:
         if info not in kept:

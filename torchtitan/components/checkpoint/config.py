@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping
 from typing import Literal
 
 from torchtitan.components.checkpoint.filesystem import (
@@ -11,7 +10,7 @@ from torchtitan.components.checkpoint.filesystem import (
     folder_at,
     resolve_folder,
 )
-from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Kind
+from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Criterion, Kind
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.goals import Goal, sign_of
@@ -109,22 +108,19 @@ class CheckpointConfig(Configurable.Config):
         """True if a run with this configuration writes checkpoints."""
         return self.enable and not self.load_only
 
-    def loss_of(self, measured: Mapping[str, float]) -> float | None:
-        """Return the number that `keep_best` minimizes: the value of `best_metric` among measured
-        numbers, negated if higher is better; None if there is none."""
-        value = measured.get(self.best_metric)
-        return None if value is None else -self.best_sign * float(value)
-
     @property
-    def best_sign(self) -> int:
-        """-1 if lower values of `best_metric` are better, otherwise 1. Raises `UserError` if the
-        name does not tell."""
-        return sign_of(
+    def criterion(self) -> Criterion:
+        """What `keep_best` compares. Raises `UserError` if the name of `best_metric` does not tell
+        whether lower or higher is better."""
+        if not self.keep_best:
+            return Criterion()
+        sign = sign_of(
             self.best_metric,
             self.best_goal,
             option="--checkpoint.best_metric",
             goal_option="--checkpoint.best_goal",
         )
+        return Criterion(self.best_metric, "min" if sign < 0 else "max")
 
     @property
     def last_kind(self) -> Kind:
@@ -149,7 +145,7 @@ class CheckpointConfig(Configurable.Config):
         )
         if self.load_step != -1 and not self.enable:
             raise UserError(f"--checkpoint.load_step {self.load_step} requires --checkpoint.enable")
-        if self.keep_best and self.best_sign > 0 and self.best_metric == VALIDATION_LOSS:
+        if self.keep_best and self.criterion == Criterion(VALIDATION_LOSS, "max"):
             raise UserError(
                 f"--checkpoint.best_goal max: of {VALIDATION_LOSS}, the lowest is kept; name "
                 "another number with --checkpoint.best_metric"

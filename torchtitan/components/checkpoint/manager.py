@@ -14,7 +14,7 @@ from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
 from torchtitan.components.checkpoint.filesystem import errors_logged
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
-from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Kind, Marker
+from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Criterion, Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.rescue import check_fallback, save_elsewhere
 from torchtitan.components.checkpoint.resume import (
@@ -174,7 +174,8 @@ class CheckpointManager(Configurable):
             return False
         is_best = False
         if self.config.keep_best:
-            loss = self.config.loss_of(_with_loss(measured, validation_loss))
+            value = _with_loss(measured, validation_loss).get(self.config.best_metric)
+            loss = self.config.criterion.loss(value)
             if loss is not None:
                 self.wait()
                 is_best = loss < self._saver.best_loss
@@ -342,7 +343,7 @@ class CheckpointManager(Configurable):
             self._saver.step = step
             self._saver.best_loss = _best_loss(
                 [info for info in decision.checkpoints if info.step <= step],
-                self.config.best_metric,
+                self.config.criterion,
             )
         return (
             start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
@@ -493,7 +494,7 @@ class CheckpointManager(Configurable):
                 self.folder,
                 step,
                 self.config.keep_latest_k,
-                metric=self.config.best_metric,
+                criterion=self.config.criterion,
                 best_of=best_of,
             )
 
@@ -502,7 +503,12 @@ class CheckpointManager(Configurable):
         metric = self.config.best_metric
         if not self.config.keep_best or metric == VALIDATION_LOSS:
             return {}
-        return {"best_metric": metric, "best_loss": self.config.loss_of(measured)}
+        value = measured.get(metric)
+        return {
+            "best_metric": metric,
+            "best_value": None if value is None else float(value),
+            "best_goal": self.config.criterion.goal,
+        }
 
 
 def _with_loss(
@@ -513,12 +519,12 @@ def _with_loss(
     return {**(measured or {}), **loss}
 
 
-def _best_loss(checkpoints: Sequence[CheckpointInfo], metric: str) -> float:
+def _best_loss(checkpoints: Sequence[CheckpointInfo], criterion: Criterion) -> float:
     """Return the lowest `CheckpointInfo.loss` of complete, undamaged checkpoints; infinity if none
     was measured."""
     usable = [info for info in checkpoints if info.is_complete and not info.damage]
-    best = catalog.best(usable, metric)
-    loss = best.loss(metric) if best else None
+    best = catalog.best(usable, criterion)
+    loss = best.loss(criterion) if best else None
     return math.inf if loss is None else loss
 
 

@@ -27,7 +27,15 @@ _ALGORITHM = "sha256"
 _FORMAT_VERSION = 2
 VALIDATION_LOSS = "validation_loss"
 
-_OPTIONAL = ("base_model", "base_digest", "identity", "length", "best_metric", "best_loss")
+_OPTIONAL = (
+    "base_model",
+    "base_digest",
+    "identity",
+    "length",
+    "best_metric",
+    "best_value",
+    "best_goal",
+)
 """Fields omitted if empty."""
 
 KIND_DESCRIPTIONS: dict[Kind, str] = {
@@ -60,8 +68,11 @@ class Marker:
     best_metric: str = ""
     """Name of the number that `keep_best` compares, unless it is the validation loss."""
 
-    best_loss: float | None = None
-    """That number at `step`, negated if higher is better."""
+    best_value: float | None = None
+    """That number at `step`."""
+
+    best_goal: str = ""
+    """Direction of better numbers (min or max)."""
 
     base_model: str = ""
     """Origin of the omitted frozen weights; empty if the checkpoint has all weights."""
@@ -82,6 +93,31 @@ class Marker:
 
     format_version: int = _FORMAT_VERSION
     """Version of the folder's structure and its entries."""
+
+    @property
+    def criterion(self) -> "Criterion":
+        """What `keep_best` compared when the checkpoint was saved."""
+        return Criterion(self.best_metric, self.best_goal) if self.best_metric else Criterion()
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """What `keep_best` compares: a number of validation or evaluation, and whether lower (min) or
+    higher (max) is better."""
+
+    metric: str = VALIDATION_LOSS
+
+    goal: str = "min"
+
+    def loss(self, value: float | None) -> float | None:
+        """Return the number to minimize: a value of the metric, negated if higher is better."""
+        return -value if value is not None and self.goal == "max" else value
+
+    def loss_of(self, marker: Marker) -> float | None:
+        """Return the number to minimize of a checkpoint; None if it was not measured."""
+        if self.metric == VALIDATION_LOSS:
+            return self.loss(marker.validation_loss)
+        return self.loss(marker.best_value) if marker.best_metric == self.metric else None
 
 
 class MarkerError(Exception):

@@ -169,7 +169,7 @@ class Saver:
         with self._failure_recorded(marker.step):
             path = self._write_complete(marker, entries, self._process if unblocked else None)
             self.step, self.kind = marker.step, marker.kind
-            loss = marker.best_loss if marker.best_metric else marker.validation_loss
+            loss = marker.criterion.loss_of(marker)
             if loss is not None:
                 self.best_loss = min(self.best_loss, loss)
             blocked = (unblocked or time.perf_counter()) - start_time
