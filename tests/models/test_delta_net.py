@@ -15,7 +15,7 @@ from tests.models.test_attention import metadata_of
 from tests.models.test_llama3 import small_config
 from torchtitan.components.generation import generate
 from torchtitan.distributed import initialize_weights
-from torchtitan.models.common import delta_net
+from torchtitan.models.common import delta_net, document_conv
 from torchtitan.models.common.delta_net import DELTA_NET_ROWS, GatedDeltaNet
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata
@@ -222,7 +222,7 @@ def test_a_missing_reset_is_caught(monkeypatch, mistake):
     name = {"state": "gated_delta_rule", "convolution": "DocumentConv.forward"}[mistake]
     owner: Any = delta_net
     if mistake == "convolution":
-        owner, name = delta_net.DocumentConv, "forward"
+        owner, name = document_conv.DocumentConv, "forward"
     original = getattr(owner, name)
 
     def one_document(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.models.test_attention import metadata_of
 from torchtitan.distributed import initialize_weights
-from torchtitan.models.common import delta_net, mamba
+from torchtitan.models.common import document_conv, mamba
 from torchtitan.models.common.mamba import Mamba2, MambaConfig
 from torchtitan.models.common.short_conv import GatedShortConv
 from torchtitan.protocols.attention import AttentionMetadata
@@ -144,7 +144,7 @@ def test_other_sizes_equal_the_definition(sizes):
 def test_a_missing_reset_is_caught(monkeypatch, mistake):
     rows = [[5, 1, 60, 30, 40], [80, 56]]
     owner, name = (
-        (mamba, "selective_scan") if mistake == "state" else (delta_net.DocumentConv, "forward")
+        (mamba, "selective_scan") if mistake == "state" else (document_conv.DocumentConv, "forward")
     )
     mixer, x = make_mixer("short conv" if "short" in mistake else "mamba"), random_input(rows)
     original = getattr(owner, name)

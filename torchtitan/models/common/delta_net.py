@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.chunks import Chunks
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.document_conv import DocumentConv
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind
 from torchtitan.models.common.norms import OffsetRMSNorm, RMSNorm
-from torchtitan.protocols.initializer import Constant, LogUniform, Uniform, with_initializers
-from torchtitan.protocols.recurrence import OwnHeads, Recurrence
+from torchtitan.protocols.initializer import Constant, LogUniform, with_initializers
+from torchtitan.protocols.recurrence import Recurrence
 from torchtitan.protocols.sharding import TensorSharding, with_features
 from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping
 from torchtitan.tools.errors import UserError, require
@@ -116,41 +117,6 @@ class GatedDeltaNet(Recurrence):
         gate_BLHF = F.silu(self.in_z(x_BLD).to(precise)).view_as(out_BLHF)
         out_BLHF = (self.norm(out_BLHF) * gate_BLHF).to(x_BLD.dtype)
         return self.out(out_BLHF.flatten(-2))
-
-
-class DocumentConv(OwnHeads):
-    """Causal convolution of each channel within its document. The weights are a `Conv1d`'s, and
-    start like them."""
-
-    def __init__(self, channels: int, width: int, *, bias: bool = False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
-        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
-        values = Uniform(-(width**-0.5), width**-0.5)
-        with_initializers(self, weight=values, bias=values)
-        with_features(self, weight=("out", None, None), bias=("out",))
-
-    def forward(
-        self, x_BLJ: Tensor, documents_BL: Tensor, earlier_BWJ: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the result and the last inputs, (B, width - 1, J), to pass as `earlier_BWJ` with
-        the next tokens. None: no earlier tokens."""
-        (batch, length, channels), n_earlier = x_BLJ.shape, self.weight.shape[-1] - 1
-        if earlier_BWJ is None:
-            earlier_BWJ = x_BLJ.new_zeros(batch, n_earlier, channels)
-        x_BSJ = torch.cat((earlier_BWJ, x_BLJ), dim=1)
-        documents_BS = F.pad(documents_BL, (n_earlier, 0))
-        out_BLJ = torch.zeros_like(x_BLJ)
-        for start, weight_J in enumerate(self.own(self.weight)[:, 0].unbind(-1)):
-            is_same_BL = documents_BS[:, start : start + length] == documents_BL
-            # In this order, the backward pass needs no masked copies of the inputs.
-            out_BLJ = out_BLJ + is_same_BL[..., None] * (
-                weight_J * x_BSJ[:, start : start + length]
-            )
-        if self.bias is not None:
-            out_BLJ = out_BLJ + self.own(self.bias)
-        is_last_BW = documents_BS[:, length:] == documents_BL[:, -1:]
-        return out_BLJ, x_BSJ[:, length:] * is_last_BW[..., None]
 
 
 def gated_delta_rule(

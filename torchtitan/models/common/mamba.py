@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import Section
 from torchtitan.models.common.chunks import Chunks
-from torchtitan.models.common.delta_net import DocumentConv
+from torchtitan.models.common.document_conv import DocumentConv
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.hugging_face import module_rows
 from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.models.common.delta_net import DocumentConv
+from torchtitan.models.common.document_conv import DocumentConv
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.hugging_face import module_rows
 from torchtitan.models.common.mixers import MixerKind
