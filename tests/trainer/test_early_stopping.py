@@ -140,6 +140,17 @@ def test_a_known_number_that_is_missing_is_no_improvement():
     assert stopping.without_improvement == 1
 
 
+def test_a_count_in_the_other_direction_is_dropped():
+    metric = "evaluation/x/score"
+    highest, _, _ = _stopping(metric, goal="max")
+    highest.on_measured({metric: 0.5})
+    again, _, _ = _stopping(metric, goal="max")
+    again.load_state_dict(highest.state_dict())
+    lowest, _, _ = _stopping(metric, goal="min")
+    lowest.load_state_dict(highest.state_dict())
+    assert (again.best, lowest.best) == (0.5, None)
+
+
 class Mute(Trainer):
     """Measures nothing in validations before the third one."""
 

@@ -99,14 +99,17 @@ class EarlyStopping(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "metric": self.config.metric,
+            "sign": self.config.sign(),
             "best": self.best,
             "best_step": self.best_step,
             "without_improvement": self.without_improvement,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the count; a count of another metric is dropped."""
-        if state["metric"] != self.config.metric:
+        """Continue the count; a count of another metric or in the other direction is dropped."""
+        sign = self.config.sign()
+        # earlier versions saved no sign
+        if (state["metric"], state.get("sign", sign)) != (self.config.metric, sign):
             return
         self.best, self.best_step = state["best"], state["best_step"]
         self.without_improvement = state["without_improvement"]
