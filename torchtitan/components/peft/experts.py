@@ -32,8 +32,7 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
     calls_product = True
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        base = self.plain_base(own) if isinstance(self, PackedExperts) else own
-        plain = {name: base[name] for name in base if name not in self.adapter}
+        plain = {name: own[name] for name in own if name not in self.adapter}
         for name in self.matrices:
             adapter = {key: own[key].float() for key in self.adapter if key.startswith(name)}
             weight = plain[name].float()
@@ -42,18 +41,8 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
                 plain[name] = self._scale(name, weight, adapter)[..., None] * plain[name]
         return plain
 
-    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-        types = (
-            PackedExperts.plain_types(self, own)
-            if isinstance(self, PackedExperts)
-            else super().plain_types(own)
-        )
-        return {name: dtype for name, dtype in types.items() if name not in self.adapter}
-
     def base_matrix(self, name: str) -> Tensor:
         """Return a frozen matrix of all experts."""
-        if isinstance(self, PackedExperts) and name in self.forms:
-            return self.unpacked(name, self.forms[name].value_dtype)
         weight: Tensor = getattr(self, name)
         return weight
 
@@ -86,6 +75,22 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
             dist.all_reduce(norms.square_(), group=self.width_group)
             norms.sqrt_()
         return row_scale(adapter[f"{name}_magnitude"], norms)
+
+
+class AdaptedPackedExperts(AdaptedExperts, PackedExperts):
+    """`AdaptedExperts` of a class of `PackedExperts`."""
+
+    def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return super().plain_state(self.plain_base(own))
+
+    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        types = PackedExperts.plain_types(self, own)
+        return {name: dtype for name, dtype in types.items() if name not in self.adapter}
+
+    def base_matrix(self, name: str) -> Tensor:
+        if name not in self.forms:
+            return super().base_matrix(name)
+        return self.unpacked(name, self.forms[name].value_dtype)
 
 
 def adapt_experts(
@@ -124,9 +129,8 @@ def adapt_experts(
         for part, (shape, start, split_dim) in added.items():
             experts.register_parameter(f"{name}_{part}", nn.Parameter(weight.new_empty(shape)))
             starts[f"{name}_{part}"], split_dims[f"{name}_{part}"] = start, split_dim
-    experts.__class__ = type(
-        f"Adapted{type(experts).__name__}", (AdaptedExperts, type(experts)), {}
-    )
+    mixin = AdaptedPackedExperts if forms else AdaptedExperts
+    experts.__class__ = type(f"Adapted{type(experts).__name__}", (mixin, type(experts)), {})
     assert isinstance(experts, AdaptedExperts)
     experts.scalings = dict(scalings)
     experts.is_adapted = True
