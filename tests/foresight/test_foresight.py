@@ -20,6 +20,7 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.narrow import MXFP8, NVFP4
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.context_parallel import SequenceShards
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fitting import USABLE
@@ -30,7 +31,7 @@ from torchtitan.foresight import plan, predict
 from torchtitan.foresight.capacity import _largest, capacities
 from torchtitan.foresight.devices import DEVICES, device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.planning import MESH, option_words
-from torchtitan.foresight.prediction import predict_from_reports
+from torchtitan.foresight.prediction import Layout, predict_from_reports
 from torchtitan.foresight.time import (
     CONTENTION,
     Message,
@@ -97,6 +98,23 @@ def test_rings_use_all_network_devices_of_a_host():
     assert many == pytest.approx(255 / 256 * 1e12 / (0.8 * 400e9), rel=1e-2)
 
 
+@pytest.mark.parametrize(("balancer", "degree"), [("none", 2), ("none", 8), ("headtail", 8)])
+def test_causal_attention_of_the_slowest_context_rank(tmp_path: Path, balancer: Any, degree: int):
+    """Against each rank's area under the diagonal of queries and keys."""
+    shards, length = SequenceShards(degree, balancer), 4096
+    pairs = [(shards.tokens_of_rank(rank, length) + 0.5).sum().item() for rank in range(degree)]
+    words = [
+        f"--parallelism.context_parallel_degree={degree}",
+        f"--parallelism.context_parallel_load_balancer={balancer}",
+    ]
+    layout = Layout.of(configuration(tmp_path, *words), degree)
+    causal = Kernel("attention", "backward", torch.bfloat16, 10**9, 0)
+    others = [causal._replace(is_causal=False), product(10**9, 0)]
+    work = list(layout.of_slowest_rank([(one, 3.0) for one in (causal, *others)]))
+    assert work[0][0].flops == pytest.approx(10**9 * max(pairs) / (sum(pairs) / degree), rel=1e-6)
+    assert [one for one, _ in work[1:]] == others and {calls for _, calls in work} == {3.0}
+
+
 def test_bubble_of_a_pipeline():
     single, double = (
         PipelinePlan(name, 8, ((),) * n, 8) for name, n in (("1F1B", 8), ("Interleaved1F1B", 16))
@@ -152,7 +170,7 @@ def test_frozen_weights_have_no_gradients(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["5", "14"])
+@pytest.mark.parametrize("row", ["5", "10", "14"])
 def test_published_rows_that_were_not_fitted(row: str):
     """The bounds are the issue's; docs/foresight.md shows all rows."""
     assert len(FITTED) <= len(published_runs()) / 2

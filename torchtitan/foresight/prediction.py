@@ -172,6 +172,17 @@ class Layout:
             self.config.activation_checkpoint.mode,
         )
 
+    def of_slowest_rank(self, work: WorkOfRank) -> WorkOfRank:
+        """Yield a rank's work with the causal attention of the context rank that computes most.
+        Without a load balancer it has the last tokens, which see all others."""
+        cp = self.dims.cp
+        factor = 1.0 if self.dims.cp_load_balancer == "headtail" else (2 * cp - 1) / cp
+        for one, calls in work:
+            if isinstance(one, Kernel) and one.kind == "attention" and one.is_causal:
+                yield one._replace(flops=round(factor * one.flops)), calls
+            else:
+                yield one, calls
+
     @property
     def accumulation(self) -> int:
         """Local batches of a step on each rank."""
@@ -314,7 +325,12 @@ def _prediction(
         config.compile.compiles_model,
         config.parallelism.enable_async_tensor_parallel,
     )
-    steps = [step_parts(device, one, is_compiled=is_compiled, is_async_tp=is_async) for one in work]
+    steps = [
+        step_parts(
+            device, layout.of_slowest_rank(one), is_compiled=is_compiled, is_async_tp=is_async
+        )
+        for one in work
+    ]
     parts = max(steps, key=lambda step: sum(step.values()))
     if pipeline := layout.pipeline:
         parts["pipeline bubble"] = bubble_seconds(parts, pipeline)
