@@ -29,6 +29,7 @@ from tests.training import RaggedDataLoader
 from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.distributed import ParallelDims, expert_parallel
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.experiments.flow_matching.flux import ClassTextTrainer
 from torchtitan.trainer import Trainer
 
 FOUR_STEPS = {"training__steps": 4, "validator__freq": 2}
@@ -92,6 +93,10 @@ SLOW = (
     "TP 2 x ETP 2, experts",
     "FSDP 2 x TP 2 x EP 4, sigmoid router",
     "PP 2 1F1B x EP 2, experts",
+    "TP 2, FLUX, AC full",
+    "CP 2, DiT, compile, AC full",
+    "TP 2 x CP 2, FLUX",
+    "HSDP 2 x 2, FLUX",
 )
 
 LONG = (
@@ -206,6 +211,14 @@ class SeparateGradients(Trainer):
         return super().clip_gradients()
 
 
+class OwnImageTokens(ClassTextTrainer):
+    """Let the tokens of an image attend to those of the same rank only."""
+
+    def shard(self, part: Any, spec: Any, **options: Any) -> Any:
+        alone = replace(spec, sharding=replace(spec.sharding, attention=""))
+        return super().shard(part, alone, **options)
+
+
 class UnscaledExperts(Trainer):
     """Sum the gradients of experts over the ranks that send tokens, but divide them as if these
     were others."""
@@ -266,6 +279,12 @@ MISTAKES = {
         UnscaledExperts,
         RaggedDataLoader,
         {"grad_norm", "weights"},
+    ),
+    "attention of images": (
+        "CP 2, FLUX",
+        OwnImageTokens,
+        RaggedDataLoader,
+        {"loss", "grad_norm", "validation_loss", "weights"},
     ),
     "norm": (
         "PP 2 ZBVZeroBubble, tied embeddings",

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from torchtitan.distributed import context_parallel, initialize_weights
 from torchtitan.distributed.context_parallel import (
     LoadBalancer,
     SequenceShards,
+    TokensOverRanks,
     apply_context_parallel,
     shard_sequences,
 )
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.tools.errors import UserError
 
 BALANCERS: tuple[LoadBalancer, ...] = ("headtail", "none")
 LENGTH, VOCABULARY = 24, 61
@@ -30,6 +33,14 @@ LENGTH, VOCABULARY = 24, 61
 
 # --- tokens
 # --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_sample_must_be_divisible():
+    mesh = mock.Mock(size=lambda: 3, get_local_rank=lambda: 1)
+    tokens = TokensOverRanks(mesh)
+    assert tokens.take(torch.arange(6)[None], 1).tolist() == [[2, 3]]
+    with pytest.raises(UserError, match="degree 3 does not divide the 7 tokens of a sample"):
+        tokens.take(torch.arange(7), 0)
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)

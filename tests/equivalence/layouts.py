@@ -115,6 +115,20 @@ ONE_GROUP: Options = {
 }
 """Mamba 2 whose heads share their keys and queries."""
 
+_IMAGES: Options = {
+    "module": "flow_matching",
+    "training__seq_len": 1,
+    "loss__chunk_tokens": ABSENT,
+    "model__ffn_dim": ABSENT,
+    "dataloader__dataset": "training",
+    "validator__dataset": "validation",
+    "training__max_norm": 1.0,
+}
+FLUX: Options = {**_IMAGES, "config": "flux_debugmodel", "model__n_layers": ABSENT}
+"""Image generation: blocks with separate weights for text and image, then blocks with the same."""
+DIT: Options = {**_IMAGES, "config": "dit_debugmodel"}
+"""Image generation with classes."""
+
 DDP2: Options = {
     "parallelism__data_parallel_replicate_degree": 2,
     "parallelism__data_parallel_shard_degree": 1,
@@ -243,6 +257,16 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2, Qwen3, compile": {**TP2, **QWEN3, **COMPILED},
     "FSDP 2, Qwen3": QWEN3,
     "CP 2, Qwen3": {**CP2, **QWEN3},
+    "FSDP 2, FLUX, compile": {**FLUX, **COMPILED},
+    "TP 2, FLUX": {**TP2, **FLUX},
+    "TP 2, FLUX, AC full": {**TP2, **FLUX, **FULL_AC},
+    "TP 2, FLUX, compile": {**TP2, **FLUX, **COMPILED},
+    "CP 2, FLUX": {**CP2, **FLUX},
+    "CP 2, FLUX, AC selective op": {**CP2, **FLUX, **OP_AC},
+    "CP 2, FLUX, compile": {**CP2, **FLUX, **COMPILED},
+    "TP 2, DiT, AC selective op": {**TP2, **DIT, **OP_AC},
+    "TP 2, DiT, compile": {**TP2, **DIT, **COMPILED},
+    "CP 2, DiT, compile, AC full": {**CP2, **DIT, **COMPILED, **FULL_AC},
     "PP 2 1F1B, Qwen3": {**PP2, **QWEN3},
     "FSDP 2, soft caps": SOFT_CAPS,
     "TP 2, soft caps": {**TP2, **SOFT_CAPS},
@@ -493,6 +517,9 @@ FOUR_PROCESSES: dict[str, Options] = {
         **schedule("ZBVZeroBubble"),
         **SIGMOID,
     },
+    "TP 2 x CP 2, FLUX": {**TP2, **CP2, **FLUX},
+    "HSDP 2 x 2, FLUX": {**HSDP, **FLUX},
+    "FSDP 2 x TP 2, DiT": {**TP2, **DIT},
     "TP 2 x CP 2, latent attention": {**TP2, **CP2, **LATENTS},
     "TP 2 x CP 2, delta nets": {**TP2, **CP2, **DELTA_NETS},
     "TP 2 x CP 2, short convolutions": {**TP2, **CP2, **SHORT_CONVS},
@@ -606,7 +633,8 @@ class Layout:
         computation = {
             name: value
             for name, value in self.chosen.items()
-            if name.partition("__")[0] not in _LAYOUT_SECTIONS and name not in _LAYOUT_OPTIONS
+            if value == ABSENT
+            or (name.partition("__")[0] not in _LAYOUT_SECTIONS and name not in _LAYOUT_OPTIONS)
         }
         return {"training__local_batch_size": 4, **computation}
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.equivalence.layouts import PROBLEM, Options
+from tests.equivalence.random_images import RandomImages
 from tests.training import RaggedDataLoader, read_metrics, read_validation, tiny_config
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.models.common.attention import Sinks
 from torchtitan.models.common.moe.experts import RoutedExperts
@@ -63,7 +65,9 @@ def make_config(
 ) -> Any:
     """Return the configuration of `PROBLEM` with `options`, for a run in `folder`."""
     config = tiny_config(folder, **{**PROBLEM, **options})
-    config.dataloader = loader.Config(**config.dataloader.to_dict())
+    of_images = isinstance(config.dataloader, LabeledImageDataLoader.Config)
+    kind: Any = RandomImages if of_images else loader
+    config.dataloader = kind.Config(**config.dataloader.to_dict())
     config.model_converters = [UnitVariance.Config()]
     return config
 
@@ -71,7 +75,7 @@ def make_config(
 def record_run(
     folder: Path,
     options: Options,
-    trainer_class: type[Trainer] = Trainer,
+    trainer_class: type[Trainer] | None = None,
     loader: type[PretrainDataLoader] = RaggedDataLoader,
 ) -> None:
     """Train, and save the whole weights of each rank in the folder of the run. Every rank of a
@@ -79,7 +83,8 @@ def record_run(
     if options.get("compile__enable"):
         # otherwise, code compiled by an earlier run with other settings is used
         torch.compiler.reset()
-    trainer = trainer_class(make_config(folder, options, loader))
+    config = make_config(folder, options, loader)
+    trainer = trainer_class(config) if trainer_class else config.build()
     try:
         trainer.train()
         parts = trainer.model_parts

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.processes import run_processes
+from tests.flux_reference import flux_velocity
 from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.components.diffusion.sampler import euler, times_of
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.flow_matching.flux import class_texts
 from torchtitan.experiments.flow_matching.trainer import FlowMatchingTrainer
+from torchtitan.models.common.diffusion import from_patches
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -106,38 +108,6 @@ def test_early_stopping_ends_the_run(images, tmp_path):
     assert trainer.early_end.startswith("validation_loss has not improved in 2 measurements")
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "FSDP": {},
-    "DDP": {
-        "parallelism__data_parallel_replicate_degree": 2,
-        "parallelism__data_parallel_shard_degree": 1,
-    },
-    "FSDP, recomputed, accumulated": {
-        "activation_checkpoint__mode": "full",
-        "training__local_batch_size": 2,
-    },
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["dit_debugmodel", "flux_debugmodel"])
-def test_layouts_equal_a_single_process(images, tmp_path, config):
-    """Relative to float32 sums in another order, over 4 steps."""
-    sizes = {"model__dim": 64} if config == "flux_debugmodel" else {}
-    sizes |= {"optimizer__name": "SGD", "optimizer__lr": 0.1, "optimizer__eps": 1e-6}
-    train(images, tmp_path / "one", config, **sizes)
-    run_processes(train_layouts, 2, images, tmp_path, config, sizes)
-    expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
-    for layout in LAYOUTS:
-        rows = read_metrics(tmp_path / layout, "loss", "grad_norm")
-        assert np.array(rows) == pytest.approx(np.array(expected), rel=1e-5), layout
-
-
-def train_layouts(images: Path, dump: Path, config: str, sizes: dict[str, Any]) -> None:
-    for layout, options in LAYOUTS.items():
-        run(configuration(images, dump / layout, config, **sizes, **options))
-
-
 def test_validation_repeats_its_times_and_noise(images, tmp_path):
     options = {"validator__enable": True, "validator__dataset": images, "validator__freq": 2}
     trainer = train(images, tmp_path, **options)
@@ -147,28 +117,78 @@ def test_validation_repeats_its_times_and_noise(images, tmp_path):
     assert [first[name] for name in numbers] == [second[name] for name in numbers]
 
 
-@pytest.mark.slow
-def test_export_opens_in_diffusers_and_generates_the_same_image(images, tmp_path):
-    diffusers = pytest.importorskip("diffusers")
-    options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True}
-    train(images, tmp_path, optimizer__lr=1e-2, **options, ema__for_export=True)
-    folder = tmp_path / "checkpoint" / "step-4"
-    ours = load_model(folder, device="cpu").model
-    theirs = diffusers.DiTTransformer2DModel.from_pretrained(folder)
+EXPORTED = {
+    "checkpoint__enable": True,
+    "checkpoint__last_save_in_hf": True,
+    "ema__for_export": True,
+    "optimizer__lr": 1e-2,
+}
+
+
+def dit_velocities(ours: Any, theirs: Any) -> tuple[Any, Any]:
+    """Return the velocities of both for three images, under times from 0 to 1."""
+    classes = torch.tensor([0, 1, 1])
+    return (
+        lambda x, t: ours(x, t, classes=classes),
+        lambda x, t: theirs(x, 1000 * t, classes).sample,
+    )
+
+
+def flux_velocities(ours: Any, theirs: Any) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    conditions = {
+        "text": torch.randn(3, 4, 32),
+        "pooled": torch.randn(3, 32),
+        "guidance": torch.full((3,), 2.5),
+    }
+    return (
+        lambda x, t: ours(x, t, **conditions),
+        lambda x, t: from_patches(flux_velocity(theirs, x, t, **conditions), 2, 8),
+    )
+
+
+def images_of(velocities: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the images of our sampler, and of the scheduler of diffusers, from the same noise."""
+    import diffusers
+
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=np.linspace(1, 0, 6)[:-1])
     torch.manual_seed(0)
     x = noise = torch.randn(3, 1, 8, 8)
-    classes = torch.tensor([0, 1, 1])
-    from torchtitan.components.diffusion.sampler import euler, times_of
-
     with torch.no_grad():
         for now in scheduler.timesteps:
-            velocity = theirs(x, now.expand(3), classes).sample
+            velocity = velocities[1](x, (now / 1000).expand(3))
             x = scheduler.step(velocity, now, x).prev_sample
-        image = euler(lambda x, t: ours(x, t, classes=classes), noise, times_of(5))
-    assert (image - x).abs().max() < 1e-4
-    assert image.std() > 0.1
+        return euler(velocities[0], noise, times_of(5)), x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["dit", "flux"])
+def test_exports_open_in_diffusers_and_generate_the_same_image(images, tmp_path, family):
+    """Also adapters, merged and as their own folder, of a run that starts from the export."""
+    diffusers = pytest.importorskip("diffusers")
+    peft = pytest.importorskip("peft")
+    kind, velocities, sizes = {
+        "dit": (diffusers.DiTTransformer2DModel, dit_velocities, {}),
+        "flux": (diffusers.FluxTransformer2DModel, flux_velocities, {"model__dim": 64}),
+    }[family]
+    train(images, tmp_path / "base", f"{family}_debugmodel", **EXPORTED, **sizes)
+    base = tmp_path / "base" / "checkpoint" / "step-4"
+    options = {**EXPORTED, **sizes, "checkpoint__initial_load_path": base}
+    train(images, tmp_path / "lora", f"{family}_lora", **options)
+    merged = tmp_path / "lora" / "checkpoint" / "step-4"
+
+    results = {}
+    for name, folder in {"base": base, "merged": merged}.items():
+        ours, theirs = load_model(folder, device="cpu").model, kind.from_pretrained(folder)
+        results[name], expected = images_of(velocities(ours, theirs))
+        assert (results[name] - expected).abs().max() < 1e-4, name
+    assert results["base"].std() > 0.1
+    assert (results["merged"] - results["base"]).abs().max() > 0.01
+    adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(base), merged / "adapter")
+    ours = load_model(merged, device="cpu").model
+    _, expected = images_of(velocities(ours, adapted))
+    assert (results["merged"] - expected).abs().max() < 1e-4
 
 
 def test_averages_are_exported(images, tmp_path):
@@ -256,11 +276,18 @@ def test_options_that_do_not_fit_are_refused(images, tmp_path, options, message)
         train(images, tmp_path, **options)
 
 
-def test_other_parallelisms_are_refused(images, tmp_path):
-    for kind in ("tensor", "context", "pipeline"):
-        config = configuration(images, tmp_path, **{f"parallelism__{kind}_parallel_degree": 2})
-        with pytest.raises(UserError, match=f"{kind}_parallel_degree 2 must be 1 for DiTModel"):
-            config.check(world_size=2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_degree": 2}, "pipeline_parallel_degree 2 must be 1 for DiTModel"),
+        ({"tensor_parallel_degree": 3}, "tensor_parallel_degree 3 does not divide --model.n_heads"),
+        ({"disable_loss_parallel": True}, "never divided among ranks"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(images, tmp_path, options, message):
+    options = {f"parallelism__{name}": value for name, value in options.items()}
+    with pytest.raises(UserError, match=message):
+        configuration(images, tmp_path, **options).check(world_size=max(options.values()))
 
 
 def test_dropped_conditions_are_those_of_no_class():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.flux_reference import flux_velocity
 from torchtitan.cli.convert import convert
 from torchtitan.models import dit, flux
 from torchtitan.models.common.diffusion import from_patches, to_patches
@@ -110,32 +111,15 @@ def flux_inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def flux_velocity(reference: Any, inputs: dict[str, torch.Tensor], *, guidance: bool) -> Any:
-    """Call the reference as the pipelines of diffusers do, which cut latents into patches."""
-    images = inputs["images"]
-    rows, columns = images.shape[2] // 2, images.shape[3] // 2
-    places = torch.zeros(rows, columns, 3)
-    places[..., 1], places[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
-    cut = images.view(2, 5, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
-    return reference(
-        cut.reshape(2, rows * columns, 20),
-        inputs["text"],
-        inputs["pooled"],
-        inputs["times"],
-        places.reshape(-1, 3),
-        torch.zeros(6, 3),
-        inputs["guidance"] if guidance else None,
-    ).sample
-
-
 @pytest.mark.parametrize("guidance", [True, False])
 def test_flux_equals_diffusers(tmp_path, guidance):
     reference, inputs = flux_reference(guidance=guidance), flux_inputs()
+    images, times = inputs.pop("images"), inputs.pop("times")
     reference.save_pretrained(tmp_path)
     model = load_model(tmp_path, device="cpu").model
-    conditions = {name: inputs[name] for name in ("text", "pooled", "guidance")}
-    velocity = to_patches(model(inputs["images"], inputs["times"], **conditions), 2)
-    expected = flux_velocity(reference, inputs, guidance=guidance)
+    velocity = to_patches(model(images, times, **inputs), 2)
+    read = inputs | ({} if guidance else {"guidance": None})
+    expected = flux_velocity(reference, images, times, **read)
     assert (velocity - expected).abs().max() < TOLERANCE * expected.abs().max()
     expected.square().mean().backward()
     velocity.square().mean().backward()

@@ -6,7 +6,9 @@ import torch
 from torchtitan.models.common.rope import RoPEConfig, apply_rope, rope_cos_sin
 from torchtitan.models.llama3 import FORMATS, Llama3Model
 from torchtitan.protocols.state_dict_adapter import (
+    Columns,
     Concatenated,
+    Grouped,
     Identity,
     KeyMapping,
     Permuted,
@@ -43,6 +45,8 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
         (Permuted((0, 3, 2, 1), 2), [(3, 2, 4, 5)], [(3, 5, 8)]),
         (Permuted((0, 2, 1)), [(3, 4, 5)], [(3, 5, 4)]),
         (Repeated(2), [(3, 4)], [(3, 4), (3, 4)]),
+        (Grouped(2, (1, 4)), [(20, 3)], [(20, 3)]),
+        (Columns(Grouped(2, (1, 4))), [(3, 20)], [(3, 20)]),
     ],
     ids=lambda value: repr(value) if isinstance(value, Transform) else None,
 )
@@ -55,6 +59,13 @@ def test_transforms_are_invertible_on_every_device(transform, internal, external
         assert [tuple(tensor.shape) for tensor in back] == internal
         if device == "cpu":
             assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+
+
+def test_groups_have_their_share_of_each_part():
+    """Two heads of width 2, and their 3 hidden features each."""
+    theirs = torch.tensor([0, 1, 10, 11, 2, 3, 4, 12, 13, 14])
+    (ours,) = Grouped(2, (2, 3)).to_internal([theirs], [theirs.shape])
+    assert ours.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
 
 
 def rotate_adjacent(x_LHD: torch.Tensor, angles_LF: torch.Tensor) -> torch.Tensor:

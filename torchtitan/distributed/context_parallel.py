@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.experts import LoadBalanced
+from torchtitan.protocols.own_tokens import OwnTokens
 from torchtitan.protocols.recurrence import OwnHeads
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.device import send
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     all_gather_single_autograd,
     all_to_all_single_autograd,
@@ -100,24 +102,46 @@ class HeadsOverRanks:
         return wait_tensor(sent)
 
 
+class TokensOverRanks:
+    """A `TokenExchange` over the ranks of a mesh dimension, which have contiguous parts."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self._mesh = mesh
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        degree, length = self._mesh.size(), x.shape[dim]
+        if length % degree:
+            raise UserError(
+                f"--parallelism.context_parallel_degree {degree} does not divide the {length} "
+                "tokens of a sample"
+            )
+        return x.chunk(degree, dim)[self._mesh.get_local_rank()]
+
+    def join(self, x_BLD: Tensor) -> Tensor:
+        return _gather_sequence(x_BLD, self._mesh)
+
+
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
     """Make a model's attention and recurrences cover the tokens of all ranks, in place, without
     changing weights.
 
     Args:
-        mesh: the dimension of context parallelism; `shard_sequences` splits batches over it.
+        mesh: the dimension of context parallelism; `shard_sequences` splits batches over it, or the
+            model's `OwnTokens` samples.
         plan: names the attention modules.
     """
 
     def gather_keys_and_values(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        q_BLHD, k_BLKD, v_BLKD, attention = args
-        return q_BLHD, _gather_sequence(k_BLKD, mesh), _gather_sequence(v_BLKD, mesh), attention
+        q_BLHD, k_BLKD, v_BLKD, *others = args
+        return q_BLHD, _gather_sequence(k_BLKD, mesh), _gather_sequence(v_BLKD, mesh), *others
 
     for name, module in model.named_modules():
-        if fnmatchcase(name, plan.attention):
+        if plan.attention and fnmatchcase(name, plan.attention):
             module.register_forward_pre_hook(gather_keys_and_values)
         if isinstance(module, OwnHeads):
             module.exchange = HeadsOverRanks(mesh)
+        if isinstance(module, OwnTokens):
+            module.exchange = TokensOverRanks(mesh)
     share_rows(model, mesh)
 
 

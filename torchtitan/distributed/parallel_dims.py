@@ -152,6 +152,8 @@ class ParallelDims:
                     raise UserError(
                         f"--parallelism.{option} {degree} does not divide --model.{name} {size}"
                     )
+        if model.divides_samples:
+            return
         pieces = (
             self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         )

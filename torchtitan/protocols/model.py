@@ -63,6 +63,12 @@ class BaseModel(nn.Module, Configurable):
             experts."""
             return {}
 
+        @property
+        def divides_samples(self) -> bool:
+            """True if the model gets whole samples, such as images, and divides their tokens among
+            ranks itself (`OwnTokens`)."""
+            return False
+
         def unsupported_parallelisms(self) -> dict[str, str]:
             """Return the degrees of `--parallelism` that must be 1 for this model, each with the
             reason."""

@@ -82,5 +82,5 @@ class ShardingPlan:
     the family."""
 
     attention: str
-    """Modules `attend(queries, keys, values, attention)`, whose keys and values context parallelism
+    """Modules `attend(queries, keys, values, …)`, whose keys and values context parallelism
     gathers."""

@@ -93,6 +93,44 @@ class RopePermutation(Transform):
 
 
 @dataclass(frozen=True)
+class Grouped(Transform):
+    """Rows of several parts, one part after the other in the other format, which we have by groups:
+    the first rows of each part, then the next ones of each, and so on."""
+
+    rows_only = True
+
+    groups: int
+
+    shares: tuple[int, ...]
+    """Relative numbers of rows of the parts."""
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        (tensor,) = tensors
+        unit = tensor.shape[0] // sum(self.shares)
+        parts = tensor.split([share * unit for share in self.shares])
+        return [torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], dim=1).flatten(0, 1)]
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        groups = tensors[0].unflatten(0, (self.groups, -1))
+        unit = groups.shape[1] // sum(self.shares)
+        parts = groups.split([share * unit for share in self.shares], dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in parts])]
+
+
+@dataclass(frozen=True)
+class Columns(Transform):
+    """A transform of rows (`rows_only`), applied to the columns of one tensor."""
+
+    of_rows: Transform
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        return [self.of_rows.to_internal([tensors[0].mT], shapes)[0].mT]
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [self.of_rows.to_external([tensors[0].mT])[0].mT]
+
+
+@dataclass(frozen=True)
 class Concatenated(Transform):
     """Several of our tensors, fused into one along `dim` in the other format: first the first of
     `groups` of each tensor, then the second of each, and so on."""

@@ -798,9 +798,9 @@ class Trainer(Configurable):
         return torch.ones_like(counted) if self.has_own_loss else sum_over_ranks(counted)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        """Return the batch on the device; under context parallelism, this rank's tokens. Raise
-        `UserError` for positions, which no model would read, so that documents would attend to each
-        other."""
+        """Return the batch on the device; under context parallelism, this rank's tokens, unless the
+        model divides samples itself. Raise `UserError` for positions, which no model would read, so
+        that documents would attend to each other."""
         if "positions" in batch:
             raise UserError(
                 "a batch of the loader has `positions`; replace them with `attention`, "
@@ -809,7 +809,7 @@ class Trainer(Configurable):
         on_device = {
             name: value.to(self.device, non_blocking=True) for name, value in batch.items()
         }
-        if self.parallel_dims.cp == 1:
+        if self.parallel_dims.cp == 1 or self.config.model_spec.model.divides_samples:
             return on_device
         return shard_sequences(
             on_device, self.parallel_dims.sequence_shards, self.parallel_dims.coordinate("cp")

@@ -180,8 +180,7 @@ def write_adapter(
         )
     document = {
         "peft_type": "LORA",
-        # PEFT's class for SEQ_CLS would look for whole weights of the score in the file.
-        "task_type": None if spec.model.scores else "CAUSAL_LM",
+        "task_type": _task_type(spec),
         "base_model_name_or_path": config.base_in_peft,
         "inference_mode": True,
         "r": config.rank,
@@ -198,6 +197,13 @@ def write_adapter(
     (folder / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
     # `save_file` would create a file that other users cannot read.
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+
+
+def _task_type(spec: ModelSpec) -> str | None:
+    # PEFT's class for SEQ_CLS would look for whole weights of the score in the file, and that for
+    # CAUSAL_LM needs a class of transformers.
+    generates_text = format_for(spec, "hf").library == "transformers" and not spec.model.scores
+    return "CAUSAL_LM" if generates_text else None
 
 
 def read_adapter(

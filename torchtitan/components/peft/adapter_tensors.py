@@ -2,8 +2,8 @@
 
 A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table
 of its class (`ExternalFormat.class_adapter`). With W = W₀ + s·B·A, a permutation of the rows of W
-permutes the rows of B and the magnitudes, but not A. An embedding's rows are its tokens, which are
-the columns of its A.
+permutes the rows of B and the magnitudes, but not A; a permutation of its columns those of A. An
+embedding's rows are its tokens, which are the columns of its A.
 
 If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written
 as one of their summed rank: their A are stacked, and their B are the blocks of a block-diagonal B.
@@ -28,6 +28,7 @@ from torchtitan.components.weights.export import format_for
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
 from torchtitan.protocols.state_dict_adapter import (
+    Columns,
     Concatenated,
     Permuted,
     StateDictAdapter,
@@ -70,7 +71,8 @@ class Entry:
     transform: Transform
     """Conversion between the layer's weights."""
     rows: int | None
-    """Dimension that corresponds to the rows of the layer's weight, if any."""
+    """Dimension that corresponds to the rows of the layer's weight, if any; or to its columns, if
+    the formats order these differently."""
     layer: str
     """Our name of the layer, or of the experts' matrix."""
     size: Size
@@ -229,7 +231,7 @@ def make_entries(
         adapted = [name for name in step.internal if name in layers]
         if adapted and isinstance(experts := layers[adapted[0]], AdaptedExperts):
             entries |= _expert_entries(adapted[0], experts, step, spec.name, size_of)
-        elif adapted and step.transform.rows_only:
+        elif adapted and (step.transform.rows_only or isinstance(step.transform, Columns)):
             (name,) = adapted
             layer_name = name.removesuffix(".weight")
             entries |= _make_layer_entries(
@@ -316,17 +318,18 @@ def _make_layer_entries(
     features = features_of(layer)
     keys = _EMBEDDING if isinstance(layer, nn.Embedding) else _LINEAR
     shapes = {parameter: layer.get_parameter(parameter).shape for parameter in layer.adapter}
-    (row_features, _), module = features["weight"], step.external[0].removesuffix(".weight")
+    (ordered, columns), module = features["weight"], step.external[0].removesuffix(".weight")
+    transform = step.transform
+    if isinstance(transform, Columns):
+        ordered, transform = columns, transform.of_rows
     entries: dict[str, Entry] = {}
     # a 4-bit layer has no parameter `weight`
     for parameter, shape in {**shapes, "weight": plain_shape}.items():
-        rows = (
-            features[parameter].index(row_features) if row_features in features[parameter] else None
-        )
+        rows = features[parameter].index(ordered) if ordered in features[parameter] else None
         key = f"{_PREFIX}{module}.{keys[parameter]}"
         is_router = isinstance(layer, AdaptedRouter)
         entries[f"{name}.{parameter}"] = Entry(
-            module, key, shape, step.transform, rows, name, size, is_router=is_router
+            module, key, shape, transform, rows, name, size, is_router=is_router
         )
     return entries
 

@@ -1,6 +1,8 @@
 """Configurations of flow matching: `--module flow_matching --config digits --dataloader.dataset
 FOLDER`."""
 
+from typing import TypeVar
+
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
@@ -50,15 +52,27 @@ def dit_digits() -> FlowMatchingTrainer.Config:
 def dit_lora() -> FlowMatchingTrainer.Config:
     """Low-rank adapters of a small DiT, for another style: `--checkpoint.initial_load_path
     STEP_FOLDER`."""
-    config = with_adapters(dit_debugmodel(), LoRA.Config(rank=8, alpha=16), lr=2e-3)
-    config.training.steps = 300
-    config.checkpoint = CheckpointManager.Config(
-        enable=True, interval=500, initial_load_in_hf=True, last_save_in_hf=True
-    )
-    return config
+    return _adapters_of(dit_debugmodel())
 
 
 def flux_debugmodel() -> ClassTextTrainer.Config:
     """A small FLUX on gray images of 8 x 8 pixels, with a fixed text for each class."""
     config = dit_debugmodel()
     return ClassTextTrainer.Config.based_on(config, model_spec=flux.model_registry("debugmodel"))
+
+
+def flux_lora() -> ClassTextTrainer.Config:
+    """Low-rank adapters of a small FLUX: `--checkpoint.initial_load_path STEP_FOLDER`."""
+    return _adapters_of(flux_debugmodel())
+
+
+ConfigT = TypeVar("ConfigT", bound=FlowMatchingTrainer.Config)
+
+
+def _adapters_of(config: ConfigT) -> ConfigT:
+    config = with_adapters(config, LoRA.Config(rank=8, alpha=16), lr=2e-3)
+    config.training.steps = 300
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=500, initial_load_in_hf=True, last_save_in_hf=True
+    )
+    return config

@@ -44,6 +44,12 @@ class FlowMatchingTrainer(Trainer):
         def validate(self) -> None:
             seq_len = self.training.seq_len
             require(seq_len == 1, "--training.seq_len", seq_len, "1, since images are no sequences")
+            require(
+                not self.parallelism.disable_loss_parallel,
+                "--parallelism.disable_loss_parallel",
+                True,
+                "False, since this loss is never divided among ranks",
+            )
             model: Any = self.model_spec.model
             wanted, given = model.image_shape, self.dataloader.format.shape
             if wanted != given:
@@ -73,7 +79,8 @@ class FlowMatchingTrainer(Trainer):
         return loader
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of a batch's images, and their number without padding."""
+        """Return the summed loss of a batch's images, and their number without padding: the same
+        on all context-parallel ranks, since the model joins their tokens."""
         x, noise = batch["pixels"], batch["noise"]
         times_B = self.loss.times(batch["uniform"][:, 0])
         dropped_B = self.loss.is_dropped(batch["uniform"][:, 1])

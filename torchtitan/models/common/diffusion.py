@@ -18,7 +18,7 @@ from torchtitan.tools.errors import UserError, require
 TIME_FEATURES = 256
 """Sines and cosines of a time."""
 
-NO_PLAN = "its layers have no sharding plan for it; use FSDP, HSDP or DDP, which divide the batch"
+_NO_PIPELINE = "its condition goes to every block; use FSDP or HSDP, which divide the weights too"
 
 
 class ImageModel(BaseModel):
@@ -66,9 +66,18 @@ class ImageModel(BaseModel):
                 value = getattr(self, name)
                 require(1 <= value <= 2**24, f"--model.{name}", value, "from 1 to 2^24")
 
+        @property
+        def divides_samples(self) -> bool:
+            return True
+
+        @property
+        def tensor_parallel_sizes(self) -> dict[str, int]:
+            return {"n_heads": self.n_heads}
+
         def unsupported_parallelisms(self) -> dict[str, str]:
-            degrees = ("tensor_parallel", "context_parallel", "pipeline_parallel")
-            return {f"{name}_degree": NO_PLAN for name in degrees}
+            return {"pipeline_parallel_degree": _NO_PIPELINE}
+
+    splits_sequences = False
 
 
 def xavier(n_in: int, n_out: int, *, bias: bool = True) -> nn.Linear:
@@ -114,11 +123,12 @@ def modulated(x_BLD: Tensor, shift_BD: Tensor, scale_BD: Tensor, eps: float = 1e
 
 
 class FullAttention(nn.Module):
-    """Attention of every token to every token. It has no weights; it is a module so that hooks can
+    """Attention of every query to all keys. It has no weights; it is a module so that hooks can
     attach to it."""
 
     def forward(self, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
-        """(B, L, heads, head width) three times → (B, L, heads, head width)."""
+        """Queries (B, L, heads, head width), keys and values (B, S, heads, head width) → (B, L,
+        heads, head width)."""
         q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 

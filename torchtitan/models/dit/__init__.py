@@ -22,12 +22,26 @@ FLAVORS = {
     "XL-2": _latents(dim=1152, n_layers=28, n_heads=16),
 }
 
+_SPLIT = {
+    **{f"w{kind}": "columns" for kind in "qkv"},
+    "wo": "rows to whole",
+    "w1": "columns",
+    "w2": "rows to whole",
+}
+PLAN = ShardingPlan(
+    tensor={
+        **dict.fromkeys(("patches", "time.*", "classes", "head.*", "layers.*.modulation"), "whole"),
+        **{f"layers.*.{name}": style for name, style in _SPLIT.items()},
+    },
+    attention="layers.*.attend",
+)
+
 FORMATS = {"hf": FORMAT}
 FAMILY = Family(
     module=__name__,
     flavors=FLAVORS,
     formats=FORMATS,
-    sharding=ShardingPlan(tensor={}, attention=""),
+    sharding=PLAN,
     loss=FlowMatchingLoss.Config,
 )
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

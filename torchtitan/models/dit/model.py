@@ -26,6 +26,7 @@ from torchtitan.models.common.diffusion import (
 )
 from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.protocols.own_tokens import OwnTokens
 from torchtitan.tools.errors import UserError
 
 
@@ -74,6 +75,7 @@ class DiTModel(ImageModel):
             nn.Embedding(config.n_classes + 1, dim), weight=TruncatedNormal(0.02)
         )
         self.layers = nn.ModuleDict({str(n): DiTBlock(config) for n in range(config.n_layers)})
+        self.tokens = OwnTokens()
         self.head = DiTHead(config)
 
     def forward(self, images_BCHW: Tensor, times_B: Tensor, *, classes: Tensor) -> Tensor:
@@ -92,13 +94,14 @@ class DiTModel(ImageModel):
             )
         dtype = self.patches.weight.dtype
         patches_BLD = self.patches(to_patches(images_BCHW.to(dtype), config.patch_size))
-        x_BLD = patches_BLD + _positions(config, images_BCHW.device).to(dtype)
+        x_BLD = self.tokens.take(patches_BLD + _positions(config, images_BCHW.device).to(dtype))
         # Times up to 1,000, as in the model's publication and in diffusers.
         features = time_features(times_B * 1000, divisor=127)
         condition_BD = self.time(features.to(dtype)) + self.classes(classes)
         for block in self.layers.values():
             x_BLD = block(x_BLD, condition_BD)
-        return from_patches(self.head(x_BLD, condition_BD), config.patch_size, config.image_size)
+        patches_BLD = self.tokens.join(self.head(x_BLD, condition_BD))
+        return from_patches(patches_BLD, config.patch_size, config.image_size)
 
     def without_conditions(
         self, conditions: Mapping[str, Tensor], dropped_B: Tensor
@@ -130,7 +133,7 @@ class DiTBlock(nn.Module):
     def __init__(self, config: DiTModel.Config):
         super().__init__()
         dim = config.dim
-        self.n_heads = config.n_heads
+        self.head_dim = dim // config.n_heads
         self.modulation = zeros(dim, 6 * dim)
         self.wq, self.wk, self.wv, self.wo = (xavier(dim, dim) for _ in range(4))
         self.attend = FullAttention()
@@ -145,7 +148,7 @@ class DiTBlock(nn.Module):
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
         normalized = modulated(x_BLD, shift, scale)
         q, k, v = (
-            layer(normalized).unflatten(-1, (self.n_heads, -1))
+            layer(normalized).unflatten(-1, (-1, self.head_dim))
             for layer in (self.wq, self.wk, self.wv)
         )
         x_BLD = x_BLD + gate[:, None] * self.wo(self.attend(q, k, v).flatten(2))

@@ -29,12 +29,29 @@ FLAVORS = {
     "schnell": _flux_1(),
 }
 
+_PROJECTIONS = {
+    **{f"projections.w{kind}": "columns" for kind in "qkv"},
+    **{f"projections.{kind}_norm": "heads" for kind in "qk"},
+    "modulation": "whole",
+    "w1": "columns",
+}
+_OF_DOUBLE = {**_PROJECTIONS, "wo": "rows to whole", "w2": "rows to whole"}
+_OF_SINGLE = {**_PROJECTIONS, "out": "rows to whole"}
+PLAN = ShardingPlan(
+    tensor={
+        **dict.fromkeys(("patches", "text", "time.*", "guidance.*", "pooled.*", "head.*"), "whole"),
+        **{f"double_blocks.*.*.{name}": style for name, style in _OF_DOUBLE.items()},
+        **{f"single_blocks.*.{name}": style for name, style in _OF_SINGLE.items()},
+    },
+    attention="*_blocks.*.attend",
+)
+
 FORMATS = {"hf": FORMAT}
 FAMILY = Family(
     module=__name__,
     flavors=FLAVORS,
     formats=FORMATS,
-    sharding=ShardingPlan(tensor={}, attention=""),
+    sharding=PLAN,
     loss=FlowMatchingLoss.Config,
 )
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

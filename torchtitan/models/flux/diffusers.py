@@ -6,7 +6,13 @@ from typing import Any
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.flux.model import FluxModel
 from torchtitan.protocols import ExternalFormat, StateDictAdapter
-from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.protocols.state_dict_adapter import (
+    Columns,
+    Grouped,
+    Identity,
+    KeyMapping,
+    Transform,
+)
 from torchtitan.tools.errors import UserError
 
 CLASS = "FluxTransformer2DModel"
@@ -45,12 +51,18 @@ _SINGLE = {
     "modulation": "norm.linear",
     **{f"projections.w{kind}": f"attn.to_{kind}" for kind in "qkv"},
     "w1": "proj_mlp",
-    "w2": "proj_out",
+    "out": "proj_out",
 }
 _SINGLE_NORMS = {f"projections.{kind}_norm": f"attn.norm_{kind}" for kind in "qk"}
 
 
 def _adapter(config: FluxModel.Config) -> StateDictAdapter:
+    by_heads = Columns(Grouped(config.n_heads, (1, 4)))
+
+    def columns(layer: str) -> Transform:
+        is_by_heads = layer.startswith("single_blocks.") and layer.endswith(".out")
+        return by_heads if is_by_heads else Identity()
+
     layers = dict(_ENDS, **(_GUIDANCE if config.guidance else {}))
     norms: dict[str, str] = {}
     kinds = (
@@ -61,11 +73,8 @@ def _adapter(config: FluxModel.Config) -> StateDictAdapter:
         for number in range(n_blocks):
             for rows, table in ((layers, of_block), (norms, norms_of_block)):
                 rows |= {f"{ours}.{number}.{a}": f"{theirs}.{number}.{b}" for a, b in table.items()}
-    both = [
-        KeyMapping(f"{ours}.{part}", f"{theirs}.{part}")
-        for ours, theirs in layers.items()
-        for part in ("weight", "bias")
-    ]
+    both = [KeyMapping(f"{a}.bias", f"{b}.bias") for a, b in layers.items()]
+    both += [KeyMapping(f"{a}.weight", f"{b}.weight", columns(a)) for a, b in layers.items()]
     weights = [KeyMapping(f"{a}.weight", f"{b}.weight") for a, b in norms.items()]
     return StateDictAdapter([*both, *weights], n_layers=config.n_double)
 

@@ -24,6 +24,7 @@ from torchtitan.models.common.diffusion import (
 )
 from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.protocols.initializer import Constant, with_initializers
+from torchtitan.protocols.own_tokens import OwnTokens
 from torchtitan.tools.errors import UserError, require
 
 Rope = tuple[Tensor, Tensor]
@@ -102,6 +103,7 @@ class FluxModel(ImageModel):
         self.single_blocks = nn.ModuleDict(
             {str(n): SingleBlock(config) for n in range(config.n_single)}
         )
+        self.tokens = OwnTokens()
         self.head = Head(dim, patch)
 
     def forward(
@@ -132,14 +134,25 @@ class FluxModel(ImageModel):
             scale_B = torch.full_like(times_B, _PLAIN_GUIDANCE) if guidance is None else guidance
             condition_BD = condition_BD + self._embed_scalar(self.guidance, scale_B, dtype)
         text_BTD = self.text(text.to(dtype))
-        rope = rope_of(config.axes, text_BTD.shape[1], height, width, images_BCHW.device)
+        rope = self._own_rope(text_BTD.shape[1], height, width, images_BCHW.device)
+        text_BTD, image_BLD = self.tokens.take(text_BTD), self.tokens.take(image_BLD)
         for block in self.double_blocks.values():
             text_BTD, image_BLD = block(text_BTD, image_BLD, condition_BD, rope)
         x_BLD = torch.cat([text_BTD, image_BLD], dim=1)
         for block in self.single_blocks.values():
             x_BLD = block(x_BLD, condition_BD, rope)
         patches = self.head(x_BLD[:, text_BTD.shape[1] :], condition_BD)
-        return from_patches(patches, config.patch_size, images_BCHW.shape[2])
+        return from_patches(self.tokens.join(patches), config.patch_size, images_BCHW.shape[2])
+
+    def _own_rope(self, n_text: int, height: int, width: int, device: torch.device) -> Rope:
+        """Return the angles of this rank's tokens of text, then of its patches."""
+        cos, sin = rope_of(self.config.axes, n_text, height, width, device)
+        of_text, of_image = slice(n_text), slice(n_text, None)
+        own = [
+            torch.cat([self.tokens.take(angles[part], dim=0) for part in (of_text, of_image)])
+            for angles in (cos, sin)
+        ]
+        return own[0], own[1]
 
     @staticmethod
     def _embed_scalar(layers: nn.Module, values_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,16 +224,16 @@ class Projections(nn.Module):
 
     def __init__(self, dim: int, n_heads: int):
         super().__init__()
-        self.n_heads = n_heads
+        self.head_dim = dim // n_heads
         self.wq, self.wk, self.wv = (xavier(dim, dim) for _ in range(3))
         self.q_norm, self.k_norm = (
-            with_initializers(nn.RMSNorm(dim // n_heads, eps=1e-6), weight=Constant(1.0))
+            with_initializers(nn.RMSNorm(self.head_dim, eps=1e-6), weight=Constant(1.0))
             for _ in range(2)
         )
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
-            layer(x_BLD).unflatten(-1, (self.n_heads, -1)) for layer in (self.wq, self.wk, self.wv)
+            layer(x_BLD).unflatten(-1, (-1, self.head_dim)) for layer in (self.wq, self.wk, self.wv)
         )
         return self.q_norm(q), self.k_norm(k), v
 
@@ -289,10 +302,13 @@ class SingleBlock(nn.Module):
         self.modulation = zeros(dim, 3 * dim)
         self.projections = Projections(dim, config.n_heads)
         self.attend = FullAttention()
-        self.w1, self.w2 = xavier(dim, 4 * dim), xavier(5 * dim, dim)
+        self.w1 = xavier(dim, 4 * dim)
+        # Its inputs are by heads, each with its share of the hidden features, so that tensor
+        # parallelism can divide them.
+        self.out = xavier(5 * dim, dim)
 
     def per_patch(self) -> list[nn.Module]:
-        return [self.projections, self.w1, self.w2]
+        return [self.projections, self.w1, self.out]
 
     def per_sample(self) -> list[nn.Module]:
         return [self.modulation]
@@ -301,9 +317,10 @@ class SingleBlock(nn.Module):
         shift, scale, gate = self.modulation(F.silu(condition_BD)).chunk(3, dim=1)
         normalized = modulated(x_BLD, shift, scale)
         q, k, v = self.projections(normalized)
-        attended = self.attend(rotated(q, rope), rotated(k, rope), v).flatten(2)
-        both = torch.cat([attended, gelu_tanh(self.w1(normalized))], dim=2)
-        return x_BLD + gate[:, None] * self.w2(both)
+        attended_BLHD = self.attend(rotated(q, rope), rotated(k, rope), v)
+        hidden = gelu_tanh(self.w1(normalized)).unflatten(2, (attended_BLHD.shape[2], -1))
+        both = torch.cat([attended_BLHD, hidden], dim=3).flatten(2)
+        return x_BLD + gate[:, None] * self.out(both)
 
 
 class Head(nn.Module):
