@@ -11,9 +11,9 @@
 # MAX_RESTARTS
 #           how often a run that crashed, or hung, starts again from its newest checkpoint
 #           (default: 0)
-# EXTRA     optional packages: transformers, vision (transformers and Pillow), quantization
-#           (torchao), sentencepiece, math, vllm, wandb, eval, gguf, openenv, verifiers, serve
-#           (default: none)
+# EXTRA     optional packages: transformers, vision (transformers and Pillow), diffusion (also
+#           diffusers), quantization (torchao), sentencepiece, math, vllm, wandb, eval, gguf,
+#           openenv, verifiers, serve (default: none)
 # COMM_MODE fake_backend: train nothing, and say what NGPU processes, any number, would need;
 #           docs/dry_run.md
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT

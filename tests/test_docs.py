@@ -66,7 +66,10 @@ def test_options_in_commands_exist():
     transformers."""
     from torchtitan.config.configurable import leaves
     from torchtitan.experiments.distillation.config_registry import distillation_debugmodel
-    from torchtitan.experiments.flow_matching.config_registry import dit_debugmodel
+    from torchtitan.experiments.flow_matching.config_registry import (
+        dit_debugmodel,
+        flux_captions,
+    )
     from torchtitan.experiments.rl.config_registry import rl_debugmodel
     from torchtitan.models.glm4_moe.config_registry import glm4_moe_debugmodel
     from torchtitan.models.llama3.config_registry import (
@@ -80,6 +83,7 @@ def test_options_in_commands_exist():
         llama3_debugmodel_sft(),
         distillation_debugmodel(),
         dit_debugmodel(),
+        flux_captions(),
         rl_debugmodel(),
     ]
     configs += [glm4_moe_debugmodel(), transformers_debugmodel()]

@@ -231,10 +231,11 @@ def test_caches_stay_in_the_cache(code, monkeypatch):
 
 
 READ_ONLY = {
+    "CaptionedImageDataLoader.Config.encoders": "frozen encoders",
     "CheckpointConfig.initial_load_path": "weights to start from",
     "Evaluation.Config.files": "questions",
-    "LabeledImageDataLoader.Config.dataset": "data",
     "LoRA.Config.adapter_path": "adapters to start from",
+    "PlacedLoader.Config.dataset": "data",
     "PlannedDataLoader.Config.chat_template": "a name, or a file of a template",
     "PlannedDataLoader.Config.dataset": "data",
     "PretrainDataLoader.Config.dataset": "data",
@@ -250,6 +251,8 @@ OF_THE_RUN = {"RunConfig.dump_folder": "the place of all others"}
 
 NO_PATHS = {
     "ActivationCheckpointConfig.selective_option",
+    "CaptionedImageDataLoader.Config.buckets",
+    "CaptionedImageDataLoader.Config.caption_column",
     "CheckpointConfig.exclude_from_loading",
     "CompileConfig.backend",
     "CheckpointConfig.best_metric",
@@ -264,6 +267,8 @@ NO_PATHS = {
     "ParallelismConfig.module_fqns_per_model_part",
     "ParamGroup.lr_points",
     "ParamGroup.pattern",
+    "PlacedLoader.Config.image_column",
+    "PlacedLoader.Config.split",
     "PlannedDataLoader.Config.columns",
     "PreferenceLoss.Config.mix",
     "PretrainDataLoader.Config.text_column",
@@ -273,9 +278,7 @@ NO_PATHS = {
     "Samples.Config.messages",
     "Samples.Config.prompts",
     "LabeledImageDataLoader.Config.classes",
-    "LabeledImageDataLoader.Config.image_column",
     "LabeledImageDataLoader.Config.label_column",
-    "LabeledImageDataLoader.Config.split",
     "LayerConverter.Config.exclude",
     "LayerConverter.Config.include",
     "LoRA.Config.alpha_pattern",

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,12 @@ import numpy as np
 
 from torchtitan.components.data.disk_cache import map_array, open_or_build
 from torchtitan.components.data.finetuning.conversation import BrokenSample
-from torchtitan.components.data.report import ExampleCounter
 from torchtitan.components.data.sources.paths import searched_folder
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row
 from torchtitan.components.data.sources.source import Catalog, Source, StreamSource, resolve_source
-from torchtitan.components.images.files import ImageOpener, decoded
+from torchtitan.components.images.pixel_rows import PixelRows
 from torchtitan.tools.durable import new_file
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import read_regular
-from torchtitan.tools.logging import logger
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".ppm")
 
@@ -103,6 +100,11 @@ def find_source(dataset: str, split: str, format: ImageFormat) -> Source:
     folder = searched_folder(dataset)
     if folder and next(_images_in(Path(folder)), None):
         return Source(dataset, [FolderPart(Path(folder), format)], documents=False)
+    return rows_of(dataset, split)
+
+
+def rows_of(dataset: str, split: str) -> Source:
+    """Return the rows of files of a dataset. Raise `UserError` if there is no such dataset."""
     source = resolve_source(dataset, split=split, catalog=_NO_CATALOG)
     assert not isinstance(source, StreamSource), "the catalog has none"
     return source
@@ -154,39 +156,23 @@ def _read(folder: Path, shape: tuple[int, int, int]) -> LabeledImages:
     )
 
 
-@dataclass
-class _Counts:
-    """Skipped rows, by reason."""
-
-    broken: ExampleCounter = field(default_factory=ExampleCounter)
-    too_small: ExampleCounter = field(default_factory=ExampleCounter)
-
-
 def _write(source: Source, format: ImageFormat, folder: Path) -> str:
+    rows = PixelRows(
+        source=source,
+        sizes=[(format.size, format.size)],
+        channels=format.channels,
+        image_columns=[format.image_column],
+        text_column=format.label_column,
+        text_of=_label,
+        drops_broken=format.broken == "drop",
+    )
     labels: list[str] = []
     names: list[str] = []
-    counts = _Counts()
     with new_file(folder / _PIXELS) as file:
-        for part in source.parts:
-            # A row of a folder names a file in it, by its own path.
-            opener = ImageOpener(part.folder)
-            for row in part.rows(lambda n: None):
-                image = _image_of(row, format, opener, counts)
-                if image is not None:
-                    file.write(image[0].tobytes())
-                    labels.append(image[1])
-                    names.append(row.where)
-    left_out = {
-        "cannot be read": counts.broken,
-        f"are smaller than {format.size} x {format.size} pixels": counts.too_small,
-    }
-    for reason, counter in left_out.items():
-        if counter.count:
-            examples = "; ".join(counter.in_words())
-            logger.warning("%s: %d images %s: %s", source.name, counter.count, reason, examples)
-    if not labels:
-        reasons = "; ".join(f"{c.count} {reason}" for reason, c in left_out.items() if c.count)
-        raise UserError(f"{source.name} has no image to train on{reasons and ': ' + reasons}")
+        for row in rows.read():
+            file.write(row.pixels.tobytes())
+            labels.append(row.text)
+            names.append(row.where)
     classes = format.classes or tuple(sorted(set(labels), key=_numbers_first))
     numbers = {name: number for number, name in enumerate(classes)}
     for label, name in zip(labels, names, strict=True):
@@ -201,51 +187,15 @@ def _write(source: Source, format: ImageFormat, folder: Path) -> str:
     return f"{len(labels):,} images of {len(classes)} classes"
 
 
+def _label(cell: object) -> str:
+    if isinstance(cell, bool) or not isinstance(cell, (int, str)):
+        raise BrokenSample(f"its label must be a name or a whole number, not {cell!r}")
+    return str(cell)
+
+
 def _numbers_first(label: str) -> tuple[bool, int, str]:
     """Sort numbers by value, then other labels."""
     return (not label.isdecimal(), int(label) if label.isdecimal() else 0, label)
-
-
-def _image_of(
-    row: Row, format: ImageFormat, opener: ImageOpener, counts: _Counts
-) -> tuple[np.ndarray, str] | None:
-    """Return the pixels and label of a row, or None to skip it."""
-    try:
-        cells = row.values
-        if cells is None:
-            raise BrokenSample(row.error or "it is empty")
-        for column in (format.image_column, format.label_column):
-            if cells.get(column) is None:
-                raise BrokenSample(f"it has no {column!r}, but {', '.join(cells) or 'no column'}")
-        label = cells[format.label_column]
-        if isinstance(label, bool) or not isinstance(label, (int, str)):
-            raise BrokenSample(f"its label must be a name or a whole number, not {label!r}")
-        image = opener.open(cells[format.image_column])
-        if min(image.width, image.height) < format.size:
-            counts.too_small.add(row.where, f"{image.width} x {image.height} pixels")
-            return None
-        content = image.content or read_regular(Path(image.path))
-        return _pixels(content, format), str(label)
-    except BrokenSample as error:
-        if format.broken == "error":
-            raise UserError(
-                f"{row.where}: {error}; repair or remove it, or leave out such rows: "
-                "--dataloader.broken drop"
-            ) from error
-        counts.broken.add(row.where, str(error))
-        return None
-
-
-def _pixels(content: bytes, format: ImageFormat) -> np.ndarray:
-    """Return an encoded image, scaled and cut, as uint8 (channels, size, size)."""
-    from PIL import Image, ImageOps
-
-    image = decoded(content)
-    if image.size != (format.size, format.size):
-        image = ImageOps.fit(image, (format.size, format.size), Image.Resampling.LANCZOS)
-    if format.channels == 1:
-        return np.asarray(image.convert("L"))[None]
-    return np.asarray(image).transpose(2, 0, 1)
 
 
 def check_same_classes(sets: Sequence[LabeledImages]) -> None:

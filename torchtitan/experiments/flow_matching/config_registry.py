@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.images.captioned_loader import CaptionedImageDataLoader
 from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
 from torchtitan.components.optim.ema import WeightAverage
 from torchtitan.components.optim.lr_scheduler import LRScheduler
@@ -13,8 +14,10 @@ from torchtitan.components.peft import LoRA
 from torchtitan.config import TrainingConfig
 from torchtitan.models import dit, flux
 from torchtitan.models.common.recipes import with_adapters
+from torchtitan.models.flux.model import FluxModel
 from torchtitan.trainer.early_stopping import EarlyStopping
 
+from .captions import CaptionTrainer
 from .flux import ClassTextTrainer
 from .samples import Samples
 from .trainer import FlowMatchingTrainer
@@ -64,6 +67,43 @@ def flux_debugmodel() -> ClassTextTrainer.Config:
 def flux_lora() -> ClassTextTrainer.Config:
     """Low-rank adapters of a small FLUX: `--checkpoint.initial_load_path STEP_FOLDER`."""
     return _adapters_of(flux_debugmodel())
+
+
+def flux_captions() -> CaptionTrainer.Config:
+    """A small FLUX on images of 256 x 256 pixels with captions, and the encoders of FLUX.1:
+    `--dataloader.dataset DATA --dataloader.encoders FOLDER`."""
+    model = FluxModel.Config(
+        dim=512, n_double=4, n_single=8, n_heads=8, axes=[16, 24, 24], image_size=32
+    )
+    config = CaptionTrainer.Config.based_on(
+        dit_debugmodel(),
+        model_spec=flux.model_spec(model, "captions"),
+        dataloader=CaptionedImageDataLoader.Config(image_size=256),
+        optimizer=Optimizer.Config(lr=1e-4, weight_decay=0.0),
+    )
+    config.training.steps, config.training.local_batch_size = 10_000, 16
+    config.training.mixed_precision_param = "bfloat16"
+    config.checkpoint = CheckpointManager.Config(enable=True, interval=500, last_save_in_hf=True)
+    return config
+
+
+def flux_dev() -> CaptionTrainer.Config:
+    """All weights of FLUX.1 dev on images of 1024 x 1024 pixels with captions: also
+    `--checkpoint.initial_load_path FOLDER/transformer`."""
+    config = flux_captions()
+    config.model_spec = flux.model_registry("dev")
+    config.dataloader.image_size = 1024
+    config.training.steps, config.training.local_batch_size = 1000, 1
+    config.optimizer.lr = 1e-5
+    config.ema = WeightAverage.Config()
+    config.activation_checkpoint.mode = "full"
+    config.checkpoint.initial_load_in_hf = True
+    return config
+
+
+def flux_dev_lora() -> CaptionTrainer.Config:
+    """Low-rank adapters of FLUX.1 dev, otherwise as `flux_dev`."""
+    return with_adapters(flux_dev(), LoRA.Config(rank=16, alpha=16), lr=1e-4)
 
 
 ConfigT = TypeVar("ConfigT", bound=FlowMatchingTrainer.Config)

@@ -16,8 +16,8 @@ from torchtitan.trainer.callbacks import PeriodicEvaluation
 
 
 class Samples(PeriodicEvaluation):
-    """Generate images of each class from the same noise, and write them as a grid, one row for each
-    class, to `samples/step-N.png` in the dump folder."""
+    """Generate images of each class, or of the first captions, from the same noise, and write them
+    as a grid, one row for each, to `samples/step-N.png` in the dump folder."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PeriodicEvaluation.Config):
@@ -27,10 +27,10 @@ class Samples(PeriodicEvaluation):
         """Training steps between generations, and once at the end; 0: never."""
 
         per_class: int = 8
-        """Images of each class."""
+        """Images of each class, or of each caption."""
 
         max_classes: int = 16
-        """Generate the first classes only."""
+        """Generate the first classes only, or captions of the training data."""
 
         steps: int = 50
         """Steps of Euler's method."""
@@ -67,13 +67,15 @@ class Samples(PeriodicEvaluation):
     def generate(self) -> Tensor:
         """Return images, (classes x per_class, C, H, W) between -1 and 1, class by class."""
         trainer: Any = self.trainer
-        model = trainer.config.model_spec.model
-        n_classes = min(model.n_classes, self.config.max_classes)
-        shape = (n_classes * self.config.per_class, *model.image_shape)
+        per_class = self.config.per_class
+        batch = {
+            name: values.repeat_interleave(per_class, dim=0).to(trainer.device)
+            for name, values in trainer.examples(self.config.max_classes).items()
+        }
+        n_images = len(next(iter(batch.values())))
+        shape = (n_images, *trainer.sampled_shape)
         random = np.random.Generator(np.random.Philox(key=trainer.config.debug.seed))
         noise = torch.from_numpy(random.standard_normal(shape, np.float32)).to(trainer.device)
-        classes = torch.arange(n_classes).repeat_interleave(self.config.per_class)
-        batch = {"classes": classes.to(trainer.device)}
         times = times_of(self.config.steps, self.config.shift, trainer.device)
         images: Tensor = trainer.generate(
             noise, trainer.conditions(batch), times, self.config.guidance

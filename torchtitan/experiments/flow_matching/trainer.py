@@ -11,6 +11,7 @@ from torchtitan.components.data.base import Batch
 from torchtitan.components.diffusion.flow import N_BUCKETS, FlowMatchingLoss, buckets
 from torchtitan.components.generation.forward import evaluating
 from torchtitan.components.images.labeled_loader import LabeledImageDataLoader
+from torchtitan.components.images.placed_loader import PlacedLoader
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.no_tokens import NoTokens
 from torchtitan.config import TrainingConfig
@@ -33,9 +34,7 @@ class FlowMatchingTrainer(Trainer):
         tokenizer: Tokenizer.Config = field(default_factory=NoTokens.Config)
         """None: the model reads no text."""
 
-        dataloader: LabeledImageDataLoader.Config = field(
-            default_factory=LabeledImageDataLoader.Config
-        )
+        dataloader: PlacedLoader.Config = field(default_factory=LabeledImageDataLoader.Config)
         """Training data."""
 
         training: TrainingConfig = field(default_factory=lambda: TrainingConfig(seq_len=1))
@@ -50,8 +49,13 @@ class FlowMatchingTrainer(Trainer):
                 True,
                 "False, since this loss is never divided among ranks",
             )
+            self.check_data()
+
+        def check_data(self) -> None:
+            """Raise `UserError` if the model does not read the data."""
             model: Any = self.model_spec.model
-            wanted, given = model.image_shape, self.dataloader.format.shape
+            loader: Any = self.dataloader
+            wanted, given = model.image_shape, loader.format.shape
             if wanted != given:
                 raise UserError(
                     f"the model generates images of the shape {list(wanted)} (channels, height, "
@@ -64,7 +68,18 @@ class FlowMatchingTrainer(Trainer):
     measures_named = tuple(f"loss/times_{k}_of_{N_BUCKETS}" for k in range(1, N_BUCKETS + 1))
 
     loss: FlowMatchingLoss
-    dataloader: LabeledImageDataLoader
+    dataloader: PlacedLoader
+
+    @property
+    def sampled_shape(self) -> tuple[int, ...]:
+        """Shape (channels, height, width) of what `generate` makes noise of."""
+        model: Any = self.config.model_spec.model
+        return tuple(model.image_shape)
+
+    def examples(self, most: int) -> Batch:
+        """Return what `conditions` reads, for at most `most` different images."""
+        model: Any = self.config.model_spec.model
+        return {"classes": torch.arange(min(most, model.n_classes))}
 
     def build_dataloader(self, config: Any, *, epochs: int | None) -> Any:
         """Build the loader, and check that the model has its classes."""
@@ -109,7 +124,7 @@ class FlowMatchingTrainer(Trainer):
     def generate(
         self, noise: Tensor, conditions: Mapping[str, Tensor], times: Tensor, guidance: float
     ) -> Tensor:
-        """Return images between -1 and 1, of the shape of `noise`, under `conditions`."""
+        """Return images between -1 and 1, from `noise` under `conditions`."""
         from torchtitan.components.diffusion.sampler import euler, guided
 
         (model,) = self.model_parts
@@ -121,4 +136,8 @@ class FlowMatchingTrainer(Trainer):
             guidance,
         )
         with evaluating(model), self.mixed_precision():
-            return euler(velocity, noise, times).clamp(-1, 1)
+            return self.to_images(euler(velocity, noise, times)).clamp(-1, 1)
+
+    def to_images(self, x: Tensor) -> Tensor:
+        """Return images from what the model is trained on."""
+        return x

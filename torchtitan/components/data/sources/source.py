@@ -48,7 +48,7 @@ class Source:
 
     Args:
         name: configured name; its credentials are removed.
-        parts: at least one part.
+        parts: at least one part, if it is read.
         documents: whether to read documents instead of rows.
     """
 

@@ -1,0 +1,195 @@
+"""Frozen encoders of FLUX in a folder of diffusers: CLIP's pooled text, T5's states, and latents of
+an autoencoder."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan.tools.device import device_type
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import read_object
+from torchtitan.tools.logging import logger
+
+TEXT = "text"
+"""Name of T5's states in a batch."""
+POOLED = "pooled"
+"""Name of CLIP's pooled text."""
+LATENTS = "pixels"
+"""Name of what a model is trained on: latents, or pixels without an autoencoder."""
+
+_TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+_AUTOENCODER = "vae"
+
+
+@dataclass(frozen=True)
+class EncoderFolder:
+    """A pipeline's folder, such as a download of FLUX.1: CLIP in `text_encoder` and `tokenizer`, T5
+    in `text_encoder_2` and `tokenizer_2`, and an autoencoder in `vae`. Without `vae`, a model is
+    trained on pixels."""
+
+    path: Path
+    n_tokens: int
+    """Tokens of a caption for T5, with padding; further ones are cut off, and counted."""
+    dtype: torch.dtype
+    """Type of the weights and of the results."""
+
+    def check(self) -> None:
+        """Raise `UserError` if the folder has no encoders."""
+        missing = [name for name in _TEXT_FOLDERS if not (self.path / name).is_dir()]
+        if missing:
+            raise UserError(
+                f"--dataloader.encoders {self.path} has no folder {missing[0]}; set it to a folder "
+                "of diffusers with the text encoders of FLUX: text_encoder and tokenizer (CLIP), "
+                "text_encoder_2 and tokenizer_2 (T5), and vae, or none to train on pixels"
+            )
+
+    @cached_property
+    def autoencoder(self) -> dict[str, Any] | None:
+        """Content of the autoencoder's config.json; None: there is none."""
+        folder = self.path / _AUTOENCODER
+        return read_object(folder / "config.json") if folder.is_dir() else None
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of an image's side for each of its latents."""
+        if self.autoencoder is None:
+            return 1
+        return int(2 ** (len(self.autoencoder["block_out_channels"]) - 1))
+
+    @property
+    def text_dim(self) -> int:
+        """Width of T5's states."""
+        return int(read_object(self.path / "text_encoder_2" / "config.json")["d_model"])
+
+    @property
+    def pooled_dim(self) -> int:
+        """Width of CLIP's pooled text."""
+        return int(read_object(self.path / "text_encoder" / "config.json")["hidden_size"])
+
+    def image_shape(self, pixels: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what a model is trained on, for images of the shape `pixels`
+        (channels, height, width)."""
+        if self.autoencoder is None:
+            return tuple(pixels)
+        sides = (side // self.reduction for side in pixels[1:])
+        return (int(self.autoencoder["latent_channels"]), *sides)
+
+    def shapes(self, pixels: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each result for one image of the shape `pixels`."""
+        texts = {TEXT: (self.n_tokens, self.text_dim), POOLED: (self.pooled_dim,)}
+        latents = {} if self.autoencoder is None else {LATENTS: self.image_shape(pixels)}
+        return {**texts, **latents}
+
+    def identity(self, digest: Callable[[Path], str]) -> list[object]:
+        """Return what determines the results: the content of the files, and the settings."""
+        folders = (*_TEXT_FOLDERS, *(() if self.autoencoder is None else (_AUTOENCODER,)))
+        files = [path for name in folders for path in sorted((self.path / name).iterdir())]
+        contents = [f"{p.parent.name}/{p.name} {digest(p)}" for p in files if p.is_file()]
+        return [contents, self.n_tokens, str(self.dtype)]
+
+    def open_autoencoder(self) -> Any:
+        """Load the autoencoder on this process's device. Raise `UserError` without diffusers."""
+        try:
+            from diffusers import AutoencoderKL
+        except ImportError as error:
+            raise UserError(
+                "latents need the package diffusers (pip install 'torchtitan[diffusion]', or "
+                "EXTRA=diffusion ./run_train.sh)"
+            ) from error
+        model = AutoencoderKL.from_pretrained(self.path / _AUTOENCODER, torch_dtype=self.dtype)
+        return model.to(device_type()).eval()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the images of latents, (B, C, H, W), between -1 and 1; loads the autoencoder."""
+        if self.autoencoder is None:
+            return latents
+        model = self.open_autoencoder()
+        x = latents / model.config.scaling_factor + (model.config.shift_factor or 0.0)
+        images: Tensor = model.decode(x.to(self.dtype)).sample
+        return images.float()
+
+
+class Encoders:
+    """The encoders of a folder, loaded on this process's device. Raise `UserError` without
+    transformers."""
+
+    def __init__(self, folder: EncoderFolder):
+        try:
+            from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+        except ImportError as error:
+            raise UserError(
+                "text encoders need the package transformers (pip install 'torchtitan[diffusion]', "
+                "or EXTRA=diffusion ./run_train.sh)"
+            ) from error
+        self._folder = folder
+        kinds: Any = {"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel}
+        self._clip, self._t5 = (
+            kind.from_pretrained(folder.path / name, dtype=folder.dtype).to(device_type()).eval()
+            for name, kind in kinds.items()
+        )
+        self._clip_tokenizer, self._t5_tokenizer = (
+            AutoTokenizer.from_pretrained(folder.path / name)
+            for name in ("tokenizer", "tokenizer_2")
+        )
+        self._vae = None if folder.autoencoder is None else folder.open_autoencoder()
+        self._n_cut = 0
+
+    @torch.no_grad()
+    def __call__(self, captions: Sequence[str], pixels: np.ndarray) -> dict[str, Tensor]:
+        """Return what FLUX reads of captions and images, as diffusers' pipelines compute it.
+
+        Args:
+            captions: B texts.
+            pixels: uint8, (B, channels, height, width).
+
+        Returns:
+            `text` (B, n_tokens, text_dim) of T5, without a mask of padding; `pooled` (B,
+            pooled_dim) of CLIP; and with an autoencoder the means of the latents, shifted and
+            scaled, as `pixels`.
+        """
+        most = self._clip.config.max_position_embeddings
+        clip_ids = self._ids(self._clip_tokenizer, captions, most)
+        t5_ids = self._ids(self._t5_tokenizer, captions, self._folder.n_tokens)
+        whole = self._t5_tokenizer(list(captions)).input_ids
+        self._n_cut += sum(len(ids) > self._folder.n_tokens for ids in whole)
+        states = {
+            TEXT: self._t5(t5_ids).last_hidden_state,
+            POOLED: self._clip(clip_ids).pooler_output,
+        }
+        if self._vae is not None:
+            x = torch.from_numpy(np.array(pixels)).to(device_type())
+            x = (x.float() / 127.5 - 1).to(self._folder.dtype)
+            means = self._vae.encode(x).latent_dist.mode()
+            settings = self._vae.config
+            shifted = means - (settings.shift_factor or 0.0)
+            states[LATENTS] = shifted * settings.scaling_factor
+        return states
+
+    def report(self) -> None:
+        """Log how many captions were cut since the last call."""
+        if self._n_cut:
+            logger.warning(
+                "%d captions have more than %d tokens for T5 and were cut; see "
+                "--dataloader.caption_tokens",
+                *(self._n_cut, self._folder.n_tokens),
+            )
+        self._n_cut = 0
+
+    @staticmethod
+    def _ids(tokenizer: Any, captions: Sequence[str], length: int) -> Tensor:
+        encoded = tokenizer(
+            list(captions),
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        ids: Tensor = encoded.input_ids
+        return ids.to(device_type())
