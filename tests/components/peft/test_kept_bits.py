@@ -588,16 +588,34 @@ def test_two_processes_equal_one(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None:
-    """GPTQ in the order of activations."""
-    section = {**METHODS["GPTQ"][1], "desc_act": True}
-    folder = write_folder(tmp_path, llama(), section, gptq)
+def gptq_out_of_order(weight: Tensor, layer: str) -> dict[str, Tensor]:
+    tensors = gptq(weight, layer)
+    return {**tensors, f"{layer}.g_idx": tensors[f"{layer}.g_idx"].flip(0)}
+
+
+@pytest.mark.parametrize("desc_act", [True, False])
+def test_weights_that_cannot_be_kept_are_refused_by_name(desc_act: bool, tmp_path: Path) -> None:
+    """GPTQ in the order of activations, whatever the section says."""
+    section = {**METHODS["GPTQ"][1], "desc_act": desc_act}
+    folder = write_folder(tmp_path, llama(), section, gptq_out_of_order)
     spec, _ = huggingface_model(folder)
-    message = r"base keep: .* layers\.0\.attention\.wk\.weight.*order of activations.*base nf4"
+    message = r"base keep: .* layers\.0\.attention\.wk\.weight.*are not neighbors.*base nf4"
     with pytest.raises(UserError, match=message):
         QLoRA.Config().with_weights(spec, str(folder), range(0))
     config = QLoRA.Config(base="nf4").with_weights(spec, str(folder), range(0))
     assert isinstance(config, QLoRA.Config) and config.forms == []
+
+
+def test_static_groups_in_the_order_of_activations_are_kept(tmp_path: Path) -> None:
+    """The order is that of quantization alone; inputs of a group are neighbors in the file."""
+    section = {**METHODS["GPTQ"][1], "desc_act": True, "static_groups": True}
+    folder = write_folder(tmp_path, llama(), section, gptq)
+    kept, config, _ = load(folder, QLoRA.Config(rank=4))
+    assert isinstance(config, QLoRA.Config) and len(config.forms) == 7
+    reference, _, _ = load(folder, LoRA.Config(rank=4))
+    result, expected = loss_and_gradients(kept), loss_and_gradients(reference)
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 def test_each_run_says_what_is_dequantized(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

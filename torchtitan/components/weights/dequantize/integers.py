@@ -104,7 +104,7 @@ class _IntegerWeight(QuantizedWeight):
     """Added to packed integers."""
     zero_offset: int = 0
     """Added to packed zero points; their carry is lost."""
-    has_order: bool = False
+    is_scattered: bool = False
     """True if inputs of a group are not neighbors."""
 
     def __post_init__(self) -> None:
@@ -115,8 +115,11 @@ class _IntegerWeight(QuantizedWeight):
     @property
     def kept(self) -> FewBits | str:
         width = self.spec.shape[1]
-        if self.has_order:
-            return "its inputs are in the order of activations (desc_act)"
+        if self.is_scattered:
+            return (
+                "the inputs of its groups are not neighbors (desc_act, actorder), and rows that "
+                "are stored by themselves have no place for an order that all share"
+            )
         if width % 8:
             return f"its {width} inputs are not whole bytes"
         bits = self.values.bits if isinstance(self.values, _Packed) else 8
@@ -171,6 +174,15 @@ class _IntegerWeight(QuantizedWeight):
         return torch.arange(self.spec.shape[1]) // self.group_size
 
 
+def _is_scattered(source: TensorSource, index: str, group_size: int) -> bool:
+    """Return whether `index`, the group of each input, differs from groups of neighbors. Files of
+    GPTQ have it in any case, and with `desc_act`, static groups are still neighbors."""
+    if index not in source.specs:
+        return False
+    groups = source.read(index)
+    return not torch.equal(groups.long(), torch.arange(len(groups)) // group_size)
+
+
 def _of_outputs(source: TensorSource, name: str, outputs: slice, dim: int) -> Tensor:
     """Return the scales or zero points of outputs, (outputs, groups); a single one is for all."""
     if source.specs[name].shape.numel() == 1:
@@ -222,7 +234,7 @@ def gptq_weights(source: TensorSource, section: Mapping[str, object]) -> dict[st
             group_size=inputs if group_size == -1 else group_size,
             groups=index if index in specs else "",
             zero_offset=1 if form == "gptq" else 0,
-            has_order=bool(section.get("desc_act")) and groups > 1,
+            is_scattered=groups > 1 and _is_scattered(source, index, group_size),
         )
         if has_zero_biases:
             weights[f"{layer}.weight"].stored += (f"{layer}.bias",)
@@ -301,7 +313,7 @@ def compressed_integer(
         groups=index if index in specs else "",
         value_offset=found.offset,
         zero_offset=found.offset,
-        has_order=index in specs and n_groups > 1,
+        is_scattered=n_groups > 1 and _is_scattered(source, index, group_size),
     )
     weight.stored = (*weight.stored, *found.others)
     return weight
