@@ -87,6 +87,25 @@ LATENTS: Options = {
 }
 """The same with latent attention, whose values are narrower than keys, and RoPE in the last part of
 each head."""
+SPARSE: Options = {
+    **LATENTS,
+    "config": "deepseek_v3_sparse_debugmodel",
+    "model__index_topk": 12,
+}
+"""The same with an indexer, which chooses fewer tokens than most documents have."""
+SHARED_CHOICES: Options = {
+    **SPARSE,
+    "model__index_interleave": True,
+    "model__indexer_types": ["full", "shared"],
+}
+"""The same, where every second layer sees the tokens that the layer before it chooses."""
+GROWING_QUERIES: Options = {
+    **LATENTS,
+    "config": "deepseek_v3_mistral4_debugmodel",
+    "model__rope__original_max_seq_len": 12,
+    "model__moe__bias_rate": 0.0,
+}
+"""Latent attention whose queries grow with their position, and a softmax router."""
 FURTHER_TOKENS: Options = {
     **LATENTS,
     "model__n_mtp_modules": 2,
@@ -354,6 +373,7 @@ TWO_PROCESSES: dict[str, Options] = {
     "EP 2, sigmoid router": {**EP2, **SIGMOID},
     "EP 2, sigmoid router, AC selective op": {**EP2, **SIGMOID, **OP_AC},
     "EP 2, latent attention": {**EP2, **LATENTS},
+    "EP 2, sparse attention": {**EP2, **SPARSE},
     "EP 2, attention sinks": {**EP2, **SINKS},
     "EP 2, chunks": {**EP2, **CHUNKS},
     "TP 2 x EP 2, experts": {**TP2, **EP2, **EXPERTS},
@@ -380,6 +400,13 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2, latent attention": {**TP2, **LATENTS},
     "TP 2, latent attention, compile": {**TP2, **LATENTS, **COMPILED},
     "TP 2, latent attention, no latent of queries": {**TP2, **LATENTS, "model__q_lora_rank": None},
+    "FSDP 2, sparse attention, AC full": {**SPARSE, **FULL_AC},
+    "TP 2, sparse attention": {**TP2, **SPARSE},
+    "FSDP 2, shared choices, AC full": {**SHARED_CHOICES, **FULL_AC},
+    "CP 2, sparse attention": {**CP2, **SPARSE},
+    "PP 2 1F1B, sparse attention": {**PP2, **SPARSE},
+    "TP 2, latent attention, growing queries": {**TP2, **GROWING_QUERIES},
+    "CP 2, latent attention, growing queries": {**CP2, **GROWING_QUERIES},
     "FSDP 2, multi-token prediction": FURTHER_TOKENS,
     "TP 2, multi-token prediction": {**TP2, **FURTHER_TOKENS},
     "CP 2, latent attention": {**CP2, **LATENTS},
@@ -521,6 +548,8 @@ FOUR_PROCESSES: dict[str, Options] = {
     "HSDP 2 x 2, FLUX": {**HSDP, **FLUX},
     "FSDP 2 x TP 2, DiT": {**TP2, **DIT},
     "TP 2 x CP 2, latent attention": {**TP2, **CP2, **LATENTS},
+    "TP 2 x CP 2, sparse attention": {**TP2, **CP2, **SPARSE},
+    "TP 2 x CP 2, shared choices": {**TP2, **CP2, **SHARED_CHOICES},
     "TP 2 x CP 2, delta nets": {**TP2, **CP2, **DELTA_NETS},
     "TP 2 x CP 2, short convolutions": {**TP2, **CP2, **SHORT_CONVS},
     "TP 2 x CP 2 x EP 2, Mamba and experts": {**TP2, **CP2, **EP2, **MAMBA},

@@ -721,6 +721,51 @@ CASES["glm4_moe_lite"] = Case(
     without=["head_dim"],
     query_norm=0.5,
 )
+CASES["mistral4"] = Case(
+    model_type="mistral4",
+    options={
+        **LATENTS,
+        **_NO_PADDING,
+        "rope_parameters": [
+            {**rope, "llama_4_scaling_beta": growth}
+            for rope in LATENTS["rope_parameters"]
+            if rope["rope_type"] == "yarn"
+            for growth in (0.0, 0.1, 1.0)
+        ],
+        "n_group": [1],
+        "topk_group": [1],
+        "norm_topk_prob": [False, True],
+        "rope_interleave": [False, True],
+    },
+    without=["head_dim"],
+    query_norm=0.5,
+)
+_SPARSE: Options = {
+    **{key: values for key, values in LATENTS.items() if key != "q_lora_rank"},
+    **_NO_PADDING,
+    "q_lora_rank": [16, 20],
+    "norm_topk_prob": [False, True],
+    # One choice is all tokens of the test.
+    "index_topk": [3, 12, 64],
+    # So many that hardly any score is 0, since topk chooses among equal ones by chance.
+    "index_n_heads": [16],
+    "index_head_dim": [8, 12],
+}
+CASES |= {
+    name: Case(model_type=name, options=_SPARSE, without=["head_dim"], query_norm=0.5)
+    for name in ("deepseek_v32", "glm_moe_dsa")
+}
+CASES["glm_moe_dsa, shared"] = Case(
+    model_type="glm_moe_dsa",
+    name="glm_moe_dsa, shared",
+    options={
+        **_SPARSE,
+        "num_hidden_layers": [3, 4],
+        "indexer_types": [("full", "shared"), ("full", "shared", "shared")],
+    },
+    without=["head_dim"],
+    query_norm=0.5,
+)
 CASES["minimax_m2"] = Case(
     model_type="minimax_m2",
     options={
@@ -761,6 +806,14 @@ ALIASES = {"kimi_k2"}
 """Types without a class in transformers, read as another type."""
 
 
+def class_of(config: Any) -> Any:
+    """Return the class of transformers for text of a configuration; `AutoModelForCausalLM` does not
+    know Mistral 4."""
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    is_known = type(config) in known.keys()
+    return known[type(config)] if is_known else transformers.Mistral4ForCausalLM
+
+
 def random_reference(name: str, seed: int, **fixed: Any) -> Any:
     """Return transformers' model of a random configuration of a case, with weights that make every
     part matter: norms and biases that differ from their initial values, and attention that is far
@@ -782,9 +835,7 @@ def random_reference(name: str, seed: int, **fixed: Any) -> Any:
     config = transformers.AutoConfig.for_model(case.model_type, **copy.deepcopy(document))
     print(f"{name}, seed {seed}: {document}")
     torch.manual_seed(seed)
-    reference = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
+    reference = class_of(config)._from_config(config, attn_implementation="eager").eval()
     reference.config._experts_implementation = "eager"  # grouped products do not support float64
     with torch.no_grad():
         for name, parameter in reference.named_parameters():

@@ -19,7 +19,7 @@ from tests.models.family_cases import (
     relative_error,
     to_ours,
 )
-from tests.models.family_runs import save_with_tokenizer
+from tests.models.family_runs import assert_documents_are_apart, save_with_tokenizer
 from tests.models.test_attention import metadata_of
 from tests.training import train
 from torchtitan.components.generation import KVCache, generate
@@ -352,3 +352,62 @@ def test_a_dry_run_counts_narrower_values(tmp_path: Path) -> None:
     padding = 6 * 4 * 8 * (48 - 32) * length * tokens
     assert rank.executed_flops - padding == pytest.approx(rank.model_flops, rel=0.01)
     assert rank.executed_flops != pytest.approx(rank.model_flops, rel=0.02)
+
+
+# --- Mistral 4
+# --------------------------------------------------------------------------------------------------
+
+MISTRAL4: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "rope_parameters": {**YARN, "factor": 4.0, "llama_4_scaling_beta": 1.0},
+}
+
+
+def constant_queries(attention: Any) -> None:
+    attention.attend.scores.attn_scale = 0.0
+
+
+def from_the_first(attention: Any) -> None:
+    attention.attend.scores.first = 1
+
+
+@pytest.mark.parametrize("change", [constant_queries, from_the_first, halves])
+def test_mistake_in_mistral4_is_caught(change: Callable[[Any], None]) -> None:
+    reference = random_reference("mistral4", 0, **MISTRAL4, rope_interleave=True)
+    assert difference_with(lambda model: None, reference) < 1e-5
+    assert difference_with(in_attention(change), reference) > 1e-3
+
+
+def test_packed_documents_of_mistral4_equal_documents_alone() -> None:
+    model, _ = to_ours(deepseek_v3, random_reference("mistral4", 0, **MISTRAL4))
+    assert_documents_are_apart(model)
+
+
+def test_missing_keys_of_mistral4_have_transformers_defaults() -> None:
+    """The published size."""
+    theirs = transformers.AutoConfig.for_model("mistral4").to_dict()
+    config: Any = FLAVORS["Mistral-Small-4-119B"]
+    assert FORMAT.from_external(theirs) == config
+    with torch.device("meta"):
+        assert config.build().num_parameters() / 1e9 == pytest.approx(119, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 2}, "n_group is 2"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, but must be 0.5"),
+        ({"llama_4_scaling_beta": None}, "llama_4_scaling_beta is"),
+    ],
+)
+def test_other_models_than_mistral4_are_rejected_by_name(
+    change: dict[str, Any], message: str
+) -> None:
+    document = FORMAT.to_external(FLAVORS["Mistral-Small-4-119B"])
+    outer = {key: change[key] for key in change if key in ("n_group", "scoring_func")}
+    document |= outer
+    document["rope_parameters"] = {**document["rope_parameters"], **change}
+    with pytest.raises(UserError, match=message) as caught:
+        FORMAT.from_external(document)
+    assert "\n" not in str(caught.value)

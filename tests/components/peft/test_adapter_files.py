@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.models.family_cases import class_of
 from tests.pretrained import assert_equal, make_pretrained
 from tests.processes import run_processes
 from tests.training import run, tiny_config
@@ -62,7 +63,8 @@ SIZES = {
 
 
 def open_base(folder: Path) -> nn.Module:
-    return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder).eval()
+    config = pytest.importorskip("transformers").AutoConfig.from_pretrained(folder)
+    return class_of(config).from_pretrained(folder).eval()
 
 
 def open_adapter(below: nn.Module, folder: Path) -> nn.Module:

@@ -77,13 +77,18 @@ def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMet
     mask: object = None
     if kernel == "varlen":
         mask = send(attention.cu_seqlens, device)
-    elif kernel in ("dense", "flex"):
+    elif kernel == "dense":
+        mask = seen_keys(attention, device)[:, None]
+    elif kernel == "flex":
         starts_BL, queries_L, keys_S = _seen_ranges(attention, device)
-        if kernel == "dense":
-            mask = ((keys_S >= starts_BL[..., None]) & (keys_S <= queries_L[:, None]))[:, None]
-        else:
-            mask = _block_mask(starts_BL.expand(attention.n_rows, -1), queries_L, keys_S)
+        mask = _block_mask(starts_BL.expand(attention.n_rows, -1), queries_L, keys_S)
     return replace(attention, kernel=kernel, mask=mask)
+
+
+def seen_keys(attention: AttentionMetadata, device: torch.device) -> Tensor:
+    """Return which keys each token sees, (B or 1, L, S)."""
+    starts_BL, queries_L, keys_S = _seen_ranges(attention, device)
+    return (keys_S >= starts_BL[..., None]) & (keys_S <= queries_L[:, None])
 
 
 def _seen_ranges(
@@ -202,8 +207,10 @@ class TemperedAttention(Attention):
     """Attention whose queries grow with the logarithm of the position (Llama 4, after
     arXiv:2501.19399), counted from `first`."""
 
-    def __init__(self, floor_scale: int, attn_scale: float, *, first: int = 1):
-        super().__init__()
+    def __init__(
+        self, floor_scale: int, attn_scale: float, *, first: int = 1, scale: float | None = None
+    ):
+        super().__init__(scale=scale)
         self.floor_scale, self.attn_scale = floor_scale, attn_scale
         self.first = first
 

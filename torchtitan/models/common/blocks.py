@@ -86,6 +86,21 @@ class PreNormBlock(nn.Module):
         return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
 
 
+class SharingBlock(PreNormBlock):
+    """Its attention takes results of an earlier layer's, or has further results for later
+    layers."""
+
+    def forward(
+        self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *shared: Tensor
+    ) -> Any:
+        """(B, L, dim) → the same, and attention's other results."""
+        assert self.attention_norm
+        attended = self.attention(self.attention_norm(x_BLD), rope, attention, *shared)
+        out_BLD, *given = attended if isinstance(attended, tuple) else (attended,)
+        x_BLD = self._add(x_BLD, out_BLD)
+        return self._add(x_BLD, self._feed_forward(x_BLD, attention)), *given
+
+
 class MultiTokenBlock(PreNormBlock):
     """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 21 and 22). Its
     input is the state of the previous one, or of the last layer, after the final norm, as in the

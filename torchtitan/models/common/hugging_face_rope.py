@@ -204,3 +204,26 @@ def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
         key: value for key, value in values.items() if value is not None
     }
     return scaling if kind == rope.scaling else {**scaling, "truncate": False}
+
+
+GROWTH = "llama_4_scaling_beta"
+"""Key of the growth of queries with their position, in the section of RoPE, and its field."""
+
+
+def prepare_growth(document: dict[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the growth of queries outside of RoPE's section, which has a
+    `default`; a growth of 0 is omitted. Raise `UserError` without a growth, or with two."""
+    keys = ("rope_scaling", "rope_parameters")
+    given = [key for key in keys if ConfigReader("config.json", document).section(key).values]
+    prepared = document if given else {**document, "rope_parameters": default}
+    found: list[Any] = [document[GROWTH]] if GROWTH in document else []
+    for key in given or keys[1:]:
+        section = ConfigReader("config.json", prepared).section(key)
+        found.append(section.values.get(GROWTH))
+        if found[-1] is None or found[-1] != found[0]:
+            raise section.wrong(GROWTH, found[-1], f"a number in {key}, the only one")
+        unread = (GROWTH, "max_position_embeddings")
+        without = {name: value for name, value in section.values.items() if name not in unread}
+        prepared = {**prepared, key: without}
+    prepared = {key: value for key, value in prepared.items() if key != GROWTH}
+    return {**prepared, GROWTH: found[0]} if found[0] else prepared

@@ -21,13 +21,13 @@ class LatentScores(nn.Module):
     """Attention of queries to latents, which context parallelism gathers and generation stores."""
 
     def __init__(
-        self, config: Decoder.Config, rank: int, v_dim: int, scale: float, init_std: float
+        self, config: Decoder.Config, rank: int, v_dim: int, scores: Attention, init_std: float
     ):
         super().__init__()
         head_dim, self.v_dim = config.resolved_head_dim, v_dim
         self.plain_dim = head_dim - config.rope.rotated_dim(head_dim)
         self.wkv_b = make_linear(rank, config.n_heads * (self.plain_dim + v_dim), init_std)
-        self.scores = Attention(scale=scale)
+        self.scores = scores
 
     def forward(
         self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata
@@ -42,8 +42,8 @@ class LatentScores(nn.Module):
 
 class LatentAttention(ScaledScores):
     """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or
-    none. Only the last P elements of a head have positions, and all heads share their keys. `scale`
-    multiplies scores. `interleaved`: RoPE rotates neighbors."""
+    none. Only the last P elements of a head have positions, and all heads share their keys.
+    `scores` computes their products. `interleaved`: RoPE rotates neighbors."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LatentAttention(ScaledScores):
         q_rank: int | None,
         rank: int,
         v_dim: int,
-        scale: float,
+        scores: Attention,
         interleaved: bool,
         **stds: float,
     ):
@@ -72,22 +72,36 @@ class LatentAttention(ScaledScores):
         self.kv_norm = norm(rank)
         # tensor parallelism gathers its input, the latents of each rank's tokens
         self.latents = nn.Identity()
-        self.attend = LatentScores(config, rank, v_dim, scale, init_std)
+        # of sparse attention
+        self.indexer: Any = None
+        self.indexes: Any = None
+        self.attend = self.make_scores(config, rank, v_dim, scores, init_std)
         self.wo = make_linear(config.n_heads * v_dim, dim, stds["out_init_std"], bias=bias)
+
+    def make_scores(self, *parts: Any) -> LatentScores:
+        """Return the part that computes scores, and their products with values."""
+        return LatentScores(*parts)
 
     def forward(
         self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata
     ) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
+        keys = self.keys(x_BLD, rope)
+        q_BLHD = self.queries((self.wq or self.q_latent)(x_BLD), rope)
+        return self.wo(self.attend(q_BLHD, *keys, attention).flatten(-2))
+
+    def keys(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return latents (B, L, 1, R), and the part of the keys with positions (B, L, 1, P)."""
         latent_BLR, k_BLP = self.wkv_a(x_BLD).split(self.widths, dim=-1)
         latents_BLE = self.latents(torch.cat((self.kv_norm(latent_BLR), k_BLP), dim=-1))
         latent_BL1R, k_BL1P = latents_BLE[:, :, None].split(self.widths, dim=-1)
-        q_BLHD = (self.wq or self.q_latent)(x_BLD).unflatten(-1, (-1, self.head_dim))
+        return latent_BL1R, self._rotate(k_BL1P, rope)
+
+    def queries(self, q_BLE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the queries of each head, (B, L, H, head_dim)."""
+        q_BLHD = q_BLE.unflatten(-1, (-1, self.head_dim))
         plain_BLHE, q_BLHP = q_BLHD.tensor_split([-self.widths[1]], dim=-1)
-        q_BLHD = torch.cat((plain_BLHE, self._rotate(q_BLHP, rope)), dim=-1)
-        return self.wo(
-            self.attend(q_BLHD, latent_BL1R, self._rotate(k_BL1P, rope), attention).flatten(-2)
-        )
+        return torch.cat((plain_BLHE, self._rotate(q_BLHP, rope)), dim=-1)
 
     @property
     def scores(self) -> Any:

@@ -234,6 +234,15 @@ def rope_cos_sin(
     )
 
 
+def check_growth(growth: float, rope: RoPEConfig) -> None:
+    """Raise `UserError` unless queries may grow with their position by this factor
+    (`TemperedAttention`), which counts in original contexts of YaRN."""
+    require(growth >= 0, "--model.llama_4_scaling_beta", growth, "from 0")
+    kind = rope.scaling if rope.is_scaled else "none"
+    must = "yarn, with a scaling_factor"
+    require(kind.startswith("yarn"), "--model.rope.scaling", kind, must)
+
+
 def attention_factor(config: RoPEConfig) -> float:
     factor = config.scaling_factor
     if config.scaling not in ("yarn", "yarn_untruncated", "longrope"):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.common import gguf
 from torchtitan.models.common import hugging_face as hf
+from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.blocks import MultiTokenBlock, Rope
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_rope import write_rope
@@ -99,7 +100,9 @@ class DeepSeekModel(MoEDecoder):
         modules = [module(block, k) for k, block in enumerate(blocks, start=1)]
         return with_further_tokens(head, modules, tokens_BL, positions_BL, self.config.mtp_weight)
 
-    def make_attention(self, index: int, **options: object) -> nn.Module:
+    def make_attention(
+        self, index: int, *, kind: type[nn.Module] = LatentAttention, **options: object
+    ) -> nn.Module:
         config = self.config
         ranks: Any = {
             "q_rank": config.q_lora_rank,
@@ -109,10 +112,13 @@ class DeepSeekModel(MoEDecoder):
         mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(
             max(1.0, config.rope.scaling_factor)
         )
-        scale, stds = config.resolved_head_dim**-0.5 * mscale**2, self.init_stds(index)
-        return LatentAttention(
-            config, **ranks, scale=scale, interleaved=config.rope_interleave, **stds
-        )
+        scores = self.make_scores(config.resolved_head_dim**-0.5 * mscale**2)
+        options |= {"scores": scores, "interleaved": config.rope_interleave}
+        return kind(config, **ranks, **options, **self.init_stds(index))
+
+    def make_scores(self, scale: float) -> Attention:
+        """Return the attention of one layer, without its projections."""
+        return Attention(scale=scale)
 
     def score_flops(self, index: int, seq_len: int) -> float:
         return (
@@ -131,8 +137,8 @@ _LATENTS = {
     **{"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "attend.wkv_b": "kv_b_proj"},
 }
 _MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
-_DENSE = hf.DENSE_ROWS + hf.module_rows("layers.*.attention", "model.layers.*.self_attn", _LATENTS)
-_DENSE += hf.module_rows("layers.*.mtp", "model.layers.*", _MTP)
+DENSE = hf.DENSE_ROWS + hf.module_rows("layers.*.attention", "model.layers.*.self_attn", _LATENTS)
+DENSE += hf.module_rows("layers.*.mtp", "model.layers.*", _MTP)
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +152,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
             "n_group": 1,
             "topk_group": 1,
         }
-    return _with_widths(rows.prepare_dense_layers(document, 0 if is_v2 else 3), plain=128)
+    return with_widths(rows.prepare_dense_layers(document, 0 if is_v2 else 3), plain=128)
 
 
 def _prepare_lite(document: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +168,7 @@ def _prepare_lite(document: dict[str, Any]) -> dict[str, Any]:
                 "first_k_dense_replace", n_dense, must
             )
         document = rows.prepare_dense_layers(document)
-    return _with_widths(document, plain=192)
+    return with_widths(document, plain=192)
 
 
 def _without_fraction(document: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +183,7 @@ def _without_fraction(document: dict[str, Any]) -> dict[str, Any]:
     return {**without(reader), **{name: without(reader.section(name)) for name in names}}
 
 
-def _with_widths(document: dict[str, Any], plain: int) -> dict[str, Any]:
+def with_widths(document: dict[str, Any], plain: int) -> dict[str, Any]:
     """Return a config.json with the width of whole heads, by default `plain` elements and 64
     rotated ones, and its rotated part."""
     reader = ConfigReader(
@@ -198,23 +204,25 @@ def _write(config: DeepSeekModel.Config) -> dict[str, Any] | None:
     return None if dense is None else {**dense, **_write_widths(config)}
 
 
-def _write_lite(config: DeepSeekModel.Config) -> dict[str, Any] | None:
+def write_types(config: DeepSeekModel.Config) -> dict[str, Any] | None:
+    """Return the keys of heads, and of dense layers, which `mlp_layer_types` also names."""
     dense = rows.write_dense_layers(config) or {}
     return None if config.moe.ffn_dim is None else {**dense, **_write_widths(config)}
 
 
 def _write_widths(config: DeepSeekModel.Config) -> dict[str, Any]:
-    head_dim = config.resolved_head_dim
-    rotated = config.rope.rotated_dim(head_dim)
-    widths = {
-        "head_dim": rotated,
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": head_dim - rotated,
-    }
     scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
     growth = {"mscale_all_dim": config.mscale_all_dim} if config.mscale_all_dim else {}
     ropes = {"rope_scaling": {**scaling, **growth}} if scaling else {}
-    return {**widths, "partial_rotary_factor": 1.0, **ropes}
+    widths = widths_of(config)
+    # the part of a head with positions, which is rotated
+    return {**widths, "head_dim": widths["qk_rope_head_dim"], "partial_rotary_factor": 1.0, **ropes}
+
+
+def widths_of(config: DeepSeekModel.Config) -> dict[str, int]:
+    """Return the widths of the parts of a head, with and without positions."""
+    rotated = config.rope.rotated_dim(config.resolved_head_dim)
+    return {"qk_rope_head_dim": rotated, "qk_nope_head_dim": config.resolved_head_dim - rotated}
 
 
 _KEYS = {
@@ -230,10 +238,10 @@ _WIDTHS = {
     "v_head_dim": 128,
     "partial_rotary_factor": 1.0,
 }
-_V3 = hf.ModelType(
+V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
     config=DeepSeekModel.Config,
-    rows=lambda config: _DENSE + rows.expert_rows(config, shared="shared_experts"),
+    rows=lambda config: DENSE + rows.expert_rows(config, shared="shared_experts"),
     keys={
         **_KEYS,
         "rope_interleave": "rope_interleave",
@@ -255,7 +263,7 @@ _V3 = hf.ModelType(
     write=_write,
 )
 _V2 = replace(
-    _V3,
+    V3,
     architecture="DeepseekV2ForCausalLM",
     keys=_KEYS,
     defaults={
@@ -266,14 +274,14 @@ _V2 = replace(
     },
     values={},
     fixed={
-        **_V3.fixed,
+        **V3.fixed,
         "topk_method": "group_limited_greedy",
         "scoring_func": "softmax",
         "norm_topk_prob": False,
     },
 )
 _LITE = replace(
-    _V3,
+    V3,
     architecture="Glm4MoeLiteForCausalLM",
     config=GLM4MoeLiteModel.Config,
     defaults={
@@ -283,12 +291,10 @@ _LITE = replace(
         **{"q_lora_rank": 768, "v_head_dim": 256, "rms_norm_eps": 1e-5},
     },
     prepare=_prepare_lite,
-    write=_write_lite,
+    write=write_types,
 )
 
-FORMAT = hf.dense_format(
-    {"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2, "glm4_moe_lite": _LITE}
-)
+TYPES = {"deepseek_v3": V3, "kimi_k2": V3, "deepseek_v2": _V2, "glm4_moe_lite": _LITE}
 
 
 @dataclass(frozen=True)

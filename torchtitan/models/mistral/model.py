@@ -8,12 +8,11 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.attention import TemperedAttention
-from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
-from torchtitan.models.common.hugging_face_rope import write_rope
+from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
-from torchtitan.tools.errors import require
+from torchtitan.models.common.rope import check_growth
 
 
 class MistralModel(WindowedDecoder):
@@ -32,15 +31,7 @@ class Ministral3Model(MistralModel):
 
         def validate(self) -> None:
             MistralModel.Config.validate(self)
-            require(
-                self.llama_4_scaling_beta >= 0,
-                "--model.llama_4_scaling_beta",
-                self.llama_4_scaling_beta,
-                "from 0",
-            )
-            kind = self.rope.scaling if self.rope.is_scaled else "none"
-            is_yarn, must = kind.startswith("yarn"), "yarn, with a scaling_factor"
-            require(is_yarn, "--model.rope.scaling", kind, must)
+            check_growth(self.llama_4_scaling_beta, self.rope)
 
     config: Config
 
@@ -81,41 +72,20 @@ _YARN = {
     **{"original_max_position_embeddings": 16_384, "mscale_all_dim": 1.0},
     "llama_4_scaling_beta": 0.1,
 }
-_GROWTH = "llama_4_scaling_beta"
-"""Key in the section of RoPE."""
-
-
-def _prepare_growth(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the growth of queries outside of RoPE's section, which has a
-    default; a growth of 0 is omitted. Raise `UserError` without a growth, or with two."""
-    keys = ("rope_scaling", "rope_parameters")
-    given = [key for key in keys if ConfigReader("config.json", document).section(key).values]
-    prepared = document if given else {**document, "rope_parameters": _YARN}
-    found: list[Any] = [document[_GROWTH]] if _GROWTH in document else []
-    for key in given or keys[1:]:
-        section = ConfigReader("config.json", prepared).section(key)
-        found.append(section.values.get(_GROWTH))
-        if found[-1] is None or found[-1] != found[0]:
-            raise section.wrong(_GROWTH, found[-1], f"a number in {key}, the only one")
-        unread = (_GROWTH, "max_position_embeddings")
-        without = {name: value for name, value in section.values.items() if name not in unread}
-        prepared = {**prepared, key: without}
-    prepared = {key: value for key, value in prepared.items() if key != _GROWTH}
-    return {**prepared, _GROWTH: found[0]} if found[0] else prepared
 
 
 def _write_growth(config: Ministral3Model.Config) -> dict[str, Any]:
     scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
-    return {"rope_scaling": {**scaling, _GROWTH: config.llama_4_scaling_beta}}
+    return {"rope_scaling": {**scaling, GROWTH: config.llama_4_scaling_beta}}
 
 
 _TEMPERED = dataclasses.replace(
     _ALL_LAYERS,
     architecture="Ministral3ForCausalLM",
     config=Ministral3Model.Config,
-    keys={**_ALL_LAYERS.keys, _GROWTH: "llama_4_scaling_beta"},
+    keys={**_ALL_LAYERS.keys, GROWTH: GROWTH},
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    prepare=_prepare_growth,
+    prepare=lambda document: prepare_growth(document, _YARN),
     write=_write_growth,
 )
 
