@@ -320,6 +320,8 @@ def _open(options: argparse.Namespace, name: str) -> "tuple[ServedModel, nn.Modu
         vocab_size=min(config.vocab_size, tokenizer.vocab_size),
         template=template,
     )
+    if preparer.unread_calls:
+        logger.warning("%s", preparer.unread_calls)
     scheduler = Scheduler(
         opened.model, tokenizer, max_rows=options.max_rows, max_queue=options.max_queue
     )

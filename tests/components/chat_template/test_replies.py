@@ -5,27 +5,15 @@ import random
 
 import pytest
 
-from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.chat_template.calls import CallMarks
 from torchtitan.components.chat_template.forms import Tags
-from torchtitan.components.chat_template.replies import CallMarks, Piece, ReplyFormat, ReplyReader
-from torchtitan.tools.errors import UserError
+from torchtitan.components.chat_template.parts import Piece
+from torchtitan.components.chat_template.replies import ReplyReader
 
 HERMES = CallMarks("<tool_call>", "</tool_call>", "name", "arguments", "", "")
 BARE = CallMarks("", "", "name", "parameters", "", "")
 THINK = [Tags("<think>", "\n", "</think>", "\n\n")]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-    for name in ("add", "get_time")
-]
-CALLS = [("add", {"a": 1, "text": 'é "{[<'}), ("get_time", {})]
-QUESTION = {"role": "user", "content": "What is it?"}
+SCHEMAS: dict[str, dict] = {"add": {}}
 
 
 def read(reader: ReplyReader, text: str, seed: int | None = None) -> Piece:
@@ -80,7 +68,7 @@ ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 )
 def test_a_reply_is_split(text, reasoning, content, n_calls, seed):
     """-1: calls that cannot be read, whose whole text is content."""
-    piece = read(ReplyReader(THINK, False, HERMES, ["add"]), text, seed)
+    piece = read(ReplyReader(THINK, False, HERMES, SCHEMAS), text, seed)
     expected = text if n_calls < 0 else content
     assert piece.texts.get("reasoning_content") == reasoning
     assert piece.texts.get("content") == expected
@@ -89,7 +77,7 @@ def test_a_reply_is_split(text, reasoning, content, n_calls, seed):
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_prompt_may_open_the_reasoning(seed):
-    piece = read(ReplyReader(THINK, True, HERMES), f"Hm.\n</think>\n\nHi {ONE}", seed)
+    piece = read(ReplyReader(THINK, True, HERMES, SCHEMAS), f"Hm.\n</think>\n\nHi {ONE}", seed)
     assert piece.texts == {"reasoning_content": "Hm.", "content": "Hi"}
     assert called(piece) == [("add", {"a": 1})]
 
@@ -106,70 +94,6 @@ def test_a_prompt_may_open_the_reasoning(seed):
     ],
 )
 def test_calls_without_marks_need_a_known_name(text, n_calls, seed):
-    piece = read(ReplyReader([], False, BARE, ["add"]), text, seed)
+    piece = read(ReplyReader([], False, BARE, SCHEMAS), text, seed)
     assert len(piece.calls) == n_calls
     assert piece.texts == ({} if n_calls else {"content": text})
-
-
-READABLE = [
-    "Cohere2MoE",
-    "NVIDIA-Nemotron-Nano-v2",
-    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
-    "Qwen-Qwen2.5-7B-Instruct",
-    "Qwen-Qwen3-0.6B",
-    "ibm-granite-granite-4.0",
-    "meta-llama-Llama-3.1-8B-Instruct",
-    "mistralai-Mistral-Nemo-Instruct-2407",
-    "unsloth-Apriel-1.5",
-]
-OTHER = ["GLM-4.6", "Kimi-K2-Instruct", "LFM2-8B-A1B", "Qwen3.5-4B", "openai-gpt-oss-120b"]
-
-
-def written(template: ChatTemplate, calls) -> str:
-    """Return what a template writes after its generation prompt for a turn with calls."""
-    turn = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": f"abcdefgh{n}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for n, (name, arguments) in enumerate(calls)
-        ],
-    }
-    prompt = template.render([QUESTION], tools=TOOLS, add_generation_prompt=True)
-    whole = template.render([QUESTION, turn], tools=TOOLS, add_generation_prompt=False)
-    start = len(prompt) if whole.startswith(prompt) else whole.rindex(QUESTION["content"])
-    text = whole[start:]
-    for mark in ("<|im_end|>", "<|eot_id|>", "</s>", "<|end_of_text|>", "<|end|>"):
-        text = text.removesuffix("\n").removesuffix(mark)
-    return text
-
-
-@pytest.mark.parametrize("name", READABLE)
-def test_calls_that_a_template_writes_are_read(assets, tokenizer, name):
-    source = (assets / "templates" / f"{name}.jinja").read_text()
-    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, name)
-    marks = ReplyFormat(template, tokenizer).calls
-    assert marks is not None
-    for calls in (CALLS[:1], CALLS):
-        try:
-            text = written(template, calls)
-        except UserError:
-            assert "one tool" in source or "single tool-calls" in source
-            continue
-        if marks.opening:
-            text = text[text.index(marks.opening) :]
-        end = text.rfind(marks.closing) + len(marks.closing) if marks.closing else None
-        for seed in (None, 0):
-            piece = read(ReplyReader([], False, marks, ["add", "get_time"]), text[:end], seed)
-            assert called(piece) == calls, text
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_other_notations_are_not_taken_for_calls(assets, tokenizer, name):
-    source = (assets / "templates" / f"{name}.jinja").read_text()
-    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, name)
-    assert ReplyFormat(template, tokenizer).calls is None

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from torchtitan.components.chat_template.replies import Call
+from torchtitan.components.chat_template.calls import Call
 from torchtitan.components.rollout import Reply
 from torchtitan.tools.errors import UserError
 

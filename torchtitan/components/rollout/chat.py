@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.chat_template.replies import Call, ReplyFormat, ReplyReader
+from torchtitan.components.chat_template.calls import Call
+from torchtitan.components.chat_template.replies import ReplyFormat
 from torchtitan.components.chat_template.stops import (
     ANSWER,
     QUESTION,
@@ -18,6 +19,7 @@ from torchtitan.components.chat_template.stops import (
 from torchtitan.components.generation import TextWriter
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -55,6 +57,7 @@ class Chat:
         self._tokenizer = tokenizer
         self.format = ReplyFormat(template, tokenizer)
         self.stops = Stops(template, tokenizer)
+        self._is_told = False
 
     @cached_property
     def stop_texts(self) -> list[str]:
@@ -67,7 +70,11 @@ class Chat:
         return self.format.kept(with_calls=True)
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Return the tokens of a conversation, up to the beginning of the model's turn."""
+        """Return the tokens of a conversation, up to the beginning of the model's turn. Warn once
+        if the calls of its tools cannot be read."""
+        if tools and self.format.unread_calls and not self._is_told:
+            self._is_told = True
+            logger.warning("%s", self.format.unread_calls)
         return self._encode(
             self._template.render(messages, tools=tools or None, add_generation_prompt=True)
         )
@@ -75,12 +82,10 @@ class Chat:
     def read(self, prompt: Sequence[int], ids: Sequence[int], tools: Tools = ()) -> Reply:
         """Return the parts of a sampled turn. Calls are read if there are tools, or the template
         has marks for them."""
-        opened = self.format.opened_by(self._tokenizer.decode(list(prompt[-_TAIL:])))
-        marks = self.format.calls
-        if marks is not None and not marks.opening and not tools:
-            marks = None
-        names = [tool["function"]["name"] for tool in tools]
-        reader = ReplyReader([opened] if opened else self.format.tags, bool(opened), marks, names)
+        notation = self.format.calls
+        reads_calls = bool(tools) or notation is not None and bool(notation.opening)
+        end = self._tokenizer.decode(list(prompt[-_TAIL:]))
+        reader = self.format.reader(end, tools, reads_calls=reads_calls)
         writer = TextWriter(self._tokenizer, prompt, self.stop_texts, self.kept)
         is_stopped = bool(ids) and ids[-1] in self.stops.ids()
         text = "".join([writer.push(token) for token in ids[: len(ids) - is_stopped]])

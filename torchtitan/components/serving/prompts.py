@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.chat_template.replies import ReplyFormat, ReplyReader
+from torchtitan.components.chat_template.replies import Reader, ReplyFormat
 from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.data.finetuning.losses import is_written
 from torchtitan.components.generation import start_id, stop_ids
@@ -32,7 +32,7 @@ class Prepared:
     n_prompt_tokens: int
     echoes: list[str]
     """Texts that the choices of a completion begin with."""
-    readers: list[ReplyReader]
+    readers: list[Reader]
     """Readers of the choices of a chat."""
 
 
@@ -69,6 +69,11 @@ class Preparer:
             self._replies = ReplyFormat(template, tokenizer)
 
     @property
+    def unread_calls(self) -> str:
+        """What clients with tools must know (`ReplyFormat.unread_calls`); empty if nothing."""
+        return self._replies.unread_calls if self._replies else ""
+
+    @property
     def has_template(self) -> bool:
         """True if the model answers chats."""
         return self.template is not None
@@ -102,19 +107,14 @@ class Preparer:
         prefix = self._forced(request, replies)
         ids = self.tokenizer.encode(text + prefix, add_bos=False, add_eos=False, allow_special=True)
         tools = request.conversation.tools or []
-        marks = replies.calls if tools and request.tool_choice != "none" else None
-        kept = replies.kept(with_calls=marks is not None)
-        opened = replies.opened_by(text)
+        reads_calls = bool(tools) and request.tool_choice != "none"
+        kept = replies.kept(with_calls=reads_calls)
         most = self._most_tokens(request, ids)
-        names = [tool["function"]["name"] for tool in tools]
         jobs = []
         readers = []
         for index in range(request.n):
             jobs.append(self._job(request, index, ids, most, self._stop_texts, kept))
-            tags = [opened] if opened and not prefix else replies.tags
-            reader = ReplyReader(tags, bool(opened and not prefix), marks, names)
-            reader.push(prefix)
-            readers.append(reader)
+            readers.append(replies.reader(text, tools, reads_calls=reads_calls, begun=prefix))
         return Prepared(jobs, len(ids), [], readers)
 
     def _ids(self, prompt: Prompt) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torchtitan.components.chat_template.replies import Piece
+from torchtitan.components.chat_template.parts import Piece
 from torchtitan.components.serving.jobs import Entry, FinishReason, Job, Update
 from torchtitan.components.serving.prompts import Prepared
 from torchtitan.components.serving.requests import ChatRequest, CompletionRequest
