@@ -1000,3 +1000,21 @@ def test_chat_and_exports_stop_at_every_stop(templates: Path) -> None:
     stops = [tokenizer.id_of("<|user|>"), tokenizer.id_of("<|observation|>")]
     settings = json.loads(chat_assets(tokenizer, template)["generation_config.json"])
     assert settings["eos_token_id"] == [tokenizer.eos_id, *stops]
+
+
+def test_prompts_have_the_options_of_their_row(templates: Path) -> None:
+    """Templates whose default the search for a trainable form would change: with reasoning on
+    (Gemma 4) or off (Nemotron 3)."""
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    names = ("google-gemma-4-31B-it", "TRL's nemotron_3_nano", "Qwen3.5-4B", "qwen3", "GLM-4.6")
+    options: list[dict[str, bool]] = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+    for name, tools, chosen in product(names, (None, [TOOL]), options):
+        template, tokenizer = published(name, templates)
+        encoder = ChatEncoder(tokenizer, template, "assistant")
+        messages = [SYSTEM, user("Hi")]
+        ids = encoder.encode_prompt(normalize(messages, tools, chosen))
+        [expected], _ = utils.render_jinja_template(
+            [messages], tools, chat_template=template.source, add_generation_prompt=True,
+            **{**template.variables, **chosen},
+        )  # fmt: skip
+        assert tokenizer.decode(ids.tolist()) == expected, (name, chosen)

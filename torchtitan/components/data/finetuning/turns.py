@@ -2,6 +2,7 @@
 must write."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
@@ -121,18 +122,17 @@ class TurnFinder:
         return forms[0] if forms else plain
 
     def prompt(self, conversation: Conversation) -> str:
-        """Return a conversation with the generation prompt, in the form in which its next turn
-        would be trained. Raise `BrokenSample` if the template rejects it."""
+        """Return a conversation with the generation prompt, as inference sees it: with the options
+        of the row alone. Raise `BrokenSample` if the template rejects it."""
         number = len(conversation.messages)
         answer = {"role": "assistant", "content": MARK}
         answered = Conversation(
             [*conversation.messages, answer], conversation.tools, options=conversation.options
         )
         row = Renderings(self._tried, answered, thinks=True)
-        forms = self._suitable(row, number).forms
-        return row.text(
-            number, forms[0] if forms else Form(tuple(row.options.items())), prompted=True
-        )
+        found = self._suitable(row, number).forms
+        form = replace(found[0] if found else Form(), options=tuple(sorted(row.options.items())))
+        return row.text(number, form, prompted=True)
 
     def _turn(self, row: Renderings, number: int) -> Turn:
         verdict = self._suitable(row, number)
