@@ -68,6 +68,7 @@ def test_a_single_value_for_a_list():
             assert getattr(config, name) is value
     given = SFTDataLoader.Config(dataset="my.json")
     assert given.dataset == ["my.json"] == replace(given, format="chat").dataset
+    assert SFTDataLoader.Config(dataset=[Path("my.json"), "b"]).dataset == ["my.json", "b"]
     with pytest.raises(
         UserError, match="SFTDataLoader.Config.weights is '0.5', but must be a list"
     ):

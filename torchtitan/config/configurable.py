@@ -43,7 +43,7 @@ _NAMES = {
 class Section:
     """Base of configurations: a single text given for a list of texts is a list of one, also when
     it is assigned. Any other single value raises `UserError`, since iterating over a text would
-    read its characters."""
+    read its characters. A `Path` in a list of texts is its text."""
 
     __slots__ = ()
 
@@ -52,6 +52,8 @@ class Section:
         def __setattr__(self, name: str, value: object) -> None:
             if isinstance(value, (str, Path, int, float)):
                 value = _listed(type(self), name, value)
+            elif isinstance(value, (list, tuple)) and any(isinstance(x, Path) for x in value):
+                value = _with_texts(type(self), name, value)
             object.__setattr__(self, name, value)
 
 
@@ -63,6 +65,13 @@ def _listed(cls: type, name: str, value: object) -> Any:
     if not isinstance(value, (str, Path)) or not fits([str(value)], declared, quoted=False):
         raise UserError(f"{cls.__qualname__}.{name} is {value!r}, but must be {describe(declared)}")
     return [str(value)]
+
+
+def _with_texts(cls: type, name: str, values: list[Any] | tuple[Any, ...]) -> Any:
+    """Return a list with the texts of its paths if the option holds texts, else the list."""
+    declared = list_options(cls).get(name)
+    texts = [str(value) if isinstance(value, Path) else value for value in values]
+    return type(values)(texts) if declared and fits(texts, declared, quoted=False) else values
 
 
 @cache
