@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.components.losses.loss import CrossEntropyLoss
-from torchtitan.models.common.cpu_attention import BFloat16CausalAttention
+from torchtitan.models.common.block_attention import Flash, attend_in_blocks
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.tools.torch_private import onednn_linear
 
@@ -59,21 +59,20 @@ def loss_parts(vocabulary: int, tokens: int) -> dict[str, Part]:
 
 
 def attention_in_bfloat16() -> dict[str, Part]:
-    shapes = [(4, heads, TOKENS // 4, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    length = TOKENS // 4
+    shapes = [(4, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     weight = torch.randn_like(inputs[0])
 
     def library() -> Tensor:
-        return (
-            F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True) * weight
-        ).sum()
+        heads_first = [x.transpose(1, 2) for x in inputs]
+        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        return (out.transpose(1, 2) * weight).sum()
 
-    return {
-        "PyTorch's kernel": library,
-        "batched products (used)": lambda: (
-            BFloat16CausalAttention.apply(*inputs, HEAD_DIM**-0.5) * weight
-        ).sum(),
-    }
+    def own() -> Tensor:
+        return (attend_in_blocks(Flash(HEAD_DIM**-0.5), *inputs, [length], None) * weight).sum()
+
+    return {"PyTorch's kernel": library, "batched products (used)": own}
 
 
 def attention_inputs() -> dict[str, Part]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention, varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_llama3 import small_model
 from torchtitan.models.common import attention as kernels
@@ -121,6 +123,72 @@ def test_sinks_equal_the_definition(rows, static, window):
     weight, inputs = torch.randn_like(out), (q, k, v, sinks.scores)
     results, references = (torch.autograd.grad((y * weight).sum(), inputs) for y in (out, expected))
     torch.testing.assert_close(results, references, rtol=1e-10, atol=1e-10)
+
+
+LONG = ([200, 90, 10], [300])
+"""Documents of several blocks."""
+
+
+def attend_with_cap(q: Tensor, k: Tensor, v: Tensor, softcap: float, seen_BQK: Tensor) -> Tensor:
+    heads_first = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], dim=1) for x in (q, k, v)]
+    scores = softcap * torch.tanh(heads_first[0] @ heads_first[1].mT / 8**0.5 / softcap)
+    weights = scores.masked_fill(~seen_BQK[:, None], -torch.inf).softmax(-1)
+    return (weights @ heads_first[2]).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped", "with sinks"])
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize("rows", [LONG, ([300], [300])], ids=["packed", "whole"])
+def test_blocks_equal_the_definition(rows, window, kind):
+    metadata = with_kernel(
+        metadata_of(rows, window), device=CPU, dtype=torch.float64, head_dim=8, static=False
+    )
+    (q, k, v), sinks = random_inputs(2, 300), Sinks(4).double()
+    torch.nn.init.normal_(sinks.scores, generator=torch.Generator().manual_seed(1))
+    seen_BQK, inputs = seen_tokens(rows, window), [q, k, v]
+    if kind == "plain":
+        out, expected = Attention()(q, k, v, metadata), expected_output(q, k, v, seen_BQK)
+    elif kind == "capped":
+        out = Attention(softcap=0.7)(q, k, v, metadata)
+        expected = attend_with_cap(q, k, v, 0.7, seen_BQK)
+    else:
+        inputs.append(sinks.scores)
+        out = Attention(has_sinks=True)(sinks(q), k, v, metadata)
+        expected = attend_with_sinks(q, k, v, sinks.scores, seen_BQK)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    weight = torch.randn_like(out)
+    results, references = (torch.autograd.grad((y * weight).sum(), inputs) for y in (out, expected))
+    torch.testing.assert_close(results, references, rtol=1e-10, atol=1e-10)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the largest number of elements of a result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped", "with sinks"])
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("lengths", [[128] * 8, [1024]], ids=["packed", "whole"])
+def test_memory_does_not_grow_with_the_square_of_the_length(kind, window, lengths):
+    inputs = random_inputs(1, 1024)
+    attend = Attention(softcap=0.7 if kind == "capped" else None, has_sinks=kind == "with sinks")
+    metadata = with_kernel(
+        metadata_of([lengths], window), device=CPU, dtype=torch.float64, head_dim=8, static=False
+    )
+    q, k, v = inputs
+    with LargestTensor() as largest:
+        attend(F.pad(q, (0, 1)) if attend.has_sinks else q, k, v, metadata).sum().backward()
+    # A block of 128 tokens has scores for 4 heads; each token has 4 heads of 8 elements, and scores
+    # of all pairs would have 4 * 1024**2.
+    assert largest.elements <= 4 * 128 * 1024
 
 
 def test_sinks_of_flex_attention_equal_the_definition(monkeypatch):

@@ -82,8 +82,7 @@ def first_part_rotated(attention: Any) -> None:
 
 
 def scores_without_mscale(attention: Any) -> None:
-    attend = attention.attend.scores
-    attend._products.keywords["scale"] = attention.head_dim**-0.5
+    attention.attend.scores.scale = attention.head_dim**-0.5
 
 
 def no_norm(attention: Any) -> None:

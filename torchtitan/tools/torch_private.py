@@ -186,6 +186,37 @@ def attention_operations() -> list[Any]:
     ]
 
 
+def cpu_attention_products(
+    q_BHLD: "Tensor", k_BKSD: "Tensor", v_BKSD: "Tensor", mask: "Tensor | None", scale: float
+) -> "tuple[Tensor, Tensor]":
+    """Return the results of PyTorch's attention on a CPU, causal without a mask, and the
+    log-sum-exp of each query's scores (B, H, L), which the public function keeps to itself."""
+    import torch
+
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(q_BHLD, k_BKSD, v_BKSD, 0.0, mask is None, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def cpu_attention_gradients(
+    grad_BHLD: "Tensor",
+    q_BHLD: "Tensor",
+    k_BKSD: "Tensor",
+    v_BKSD: "Tensor",
+    out_BHLD: "Tensor",
+    lse_BHL: "Tensor",
+    mask: "Tensor | None",
+    scale: float,
+) -> "tuple[Tensor, Tensor, Tensor]":
+    """Return the gradients of queries, keys and values of `cpu_attention_products`."""
+    import torch
+
+    differentiate: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    inputs = (grad_BHLD, q_BHLD, k_BKSD, v_BKSD, out_BHLD, lse_BHL, 0.0, mask is None)
+    grad_q, grad_k, grad_v = differentiate(*inputs, attn_mask=mask, scale=scale)
+    return grad_q, grad_k, grad_v
+
+
 def fuse_collectives_with_products(group: str) -> None:
     """Make the compiler fuse collectives of a process group, by name, with matrix products, in
     shared memory."""

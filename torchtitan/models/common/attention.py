@@ -16,7 +16,13 @@ from torchtitan.models.common.attention_scores import (
     reason_not_to_scale,
     rows_of,
 )
-from torchtitan.models.common.cpu_attention import BFloat16CausalAttention, supports
+from torchtitan.models.common.block_attention import (
+    BlockKernel,
+    Flash,
+    Recomputed,
+    attend_in_blocks,
+)
+from torchtitan.models.common.cpu_attention import on_cpu
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.models.common.rope import apply_rope
@@ -158,6 +164,8 @@ class Attention(nn.Module):
             ]
         if self.records_peaks and torch.is_grad_enabled():
             self._record_peaks(q_BLHD, k_BLKD, attention)
+        if attention.kernel in ("causal", "documents") and on_cpu(q_BLHD):
+            return self._attend_in_blocks(q_BLHD, k_BLKD, v_BLKD, attention)
         if attention.kernel == "documents":
             return _attend_each_document(self._products, q_BLHD, k_BLKD, v_BLKD, attention)
         if attention.kernel == "varlen":
@@ -183,6 +191,22 @@ class Attention(nn.Module):
                 score_mod = None if self.softcap is None else _soft_cap(self.softcap)
                 out_BHLD = _compiled("flex_attention")(q, k, v, score_mod=score_mod, **options)
         return out_BHLD.transpose(1, 2)
+
+    def _attend_in_blocks(
+        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata
+    ) -> Tensor:
+        scale = k_BLKD.shape[-1] ** -0.5 if self.scale is None else self.scale
+        kernel: BlockKernel = Flash(scale)
+        sinks_BLH = None
+        if self.softcap is not None:
+            kernel = Recomputed(self._products)
+        if self.has_sinks:
+            q_BLHD, sinks_BLH = q_BLHD[..., :-1], q_BLHD[..., -1]
+        is_packed = attention.kernel == "documents"
+        lengths = attention.lengths if is_packed else [q_BLHD.shape[1]]
+        return attend_in_blocks(
+            kernel, q_BLHD, k_BLKD, v_BLKD, lengths, attention.window, sinks_BLH
+        )
 
     @torch.no_grad()
     def _record_peaks(self, q_BLHD: Tensor, k_BLKD: Tensor, attention: AttentionMetadata) -> None:
@@ -234,10 +258,6 @@ Products = Callable[..., Tensor]
 def _attend(
     q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, scale: float | None, **options: Any
 ) -> Tensor:
-    if options.get("is_causal") and supports(q_BHLD):
-        scale = q_BHLD.shape[-1] ** -0.5 if scale is None else scale
-        out_BHLD: Tensor = BFloat16CausalAttention.apply(q_BHLD, k_BKSD, v_BKSD, scale)
-        return out_BHLD
     return F.scaled_dot_product_attention(q_BHLD, k_BKSD, v_BKSD, scale=scale, **options)
 
 
@@ -261,7 +281,8 @@ def _capped_attention(
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     # A mask has no dimension of heads, or one of size 1, which the dimension of groups extends.
     mask = attn_mask if attn_mask.ndim == 2 else attn_mask[:, :, None]
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).type_as(v_BKSD)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).type_as(v_BKSD)
     return (weights @ v_BKSD[:, :, None]).flatten(1, 2)
 
 
