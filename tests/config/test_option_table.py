@@ -1,6 +1,7 @@
 """Mistakes found, and help printed, without importing torch: the same as from the configuration
 itself."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -21,6 +22,7 @@ from torchtitan.config.option_table import (
     known_configuration,
     source_digest,
 )
+from torchtitan.config.ranges import RANGES, check_range
 from torchtitan.config.registry import (
     built_in_modules,
     is_written_for_folder,
@@ -182,6 +184,10 @@ def test_sections_are_checked_as_by_the_configuration():
                 with pytest.raises(UserError, match=rf"--{key} is -5, but must be "):
                     option_table.check_sections(known, {key: "-5"})
                 n_checked += 1
+            for section, options in RANGES.items():
+                for name in options:
+                    if field := known.fields.get(f"{section}.{name}"):
+                        check_range(section, name, field.default)
     assert n_checked > 100
     for key, value in {"training.steps": "0", "activation_checkpoint.memory_budget": "2"}.items():
         with pytest.raises(UserError) as early:
@@ -191,6 +197,32 @@ def test_sections_are_checked_as_by_the_configuration():
             with pytest.raises(UserError) as checked:
                 parse(f"--{key}={value}").config.check(world_size=1)
         assert str(early.value) == str(checked.value)
+
+
+def test_ranges_are_checked_as_by_the_components():
+    known, run = known_configuration("llama3", "debugmodel"), parse().config
+    for section, options in RANGES.items():
+        for name in options:
+            key = f"{section}.{name}"
+            with pytest.raises(UserError, match=f"^--{key} is -5(.0)?, but must be ") as early:
+                option_table.check_sections(known, {key: "-5"})
+            value = -5.0 if " is -5.0," in str(early.value) else -5
+            wrong = dataclasses.replace(getattr(run, section), **{name: value})
+            with pytest.raises(UserError) as late:
+                wrong.validate()
+            assert str(early.value) == str(late.value)
+
+
+@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "pipeline_parallel_microbatch_size"])
+def test_degrees_are_checked_as_by_the_configuration(degree, monkeypatch):
+    words = [f"--parallelism.{degree}=0"]
+    with pytest.raises(UserError, match="is 0, but must be at least 1") as early:
+        parse(*words)
+    monkeypatch.setattr(manager, "known_configuration", lambda *names: None)
+    with pytest.raises(UserError) as late:
+        parse(*words).config.check(world_size=1)
+    assert str(early.value) == str(late.value)
+    assert parse("--parallelism.auto", "--training.steps=3").config.parallelism.auto
 
 
 @pytest.mark.slow

@@ -60,9 +60,11 @@ def train(args: Sequence[str]) -> int:
 
 
 def _train(args: list[str]) -> int:
+    from torchtitan.cli.early_checks import check_degrees, check_files
     from torchtitan.config.manager import ConfigManager
 
-    resolved = ConfigManager().parse_args(args)
+    checks = [check_degrees, check_files]
+    resolved = ConfigManager(early_checks=checks).parse_args(args)
     if _is_dry_run():
         _dry_run(resolved.config)
         return 0

@@ -66,6 +66,11 @@ _FILES = (".yaml", ".yml", ".toml", ".json")
 _BOOLEANS = {"true": True, "false": False}
 
 
+EarlyCheck = Callable[[KnownConfiguration, Mapping[str, object]], None]
+"""Raises `UserError` for options whose values are wrong on this host, without importing torch. The
+second argument has the values that are set by key."""
+
+
 @dataclass(frozen=True)
 class ResolvedConfig:
     """A configuration and the names that selected it."""
@@ -85,8 +90,14 @@ class ConfigManager:
     """Resolve a configuration: the configuration function, then `--config_file`, then the command
     line."""
 
-    def __init__(self, prog: str = "torchtitan train", others: Sequence[str] = ()):
+    def __init__(
+        self,
+        prog: str = "torchtitan train",
+        others: Sequence[str] = (),
+        early_checks: Sequence[EarlyCheck] = (),
+    ):
         self.prog = prog
+        self._early_checks = early_checks
         self._others = others
         """Names of options that the command parses itself, to suggest one for an unknown option."""
 
@@ -174,7 +185,9 @@ class ConfigManager:
                 self._parse(with_file, words, options)
             if unknown := _unknown_words(words, of_options):
                 raise self._unknown(unknown, options)
-            check_sections(known, {**leaves(document), **_values_in(words, of_options)})
+            given = {**leaves(document), **_values_in(words, of_options)}
+            for check in (check_sections, *self._early_checks):
+                check(known, given)
         except UserError:
             if known.is_current:
                 raise
@@ -345,11 +358,14 @@ def _given_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, li
 
 
 def _values_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of options on the command line, which fit their types; without switches."""
-    return {
+    """Return the values of options on the command line, with booleans as switches; they fit their
+    types."""
+    values: dict[str, object] = {
         key: given if holds_list(types[key]) and given != ["None"] else given[0]
         for key, given in _given_in(words, types).items()
     }
+    switches = _switches(types)
+    return values | dict(switches[key] for key in map(_key_of, words) if key in switches)
 
 
 def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
@@ -367,12 +383,7 @@ def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
 
 def _unknown_words(words: Sequence[str], types: Mapping[str, object]) -> list[str]:
     """Return the words of the command line, with booleans as switches, that set no option."""
-    switches = {
-        _key_of(_switch(key, value))
-        for key, declared in types.items()
-        if declared is bool
-        for value in (True, False)
-    }
+    switches = _switches(types)
     unknown = []
     n_values = 0.0  # further values that the last option takes
     for word in words:
@@ -388,6 +399,16 @@ def _unknown_words(words: Sequence[str], types: Mapping[str, object]) -> list[st
         if n_values < 0:
             unknown.append(word)
     return unknown
+
+
+def _switches(types: Mapping[str, object]) -> dict[str, tuple[str, bool]]:
+    """Return the option and the value that each switch sets, by the switch's key."""
+    return {
+        _key_of(_switch(key, value)): (key, value)
+        for key, declared in types.items()
+        if declared is bool
+        for value in (True, False)
+    }
 
 
 def _is_option(word: str) -> bool:

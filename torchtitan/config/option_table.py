@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from torchtitan.config.configurable import convert
+from torchtitan.config.ranges import RANGES, check_range
 from torchtitan.config.registry import REGISTRY_FILE, built_in_modules
 from torchtitan.config.sections import (
     ActivationCheckpointConfig,
     CommConfig,
     DebugConfig,
+    ParallelismConfig,
     TrainingConfig,
 )
 from torchtitan.config.values import nested
@@ -56,8 +58,7 @@ SECTIONS: Mapping[str, type[_Checked]] = {
     "comm": CommConfig,
     "debug": DebugConfig,
 }
-"""Sections of every run that are checked without torch. (`parallelism` depends on
-`--parallelism.auto`.)"""
+"""Sections of every run that check their values without torch."""
 
 
 class Option(NamedTuple):
@@ -97,6 +98,22 @@ class KnownConfiguration:
         """The declared types of the options, and `Any` for fields that are not options."""
         return {key: field.declared for key, field in self.fields.items()}
 
+    def section(self, name: str, given: Mapping[str, object]) -> dict[str, Any]:
+        """Return the values of a section's fields, by name: those `given`, which fit their types,
+        by key, and the default values of others."""
+        prefix = f"{name}."
+        return {
+            key.removeprefix(prefix): convert(given[key], option.declared)
+            if key in given
+            else option.default
+            for key, option in self.fields.items()
+            if key.startswith(prefix)
+        }
+
+    def parallelism(self, given: Mapping[str, object]) -> ParallelismConfig:
+        """Return the section `parallelism`, with the values `given` by key."""
+        return ParallelismConfig(**self.section("parallelism", given))
+
     @cached_property
     def is_current(self) -> bool:
         """Return whether no configuration has been edited since the table was written. Default
@@ -131,20 +148,18 @@ def _types(spelled: Mapping[str, str]) -> dict[str, object]:
 
 
 def check_sections(known: KnownConfiguration, given: Mapping[str, object]) -> None:
-    """Raise `UserError` for a value that one of `SECTIONS` refuses by itself. `given` has values by
-    key, which fit their types."""
+    """Raise `UserError` for a value that one of `SECTIONS` refuses by itself, or that is outside
+    its range. `given` has values by key, which fit their types."""
     for name, section in SECTIONS.items():
-        prefix = f"{name}."
-        changed = {key for key in given if key.startswith(prefix)}
-        values = {
-            key.removeprefix(prefix): convert(given[key], option.declared)
-            if key in changed
-            else option.default
-            for key, option in known.fields.items()
-            if key.startswith(prefix)
-        }
-        if changed:
-            section(**values).validate()
+        if any(key.startswith(f"{name}.") for key in given):
+            section(**known.section(name, given)).validate()
+    if any(key.startswith("parallelism.") for key in given):
+        known.parallelism(given).check_values()
+    for section_name, options in RANGES.items():
+        for option in options:
+            if (key := f"{section_name}.{option}") in given and key in known.fields:
+                value = convert(given[key], known.fields[key].declared)
+                check_range(section_name, option, value)
 
 
 def known_configuration(module: str, config: str) -> KnownConfiguration | None:

@@ -263,6 +263,10 @@ class ParallelismConfig(Section):
                 "--parallelism.auto works in a training run that `torchtitan train` starts; "
                 "otherwise, use the options that `torchtitan plan` prints"
             )
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Raise `UserError` for a number out of range."""
         numbers = {name: value for name, value in asdict(self).items() if type(value) is int}
         for name, value in numbers.items():
             if (name, value) != ("data_parallel_shard_degree", -1):

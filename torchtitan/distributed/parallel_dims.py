@@ -1,6 +1,5 @@
 """`ParallelDims`: the validated degrees of parallelism of a run, and its device mesh."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -8,10 +7,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import ParallelismConfig
+from torchtitan.config.degrees import product_of, resolve_degrees
 from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
 from torchtitan.distributed.process_group import flatten_mesh, new_mesh, split_mesh
 from torchtitan.protocols import BaseModel
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import concatenate_meshes
 
 DEGREES = {
@@ -52,53 +52,15 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, world_size: int) -> "ParallelDims":
-        """Resolve `-1`. Raise `UserError` if the degrees do not multiply to `world_size`."""
-        config.validate()
-        degrees = {
-            "data_parallel_shard_degree": config.data_parallel_shard_degree,
-            "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
-            "context_parallel_degree": config.context_parallel_degree,
-            "tensor_parallel_degree": config.tensor_parallel_degree,
-            "pipeline_parallel_degree": config.pipeline_parallel_degree,
-        }
-        if config.data_parallel_shard_degree == -1:
-            others = {
-                name: degree
-                for name, degree in degrees.items()
-                if name != "data_parallel_shard_degree"
-            }
-            if world_size % prod(others.values()):
-                product = _product(others)
-                divide = "does" if sum(d > 1 for d in others.values()) == 1 else "do"
-                raise UserError(
-                    f"{product} {divide} not divide the number of processes, {world_size} (NGPU)"
-                )
-            degrees["data_parallel_shard_degree"] = world_size // prod(others.values())
-        if prod(degrees.values()) != world_size:
-            raise UserError(
-                f"{_product(degrees)} is not the number of processes, {world_size} (NGPU)"
-            )
-        dims = cls(
+        """Resolve `-1`. Raise `UserError` as `resolve_degrees`."""
+        degrees = resolve_degrees(config, world_size)
+        return cls(
             world_size=world_size,
             cp_load_balancer=config.context_parallel_load_balancer,
             ep=config.expert_parallel_degree,
             etp=config.expert_tensor_parallel_degree,
             **{field: degrees[name] for name, field in DEGREES.items()},
         )
-        allowed = f"1 or --parallelism.tensor_parallel_degree {dims.tp}"
-        require(
-            dims.etp in (1, dims.tp),
-            "--parallelism.expert_tensor_parallel_degree",
-            dims.etp,
-            allowed,
-        )
-        if dims.shards * dims.tp // dims.etp % dims.ep:
-            inner = ["dp_shard", "cp", *(["tp"] if dims.etp == 1 else [])]
-            ranks = {name: degrees[name] for name, field in DEGREES.items() if field in inner}
-            raise UserError(
-                f"--parallelism.expert_parallel_degree {dims.ep} does not divide {_product(ranks)}"
-            )
-        return dims
 
     def require_fsdp(self, option: str) -> None:
         """Raise `UserError` for an option that needs several ranks to share the weights."""
@@ -129,7 +91,7 @@ class ParallelDims:
                 )
         for name, size in model.context_parallel_sizes.items() if self.cp > 1 else ():
             if size % (self.tp * self.cp):
-                product = _product(
+                product = product_of(
                     {"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp}
                 )
                 raise UserError(f"{product} does not divide --model.{name} {size}")
@@ -143,7 +105,7 @@ class ParallelDims:
             expert_sizes = model.expert_parallel_sizes
             if not expert_sizes:
                 raise UserError(
-                    f"{_product(experts)} divides routed experts, and {family} has none; set 1"
+                    f"{product_of(experts)} divides routed experts, and {family} has none; set 1"
                 )
             for (option, degree), (name, size) in zip(
                 experts.items(), expert_sizes.items(), strict=False
@@ -158,7 +120,7 @@ class ParallelDims:
             self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         )
         if seq_len % pieces:
-            product = _product(
+            product = product_of(
                 {"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp}
             )
             doubled = (
@@ -266,10 +228,3 @@ class ParallelDims:
             experts = concatenate_meshes([mesh["dp_replicate"], inner])
         flatten_mesh(experts["efsdp", "ep"])  # as in `build_mesh`
         return experts
-
-
-def _product(degrees: Mapping[str, int]) -> str:
-    """Return the degrees as options, with their product if several are above 1."""
-    shown = {name: degree for name, degree in degrees.items() if degree > 1} or degrees
-    factors = " x ".join(f"--parallelism.{name} {degree}" for name, degree in shown.items())
-    return f"{factors} = {prod(shown.values())}" if len(shown) > 1 else factors

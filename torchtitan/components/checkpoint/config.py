@@ -14,7 +14,8 @@ from torchtitan.components.checkpoint.manifest import VALIDATION_LOSS, Criterion
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.goals import Goal, sign_of
-from torchtitan.tools.errors import UserError, require
+from torchtitan.config.ranges import check_ranges
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
@@ -130,19 +131,7 @@ class CheckpointConfig(Configurable.Config):
         return "model_only" if self.last_save_model_only else "full"
 
     def validate(self) -> None:
-        require(self.interval >= 1, "--checkpoint.interval", self.interval, "at least 1 step")
-        require(
-            self.keep_latest_k >= 0,
-            "--checkpoint.keep_latest_k",
-            self.keep_latest_k,
-            "at least 0 (keep all)",
-        )
-        require(
-            self.load_step >= -1,
-            "--checkpoint.load_step",
-            self.load_step,
-            "a step, or -1 (the newest)",
-        )
+        check_ranges("checkpoint", self)
         if self.load_step != -1 and not self.enable:
             raise UserError(f"--checkpoint.load_step {self.load_step} requires --checkpoint.enable")
         if self.keep_best and self.criterion == Criterion(VALIDATION_LOSS, "max"):

@@ -24,11 +24,11 @@ from torchtitan.components.losses.loss import (
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
-from torchtitan.config.sections import require_at_least
+from torchtitan.config.ranges import check_ranges
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _HINT = "(docs/metrics.md)"
@@ -84,9 +84,7 @@ class Validator(Configurable):
             """Build the validator of a run."""
 
         def validate(self) -> None:
-            require_at_least(1, validator__freq=self.freq)
-            valid = self.steps == -1 or self.steps >= 1
-            require(valid, "--validator.steps", self.steps, "at least 1, or -1 for all data")
+            check_ranges("validator", self)
             self.named_datasets()
 
         def named_datasets(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torchtitan.components.observe.run_files import METRICS
 from torchtitan.components.observe.tracking_sinks import MLflow, Tracker, Trackio, WandB
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable, builds
-from torchtitan.config.sections import require_at_least
+from torchtitan.config.ranges import check_ranges
 from torchtitan.tools import durable
 from torchtitan.tools.device import (
     PeakFlops,
@@ -128,7 +128,7 @@ class MetricsProcessor(Configurable):
             """Build the metrics of a run."""
 
         def validate(self) -> None:
-            require_at_least(1, metrics__log_freq=self.log_freq)
+            check_ranges("metrics", self)
             for tracker in self.trackers():
                 tracker.check_installed()
 

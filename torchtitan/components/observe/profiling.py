@@ -11,7 +11,7 @@ import torch
 
 from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable, builds
-from torchtitan.config.sections import require_at_least
+from torchtitan.config.ranges import check_ranges
 from torchtitan.tools import durable
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
@@ -67,12 +67,7 @@ class Profiler(Configurable):
             """Build the profiler of a rank."""
 
         def validate(self) -> None:
-            require_at_least(
-                1,
-                profiling__profile_freq=self.profile_freq,
-                profiling__profiler_active=self.profiler_active,
-            )
-            require_at_least(0, profiling__profiler_warmup=self.profiler_warmup)
+            check_ranges("profiling", self)
             if self.profiler_warmup + self.profiler_active > self.profile_freq:
                 raise UserError(
                     "--profiling.profile_freq must be at least profiler_warmup + profiler_active "

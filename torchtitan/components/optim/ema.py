@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
+from torchtitan.config.ranges import check_ranges
 from torchtitan.distributed.initialize import canonical_name
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError
 
 
 class WeightAverage(Configurable):
@@ -46,8 +47,7 @@ class WeightAverage(Configurable):
             """Build the averages of a model's parts."""
 
         def validate(self) -> None:
-            valid = self.decay is None or 0 <= self.decay < 1
-            require(valid, "--ema.decay", self.decay, "from 0 to below 1, or None (off)")
+            check_ranges("ema", self)
             for option in ("for_validation", "for_export"):
                 if getattr(self, option) and self.decay is None:
                     raise UserError(f"--ema.{option} needs --ema.decay, such as 0.999")

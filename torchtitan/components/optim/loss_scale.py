@@ -1,6 +1,5 @@
 """`LossScale`: factor of the loss in float16, whose small gradients would otherwise be 0."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,9 @@ from torch import nn
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
-from torchtitan.config.sections import require_at_least
+from torchtitan.config.ranges import check_ranges
 from torchtitan.distributed.gradients import divide_gradients
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError
 
 
 class LossScale(Configurable):
@@ -55,12 +54,7 @@ class LossScale(Configurable):
             """Build the factor of a run."""
 
         def validate(self) -> None:
-            above = {"initial": (self.initial, 0), "growth": (self.growth, 1)}
-            for name, (value, least) in above.items():
-                valid = least < value < math.inf
-                require(valid, f"--loss_scale.{name}", value, f"a finite number above {least}")
-            require(0 < self.backoff < 1, "--loss_scale.backoff", self.backoff, "between 0 and 1")
-            require_at_least(1, loss_scale__interval=self.interval)
+            check_ranges("loss_scale", self)
 
         def check_run(self, run: Any) -> None:
             """Raise `UserError` if a run, a `Trainer.Config`, in float16 uses gradients before they

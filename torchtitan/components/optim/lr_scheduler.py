@@ -11,8 +11,8 @@ from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.optim.rate_points import Between, factor_at, parse_points
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
-from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import UserError, require
+from torchtitan.config.ranges import check_ranges
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 
@@ -74,21 +74,8 @@ class LRScheduler(Configurable):
             """Build the schedule of an optimizer, whose rates it sets."""
 
         def validate(self) -> None:
-            require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)
-            if self.total_steps is not None:
-                require_at_least(1, lr_scheduler__total_steps=self.total_steps)
+            check_ranges("lr_scheduler", self)
             parse_points("--lr_scheduler.points", self.points)
-            require(
-                0 < self.decay_power < math.inf,
-                "--lr_scheduler.decay_power",
-                self.decay_power,
-                "above 0",
-            )
-            for name in ("warmup_ratio", "decay_ratio", "min_lr_factor"):
-                value = getattr(self, name)
-                require(
-                    value is None or 0 <= value <= 1, f"--lr_scheduler.{name}", value, "in [0, 1]"
-                )
 
     config: Config
 

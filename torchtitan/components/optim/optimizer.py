@@ -28,7 +28,7 @@ from torchtitan.components.optim.rate_points import parse_points
 from torchtitan.components.optim.schedule_free import ScheduleFreeAdamW
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import Section, builds
-from torchtitan.config.sections import require_at_least
+from torchtitan.config.ranges import check_ranges
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
@@ -140,32 +140,20 @@ class Optimizer(Configurable):
             """Build the optimizer of a model's parts."""
 
         def validate(self) -> None:
-            rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+            check_ranges("optimizer", self)
             for key, group in self.param_groups.items():
                 option = f"param_groups.{key}"
-                rates |= {
+                rates = {
                     f"{option}.lr": group.lr or 0.0,
                     f"{option}.weight_decay": group.weight_decay or 0.0,
                     f"{option}.lr_factor": group.lr_factor,
                     f"{option}.weight_decay_factor": group.weight_decay_factor,
                 }
+                for name, value in rates.items():
+                    valid = 0 <= value < math.inf
+                    require(valid, f"--optimizer.{name}", value, "a number of at least 0")
                 check_pattern(f"--optimizer.{option}.pattern", group.pattern)
                 parse_points(f"--optimizer.{option}.lr_points", group.lr_points)
-            for name, value in rates.items():
-                require(
-                    0 <= value < math.inf, f"--optimizer.{name}", value, "a number of at least 0"
-                )
-            for name, decay in {
-                "beta1": self.beta1,
-                "beta2": self.beta2,
-                "momentum": self.momentum or 0.0,
-            }.items():
-                require(0 <= decay < 1, f"--optimizer.{name}", decay, "in [0, 1)")
-            # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
-            require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
-            option, valid = "--optimizer.rank_fraction", 0 < self.rank_fraction <= 1
-            require(valid, option, self.rank_fraction, "above 0, at most 1")
-            require_at_least(1, optimizer__basis_interval=self.basis_interval)
             kind = KINDS[self.name]
             kind.check(f"--optimizer.name {self.name}")
             if self.momentum is not None and kind.momentum is None:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
-from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import UserError, require
+from torchtitan.config.ranges import check_ranges
+from torchtitan.tools.errors import UserError
 
 _COUNTS = ("in_a_row", "n_skipped", "returned_to")
 
@@ -57,10 +57,7 @@ class SpikeGuard(Configurable):
             """Build the guard."""
 
         def validate(self) -> None:
-            valid = self.threshold is None or self.threshold > 0
-            require(valid, "--spikes.threshold", self.threshold, "above 0, or None (off)")
-            require_at_least(2, spikes__window=self.window)
-            require_at_least(1, spikes__max_in_a_row=self.max_in_a_row)
+            check_ranges("spikes", self)
 
         def check_run(self, run: Any) -> None:
             """Raise `UserError` if a run, a `Trainer.Config`, cannot skip steps or return to a

@@ -1,0 +1,85 @@
+"""Mistakes that depend on this host, found without torch, have the messages of a run's checks."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan.cli import early_checks
+from torchtitan.cli.early_checks import check_degrees, check_files, may_have_gpus
+from torchtitan.config import ConfigManager, manager
+from torchtitan.tools.errors import UserError
+
+MISTAKES = {
+    "--parallelism.tensor_parallel_degree=3": "does not divide the number of processes, 2 (NGPU)",
+    "--parallelism.data_parallel_shard_degree=4": "is not the number of processes, 2 (NGPU)",
+    "--parallelism.expert_tensor_parallel_degree=2": "must be 1 or",
+    "--parallelism.expert_parallel_degree=3": "does not divide",
+    "--dataloader.dataset=nowhere.txt": "is neither a registered name (stories, c4)",
+    "--dataloader.dataset=data/nowhere.txt": "data does not exist",
+    "--validator.dataset=nowhere.txt": "is neither a registered name (stories, c4)",
+    "--hf_assets_path=nowhere": "nowhere does not exist; use the folder",
+}
+
+
+def early(*words: str) -> None:
+    ConfigManager(early_checks=[check_degrees, check_files]).parse_args(words)
+
+
+@pytest.fixture(autouse=True)
+def two_processes(monkeypatch, tmp_path):
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.delenv("NNODES", raising=False)
+    monkeypatch.delenv("COMM_MODE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("word", MISTAKES)
+def test_mistakes_have_the_message_of_the_run(word, monkeypatch):
+    with monkeypatch.context() as without_import:
+        without_import.delattr(manager, "load_config_function")
+        with pytest.raises(UserError) as found:
+            early(word)
+    assert MISTAKES[word] in str(found.value)
+    with pytest.raises(UserError) as late:
+        ConfigManager().parse_args([word]).config.check(world_size=2)
+    assert str(late.value) == str(found.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--parallelism.tensor_parallel_degree=2"],
+        ["--parallelism.auto", "--parallelism.tensor_parallel_degree=3"],
+        ["--dataloader.dataset", "stories", "there.txt", "tokens", "s3://bucket/x", "org/name"],
+        ["--dataloader.dataset", "*.txt"],
+        ["--validator.dataset", "name=there.txt", "--hf_assets_path=folder"],
+        ["--validator.dataset", "nowhere.txt", "--validator.no_enable"],
+        ["--module=llama3", "--config=debugmodel_sft", "--dataloader.dataset", "chats"],
+    ],
+    ids=" ".join,
+)
+def test_right_words_are_no_mistakes(words):
+    Path("there.txt").write_text("text")
+    Path("tokens.bin").touch()
+    Path("tokens.idx").touch()
+    Path("folder").mkdir()
+    early(*words)
+
+
+def test_processes_are_unknown_if_there_may_be_gpus(monkeypatch, tmp_path):
+    assert not may_have_gpus(tmp_path)
+    (tmp_path / "nvme0").touch()
+    assert not may_have_gpus(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert may_have_gpus(tmp_path)
+    monkeypatch.delenv("NGPU")
+    monkeypatch.setattr(early_checks, "may_have_gpus", lambda: True)
+    early("--parallelism.tensor_parallel_degree=3")
+    monkeypatch.setattr(early_checks, "may_have_gpus", lambda: False)
+    with pytest.raises(UserError, match="processes, 1"):
+        early("--parallelism.tensor_parallel_degree=3")
+
+
+def test_a_dry_run_reads_no_data(monkeypatch):
+    monkeypatch.setenv("COMM_MODE", "fake_backend")
+    early("--dataloader.dataset=nowhere.txt")

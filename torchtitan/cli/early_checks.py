@@ -1,0 +1,79 @@
+"""Checks of a run's options that depend on this host, without importing torch."""
+
+import glob
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchtitan.cli.launch import environment_number
+from torchtitan.config.degrees import resolve_degrees
+from torchtitan.config.option_table import KnownConfiguration
+from torchtitan.tools.files import is_url, missing_folder_error
+
+_DATASETS = ("dataloader.dataset", "validator.dataset")
+
+_ACCELERATORS = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
+"""Devices of GPUs on Linux: of NVIDIA's drivers, also of its small boards, of Windows' subsystem,
+and of AMD's driver."""
+
+
+def check_degrees(known: KnownConfiguration, given: Mapping[str, object]) -> None:
+    """Raise `UserError` if the degrees of parallelism that are set do not fit the number of
+    processes, as far as it is known."""
+    is_set = any(key.startswith("parallelism.") for key in given)
+    processes = known_processes()
+    if is_set and processes and not (config := known.parallelism(given)).auto:
+        resolve_degrees(config, processes)
+
+
+def known_processes() -> int | None:
+    """Return the number of processes of the run; None if only torch knows the GPUs. Raise
+    `UserError` for a wrong environment variable."""
+    if "NGPU" not in os.environ and may_have_gpus():
+        return None
+    return environment_number("NNODES") * environment_number("NGPU")
+
+
+def may_have_gpus(devices: Path = Path("/dev")) -> bool:
+    """Return False if this host certainly has no GPU that torch can use."""
+    return sys.platform != "linux" or any(
+        next(devices.glob(name), None) is not None for name in _ACCELERATORS
+    )
+
+
+def check_files(known: KnownConfiguration, given: Mapping[str, object]) -> None:
+    """Raise `UserError` for a folder of model files, or a file or folder of data, that is set and
+    does not exist. A dry run reads no data."""
+    assets = str(given.get("hf_assets_path") or "")
+    if assets and not is_url(assets) and not os.path.isdir(os.path.expanduser(assets)):
+        raise missing_folder_error(assets)
+    names = _known_datasets(known)
+    if names is None or os.environ.get("COMM_MODE"):
+        return
+    for key in _DATASETS:
+        datasets = given.get(key)
+        for dataset in datasets if isinstance(datasets, list) else []:
+            if key == "dataloader.dataset" or known.section("validator", given)["enable"]:
+                _check_dataset(str(dataset), names)
+
+
+def _known_datasets(known: KnownConfiguration) -> list[str] | None:
+    """Return the names of datasets that a configuration's loader has; None for other loaders."""
+    from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS
+
+    if "dataloader.document_mask" in known.fields:  # pre-training
+        return DOCUMENTS.names()
+    return CHAT_DATASETS.names() if "dataloader.chat_template" in known.fields else None
+
+
+def _check_dataset(dataset: str, names: list[str]) -> None:
+    from torchtitan.components.data.sources.hub_names import hub_name
+    from torchtitan.components.data.sources.paths import local_files
+
+    path = os.path.expanduser(dataset)
+    is_other = not dataset or dataset in names or is_url(dataset) or hub_name(dataset)
+    # Token files may have a path without its ending, and a name may precede a validation dataset.
+    is_part = glob.has_magic(dataset) or "=" in dataset or glob.glob(f"{path}.*")
+    if not (is_other or is_part or os.path.exists(path)):
+        local_files(dataset, names)  # raises
