@@ -3,15 +3,13 @@
 import glob
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.cli.launch import environment_number
 from torchtitan.config.degrees import resolve_degrees
 from torchtitan.config.option_table import KnownConfiguration
 from torchtitan.tools.files import is_url, missing_folder_error
-
-_DATASETS = ("dataloader.dataset", "validator.dataset")
 
 _ACCELERATORS = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
 """Devices of GPUs on Linux: of NVIDIA's drivers, also of its small boards, of Windows' subsystem,
@@ -48,17 +46,22 @@ def check_files(known: KnownConfiguration, given: Mapping[str, object]) -> None:
     assets = str(given.get("hf_assets_path") or "")
     if assets and not is_url(assets) and not os.path.isdir(os.path.expanduser(assets)):
         raise missing_folder_error(assets)
-    names = _known_datasets(known)
-    if names is None or os.environ.get("COMM_MODE"):
+    if os.environ.get("COMM_MODE"):
         return
-    for key in _DATASETS:
+    for key in ("dataloader.dataset", "validator.dataset"):
         datasets = given.get(key)
-        for dataset in datasets if isinstance(datasets, list) else []:
-            if key == "dataloader.dataset" or known.section("validator", given)["enable"]:
-                _check_dataset(str(dataset), names)
+        is_read = key == "dataloader.dataset" or known.section("validator", given)["enable"]
+        if is_read and isinstance(datasets, list):
+            _check_datasets(known, datasets)
 
 
-def _known_datasets(known: KnownConfiguration) -> list[str] | None:
+def _check_datasets(known: KnownConfiguration, datasets: Sequence[str]) -> None:
+    if (names := _known_datasets(known)) is not None:
+        for dataset in datasets:
+            _check_dataset(dataset, names)
+
+
+def _known_datasets(known: KnownConfiguration) -> Sequence[str] | None:
     """Return the names of datasets that a configuration's loader has; None for other loaders."""
     from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS
 
@@ -67,7 +70,7 @@ def _known_datasets(known: KnownConfiguration) -> list[str] | None:
     return CHAT_DATASETS.names() if "dataloader.chat_template" in known.fields else None
 
 
-def _check_dataset(dataset: str, names: list[str]) -> None:
+def _check_dataset(dataset: str, names: Sequence[str]) -> None:
     from torchtitan.components.data.sources.hub_names import hub_name
     from torchtitan.components.data.sources.paths import local_files
 
