@@ -9,11 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.logging import logger
 from torchtitan.tools.process import usable_cores
 
 if TYPE_CHECKING:
+    from torchtitan.components.data.prepare.classifier import Classifier
     from torchtitan.components.data.prepare.encoding import Encoding
+    from torchtitan.components.data.prepare.near_duplicates import Bands
+    from torchtitan.components.data.prepare.preparation import Preparation
     from torchtitan.components.data.sources.source import Source
+
+_TOKEN_BYTES = 4
+"""Bytes of text per token, to estimate a cost."""
 
 DESCRIPTION = (
     "Encode text, chats or preferences into caches in a folder, which --dataloader.dataset reads. "
@@ -73,6 +80,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="text: drop texts with more repeated 10-grams",
     )
+    add(
+        "--near_duplicates",
+        type=float,
+        metavar="S",
+        help="text: drop documents whose 5-grams of tokens are similar to an earlier document's, "
+        "from S, such as 0.8",
+    )
+    add(
+        "--classify",
+        nargs=2,
+        metavar=("POSITIVE", "NEGATIVE"),
+        help="text: score documents by a classifier of words, trained on two sources of examples",
+    )
+    add(
+        "--keep_best",
+        type=float,
+        metavar="F",
+        help="text: with --classify, keep this fraction of the documents, with the highest scores",
+    )
 
 
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: object) -> None:
@@ -93,12 +119,13 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: object)
     require(options.workers >= 1, "--workers", options.workers, "at least 1")
     require(options.part_size > 0, "--part_size", options.part_size, "above 0")
     require(0 <= options.held_out < 1, "--held_out", options.held_out, "at least 0 and below 1")
+    bands = _bands(options)
     share = re.fullmatch(r"(\d+)/(\d+)", options.part or "1/1")
     if share is None or not 1 <= int(share[1]) <= int(share[2]):
         raise UserError(
             f"--part is {options.part}, but must be I/N with I from 1 to N, such as 3/64"
         )
-    open_sources, encoding = _open(sources, options, config)
+    open_sources, encoding, classifier = _open(sources, options, config)
     preparation = Preparation(
         open_sources=open_sources,
         place=folder_at(os.path.expanduser(options.out)),
@@ -106,12 +133,15 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: object)
         part_bytes=max(1, int(options.part_size * 1e6)),
         held_out=options.held_out,
         deduplicate=not options.keep_duplicates,
+        near_duplicates=bands,
+        keep_best=options.keep_best,
     )
     # Ignore SIGPIPE, so that a killed worker raises an error instead of ending this process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     if not options.merge:
         preparation.begin()
+        _tell_cost(preparation, classifier, int(share[2]))
         numbers = [
             number
             for number in preparation.missing()
@@ -122,10 +152,65 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: object)
         merge(preparation, options.workers)
 
 
+def _bands(options: argparse.Namespace) -> "Bands | None":
+    """Return the search for near duplicates; check the options of scores."""
+    from torchtitan.components.data.prepare.near_duplicates import Bands
+
+    if options.keep_best is not None:
+        require(0 < options.keep_best < 1, "--keep_best", options.keep_best, "above 0 and below 1")
+        if not options.classify:
+            raise UserError("--keep_best keeps the highest scores; add --classify, or leave it out")
+    if options.near_duplicates is None:
+        return None
+    if options.keep_duplicates:
+        raise UserError("--keep_duplicates keeps what --near_duplicates removes; set one of them")
+    return Bands(options.near_duplicates)
+
+
+def _classifier(examples: Sequence[str], loader: Any) -> "Classifier":
+    """Train the classifier of --classify, and print its quality."""
+    from torchtitan.components.data.prepare.classifier import train_classifier
+    from torchtitan.components.data.sources.source import Source
+
+    found = [loader.source(name) for name in examples]
+    for name, source in zip(examples, found, strict=True):
+        if not isinstance(source, Source):
+            raise UserError(f"--classify: {name} is a stream; download it, and name the files")
+    classifier = train_classifier(*found)
+    measured = classifier.measured
+    logger.info(
+        f"classifier: on {measured.examples:,} examples that it was not trained on, "
+        f"{measured.accuracy:.1%} right, and {measured.ranked:.1%} of the pairs of a positive and "
+        "a negative one in this order"
+    )
+    return classifier
+
+
+def _tell_cost(preparation: "Preparation", classifier: "Classifier | None", shares: int) -> None:
+    """Log what optional steps of a share take, before they start."""
+    n_bytes = sum(part.size() for _, part in preparation.parts) / shares
+    costs = {}
+    if classifier:
+        costs["scores"] = classifier.measured.seconds_per_byte
+    if preparation.near_duplicates:
+        costs["near duplicates"] = preparation.near_duplicates.seconds_per_token() / _TOKEN_BYTES
+    for name, seconds in costs.items():
+        logger.info(
+            f"{name}: about {n_bytes * seconds:,.1f} processor seconds for {n_bytes / 1e6:,.1f} MB"
+        )
+    if bands := preparation.near_duplicates:
+        found = ", ".join(f"{bands.probability(s):.0%} at {s}" for s in (0.5, 0.6, 0.7, 0.8, 0.9))
+        logger.info(
+            f"near duplicates: {bands.n_bands} bands of {bands.n_rows} hashes find {found}; "
+            f"{8 * bands.n_bands} bytes per document until the merge ends"
+        )
+
+
 def _open(
     sources: Sequence[str], options: argparse.Namespace, config: Any
-) -> "tuple[Callable[[], Sequence[Source]], Encoding]":
-    """Return a function that lists the sources, and their encoding according to the data loader."""
+) -> "tuple[Callable[[], Sequence[Source]], Encoding, Classifier | None]":
+    """Return a function that lists the sources, their encoding according to the data loader, and
+    the classifier of its documents."""
     from torchtitan.components.data.dataloader import PretrainDataLoader
     from torchtitan.components.data.finetuning.filters import FilterConfig
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
@@ -172,12 +257,16 @@ def _open(
         return opened
 
     if isinstance(loader, PretrainDataLoader.Config):
-        return open_sources, document_encoding(tokenizer, filters)
+        classifier = _classifier(options.classify, loader) if options.classify else None
+        return open_sources, document_encoding(tokenizer, filters, classifier), classifier
     if filters != FilterConfig():
         raise UserError(
             "--min_tokens, --max_tokens and --max_repetition filter text; set --dataloader.… "
             "instead"
         )
+    for name in ("near_duplicates", "classify"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} is for text; this configuration reads fine-tuning rows")
     formats = {source.name: row_format for source, row_format in loader.rows()}
     encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
-    return open_sources, sample_encoding(formats, encoder, loader.filters())
+    return open_sources, sample_encoding(formats, encoder, loader.filters()), None

@@ -93,14 +93,9 @@ class Pieces:
 
     def taken(self, share: float) -> Iterator[str]:
         """Yield a share of the pieces, evenly spaced."""
-        due = 0.0
-        for part in self._source.parts:
-            for document in part.documents(lambda _: None):
-                for text in document:
-                    due += share
-                    if due >= 1 - 1e-9:
-                        due -= 1
-                        yield text
+        from torchtitan.components.data.sources.rows import evenly
+
+        return evenly((text for document in self._source.documents() for text in document), share)
 
 
 class _Row(NamedTuple):

@@ -247,7 +247,7 @@ def test_duplicates_are_found_in_several_passes():
     for of_part in drawn:
         in_order = sorted(range(len(of_part)), key=of_part.__getitem__)
         parts.append(
-            np.array([(of_part[position], 1, position, 0, 0) for position in in_order], ITEM)
+            np.array([(of_part[position], 1, position, 0, 0, 0) for position in in_order], ITEM)
         )
     positions = np.concatenate(
         [of_part["number"] + before for of_part, before in zip(parts, (0, 300, 300), strict=True)]
@@ -1137,8 +1137,9 @@ def test_plans_have_stable_keys(corpus, tokenizer, tmp_path):
     place = tmp_path / "out"
     prepared(corpus, place, tokenizer)
     plan = json.loads((place / "plan/plan.json").read_text())
-    keys = ["format", "kind", "encoding", "part_bytes", "held_out", "deduplicate", "sources"]
-    assert list(plan) == keys and plan["format"] == 1
+    options = ["part_bytes", "held_out", "deduplicate", "near_duplicates", "keep_best"]
+    assert list(plan) == ["format", "kind", "encoding", *options, "sources"]
+    assert plan["format"] == 2
     earlier = {"kind": plan["kind"], "--part_size": plan["part_bytes"], "sources": plan["sources"]}
     (place / "plan/plan.json").write_text(json.dumps(earlier))
     with raises(

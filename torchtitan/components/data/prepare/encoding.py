@@ -23,6 +23,7 @@ from torchtitan.components.data.finetuning.sample_cache import (
     write_samples,
 )
 from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.prepare.classifier import Classifier
 from torchtitan.components.data.pretraining import token_cache
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.source import Source
@@ -39,10 +40,15 @@ ITEM = np.dtype(
         ("number", "i8"),
         ("tokens", "i8"),
         ("trained", "i8"),
+        ("score", "f4"),
     ]
 )
-"""An item of arrays: digest of its content, number of its split (0: none), its number, its
-tokens, and how many of them are predicted."""
+"""An item of arrays: digest of its content, number of its split or of the reason that drops it
+(see `preparation`), its number, its tokens, how many of them are predicted, and its score (0
+without a classifier)."""
+
+SCORES = "scores.bin"
+"""File with the score of each document, float32."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class Encoding:
     part."""
     encoder: ArrayEncoder | None = None
     """Encoder that `write` uses for text; its ids are always the tokenizer's."""
+    has_scores: bool = False
+    """True if `write` writes `SCORES`."""
 
     def items(self, folder: Folder, keep: np.ndarray) -> np.ndarray:
         """Return the items of arrays that a mask (n,) keeps, without splits, in the order of their
@@ -94,8 +102,16 @@ class Encoding:
         items["number"] = np.arange(len(items))
         items["tokens"] = np.diff(bounds)
         items["trained"] = _n_trained(folder, column, offsets)
+        if self.has_scores:
+            items["score"] = _array(folder, SCORES, "float32")
         items = items[keep]
         return items[np.argsort(items["hash"], kind="stable")]
+
+    def tokens(self, folder: Folder) -> tuple[Array, Array]:
+        """Return the tokens of all items, and the start of each and their end, (n + 1,)."""
+        column = self.columns[0]
+        [name, dtype] = next(iter(column.values.items()))
+        return _array(folder, name, dtype), _array(folder, column.offsets)[:: column.sequences]
 
     def select(self, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
         """Write items of several folders, each with the numbers of its items, in their order, to
@@ -127,8 +143,13 @@ class Encoding:
                 file.write(np.cumsum(np.concatenate(lengths)).tobytes())
 
 
-def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None) -> Encoding:
-    """Return the encoding of documents as a token cache, without those that the filters drop."""
+def document_encoding(
+    tokenizer: Tokenizer,
+    filters: FilterConfig | None = None,
+    classifier: Classifier | None = None,
+) -> Encoding:
+    """Return the encoding of documents as a token cache, without those that the filters drop, with
+    the scores of a classifier."""
     applied, dtype = filters or FilterConfig(), token_cache.token_dtype(tokenizer)
     encoder = ArrayEncoder(tokenizer)
 
@@ -146,6 +167,9 @@ def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None)
             if dropped:
                 report.drop(f"{source.parts[0].name}, document {number + 1}", *dropped)
                 keep[number] = False
+        if classifier:
+            with durable.new_file(folder / SCORES) as file:
+                file.write(classifier.scores(source.documents()).tobytes())
         return report, keep
 
     def finish(folder: Path, report: Report, name: str) -> None:
@@ -162,10 +186,10 @@ def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None)
         "version": token_cache.FORMAT_VERSION,
         "tokenizer": wrapped,
         "filters": asdict(applied),
-    }
-    return Encoding(
-        "tokens", identity, [Column("offsets.bin", {"tokens.bin": dtype})], write, finish, encoder
-    )
+    } | ({"classifier": classifier.identity} if classifier else {})
+    columns = [Column("offsets.bin", {"tokens.bin": dtype})]
+    has_scores = classifier is not None
+    return Encoding("tokens", identity, columns, write, finish, encoder, has_scores)
 
 
 def sample_encoding(

@@ -1,6 +1,8 @@
-"""Merge of the parts of a preparation, with exact deduplication over all of them."""
+"""Merge of the parts of a preparation, with deduplication over all of them, and selection by
+score."""
 
 import contextlib
+import io
 import json
 import shutil
 import tempfile
@@ -17,11 +19,20 @@ from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, Loca
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, record_blocks
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, read, rows_of
+from torchtitan.components.data.prepare.near_duplicates import repeated
 from torchtitan.components.data.prepare.preparation import (
+    BANDS,
+    DUPLICATE,
+    FATES,
     ITEMS,
+    LOW_SCORE,
     MANIFEST,
+    NEAR_DUPLICATE,
+    OF_TRAIN,
+    OF_VALIDATION,
     PART,
     PLAN,
+    SCORES,
     TRAIN,
     VALIDATION,
     WORK,
@@ -36,6 +47,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, digest_of
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.logging import logger
+from torchtitan.tools.progress import progress
 
 ITEMS_PER_PASS = 1 << 24
 """Approximate number of hashes that a process compares at a time, which need about 90 bytes
@@ -59,7 +71,9 @@ def merge(preparation: Preparation, workers: int) -> None:
         )
     if not preparation.is_complete():
         with preparation.working() as work:
-            manifest = _Merge(preparation, workers, work).write()
+            merging = _Merge(preparation, workers, work)
+            manifest = merging.write()
+            merging.write_scores()
             replace(preparation).check()
             write_file(place, MANIFEST, json.dumps(manifest).encode(), work)
     with os_errors_as(f"{place} is complete, but its parts cannot be removed"):
@@ -79,36 +93,102 @@ class _Merge:
         self.preparation = preparation
         self.workers = workers
         self.work = work
-        self.splits = {TRAIN: 1, VALIDATION: 2} if preparation.held_out else {TRAIN: 1}
-        folders = [preparation.folder(part) for part in range(len(preparation.parts))]
-        # a store takes long to answer
-        with ThreadPoolExecutor(16) as pool, durable.new_file(work / "items") as file:
-            reports = pool.map(lambda folder: json.loads(read(folder, PART)), folders)
+        self.splits = {TRAIN: OF_TRAIN}
+        if preparation.held_out:
+            self.splits[VALIDATION] = OF_VALIDATION
+        self.folders = [preparation.folder(part) for part in range(len(preparation.parts))]
+        with ThreadPoolExecutor(16) as pool:  # a store takes long to answer
+            reports = pool.map(lambda folder: json.loads(read(folder, PART)), self.folders)
             self.found = list(map(Report.from_dict, reports))
-            for first in range(0, len(folders), _PARTS_AT_A_TIME):
-                file.writelines(
-                    pool.map(partial(read, name=ITEMS), folders[first : first + _PARTS_AT_A_TIME])
-                )
+        self._copy(ITEMS)
         if not any(report.kept for report in self.found):
             raise no_rows_left_error(
                 ", ".join(of.name for of in preparation.sources), Report.total(self.found)
             )
         ends = np.cumsum([report.samples for report in self.found])
-        if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
+        if (work / ITEMS).stat().st_size != ends[-1] * ITEM.itemsize:
             parts = f"{preparation.place}/parts"
             raise UserError(
                 f"{parts} is damaged, or of another version; remove it and prepare all parts again"
             )
-        items = np.memmap(work / "items", ITEM, "r+")
-        self.items = np.split(items, ends[:-1])
-        """Items of each part, `ITEM` (n,); duplicates are in no split."""
-        n_passes = 1 + len(items) // ITEMS_PER_PASS
-
-        def remove_duplicates(index: int) -> None:
-            items["split"][find_duplicates(self.items, index, n_passes)] = 0
-
+        self.all_items = np.memmap(work / ITEMS, ITEM, "r+")
+        self.items = np.split(self.all_items, ends[:-1])
+        """Items of each part, `ITEM` (n,); dropped ones are in no split."""
+        self.n_passes = 1 + len(self.all_items) // ITEMS_PER_PASS
         if preparation.deduplicate:
-            list(run_in_processes(remove_duplicates, range(n_passes), workers))
+            list(run_in_processes(self._drop_duplicates, range(self.n_passes), workers))
+        if preparation.near_duplicates:
+            self._copy(BANDS)
+            n_calls = preparation.near_duplicates.n_bands * self.n_passes
+            with progress("comparing bands", n_calls) as advance:
+                for _ in run_in_processes(self._drop_near_duplicates, range(n_calls), workers):
+                    advance(1)
+        if preparation.keep_best:
+            self._drop_low_scores(preparation.keep_best)
+
+    def _copy(self, name: str) -> None:
+        """Copy a file of all parts to one in the folder `work`."""
+        with ThreadPoolExecutor(16) as pool, durable.new_file(self.work / name) as file:
+            for first in range(0, len(self.folders), _PARTS_AT_A_TIME):
+                folders = self.folders[first : first + _PARTS_AT_A_TIME]
+                file.writelines(pool.map(partial(read, name=name), folders))
+
+    def _drop_duplicates(self, index: int) -> None:
+        found = find_duplicates(self.items, index, self.n_passes)
+        self.all_items["split"][found] = DUPLICATE
+
+    def _drop_near_duplicates(self, call: int) -> None:
+        """Drop the items that have a band of an earlier item, of one band and one range of
+        hashes."""
+        assert self.preparation.near_duplicates
+        band, index = divmod(call, self.n_passes)
+        low, high = (number * 2**64 // self.n_passes for number in (index, index + 1))
+        file = np.memmap(self.work / BANDS, np.uint64, "r")
+        n_bands, n_before = self.preparation.near_duplicates.n_bands, 0
+        hashes, order = [], []
+        indices = []
+        for part, items in enumerate(self.items):
+            of_part = file[n_before * n_bands :][: len(items) * n_bands].reshape(n_bands, -1)[band]
+            chosen = np.flatnonzero((of_part >= low) & (of_part <= high - 1))
+            hashes.append(of_part[chosen])
+            order.append((part << 40) + items["number"][chosen])
+            indices.append(chosen + n_before)
+            n_before += len(items)
+        found = np.concatenate(indices)[repeated(np.concatenate(hashes), np.concatenate(order))]
+        fates = self.all_items["split"]
+        fates[found[fates[found] != DUPLICATE]] = NEAR_DUPLICATE
+
+    def _drop_low_scores(self, fraction: float) -> None:
+        """Keep the best items of the two splits; equal scores have one fate."""
+        is_left = np.isin(self.all_items["split"], (OF_TRAIN, OF_VALIDATION))
+        scores = self.all_items["score"][is_left]
+        n_kept = max(1, round(fraction * len(scores)))
+        least = np.partition(scores, len(scores) - n_kept)[len(scores) - n_kept]
+        is_low = is_left & (self.all_items["score"] < least)
+        self.all_items["split"][is_low] = LOW_SCORE
+        n_left, n_low = int(is_left.sum()), int(is_low.sum())
+        logger.info(f"scores of at least {least:.4g}: {n_left - n_low:,} of {n_left:,} documents")
+
+    def write_scores(self) -> None:
+        """Write a table of the scores and fates of each part's documents."""
+        if not self.preparation.encoding.has_scores:
+            return
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        folder = self.preparation.place / SCORES
+        folder.create()
+        for part, items in enumerate(self.items):
+            in_order = np.sort(items, order="number")
+            columns = {
+                "part": [self.preparation.parts[part][1].name] * len(items),
+                "document": in_order["number"] + 1,
+                "score": in_order["score"],
+                "fate": np.array(FATES)[in_order["split"]],
+            }
+            file = io.BytesIO()
+            parquet.write_table(pa.table(columns), file)
+            write_file(folder, f"{part:06}.parquet", file.getvalue(), self.work)
 
     def write(self) -> dict[str, Any]:
         """Write the caches and the index of each split; return the manifest."""
@@ -149,11 +229,15 @@ class _Merge:
         rows = rows_of(self.preparation.folder(part), items, report)
         kept_rows = {*rows[items["split"] == self.splits[split]].tolist()}
         left_out = sum(row in kept_rows for row in rows.tolist()) - len(kept)
-        others = {
-            *rows[(items["split"] != 0) & (items["split"] != self.splits[split])].tolist()
-        } - kept_rows
-        duplicates = {*rows[items["split"] == 0].tolist()} - kept_rows - others
-        counts = {"duplicate": len(duplicates), "other_split": len(others)}
+        in_splits = np.isin(items["split"], (OF_TRAIN, OF_VALIDATION))
+        others = {*rows[in_splits & (items["split"] != self.splits[split])].tolist()} - kept_rows
+        counted, counts = kept_rows | others, {}
+        for fate in (DUPLICATE, NEAR_DUPLICATE, LOW_SCORE):
+            of_fate = {*rows[items["split"] == fate].tolist()} - counted
+            counted |= of_fate
+            if of_fate or fate == DUPLICATE:
+                counts[FATES[fate]] = len(of_fate)
+        counts["other_split"] = len(others)
         dropped = report.dropped | {
             reason: ExampleCounter(count) for reason, count in counts.items()
         }

@@ -2,11 +2,12 @@
 at all; `merge` makes one result of them.
 
 The folder of a preparation has `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays
-of its items, `items.bin`, and `part.json`, which marks it as complete; and the result of `merge`,
-which removes the parts. PLAN is a digest: preparations do not mix, even if two begin together in a
-store without conditional writes. The result is `manifest.json` with the counts of each source and
-split, and a digest; caches `SPLIT/DIGEST/`, one per part of text, or one for all samples; and
-`SPLIT.index`, which lists them, see `INDEX_ROWS`.
+of its items, `items.bin`, `bands.bin` if near duplicates are sought, and `part.json`, which marks
+it as complete; and the result of `merge`, which removes the parts. PLAN is a digest: preparations
+do not mix, even if two begin together in a store without conditional writes. The result is
+`manifest.json` with the counts of each source and split, and a digest; caches `SPLIT/DIGEST/`, one
+per part of text, or one for all samples; `SPLIT.index`, which lists them, see `INDEX_ROWS`; and
+tables of scores, see `SCORES`.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.data.forks import forked_calls
 from torchtitan.components.data.prepare.encoding import Encoding, read
+from torchtitan.components.data.prepare.near_duplicates import Bands
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
@@ -42,6 +44,10 @@ MANIFEST = "manifest.json"
 PLAN = "plan.json"
 PART = "part.json"
 ITEMS = "items.bin"
+BANDS = "bands.bin"
+"""Bands of the items in their order, uint64 (bands, items)."""
+SCORES = "scores"
+"""Folder of the result with a table for each part: the score of each document, and its fate."""
 WORK = ".work-"
 FAST = "gigatoken"
 """Empty file of a part that gigatoken has encoded."""
@@ -50,19 +56,25 @@ REFUSED = "gigatoken-differs"
 `FAST` are not complete."""
 TRAIN, VALIDATION = "train", "validation"
 
+FATES = ("duplicate", TRAIN, VALIDATION, "near_duplicate", "low_score")
+"""Split of an item or reason that drops it, by the number in `ITEM`."""
+DUPLICATE, OF_TRAIN, OF_VALIDATION, NEAR_DUPLICATE, LOW_SCORE = range(len(FATES))
+
 INDEX_ROWS = 3
 """Rows of an index, int64 (INDEX_ROWS, caches): first token, and the cache's digest (two rows)."""
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 """Number of the plan's keys and their meaning; plans without one had the words of messages as
 keys."""
 
 _PLAN_WORDS = {
     "kind": "kind",
-    "encoding": "tokenizer, filters, template or version of torchtitan",
+    "encoding": "tokenizer, filters, classifier, template or version of torchtitan",
     "part_bytes": "--part_size",
     "held_out": "--held_out",
     "deduplicate": "--keep_duplicates",
+    "near_duplicates": "--near_duplicates",
+    "keep_best": "--keep_best",
     "sources": "sources",
 }
 """Keys of a plan, which stay the same when messages change, and their words in a message."""
@@ -85,6 +97,10 @@ class Preparation:
     """Fraction of the items, selected by hash, in the split `validation`."""
     deduplicate: bool = True
     """Remove items that equal an earlier item of any source."""
+    near_duplicates: Bands | None = None
+    """Remove documents that are similar to an earlier document of any source."""
+    keep_best: float | None = None
+    """Fraction of the other documents to keep, those with the highest scores. None: all."""
 
     @cached_property
     def sources(self) -> Sequence[Source]:
@@ -111,6 +127,8 @@ class Preparation:
             "part_bytes": self.part_bytes,
             "held_out": self.held_out,
             "deduplicate": self.deduplicate,
+            "near_duplicates": self.near_duplicates and asdict(self.near_duplicates),
+            "keep_best": self.keep_best,
             "sources": [[source.name, source.identity(file_version)] for source in self.sources],
         }
 
@@ -222,9 +240,14 @@ class Preparation:
             folder.mkdir()
             report, keep = self.encoding.write(self.sources[source].with_parts([part]), folder)
             items = self.encoding.items(LocalFolder(folder), keep)
-            items["split"] = np.where(items["hash"] < int(self.held_out * 256**8).to_bytes(8), 2, 1)
+            is_held_out = items["hash"] < int(self.held_out * 256**8).to_bytes(8)
+            items["split"] = np.where(is_held_out, OF_VALIDATION, OF_TRAIN)
             with durable.new_file(folder / ITEMS) as file:
                 file.write(items.tobytes())
+            if self.near_duplicates:
+                bands = self.near_duplicates.of(*self.encoding.tokens(LocalFolder(folder)))
+                with durable.new_file(folder / BANDS) as file:
+                    file.write(np.ascontiguousarray(bands[:, items["number"]]).data)
             kept = report.kept if self.encoding.kind == "samples" else len(items)
             report = replace(
                 report, kept=kept, samples=len(items), tokens=int(items["tokens"].sum())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.redact import redact
@@ -21,6 +21,8 @@ BLANKS_PER_CONTENT = 100
 """Maximum blank rows, and blank characters of long text, in a file; each other row or character
 adds the last number. A few kB of compressed data can hold millions of blank lines, which take
 minutes to read and tokenize."""
+
+T = TypeVar("T")
 
 _LONG_TEXT = 1 << 16
 _BLANKS = " \t\r\n"
@@ -80,6 +82,16 @@ class Part(ABC):
     def documents(self, on_read: OnRead) -> Iterator[Document]:
         """Yield the documents in order; consume each before the next. Raise `UserError` for
         unreadable data."""
+
+
+def evenly(items: Iterable[T], share: float) -> Iterator[T]:
+    """Yield a share of the items, from 0 to 1, evenly spaced."""
+    due = 0.0
+    for item in items:
+        due += share
+        if due >= 1 - 1e-9:
+            due -= 1
+            yield item
 
 
 def text_of(row: Row, text_column: str) -> Document:

@@ -73,6 +73,12 @@ class Source:
                 if row.values is not None or row.error:
                     yield row
 
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents in order; consume each before the next. Raise `UserError` for an
+        unreadable file."""
+        for part in self.parts:
+            yield from part.documents(lambda _: None)
+
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
         """Return the identity of the data: equal lists mean equal documents, or equal rows at equal
         locations. `digest` returns the digest of a file's content."""
