@@ -1,4 +1,5 @@
-"""Draw the figures of docs/post_training.md: `python docs/figures/run_curves.py FOLDER`.
+"""Draw the figures of docs/post_training.md and docs/recipe.md: `python docs/figures/run_curves.py
+FOLDER`.
 
 FOLDER contains the dump folders of its runs, named as on the page. Missing runs are skipped.
 """
@@ -12,6 +13,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 FIGURES: dict[str, list[tuple[str, list[tuple[str, str, str]]]]] = {
+    "assistant": [
+        ("pre-training: loss of held-out stories", [("pretrain", "validation_loss", "")]),
+        (
+            "training loss",
+            [("midtrain", "loss", "mid-training"), ("sft", "loss", "conversations")],
+        ),
+    ],
     "dpo": [
         ("reward margin of held-out pairs", [("dpo", "validation_rewards/margins", "")]),
         ("accuracy on held-out pairs", [("dpo", "validation_rewards/accuracies", "")]),

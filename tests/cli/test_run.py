@@ -66,6 +66,44 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
     assert "stage 'second' finished with another command or base; remove" in capsys.readouterr().err
 
 
+def test_scripts_get_the_folder_and_numbers_that_grow_with_the_hours(tmp_path, capsys):
+    script, recipe = tmp_path / "show.py", tmp_path / "recipe.yaml"
+    script.write_text("import sys\nprint(*sys.argv[1:])\n")
+    numbers = "{400*hours} {1.5e3*sqrt(hours)} {1*hours} {other}"
+    run = f"python {script} {{folder}}/x {numbers}"
+    recipe.write_text(json.dumps({"hours": 0.25, "stages": [{"name": "show", "run": run}]}))
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(["run", str(recipe), "--folder", str(first)]) == 0
+    assert (first / "show/output.txt").read_text() == f"{first}/x 100 750 1 {{other}}\n"
+    assert main(["run", str(recipe), "--folder", str(second), "--hours", "4"]) == 0
+    assert (second / "show/output.txt").read_text() == f"{second}/x 1600 3000 4 {{other}}\n"
+    capsys.readouterr()
+    assert main(["run", str(recipe), "--folder", str(first), "--hours", "4"]) == 2
+    assert "stage 'show' finished with another command" in capsys.readouterr().err
+    script.write_text("raise SystemExit(7)")
+    assert main(["run", str(recipe), "--folder", str(tmp_path / "third")]) == 7
+    assert not (tmp_path / "third/show/finished.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("hours", "run", "options", "message"),
+    [
+        ({}, "ls", ["--hours", "2"], "--hours 2: {recipe} has no `hours`"),
+        ({}, "ls {3*hours}", [], "stage 1 has {{3*hours}}; set --hours, or `hours` in the recipe"),
+        ({"hours": 1}, "ls {hours/3}", [], "stage 1 has {{hours/3}}, but must have {{folder}}"),
+        ({"hours": 1}, "ls", ["--hours", "0"], "--hours is 0.0, but must be a number above 0"),
+        ({"hours": "two"}, "ls", [], "hours is two, but must be a number above 0"),
+        ({"hours": True}, "ls", [], "hours is True, but must be a number above 0"),
+    ],
+)
+def test_wrong_hours_are_rejected(tmp_path, capsys, hours, run, options, message):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({**hours, "stages": [{"name": "a", "run": run}]}))
+    assert main(["run", str(recipe), "--folder", str(tmp_path / "out"), *options]) == 2
+    assert message.format(recipe=recipe) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

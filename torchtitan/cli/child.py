@@ -1,4 +1,4 @@
-"""Commands of torchtitan that a command runs in processes of their own."""
+"""Processes that a command runs: other commands of torchtitan, and scripts."""
 
 import os
 import signal
@@ -26,9 +26,16 @@ class Ended(NamedTuple):
 def run_torchtitan(
     words: Sequence[str], *, stdout: IO[bytes] | int | None, stderr: IO[bytes] | None = None
 ) -> Ended:
-    """Run a command line of torchtitan until it ends. It gets the first SIGTERM or SIGINT to this
+    """Run a command line of torchtitan until it ends, as `run_python` does."""
+    return run_python(["-P", "-m", "torchtitan", *words], stdout=stdout, stderr=stderr)
+
+
+def run_python(
+    words: Sequence[str], *, stdout: IO[bytes] | int | None, stderr: IO[bytes] | None = None
+) -> Ended:
+    """Run this Python with arguments until it ends. It gets the first SIGTERM or SIGINT to this
     process, SIGKILL after the next one, and SIGTERM if this process dies."""
-    command = [sys.executable, "-P", "-m", "torchtitan", *words]
+    command = [sys.executable, *words]
     stop = partial(signal_when_orphaned, signal.SIGTERM, os.getpid())
     process = subprocess.Popen(command, stdout=stdout, stderr=stderr, preexec_fn=stop)
     signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())

@@ -2,6 +2,8 @@
 one."""
 
 import json
+import math
+import re
 import shlex
 import subprocess
 import sys
@@ -10,18 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.cli.child import run_torchtitan
+from torchtitan.cli.child import run_python, run_torchtitan
 from torchtitan.cli.main import COMMANDS
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import list_checkpoints
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, errors_of, os_errors_as, suggest
+from torchtitan.tools.errors import UserError, errors_of, os_errors_as, require, suggest
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import for_output, logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redacted
+
+PYTHON = "python"
+"""First word of a stage that runs a script."""
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*\b(?:folder|hours)\b[^{}]*)\}")
+_OF_HOURS = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\*(hours|sqrt\(hours\))")
+"""A number that grows with `--hours`."""
 
 
 class _Stage(NamedTuple):
@@ -29,6 +38,33 @@ class _Stage(NamedTuple):
     words: list[str]
     base: str
     trains: bool
+
+
+class _Values(NamedTuple):
+    """Values of the placeholders in a recipe's command lines."""
+
+    folder: Path
+    hours: float | None
+
+    def fill(self, word: str, where: str) -> str:
+        """Return a word with `{folder}`, and `{N*hours}` or `{N*sqrt(hours)}` as a whole number of
+        at least 1. Raise `UserError` for another placeholder, and for missing hours."""
+
+        def value(found: re.Match[str]) -> str:
+            if found[1] == "folder":
+                return str(self.folder)
+            number = _OF_HOURS.fullmatch(found[1])
+            if number is None:
+                raise UserError(
+                    f"{where} has {found[0]}, but must have {{folder}}, {{N*hours}} or "
+                    "{N*sqrt(hours)} with a number N"
+                )
+            if self.hours is None:
+                raise UserError(f"{where} has {found[0]}; set --hours, or `hours` in the recipe")
+            growth = self.hours if number[2] == "hours" else math.sqrt(self.hours)
+            return str(max(1, round(float(number[1]) * growth)))
+
+        return _PLACEHOLDER.sub(value, word)
 
 
 def run(args: Sequence[str]) -> int:
@@ -45,13 +81,24 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument(
         "--folder", type=Path, help="folder of all stages (default: outputs/NAME of the recipe)"
     )
+    parser.add_argument(
+        "--hours",
+        type=float,
+        metavar="H",
+        help="size of a recipe whose command lines have {N*hours} (default: its `hours`)",
+    )
     options = parser.parse_args(args)
     folder = options.folder or Path("outputs", options.recipe.stem)
-    return run_command("run", lambda: _run_stages(_read(options.recipe), folder))
+    return run_command(
+        "run", lambda: _run_stages(_read(options.recipe, folder, options.hours), folder)
+    )
 
 
-def _read(path: Path) -> list[_Stage]:
-    rows = read_config_file(path, str(path)).get("stages")
+def _read(path: Path, folder: Path, hours: float | None) -> list[_Stage]:
+    """Return the stages of a recipe, with the values of their placeholders."""
+    document = read_config_file(path, str(path))
+    values = _Values(folder, _hours(path, document.get("hours"), hours))
+    rows = document.get("stages")
     if not isinstance(rows, list) or not rows:
         raise UserError(
             f"{path} has no list `stages`; each stage has a `name` and a command line `run`"
@@ -76,11 +123,13 @@ def _read(path: Path) -> list[_Stage]:
                 f"{path}: stage {number} must have `name` and `run`, a command line, and may have "
                 "`base`"
             )
-        if words[0] not in COMMANDS:
+        known = (*COMMANDS, PYTHON)
+        if words[0] not in known:
             raise UserError(
                 f"{path}: stage {number} has the unknown command "
-                f"'{words[0]}'{suggest(words[0], COMMANDS)}"
+                f"'{words[0]}'{suggest(words[0], known)}"
             )
+        words = [values.fill(word, f"{path}: stage {number}") for word in words]
         name, base = row["name"], row.get("base", "")
         if not name.isidentifier() or any(name == stage.name for stage in stages):
             raise UserError(
@@ -95,6 +144,19 @@ def _read(path: Path) -> list[_Stage]:
             raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
         stages.append(_Stage(name, words, base, trains=words[0] == "train"))
     return stages
+
+
+def _hours(path: Path, default: object, chosen: float | None) -> float | None:
+    """Return `--hours`, or the recipe's own."""
+    if chosen is not None and default is None:
+        raise UserError(f"--hours {chosen:g}: {path} has no `hours`, so its size is fixed")
+    hours = default if chosen is None else chosen
+    if hours is None:
+        return None
+    is_number = isinstance(hours, int | float) and not isinstance(hours, bool)
+    name = "hours" if chosen is None else "--hours"
+    require(is_number and 0 < float(str(hours)) < 1e6, name, hours, "a number above 0")
+    return float(str(hours))
 
 
 def _run_stages(stages: list[_Stage], folder: Path) -> int:
@@ -156,7 +218,11 @@ def _show(stages: list[_Stage]) -> None:
     logger.info("the stages of the recipe run these commands:")
     for stage in stages:
         base = f" (base: {stage.base})" if stage.base else ""
-        logger.info("%s: torchtitan %s%s", stage.name, shlex.join(stage.words), base)
+        logger.info("%s: %s%s", stage.name, _shown(stage.words), base)
+
+
+def _shown(words: Sequence[str]) -> str:
+    return shlex.join(words if words[0] == PYTHON else ["torchtitan", *words])
 
 
 def _check_training(stage: str, words: list[str]) -> None:
@@ -172,10 +238,15 @@ def _check_training(stage: str, words: list[str]) -> None:
 def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
     """Run a command line. Return its exit code; what it `shows` is printed, and kept in
     output.txt."""
-    logger.info("stage %s: torchtitan %s", name, shlex.join(words))
+    logger.info("stage %s: %s", name, _shown(words))
     with os_errors_as(f"--folder: '{folder}' cannot be written", "; name another folder"):
         durable.make_folder(folder)
-    ended = run_torchtitan(words, stdout=subprocess.PIPE if shows else None)
+    stdout = subprocess.PIPE if shows else None
+    ended = (
+        run_python(words[1:], stdout=stdout)
+        if words[0] == PYTHON
+        else run_torchtitan(words, stdout=stdout)
+    )
     if shows:
         sys.stdout.write(for_output(ended.output.decode(errors="replace")))
         (folder / "output.txt").write_bytes(ended.output)
