@@ -12,6 +12,7 @@ import pytest
 
 from tests.training import read_metrics
 from torchtitan.cli import ladder as command
+from torchtitan.cli import small_runs
 from torchtitan.cli.main import main
 from torchtitan.cli.report import RunRecord, page, sections
 from torchtitan.components.observe.run_events import read_events
@@ -141,8 +142,8 @@ def test_all_runs_have_the_window_of_the_largest_size(tmp_path, monkeypatch):
         rungs.clear()
         sizes = ["--sizes", "2", "7", "--tokens_per_parameter", "20", "--out", str(tmp_path)]
         assert main(["ladder", "--module", "llama3", *sizes, "--plan", *words]) == 0
-        configs = [parsed(rung.words)[0] for rung in rungs]
-        assert [rung.setting.window for rung in rungs] == [c.training.seq_len for c in configs]
+        configs = [parsed(rung.run.words)[0] for rung in rungs]
+        assert [rung.run.setting.window for rung in rungs] == [c.training.seq_len for c in configs]
         return {(config.window, config.training.seq_len) for config in configs}
 
     assert windows_of() == {(256, 256)}
@@ -167,7 +168,7 @@ def test_a_run_without_a_finite_loss_is_refused_by_name(one_run, capsys):
     (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
     assert main([*words, "--fit"]) == 2
     assert f"'{folder}' has no finite validation_loss" in capsys.readouterr().err
-    assert not (folder / command.FINISHED).exists()
+    assert not (folder / small_runs.FINISHED).exists()
 
 
 def test_a_run_of_another_tokenizer_is_not_counted(one_run, capsys):
@@ -175,9 +176,9 @@ def test_a_run_of_another_tokenizer_is_not_counted(one_run, capsys):
     words, folder = one_run
     assert main([*words, "--fit"]) == 2
     assert "1 finished runs" in capsys.readouterr().err
-    record = json.loads((folder / command.FINISHED).read_text())
+    record = json.loads((folder / small_runs.FINISHED).read_text())
     record["setting"]["tokenizer"] = "0" * 64
-    (folder / command.FINISHED).write_text(json.dumps(record))
+    (folder / small_runs.FINISHED).write_text(json.dumps(record))
     assert main([*words, "--fit"]) == 2
     assert "was trained with another setting" in capsys.readouterr().err
 
@@ -185,7 +186,7 @@ def test_a_run_of_another_tokenizer_is_not_counted(one_run, capsys):
 def test_mistakes_are_named(tmp_path, capsys):
     for words, message in (
         (words_of(tmp_path, "--fit"), "0 finished runs"),
-        (words_of(tmp_path, "--validator.enable", "false", "--plan"), "needs the validation"),
+        (words_of(tmp_path, "--validator.enable", "false", "--plan"), "need validation"),
         (words_of(tmp_path, "--dial", "3", "--plan"), "--dial"),
         (["ladder", "--sizes", "0", "--out", str(tmp_path)], "--sizes is 0"),
     ):
@@ -222,4 +223,4 @@ def test_an_interrupted_ladder_continues(tmp_path, monkeypatch, capsys):
     assert [step for (step,) in read_metrics(first)][-1] == 60
     begun = [event["step"] for event in read_events(first, []) if event["event"] == "start"]
     assert begun[0] == 0 and begun[1] >= stopped_at
-    assert all((folder / command.FINISHED).exists() for folder in (first, second))
+    assert all((folder / small_runs.FINISHED).exists() for folder in (first, second))

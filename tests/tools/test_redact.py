@@ -235,9 +235,10 @@ PRINTED_AS_IT_IS = {
     "cli/doctor.py": 1,  # numbers
     "cli/evaluate.py": 2,  # JSON that `redacted` has made
     "cli/generate.py": 2,  # numbers
-    "cli/ladder.py": 1,  # a number
     "cli/main.py": 2,  # constants
+    "cli/mixture.py": 3,  # numbers
     "cli/plan.py": 1,  # numbers
+    "cli/small_runs.py": 1,  # a number
     "cli/tokenizer.py": 2,  # numbers
     "components/rollout/math_process.py": 3,  # answers to the parent process
     "config/manager.py": 1,  # the name of a configuration that exists

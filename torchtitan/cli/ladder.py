@@ -3,87 +3,42 @@ forecast a larger run."""
 
 import argparse
 import itertools
-import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtitan.cli.child import run_torchtitan
 from torchtitan.cli.model_options import run_command
-from torchtitan.components.observe.run_files import METRICS
+from torchtitan.cli.small_runs import (
+    SmallRun,
+    check_words,
+    configuration,
+    described,
+    small_run,
+    total_cost,
+)
 from torchtitan.tools import durable
-from torchtitan.tools.errors import RunFailure, UserError, os_errors_as, require
-from torchtitan.tools.files import json_lines, read_object
+from torchtitan.tools.errors import os_errors_as, require
 from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
-from torchtitan.tools.redact import redacted
 
 if TYPE_CHECKING:
     from torchtitan.foresight.dial import Cost
-    from torchtitan.foresight.loss_law import Setting
 
-_CHOSEN = ("--config", "--dial", "--budget", "--hours", "--dump_folder", "--config_file")
-
-FINISHED = "finished.json"
-LOG = "log.txt"
 PAGE = "ladder.html"
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(NamedTuple):
     """A run of the ladder."""
 
     dial: int
     tokens_per_parameter: float
-    folder: Path
-    words: list[str]
-    """Command line of `torchtitan train`, without the command."""
-    steps: int
-    cost: "Cost"
-    setting: "Setting"
+    run: SmallRun
 
     @property
-    def command(self) -> str:
-        return f"torchtitan train {shlex.join(self.words)}"
-
-    def measured(self) -> float | None:
-        """Return the validation loss after the last step, and record it; None: the run has not
-        finished. Raise `UserError` if it finished with another command, tokenizer or data, or
-        without a finite loss."""
-        own = {"command": redacted(self.words), "setting": self.setting._asdict()}
-        path = self.folder / FINISHED
-        record = read_object(path)
-        if not record and (loss := self._last_loss()) is not None:
-            record = {**own, "loss": loss}
-            durable.write(path, json.dumps(record) + "\n")
-        if not record:
-            return None
-        for name, value in own.items():
-            if record.get(name) != value:
-                raise UserError(
-                    f"'{self.folder}' was trained with another {name} ({record.get(name)}); repeat "
-                    "that, remove the folder, or set another --out"
-                )
-        if type(record.get("loss")) is not float:
-            raise UserError(f"'{path}' is damaged; remove '{self.folder}'")
-        return float(record["loss"])
-
-    def _last_loss(self) -> float | None:
-        lines = json_lines(self.folder / METRICS, bool, [])
-        key = "validation_loss"
-        losses = [line[key] for line in lines if line.get("step") == self.steps and key in line]
-        if not losses:
-            return None
-        if type(losses[-1]) is not float:  # null: NaN or infinite
-            raise UserError(
-                f"'{self.folder}' has no finite {key} after its last step, {self.steps}: the "
-                "run has diverged, or its held-out text has no tokens; remove it, and change its "
-                "options or leave out its size"
-            )
-        return losses[-1]
+    def cost(self) -> "Cost":
+        return self.run.cost
 
 
 def ladder(args: Sequence[str]) -> int:
@@ -145,10 +100,7 @@ def ladder(args: Sequence[str]) -> int:
 
 
 def _ladder(options: argparse.Namespace, words: list[str]) -> int:
-    for word in words:
-        name = word.partition("=")[0]
-        if name in _CHOSEN:
-            raise UserError(f"{name} is chosen by the ladder; set --sizes")
+    check_words(words, "set --sizes")
     for size, ratio in itertools.product(options.sizes, options.tokens_per_parameter):
         require(size >= 1, "--sizes", size, "at least 1")
         require(0 < ratio < 1e6, "--tokens_per_parameter", ratio, "above 0")
@@ -164,13 +116,13 @@ def _ladder(options: argparse.Namespace, words: list[str]) -> int:
     if options.plan:
         return 0
     if options.commands:
-        missing = [rung.command for rung in rungs if rung.measured() is None]
+        missing = [rung.run.command for rung in rungs if rung.run.measured() is None]
         with os_errors_as(f"--commands '{options.commands}' cannot be written"):
             durable.write(options.commands, "".join(f"{command}\n" for command in missing))
         print(presentable(f"{len(missing)} commands in {options.commands}; then repeat with --fit"))
         return 0
     for rung in rungs if not options.fit else ():
-        if code := _run(rung):
+        if code := rung.run.train():
             return code
     larger = None
     if options.forecast:
@@ -187,89 +139,42 @@ def _window(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.window is not None:
         return int(options.window)
     largest = max(*options.sizes, options.forecast or 0)
-    window: int = _config(["--config", "dial", "--dial", str(largest), *words]).training.seq_len
+    config = configuration(["--config", "dial", "--dial", str(largest), *words])
+    window: int = config.training.seq_len
     return window
 
 
 def _rung(out: Path, words: Sequence[str], dial: int, ratio: float) -> Rung:
-    from torchtitan.foresight.dial import cost_of, setting_of
-
     folder = out / f"dial-{dial}_tokens-{ratio:g}"
-    own = ["--config", "dial", "--dial", str(dial), "--tokens_per_parameter", f"{ratio:g}"]
-    # the ladder tells the cost of all runs at once
-    all_words = [*own, "--predict=false", *words, "--dump_folder", str(folder)]
-    config = _config(all_words)
-    if not (config.validator.enable and config.checkpoint.enable):
-        raise UserError("a ladder needs the validation and the checkpoints of its runs")
-    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
-    cost = cost_of(config.resolve(tokenizer), config.devices)
-    setting = setting_of(config, tokenizer)
-    return Rung(dial, ratio, folder, all_words, config.training.steps, cost, setting)
-
-
-def _config(words: Sequence[str]) -> Any:
-    from torchtitan.config.manager import ConfigManager
-
-    return ConfigManager("torchtitan ladder").parse_args(words).config
+    own = ["--dial", str(dial), "--tokens_per_parameter", f"{ratio:g}"]
+    return Rung(dial, ratio, small_run(folder, own, words))
 
 
 def _show(rungs: Sequence[Rung]) -> None:
     from torchtitan.tools.tables import open_console, print_table
 
-    total = sum(rung.cost.flops for rung in rungs)
-    left = sum(rung.cost.flops for rung in rungs if rung.measured() is None)
-    rows = [[*_described(rung), _loss_of(rung)] for rung in rungs]
+    rows = [[str(rung.dial), *described(rung.run), _loss_of(rung)] for rung in rungs]
     columns = ("dial", "parameters", "tokens", "steps", "FLOPs", "loss")
-    title = f"{len(rungs)} runs: {total:.3g} FLOPs, {left:.3g} of them left"
+    title = total_cost([rung.run for rung in rungs])
     print_table(open_console(), title, columns, rows, columns)
 
 
-def _described(rung: Rung) -> list[str]:
-    cost = rung.cost
-    sizes = [f"{cost.parameters:,.0f}", f"{cost.tokens:,}", f"{rung.steps:,}"]
-    return [str(rung.dial), *sizes, f"{cost.flops:.3g}"]
-
-
 def _loss_of(rung: Rung) -> str:
-    loss = rung.measured()
+    loss = rung.run.measured()
     return "" if loss is None else f"{loss:.4f}"
-
-
-def _run(rung: Rung) -> int:
-    """Train a run that has not finished; return the exit code."""
-    if rung.measured() is not None:
-        return 0
-    print(presentable(f"{rung.command} > {rung.folder / LOG}"), flush=True)
-    with os_errors_as(f"--out: '{rung.folder}' cannot be written", "; name another folder"):
-        durable.make_folder(rung.folder)
-        log = open(rung.folder / LOG, "ab")  # noqa: SIM115
-    with log:
-        ended = run_torchtitan(["train", *rung.words], stdout=log, stderr=log)
-    if ended.stopped_by:
-        return ended.code
-    if ended.code:
-        raise RunFailure(f"a run of the ladder failed with code {ended.code}: {rung.folder / LOG}")
-    loss = rung.measured()
-    if loss is None:
-        raise UserError(
-            f"'{rung.folder}' has stopped before its last step, {rung.steps}, or has no "
-            "validation_loss there; run the same command again, or give one set of held-out text "
-            "with --validator.dataset"
-        )
-    print(f"  validation loss {loss:.4f}", flush=True)
-    return 0
 
 
 def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None) -> None:
     from torchtitan.cli.pages import render
     from torchtitan.foresight.loss_law import Ladder, Point, write_ladder
 
-    done = [(rung, loss) for rung in rungs if (loss := rung.measured()) is not None]
+    done = [(rung, loss) for rung in rungs if (loss := rung.run.measured()) is not None]
     points = [
-        Point(rung.cost.parameters, rung.cost.tokens, loss, rung.folder.name) for rung, loss in done
+        Point(rung.cost.parameters, rung.cost.tokens, loss, rung.run.folder.name)
+        for rung, loss in done
     ]
     fitted = Ladder(points, options.irreducible)
-    write_ladder(options.out, fitted, rungs[0].setting)
+    write_ladder(options.out, fitted, rungs[0].run.setting)
     facts = {"law": f"L(N, D) = {fitted.law}, nats per token"}
     facts["largest residual"] = f"{max(abs(fitted.residuals)):.2%}"
     error = fitted.measured_error
@@ -285,7 +190,7 @@ def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None
     for name, text in facts.items():
         print(presentable(f"{name}: {text}"))
     chart = Chart.of(done, fitted, (larger, forecast) if larger else None)
-    rows = [[*_described(rung), f"{loss:.4f}"] for rung, loss in done]
+    rows = [[str(rung.dial), *described(rung.run), f"{loss:.4f}"] for rung, loss in done]
     page = render("ladder.html", name=str(options.out), facts=facts, rows=rows, chart=chart)
     durable.write(options.out / PAGE, page.encode("utf-8", "backslashreplace"))
     print(presentable(str(options.out / PAGE)))
@@ -322,7 +227,10 @@ class Chart:
             own = [(rung, loss) for rung, loss in done if rung.dial == dial]
             points = [(x(rung.cost.flops), y(loss)) for rung, loss in own]
             law = [
-                (x(rung.cost.flops), y(fitted.law.loss(rung.cost.parameters, rung.cost.tokens)))
+                (
+                    x(rung.cost.flops),
+                    y(fitted.law.loss(rung.cost.parameters, rung.cost.tokens)),
+                )
                 for rung, _ in own
             ]
             series.append({"name": f"dial {dial}", "points": points, "line": law, "bar": None})

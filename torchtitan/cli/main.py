@@ -24,6 +24,10 @@ COMMANDS = {
         "ladder:ladder",
         "train small models of several sizes, fit their loss, and forecast a larger run",
     ),
+    "mixture": (
+        "mixture:mixture",
+        "train small models on mixtures of datasets, fit their loss, and propose a mixture",
+    ),
     "run": ("run:run", "run the stages of a recipe, such as recipes/tiny_assistant.yaml"),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),

@@ -1,0 +1,148 @@
+"""Small runs of `--config dial` that a command trains to learn about larger ones: each in a folder
+of its own, resumable, and not repeated."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.cli.child import run_torchtitan
+from torchtitan.components.observe.run_files import METRICS
+from torchtitan.tools import durable
+from torchtitan.tools.errors import RunFailure, UserError, os_errors_as
+from torchtitan.tools.files import json_lines, read_object
+from torchtitan.tools.logging import presentable
+from torchtitan.tools.redact import redacted
+
+if TYPE_CHECKING:
+    from torchtitan.foresight.dial import Cost
+    from torchtitan.foresight.loss_law import Setting
+
+CHOSEN = ("--config", "--dial", "--budget", "--hours", "--dump_folder", "--config_file")
+"""Options of the runs that the command sets."""
+
+FINISHED = "finished.json"
+LOG = "log.txt"
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """A run with validation after its last step."""
+
+    folder: Path
+    words: list[str]
+    """Command line of `torchtitan train`, without the command."""
+    steps: int
+    cost: "Cost"
+    setting: "Setting"
+
+    @property
+    def command(self) -> str:
+        return f"torchtitan train {shlex.join(self.words)}"
+
+    def measured(self) -> float | None:
+        """Return the validation loss after the last step, and record it; None: the run has not
+        finished. Raise `UserError` if it finished with another command, tokenizer or data, or
+        without a finite loss."""
+        own = {"command": redacted(self.words), "setting": self.setting._asdict()}
+        path = self.folder / FINISHED
+        record = read_object(path)
+        if not record and (loss := self._last_loss()) is not None:
+            record = {**own, "loss": loss}
+            durable.write(path, json.dumps(record) + "\n")
+        if not record:
+            return None
+        for name, value in own.items():
+            if record.get(name) != value:
+                raise UserError(
+                    f"'{self.folder}' was trained with another {name} ({record.get(name)}); repeat "
+                    "that, remove the folder, or set another --out"
+                )
+        if type(record.get("loss")) is not float:
+            raise UserError(f"'{path}' is damaged; remove '{self.folder}'")
+        return float(record["loss"])
+
+    def _last_loss(self) -> float | None:
+        lines = json_lines(self.folder / METRICS, bool, [])
+        key = "validation_loss"
+        losses = [line[key] for line in lines if line.get("step") == self.steps and key in line]
+        if not losses:
+            return None
+        if type(losses[-1]) is not float:  # null: NaN or infinite
+            raise UserError(
+                f"'{self.folder}' has no finite {key} after its last step, {self.steps}: the "
+                "run has diverged, or its held-out text has no tokens; remove it, and change its "
+                "options or leave out its size"
+            )
+        return losses[-1]
+
+    def train(self) -> int:
+        """Train the run if it has not finished; return the exit code. Raise `RunFailure` if it
+        fails."""
+        if self.measured() is not None:
+            return 0
+        print(presentable(f"{self.command} > {self.folder / LOG}"), flush=True)
+        with os_errors_as(f"--out: '{self.folder}' cannot be written", "; name another folder"):
+            durable.make_folder(self.folder)
+            log = open(self.folder / LOG, "ab")  # noqa: SIM115
+        with log:
+            ended = run_torchtitan(["train", *self.words], stdout=log, stderr=log)
+        if ended.stopped_by:
+            return ended.code
+        if ended.code:
+            raise RunFailure(f"a run failed with code {ended.code}: {self.folder / LOG}")
+        loss = self.measured()
+        if loss is None:
+            raise UserError(
+                f"'{self.folder}' has stopped before its last step, {self.steps}, or has no "
+                "validation_loss there; run the same command again, or give one set of held-out "
+                "text with --validator.dataset"
+            )
+        print(f"  validation loss {loss:.4f}", flush=True)
+        return 0
+
+
+def small_run(folder: Path, own: Sequence[str], words: Sequence[str]) -> SmallRun:
+    """Return a run with options of its `own` and `words` of all runs. Raise `UserError` if it has
+    no validation or checkpoints."""
+    from torchtitan.foresight.dial import cost_of, setting_of
+
+    # the cost of all runs is told at once
+    all_words = ["--config", "dial", *own, "--predict=false", *words, "--dump_folder", str(folder)]
+    config = configuration(all_words)
+    if not (config.validator.enable and config.checkpoint.enable):
+        raise UserError("small runs need validation and checkpoints; leave them on")
+    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+    cost = cost_of(config.resolve(tokenizer), config.devices)
+    setting = setting_of(config, tokenizer)
+    return SmallRun(folder, all_words, config.training.steps, cost, setting)
+
+
+def configuration(words: Sequence[str]) -> Any:
+    """Return the configuration of a command line of `torchtitan train`."""
+    from torchtitan.config.manager import ConfigManager
+
+    return ConfigManager("torchtitan train").parse_args(words).config
+
+
+def check_words(words: Sequence[str], remedy: str) -> None:
+    """Raise `UserError` for an option of the runs that the command sets."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name in CHOSEN:
+            raise UserError(f"{name} is chosen for each run; {remedy}")
+
+
+def described(run: SmallRun) -> list[str]:
+    """Return parameters, tokens, steps and FLOPs as text."""
+    cost = run.cost
+    return [f"{cost.parameters:,.0f}", f"{cost.tokens:,}", f"{run.steps:,}", f"{cost.flops:.3g}"]
+
+
+def total_cost(runs: Sequence[SmallRun]) -> str:
+    """Return the cost of all runs and of those that have not finished."""
+    total = sum(run.cost.flops for run in runs)
+    left = sum(run.cost.flops for run in runs if run.measured() is None)
+    return f"{len(runs)} runs: {total:.3g} FLOPs, {left:.3g} of them left"
