@@ -49,11 +49,11 @@ def parse(*words: str) -> Trainer.Config:
 
 
 def changes_of_logits(
-    family, width_per_layer: int, layers: int = 2, *, transfers: bool = True
+    family, width_per_layer: int, layers: int = 2, *, transfers: bool = True, muon: bool = False
 ) -> tuple[float, float]:
     """Train a model of random tokens for three steps. Return the root mean square of its first
     logits, and of their change."""
-    config = dial(dial=layers, width_per_layer=width_per_layer, family=family)
+    config = dial(dial=layers, width_per_layer=width_per_layer, family=family, muon=muon)
     model_config = config.model_spec.model
     model_config.vocab_size = VOCABULARY
     model = model_config.build()
@@ -99,12 +99,21 @@ def test_layers_of_all_kinds_transfer():
     assert 1 / 1.25 < wide / narrow < 1.25
 
 
-def test_without_transfer_updates_grow_with_width():
+def test_updates_of_muon_have_the_same_effect_at_every_width():
+    """The same check over a factor of 4 in width, where orthogonal updates in bfloat16 are fast."""
+    family = torchtitan.models.llama3
+    narrow, wide = (changes_of_logits(family, width, muon=True)[1] for width in (16, 64))
+    assert 1 / 1.5 < wide / narrow < 1.5
+
+
+@pytest.mark.parametrize(("muon", "growth"), [(False, 2.5), (True, 1.7)])
+def test_without_transfer_updates_grow_with_width(muon, growth):
+    """Over a factor of 8 in width, or of 4 with Muon."""
     narrow, wide = (
-        changes_of_logits(torchtitan.models.llama3, width, transfers=False)[1]
-        for width in (64, 512)
+        changes_of_logits(torchtitan.models.llama3, width, transfers=False, muon=muon)[1]
+        for width in ((16, 64) if muon else (64, 512))
     )
-    assert wide / narrow > 2.5
+    assert wide / narrow > growth
 
 
 def test_updates_have_the_same_effect_at_every_depth():
@@ -168,6 +177,27 @@ def test_rates_are_those_of_the_tables():
         for name in ("attention.wo", "feed_forward.w2"):
             assert stds[f"layers.{layer}.{name}.weight"] == pytest.approx(0.02 / 2 / 2, rel=0.05)
     assert stds["head.output.weight"] == pytest.approx(1 / 4 / math.sqrt(128) / 2, rel=0.05)
+
+
+def test_rates_of_muon_keep_the_spectral_norm_of_updates_in_proportion():
+    """Four layers of width 512, against 128: Muon's update has the norm sqrt(max(m, n)) times the
+    rate, and must have sqrt(m / n), times the factor of depth of the branches' last matrices; the
+    head is AdamW's."""
+    config = dial(dial=4, width_per_layer=128, family=torchtitan.models.llama3, muon=True)
+    assert config.optimizer.name == "Muon"
+    rate = rates_of(config)
+    assert rate("layers.0.attention.wq.weight") == rate("layers.1.feed_forward.w1.weight") == 1 / 2
+    assert rate("layers.3.attention.wo.weight") == rate("layers.0.feed_forward.w2.weight") == 1 / 4
+    assert rate("head.output.weight") == 1 / 4 and rate("tok_embeddings.weight") == 1.0
+    family = torchtitan.models.deepseek_v3
+    latents = rates_of(dial(dial=4, family=family, muon=True))
+    flavor = dataclasses.replace(small_flavor(family), vocab_size=VOCABULARY)
+    sizes = scaling.sizes(4), scaling.base_sizes(4)
+    model, base = (on_meta(sized(flavor, one)) for one in sizes)
+    name = "layers.0.attention.q_latent.0.weight"  # from the width to a constant one
+    shapes = [dict(one.named_parameters())[name].shape for one in (model, base)]
+    norms = [math.sqrt(max(m, n)) / math.sqrt(m / n) for m, n in shapes]
+    assert latents(name) == pytest.approx(norms[1] / norms[0])
 
 
 def test_a_layer_that_the_smallest_model_lacks_is_transferred():
@@ -311,6 +341,7 @@ def test_mistakes_are_named(words, message):
 
 
 def test_another_optimizer_is_refused(tmp_path):
-    config = parse("--optimizer.name", "Muon", "--dump_folder", str(tmp_path))
-    with pytest.raises(UserError, match="--optimizer.name Muon: the rates"):
-        config.check(1)
+    for words in (("--optimizer.name", "Muon"), ("--muon", "true", "--optimizer.name", "AdamW")):
+        config = parse(*words, "--dump_folder", str(tmp_path))
+        with pytest.raises(UserError, match=f"--optimizer.name {words[-1]}: the rates"):
+            config.check(1)

@@ -43,6 +43,7 @@ def dial(
     tokens_per_parameter: float = scaling.TOKENS_PER_PARAMETER,
     width_per_layer: int = scaling.WIDTH_PER_LAYER,
     window: int | None = None,
+    muon: bool = False,
     family: ModuleType | None = None,
 ) -> Trainer.Config:
     """Pre-train a model of `--dial` layers, or the largest one for `--budget` FLOPs or `--hours` on
@@ -65,7 +66,7 @@ def dial(
     model = model_of(layers)
     # with the same number of layers, so that each kind of layer has a counterpart
     base = sized(flavor, scaling.base_sizes(layers, width_per_layer))
-    found = _transfers(model, dataclasses.replace(base, vocab_size=vocabulary))
+    found = _transfers(model, dataclasses.replace(base, vocab_size=vocabulary), muon=muon)
     seq_len = scaling.window(model.dim) if window is None else window
     on_gpu = device != "cpu" if device else torch.cuda.is_available()
     plan = scaling.schedule(parameters_per_token(model), tokens, seq_len, devices)
@@ -79,6 +80,7 @@ def dial(
         tokens_per_parameter=tokens_per_parameter,
         width_per_layer=width_per_layer,
         window=window,
+        muon=muon,
         model_spec=family.model_spec(dataclasses.replace(model, vocab_size=None), "dial"),
         model_converters=[initial_scale(found)],
         training=TrainingConfig(
@@ -89,7 +91,10 @@ def dial(
             mixed_precision_param="bfloat16" if on_gpu else "float32",
         ),
         optimizer=Optimizer.Config(
-            lr=plan.rate, weight_decay=plan.weight_decay, param_groups=param_groups(found)
+            name="Muon" if muon else "AdamW",
+            lr=plan.rate,
+            weight_decay=plan.weight_decay,
+            param_groups=param_groups(found),
         ),
         lr_scheduler=LRScheduler.Config(warmup_steps=plan.warmup_steps),
         activation_checkpoint=ActivationCheckpointConfig(mode="auto"),
@@ -101,7 +106,7 @@ def dial(
     return balanced(config) if hasattr(model, "moe") else config
 
 
-def _transfers(model: object, base: object) -> dict[str, Transfer]:
+def _transfers(model: object, base: object, *, muon: bool) -> dict[str, Transfer]:
     """Return name → transfer for the configuration of a model, and warn of depth."""
     largest = on_meta(model)
     if not transfers_depth(largest):
@@ -109,7 +114,7 @@ def _transfers(model: object, base: object) -> dict[str, Transfer]:
             "the best learning rate may change with depth: the residual branches of this family "
             "end with norms that add one to their weights, which cannot scale the branches"
         )
-    return transfers(largest, on_meta(base))
+    return transfers(largest, on_meta(base), muon=muon)
 
 
 def _check(

@@ -57,6 +57,10 @@ class DialTrainer(Trainer):
         """Tokens of a window, which the batch follows. None: 256 below a width of 512, else
         2048."""
 
+        muon: bool = False
+        """Muon for the matrices inside layers, with rates that transfer for it, and AdamW for the
+        rest."""
+
         ladder: str = ""
         """Folder of `torchtitan ladder`, whose fit forecasts the loss. Empty: no forecast."""
 
@@ -66,10 +70,11 @@ class DialTrainer(Trainer):
         def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
             """Check the configuration as every run's, and print the numbers of the run. Raise
             `UserError` for an optimizer without transfer."""
-            if self.optimizer.name not in ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWOffload"):
+            adam = ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWOffload")
+            if self.optimizer.name not in (("Muon",) if self.muon else adam):
                 raise UserError(
                     f"--optimizer.name {self.optimizer.name}: the rates of --config dial transfer "
-                    "for AdamW only; choose it, or another configuration"
+                    "for AdamW, and with --muon for Muon; choose one of them"
                 )
             preflight = Trainer.Config.check(self, world_size, dry_run=dry_run)
             announce(self.resolve(preflight.tokenizer), preflight.tokenizer, world_size)
@@ -108,6 +113,7 @@ def setting_of(config: DialTrainer.Config, tokenizer: Tokenizer) -> Setting:
         width_per_layer=config.width_per_layer,
         tokenizer=tokenizer.fingerprint,
         window=config.training.seq_len,
+        optimizer="Muon" if config.muon else "AdamW",
         data=loader.dataset,
         held_out_data=config.validator.dataset,
     )

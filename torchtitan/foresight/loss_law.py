@@ -52,6 +52,8 @@ class Setting(NamedTuple):
     """Fingerprint (`Tokenizer.fingerprint`)."""
     window: int
     """Tokens."""
+    optimizer: str
+    """AdamW or Muon."""
     data: list[str]
     """Training data, as configured."""
     held_out_data: list[str]
@@ -73,6 +75,7 @@ _OPTIONS = {
     "width_per_layer": "--width_per_layer",
     "tokenizer": "--hf_assets_path",
     "window": "--window",
+    "optimizer": "--muon",
     "data": "--dataloader.dataset",
     "held_out_data": "--validator.dataset",
 }

@@ -5,10 +5,11 @@ Factors of width follow from shapes, as in muP (Yang et al. 2022, arXiv:2203.034
 matrix whose inputs grow by r gets the rate 1 / r, and initial values of 1 / sqrt(r) if its outputs
 grow too, else of 1 / r (output head, routers). The multiplier 1 / depth of a residual branch
 (CompleteP, Dey et al. 2025, arXiv:2505.01618) is part of its last matrix, whose initial values and
-rate it multiplies, so a model computes as before and exports need no new key. All layers start
-alike: a family's own fall of initial values with the layer's number would be a second factor of
-depth.
-Rate times weight decay is the same at every size.
+rate it multiplies, so a model computes as before and exports need no new key. Muon gives an update
+of a matrix (m, n) the norm sqrt(max(m, n)) times the rate, which is divided by that, and multiplied
+by sqrt(m / n), relative to the base (spectral condition, Yang et al. 2023, arXiv:2310.17813). All
+layers start alike: a family's own fall of initial values with the layer's number would be a second
+factor of depth. Rate times weight decay is the same at every size.
 """
 
 import math
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from torchtitan.components.optim.initial_scale import InitialScale, Scale
+from torchtitan.components.optim.kinds import is_matrix_of_layer
 from torchtitan.components.optim.optimizer import ParamGroup
 from torchtitan.foresight.scaling import BASE_LAYERS
 from torchtitan.protocols import BaseModel
@@ -65,6 +67,8 @@ class _Facts(NamedTuple):
     """None: not a random matrix."""
     constant: float | None
     is_embedding: bool
+    is_matrix: bool
+    """True if Muon updates it."""
 
     @property
     def decays(self) -> bool:
@@ -72,12 +76,13 @@ class _Facts(NamedTuple):
         return len(self.shape) > 1 and self.constant is None and not self.is_embedding
 
 
-def transfers(model: BaseModel, base: BaseModel) -> dict[str, Transfer]:
+def transfers(model: BaseModel, base: BaseModel, *, muon: bool = False) -> dict[str, Transfer]:
     """Return name, with `*` for the layer's number → transfer relative to `base`.
 
     Args:
         base: the same family and number of layers, at the base width. Both models may be on the
             meta device.
+        muon: Muon updates the matrices inside layers, and AdamW the rest.
 
     Raises:
         UserError: for a parameter that `base` lacks or that transfers differently from layer to
@@ -97,7 +102,7 @@ def transfers(model: BaseModel, base: BaseModel) -> dict[str, Transfer]:
             )
         role, of_base = _LAYER.sub("layers.*.", name), base_facts[name]
         start = first.setdefault(role, of_base).std
-        transfer = _over_width(own, of_base, start)
+        transfer = _over_width(own, of_base, start, muon=muon)
         # A norm whose gain starts at 0 adds one to it: no factor of its weight scales the branch.
         if name in ends and not (own.constant == 0.0 and "norm" in name):
             transfer = _over_depth(transfer, depth, own)
@@ -120,7 +125,7 @@ def transfers_depth(model: BaseModel) -> bool:
     return not any(facts[name].constant == 0.0 and "norm" in name for name in ends)
 
 
-def _over_width(own: _Facts, base: _Facts, start: float | None) -> Transfer:
+def _over_width(own: _Facts, base: _Facts, start: float | None, *, muon: bool) -> Transfer:
     """Return the transfer without depth. `start`: standard deviation in the base's first layer with
     the parameter."""
     if own.std is None or base.std is None or start is None:
@@ -129,7 +134,10 @@ def _over_width(own: _Facts, base: _Facts, start: float | None) -> Transfer:
         return Transfer(None, 1.0, own.std / base.std, own.decays)
     r_in = own.shape[-1] / base.shape[-1]
     r_out = own.shape[-2] / base.shape[-2]
-    return Transfer(start / (r_in if r_out == 1 else math.sqrt(r_in)), 1.0, 1 / r_in, own.decays)
+    lr = 1 / r_in
+    if muon and own.is_matrix:
+        lr = math.sqrt(r_out / r_in * max(base.shape[-2:]) / max(own.shape[-2:]))
+    return Transfer(start / (r_in if r_out == 1 else math.sqrt(r_in)), 1.0, lr, own.decays)
 
 
 def _over_depth(transfer: Transfer, depth: float, own: _Facts) -> Transfer:
@@ -179,6 +187,7 @@ def _facts_of(model: nn.Module) -> dict[str, _Facts]:
                 initializer.std if isinstance(initializer, TruncatedNormal) else None,
                 initializer.value if isinstance(initializer, Constant) else None,
                 isinstance(module, nn.Embedding),
+                is_matrix_of_layer(f"{prefix}.{name}", parameter),
             )
     return found
 
