@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan.tools.errors import UserError
+
 Head = Callable[..., Tensor]
 """Computes logits or the loss: `head(hidden_BLD, weight_VD, **named inputs)`. A model that changes
 its logits also passes `transform`, a `LogitTransform`; one that computes its logits itself passes
@@ -33,6 +35,15 @@ class LogitTransform:
 
 
 UNCHANGED = LogitTransform()
+
+
+def check_scores(weight_VD: Tensor, head: Head) -> None:
+    """Raise `UserError` if the output weights of a reward model meet the head of a language model,
+    or the other way around: scores are `torch.nn.functional.linear` of the hidden states."""
+    gives_scores = head is F.linear
+    if (len(weight_VD) == 1) != gives_scores:
+        found = "no" if gives_scores else "a"
+        raise UserError(f"the model is {found} reward model; choose another model")
 
 
 def with_further_tokens(

@@ -1,7 +1,9 @@
-"""Data loaders for answers to prompts with images: pairs, and single answers with labels."""
+"""Data loaders for answers to prompts with images: pairs, also for reward models, and single
+answers with labels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 from torch import Tensor
 
@@ -13,9 +15,12 @@ from torchtitan.components.data.finetuning.preference import (
     AnswerDataLoader,
     PairEncoder,
     PreferenceDataLoader,
+    RewardDataLoader,
+    RewardEncoder,
     mismatch,
     mismatched_batch,
     pack_pairs,
+    with_margins,
 )
 from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.images.encoder import ImageTokens
@@ -33,7 +38,7 @@ class ImagePairEncoder(PairEncoder):
     """Encodes pairs, and replaces the placeholder that the chat template writes for each image of
     the prompt in both sequences."""
 
-    stored = ("images",)
+    stored: ClassVar[tuple[str, ...]] = ("images",)
     can_fork = False
 
     def __init__(self, chat: ChatEncoder, processor: ImageProcessor, tokenizer: Tokenizer):
@@ -48,8 +53,8 @@ class ImagePairEncoder(PairEncoder):
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)
         images = sample.prompt.images
-        encoded = super().encode(sample).parts
-        present = [part for part in encoded if len(part.ids)]
+        encoded = super().encode(sample)
+        present = [part for part in encoded.parts if len(part.ids)]
         expanded = self._tokens.expand_samples(present, images)
         if any(n < len(images) for _, n in expanded):
             raise BrokenSample(
@@ -57,8 +62,14 @@ class ImagePairEncoder(PairEncoder):
                 "answers"
             )
         answers = iter(expanded)
-        parts = tuple(next(answers)[0] if len(part.ids) else part for part in encoded)
-        return EncodedRow(parts, images=[image.to_json() for image in images])
+        parts = tuple(next(answers)[0] if len(part.ids) else part for part in encoded.parts)
+        return encoded._replace(parts=parts, images=[image.to_json() for image in images])
+
+
+class ImageRewardEncoder(ImagePairEncoder, RewardEncoder):
+    """Encodes pairs of whole conversations with images, and their margins."""
+
+    stored = (*ImagePairEncoder.stored, *RewardEncoder.stored)
 
 
 class ImagePreferenceDataLoader(ImageRowsDataLoader, PreferenceDataLoader):
@@ -75,9 +86,11 @@ class ImagePreferenceDataLoader(ImageRowsDataLoader, PreferenceDataLoader):
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImagePairEncoder:
             chat = ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
-            return ImagePairEncoder(chat, self.processor(tokenizer), tokenizer)
+            owner = cast(type[ImagePreferenceDataLoader], self._owner)
+            return owner.image_encoder(chat, self.processor(tokenizer), tokenizer)
 
     config: Config
+    image_encoder: ClassVar[type[ImagePairEncoder]] = ImagePairEncoder
 
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
         return _ImagePairBatches(self.processor)
@@ -95,6 +108,16 @@ class ImageAnswerDataLoader(ImagePreferenceDataLoader, AnswerDataLoader):
 
     def batch_maker(self) -> Callable[[Windows, int], Batch]:
         return _ImageAnswerBatches(self.processor)
+
+
+class ImageRewardDataLoader(ImagePreferenceDataLoader, RewardDataLoader):
+    """Pairs for reward models of prompts with images, with `margins` as `RewardDataLoader`."""
+
+    config: ImagePreferenceDataLoader.Config
+    image_encoder = ImageRewardEncoder
+
+    def batch_maker(self) -> Callable[[Windows, int], Batch]:
+        return _ImageRewardBatches(self.processor)
 
 
 class _ImagePairBatches:
@@ -120,6 +143,13 @@ class _ImagePairBatches:
             images for images, n in zip(opened, n_sequences, strict=True) for _ in range(n)
         ]
         return ImageReader(self._processor).inputs(sequences, tokens_BW)
+
+
+class _ImageRewardBatches(_ImagePairBatches):
+    """Makes batches of windows of pairs with margins."""
+
+    def __call__(self, windows: Windows, seq_len: int) -> Batch:
+        return with_margins(super().__call__(windows, seq_len), windows)
 
 
 class _ImageAnswerBatches(_ImagePairBatches):

@@ -160,8 +160,11 @@ def config_json(spec: ModelSpec, ids: Mapping[str, object], dtype: torch.dtype) 
                 (id for id in pads if id not in (None, ids.get("eos_token_id"))), None
             ),
         }
+    document = format.to_external(spec.model)
+    if spec.model.scores and "text_config" in document:  # where classes with images look for it
+        document["text_config"]["pad_token_id"] = ids["pad_token_id"]
     return {
-        **format.to_external(spec.model),
+        **document,
         **ids,
         "dtype": name,
         "torch_dtype": name,

@@ -52,6 +52,7 @@ from torchtitan.protocols.conversion import (
     saved_config,
     tensor_shapes,
 )
+from torchtitan.protocols.converter import HEAD
 from torchtitan.protocols.state_dict_adapter import (
     StateDictAdapter,
     adapter_for,
@@ -116,7 +117,7 @@ def internal_source(
         format = format_for(spec, source_format)
         source = RenamedView(open_source(path), format.name_of)
         if model.scores and "score.weight" not in source.specs:
-            source = with_new_score(source, model.dim)
+            source = with_new_score(source, model_tensor_specs(model)[f"{HEAD}.weight"].shape)
         names = source.specs
 
         def adapter(model: BaseModel.Config) -> StateDictAdapter:

@@ -378,11 +378,11 @@ class ResizedEmbedding(TensorSource):
         return (total / self._added.start).to(self.specs[name].dtype)
 
 
-def with_new_score(source: TensorSource, dim: int) -> TensorSource:
+def with_new_score(source: TensorSource, shape: torch.Size) -> TensorSource:
     """Return the tensors of a language model in Hugging Face format, with a score of 0 instead of
     its output head."""
-    score = Recipe([], ["score.weight"], lambda tensors: [torch.zeros(1, dim)])
-    new = View(source, {"score.weight": TensorSpec(torch.Size([1, dim]), torch.float32)}, [score])
+    score = Recipe([], ["score.weight"], lambda tensors: [torch.zeros(shape)])
+    new = View(source, {"score.weight": TensorSpec(shape, torch.float32)}, [score])
     return ChainedSource(
         new, RenamedView(source, lambda name: None if name == "lm_head.weight" else name)
     )

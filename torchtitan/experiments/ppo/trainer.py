@@ -9,6 +9,7 @@ from torchtitan.experiments.rl.trainer import Head, RLTrainer
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import SmallModel
 from torchtitan.protocols.sharding import ShardingPlan
+from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel
 
 
@@ -41,7 +42,12 @@ class PPOTrainer(RLTrainer):
         }
 
     def heads(self) -> dict[str, Head]:
-        def values(hidden_BLD: Tensor, *_: object, **__: object) -> Tensor:
+        def values(hidden_BLD: Tensor, weight_VD: Tensor | None, **_: object) -> Tensor:
+            if weight_VD is None:
+                raise UserError(
+                    "the class of the model computes its logits itself, so the critic has no "
+                    "hidden states to read; use --module rl, which needs none"
+                )
             result: Tensor = self.models["value"](hidden_BLD)
             return result
 

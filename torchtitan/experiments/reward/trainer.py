@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan.components.chat_template import resolve_chat_template
-from torchtitan.components.data.base import Batch
+from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.data.finetuning.preference import SEQUENCES_PER_SAMPLE, sum_answers
 from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.peft import LoRA
@@ -58,7 +58,9 @@ class RewardTrainer(Trainer):
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""
-        scores_BL1 = self.models["model"](batch["input"], batch.get("attention"), head=F.linear)
+        scores_BL1 = self.models["model"](
+            batch["input"], batch.get("attention"), head=F.linear, **images_in(batch)
+        )
         sequences = batch["sequences"]
         # of an answer; padding counts to the first one
         is_last = sequences != sequences.roll(-1, dims=1)

@@ -18,7 +18,13 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
-from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
+from torchtitan.protocols.output_head import (
+    UNCHANGED,
+    Head,
+    LogitTransform,
+    check_scores,
+    compute_logits,
+)
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.errors import UserError, require
 
@@ -513,10 +519,8 @@ class OutputHead(nn.Module):
         """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of
         a tied embedding."""
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
-        gives_scores = head is F.linear
-        if weight_VD is not None and (len(weight_VD) == 1) != gives_scores:
-            found = "no" if gives_scores else "a"
-            raise UserError(f"the model is {found} reward model; choose another model")
-        if self.transform != UNCHANGED and not gives_scores:
+        if weight_VD is not None:
+            check_scores(weight_VD, head)
+        if self.transform != UNCHANGED and head is not F.linear:
             head_inputs["transform"] = self.transform
         return head(self.norm(hidden_BLD), weight_VD, **head_inputs)

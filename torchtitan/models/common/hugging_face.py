@@ -207,10 +207,7 @@ def replaced(rows: Sequence[KeyMapping], *others: KeyMapping) -> tuple[KeyMappin
 
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
-_SCORE_HEAD, _CLASSIFIER = (
-    KeyMapping("head.output.weight", "score.weight"),
-    "ForSequenceClassification",
-)
+_SCORE_HEAD = KeyMapping("head.output.weight", "score.weight")
 
 
 def dense_format(
@@ -379,11 +376,7 @@ def _from_config_json(
             reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section
         )
     values |= kind.values
-    values["scores"] = _CLASSIFIER in str(document.get("architectures"))
-    if values["scores"]:
-        n_labels = len(reader.section("id2label").values) or document.get("num_labels", 2)
-        if n_labels != 1:
-            raise UserError(f"config.json: num_labels is {n_labels}, but a reward model has 1")
+    values["scores"] = shared.describes_scores(document)
     config = kind.config(**_nested(kind.config, values))
     with errors_of("config.json"):
         config.validate()
@@ -456,7 +449,7 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         }
         rope = {"rope_parameters": written_ropes}
     if config.scores:
-        ending = ("Text" if model_type.endswith("_text") else "") + _CLASSIFIER
+        ending = ("Text" if model_type.endswith("_text") else "") + shared.CLASSIFIER
         written |= {
             "architectures": [kind.architecture.replace("ForCausalLM", ending)],
             "num_labels": 1,

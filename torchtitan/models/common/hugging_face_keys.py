@@ -16,6 +16,9 @@ DefaultT = TypeVar("DefaultT", bound=str)
 
 FILE = "config.json"
 
+CLASSIFIER = "ForSequenceClassification"
+"""End of the names of transformers' classes that compute scores instead of logits."""
+
 KEYS = {
     "hidden_size": "dim",
     "intermediate_size": "ffn_dim",
@@ -200,3 +203,15 @@ def precision_of(document: Mapping[str, object], default: DefaultT) -> Precision
     said = f"{key} is {value}, which is not supported" if value else "no dtype"
     logger.info("%s: %s: --training.mixed_precision_param is %s", FILE, said, default)
     return default
+
+
+def describes_scores(document: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a reward model. Raise `UserError` unless it has one
+    score."""
+    if CLASSIFIER not in str(document.get("architectures")):
+        return False
+    labels = ConfigReader(FILE, document).section("id2label").values
+    n_labels = len(labels) or document.get("num_labels", 2)
+    if n_labels != 1:
+        raise UserError(f"config.json: num_labels is {n_labels}, but a reward model has 1")
+    return True

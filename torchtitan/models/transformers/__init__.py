@@ -1,12 +1,16 @@
 """Any class of transformers that predicts the next token, for models without a built-in family."""
 
+from typing import Any
+
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.transformers.description import (
+    class_of,
     type_of_architecture,
     unknown_keys,
     written_document,
 )
 from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.models.transformers.scores import classifier_name
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.models.transformers.weights import adapter, class_adapter
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
@@ -45,10 +49,19 @@ FLAVORS = {
     "debugmodel_dense": _small("cohere2", sliding_window=64),
 }
 
+
+def _written(model: TransformersModel.Config) -> dict[str, Any]:
+    config = model.transformers_config()
+    if not model.scores:
+        return written_document(config, class_of(config)[0].__name__)
+    class_of(config)[1].num_labels = 1
+    return written_document(config, classifier_name(config))
+
+
 FORMATS = {
     "hf": ExternalFormat(
         adapter=adapter,
-        to_external=lambda model: written_document(model.document, model.vocab_size),
+        to_external=_written,
         from_external=TransformersModel.Config.of,
         class_adapter=class_adapter,
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.hugging_face_keys import CLASSIFIER
 from torchtitan.tools.errors import UserError, in_words, suggest
 
 _found = version("transformers") if importlib.util.find_spec("transformers") else "absent"
@@ -194,6 +195,8 @@ def class_of(config: Any) -> tuple[Any, Any]:
         return _own_classes[type(config)], config
     known = model_classes()[config.model_type]
     named = [name for name in config.architectures or () if name in known]
+    if not named and CLASSIFIER in str(config.architectures):
+        named = known[-1:]  # of the whole model, if there is another one of its language side
     cls = getattr(transformers, (named or known)[0])
     text = config.get_text_config(decoder=True)
     # the language side of a model of images and text
@@ -220,9 +223,10 @@ def build_class(config: object, implementation: str | dict[str, str] | None = No
         ) from error
 
 
-def written_document(document: Mapping[str, object], vocab_size: int | None) -> dict[str, Any]:
-    """Return the config.json of an exported model."""
-    cls, config = class_of(transformers_config(document, vocab_size))
-    config.architectures = [cls.__name__]
+def written_document(config: Any, class_name: str) -> dict[str, Any]:
+    """Return the config.json of a model that `class_name` reads, for a transformers
+    configuration."""
+    _, config = class_of(config)
+    config.architectures = [class_name]
     written = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in written.items() if key not in _ABOUT_FILES}

@@ -10,7 +10,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import effective_weight
-from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform
+from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, check_scores
+
+
+def output_name(model: Any) -> str:
+    """Return the name of a class's output layer; "" without one."""
+    output = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is output), "")
 
 
 class OutputPlace(nn.Module):
@@ -65,6 +71,7 @@ class ClassHead(nn.Module):
         if bias_V is not None:
             weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
             hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)
+        check_scores(weight_VD, head)
         hidden_BLD = hidden_BLD.to(weight_VD.dtype)  # some classes compute the last norm in float32
         if isinstance(weight_VD, DTensor):
             hidden_BLD = DTensor.from_local(

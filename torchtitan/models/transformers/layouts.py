@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from tyro.conf import Suppress
 
+from torchtitan.models.common.hugging_face_keys import describes_scores
 from torchtitan.models.transformers import stages
 from torchtitan.models.transformers.balance import returns_router_loss
 from torchtitan.models.transformers.context import unsupported_context
@@ -48,7 +49,11 @@ class ClassConfig(BaseModel.Config):
                 )
         most = getattr(text, "max_position_embeddings", None) or 2**20
         return cls(
-            dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept
+            dim=text.hidden_size,
+            vocab_size=text.vocab_size,
+            max_seq_len=most,
+            scores=describes_scores(document),
+            document=kept,
         )
 
     def transformers_config(self) -> Any:

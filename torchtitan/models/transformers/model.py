@@ -25,7 +25,7 @@ from torchtitan.models.transformers.description import (
 from torchtitan.models.transformers.experts import stack_experts
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
-from torchtitan.models.transformers.head import ClassHead, OutputPlace
+from torchtitan.models.transformers.head import ClassHead, OutputPlace, output_name
 from torchtitan.models.transformers.image_packing import (
     choose_image_packing,
     gather_with_images,
@@ -49,6 +49,7 @@ from torchtitan.models.transformers.initialize import add_initializers, class_va
 from torchtitan.models.transformers.layouts import ClassConfig
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.packing import choose_packing
+from torchtitan.models.transformers.scores import reason_against_scores, with_score
 from torchtitan.models.transformers.stages import (
     Division,
     StageStates,
@@ -81,10 +82,8 @@ class TransformersModel(BaseModel):
             """Build the model on the current device."""
 
         def validate(self) -> None:
-            if self.scores:
-                raise UserError(
-                    "reward models need a family of torchtitan, not a class of transformers"
-                )
+            if self.scores and (reason := reason_against_scores(self.document)):
+                raise UserError(f"--module reward: {reason}; train a model of another class")
             whole = self.transformers_config()
             text = whole.get_text_config(decoder=True)
             if not self.reads_images and self.train != ["language"]:
@@ -118,7 +117,7 @@ class TransformersModel(BaseModel):
     def __init__(self, config: Config):
         super().__init__(config)
         described = config.transformers_config()
-        transform = logit_transform(config.document)
+        transform = UNCHANGED if config.scores else logit_transform(config.document)
         implementation: Any
         if config.reads_images:
             self.packing = choose_image_packing(described)
@@ -130,6 +129,8 @@ class TransformersModel(BaseModel):
         _share_modules(self.model)
         add_initializers(self.model)
         train_parts(self.model, config.train)
+        if config.scores:
+            with_score(self.model)
         self.unused_layers = _frozen_modules(self)
         self.balance = (
             make_balance(self.model, self.auxiliary_weight) if self.has_auxiliary_loss else None
@@ -153,9 +154,7 @@ class TransformersModel(BaseModel):
         self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
-        self.output_name = next(
-            (name for name, module in self.model.named_modules() if module is output), ""
-        )
+        self.output_name = output_name(self.model)
         self.head: ClassHead | None = ClassHead(
             None if self.is_tied or not transform else output, transform or UNCHANGED
         )

@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.models.transformers.scores import SCORE
 from torchtitan.protocols.state_dict_adapter import (
     Identity,
     KeyMapping,
@@ -62,7 +63,7 @@ def _lost_in_peft(model: Any, names: Iterable[str]) -> Iterator[str]:
 
 def class_names(model: TransformersModel) -> dict[str, str]:
     """Return our name of each tensor → its name in the class."""
-    output = model.output_name
+    output = SCORE if model.config.scores else model.output_name
     return {
         ours: ours.removeprefix("model.")
         if ours.startswith("model.")
@@ -150,6 +151,13 @@ class TransformersAdapter(StateDictAdapter):
     def __init__(self, model: TransformersModel):
         self._class: Any = model.model
         aliases: dict[str, str] = self._class.all_tied_weights_keys
+        self._replaced = f"{model.output_name}." if model.config.scores else None
+        if self._replaced:
+            aliases = {
+                name: tied_to
+                for name, tied_to in aliases.items()
+                if not name.startswith(self._replaced)
+            }
         # Name in the class → the same, or the name of the tensor that it is tied to.
         self._original = {name: name for name in aliases.values()} | aliases
         # Name in the class → our names: more than one if others are tied to it.
@@ -186,6 +194,8 @@ class TransformersAdapter(StateDictAdapter):
             self._class, external, get_model_conversion_mapping(self._class), self._original
         )
         unknown = {key: groups.pop(key).inputs for key in groups.keys() - self._original.keys()}
+        if self._replaced:  # the output layer of a language model has become a score
+            unknown = {k: names for k, names in unknown.items() if not k.startswith(self._replaced)}
         report = LoadStateDictInfo(set(), set(unknown), set(), [], {}, set())
         # removes the names that the class ignores
         self._class._adjust_missing_and_unexpected_keys(report)

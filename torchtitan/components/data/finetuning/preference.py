@@ -147,7 +147,7 @@ class RewardEncoder(PairEncoder):
     """Encodes pairs of whole conversations with their margins. Another token follows each answer,
     so that the model sees the last one."""
 
-    stored = ("answer",)
+    stored: ClassVar[tuple[str, ...]] = ("answer",)
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)
@@ -179,11 +179,15 @@ class RewardDataLoader(PreferenceDataLoader):
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
-        batch = PreferenceDataLoader.collate(windows, seq_len)
-        margins = torch.zeros(batch["input"].shape)
-        for margins_W, window in zip(margins, windows, strict=True):
-            margins_W[: len(window)] = torch.tensor([float(row.answer or 0) for row in window])
-        return {**batch, "margins": margins}
+        return with_margins(PreferenceDataLoader.collate(windows, seq_len), windows)
+
+
+def with_margins(batch: Batch, windows: Windows) -> Batch:
+    """Return a batch of pairs with what `RewardDataLoader` adds to it."""
+    margins = torch.zeros(batch["input"].shape)
+    for margins_W, window in zip(margins, windows, strict=True):
+        margins_W[: len(window)] = torch.tensor([float(row.answer or 0) for row in window])
+    return {**batch, "margins": margins}
 
 
 def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.ndarray]:
