@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.cli.image_prompts import ImagePrompts
 from torchtitan.cli.model_options import (
     OpenedModel,
     add_model_options,
@@ -21,6 +22,8 @@ from torchtitan.tools.redact import redacted
 if TYPE_CHECKING:
     from torchtitan.components.evaluation import Scorer
     from torchtitan.components.evaluation.image_questions import ImageQuestionScorer
+    from torchtitan.components.evaluation.written_answers import AnswerWriter
+    from torchtitan.components.images.processor import ImageProcessor
 
 
 def evaluate(args: Sequence[str]) -> int:
@@ -29,7 +32,8 @@ def evaluate(args: Sequence[str]) -> int:
     parser = Parser(
         prog="torchtitan eval",
         description="Evaluate a model. A task is a file FILE.jsonl with multiple-choice questions "
-        "(query, choices, gold, and image or images), a text FILE.txt or FILE.md (perplexity, bits "
+        "(query, choices, gold) or questions that the model answers in its own words (query, "
+        "answer), both also with image or images, a text FILE.txt or FILE.md (perplexity, bits "
         "per byte), or the name of an lm-eval task "
         "(pip install 'torchtitan[eval]'). Prints a table on standard error and JSON on standard "
         "output.",
@@ -49,6 +53,13 @@ def evaluate(args: Sequence[str]) -> int:
         default=8,
         metavar="N",
         help="sequences per forward pass (default: 8)",
+    )
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of an answer in the model's own words, at most (default: 128)",
     )
     parser.add_argument(
         "--include_path",
@@ -89,12 +100,16 @@ def _evaluate(options: argparse.Namespace) -> None:
         logger.info("questions with images: the class of transformers computes all tasks")
     opened = open_model(options)
     scorer = Scorer(opened.model, batch_size=options.batch_size)
-    images = _image_scorer(opened, scorer) if with_images else None
+    processor = ImagePrompts(opened).processor if with_images else None
+    images = _image_scorer(opened, scorer, processor) if processor else None
+    answers = None
+    if any(_is_open(Path(file)) for file in files):
+        answers = _answer_writer(opened, scorer, processor, options.max_new_tokens)
     results: dict[str, dict[str, Any]] = {}
     for file in files:
         scorer.title = Path(file).name
         results[file] = evaluate_file(
-            Path(file), scorer, opened.tokenizer, options.limit, images=images
+            Path(file), scorer, opened.tokenizer, options.limit, images=images, answers=answers
         )
     if tasks:
         scorer.title = "lm-eval"
@@ -112,12 +127,35 @@ def _has_images(file: Path, limit: int | None) -> bool:
     return file.suffix == ".jsonl" and any(one.images for one in read_questions(file, limit))
 
 
-def _image_scorer(opened: OpenedModel, scorer: "Scorer") -> "ImageQuestionScorer":
-    from torchtitan.cli.image_prompts import ImagePrompts
+def _is_open(file: Path) -> bool:
+    from torchtitan.components.evaluation.tasks import read_questions
+
+    return file.suffix == ".jsonl" and not read_questions(file, limit=1)[0].choices
+
+
+def _answer_writer(
+    opened: OpenedModel, scorer: "Scorer", processor: "ImageProcessor | None", max_new_tokens: int
+) -> "AnswerWriter":
+    from torchtitan.components.chat_template import resolve_chat_template
+    from torchtitan.components.evaluation.written_answers import AnswerWriter
+
+    template = resolve_chat_template("", opened.folders, opened.tokenizer)
+    return AnswerWriter(
+        scorer,
+        opened.tokenizer,
+        template,
+        opened.folders,
+        processor,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def _image_scorer(
+    opened: OpenedModel, scorer: "Scorer", processor: "ImageProcessor"
+) -> "ImageQuestionScorer":
     from torchtitan.components.chat_template import resolve_chat_template
     from torchtitan.components.evaluation.image_questions import ImageQuestionScorer
 
-    processor = ImagePrompts(opened).processor
     template = resolve_chat_template("", opened.folders, opened.tokenizer)
     return ImageQuestionScorer(scorer, opened.tokenizer, template, processor)
 
@@ -125,6 +163,7 @@ def _image_scorer(opened: OpenedModel, scorer: "Scorer") -> "ImageQuestionScorer
 def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:
     from torchtitan.components.evaluation.tasks import check_harness
 
+    require(options.max_new_tokens >= 1, "--max_new_tokens", options.max_new_tokens, "at least 1")
     require(options.limit is None or options.limit >= 1, "--limit", options.limit, "at least 1")
     if missing := [file for file in files if not Path(file).is_file()]:
         raise UserError(f"file not found: {', '.join(missing)}")

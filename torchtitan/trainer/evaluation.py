@@ -16,7 +16,7 @@ from torchtitan.components.evaluation.tasks import (
     mean_centered,
     read_questions,
     read_text,
-    reject_images,
+    reject_others,
 )
 from torchtitan.components.evaluation.validate import split_name
 from torchtitan.components.generation import continuation_stop_ids
@@ -80,7 +80,7 @@ class Evaluation(PeriodicEvaluation):
                 if not path.is_file():
                     raise UserError(f"--callbacks.evaluation.files: there is no file '{path}'")
                 if path.suffix == ".jsonl":
-                    reject_images(read_questions(path, self.limit))
+                    reject_others(read_questions(path, self.limit))
                 else:
                     read_text(path)
             check_harness(self.tasks, self._folder, _FOLDER_OPTION)

@@ -29,6 +29,29 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, errors_of
 
 
+def encode_question(
+    question: Question,
+    folder: Path,
+    chat: ChatEncoder,
+    tokenizer: Tokenizer,
+    processor: ImageProcessor | None,
+) -> tuple[list[int], list[ImageFile]]:
+    """Return the tokens of a question as a user's message, and its images, whose paths are relative
+    to `folder`. Raise `UserError` if they cannot be read; without a processor, there are none."""
+    row = {"query": question.query, **question.images}
+    form = find_format(list(row), AUTO, {}, "prompt")
+    try:
+        sample = (reads_images(form, ImageOpener(folder)) if processor else form).convert(row)
+        assert isinstance(sample, Prompt)
+        images: list[ImageFile] = sample.prompt.images
+        ids = chat.encode_prompt(sample.prompt).tolist()
+        if processor is None:
+            return ids, []
+        return expand_prompt(processor, tokenizer, ids, images).tolist(), images
+    except BrokenSample as error:
+        raise UserError(str(error)) from error
+
+
 class ImageQuestionScorer:
     """Scores the choices of questions about images by a class of transformers.
 
@@ -76,17 +99,9 @@ class ImageQuestionScorer:
 
     def _rows_of(self, question: Question, folder: Path) -> list[EncodedRow]:
         """Return the prompt with each choice."""
-        row = {"query": question.query, **question.images}
-        try:
-            sample = reads_images(
-                find_format(list(row), AUTO, {}, "prompt"), ImageOpener(folder)
-            ).convert(row)
-            assert isinstance(sample, Prompt)
-            images: list[ImageFile] = sample.prompt.images
-            ids = self._chat.encode_prompt(sample.prompt).tolist()
-            prompt = expand_prompt(self._processor, self._tokenizer, ids, images)
-        except BrokenSample as error:
-            raise UserError(str(error)) from error
+        prompt, images = encode_question(
+            question, folder, self._chat, self._tokenizer, self._processor
+        )
         rows = []
         for answer in self._tokenizer.tokenize(question.choices, allow_special=False):
             tokens = np.concatenate((prompt, np.array(answer, np.int64)))

@@ -22,16 +22,25 @@ SUFFIXES = (".jsonl", ".txt", ".md")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Multiple-choice question, one line of a file."""
+    """Question, one line of a file: multiple choice, or open, with right answers."""
 
     query: str
     choices: list[str]
+    """Empty: an open question."""
     gold: int
     """Index of the right choice."""
     images: dict[str, Any] = field(default_factory=dict)
     """Columns with images."""
+    answers: list[str] = field(default_factory=list)
+    """Right answers to an open question."""
     where: str = field(default="", compare=False)
     """File and line, for messages."""
+
+
+class OpenQuestionScores(Protocol):
+    """Scores the model's own answers to open questions; see `written_answers`."""
+
+    def score(self, questions: Sequence[Question], folder: Path) -> Any: ...
 
 
 class ImageQuestionScores(Protocol):
@@ -60,13 +69,20 @@ class MultipleChoiceResult:
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """Return the first `limit` questions (None: all) of a file with one JSON object per line:
-    `query`, `choices`, `gold`. Raise `UserError` with the line number for an invalid line."""
+    `query`, `choices`, `gold`, or `query`, `answer`. Raise `UserError` with the line number for an
+    invalid line, or one of another kind than the first."""
     with os_errors_as(f"'{path}' cannot be read"):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     questions = [_parse(line, f"'{path}' line {number}") for number, line in numbered[:limit]]
     if not questions:
         raise UserError(f"'{path}' has no questions")
+    for question in questions:
+        if bool(question.choices) != bool(questions[0].choices):
+            raise UserError(
+                f"{question.where} and the first question differ in kind: one has choices, the "
+                "other an answer; divide the file"
+            )
     return questions
 
 
@@ -100,9 +116,9 @@ def rated(questions: Sequence[Question], of_choices: Sequence[Score]) -> Multipl
     chance = sum(1 / len(question.choices) for question in questions) / len(questions)
     return MultipleChoiceResult(
         accuracy=sum(hits) / len(hits),
-        accuracy_stderr=_stderr(hits),
+        accuracy_stderr=standard_error(hits),
         accuracy_norm=sum(norm_hits) / len(norm_hits),
-        accuracy_norm_stderr=_stderr(norm_hits),
+        accuracy_norm_stderr=standard_error(norm_hits),
         centered_accuracy=centered(sum(hits) / len(hits), chance),
         questions=len(questions),
         truncated=truncated,
@@ -181,6 +197,8 @@ def _parse(line: str, where: str) -> Question:
         raise UserError(
             f"{where} must be an object with query, choices and gold, not {type(content).__name__}"
         )
+    if "choices" not in content and "answer" in content:
+        return _parse_open(content, where)
     if missing := [key for key in ("query", "choices", "gold") if key not in content]:
         raise UserError(f"{where} has no {' and no '.join(missing)}")
     query = content["query"]
@@ -199,12 +217,28 @@ def _parse(line: str, where: str) -> Question:
         raise UserError(
             f"{where}: gold is {gold}, but there are {len(choices)} choices, counted from 0"
         )
-    images = {
+    return Question(query, choices, gold, _images_in(content), where=where)
+
+
+def _parse_open(content: Mapping[str, Any], where: str) -> Question:
+    query, answer = content.get("query"), content["answer"]
+    answers = answer if isinstance(answer, list) else [answer]
+    texts = [str(one) for one in answers if type(one) in (str, int, float)]
+    if not isinstance(query, str) or len(texts) < len(answers) or not all(map(str.strip, texts)):
+        raise UserError(
+            f"{where}: query must be text, and answer a nonempty text, a number, or a list of them"
+        )
+    if not texts:
+        raise UserError(f"{where}: answer is an empty list")
+    return Question(query, [], 0, _images_in(content), texts, where)
+
+
+def _images_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         column: value
         for column, value in content.items()
         if column in IMAGE_COLUMNS and is_filled(value)
     }
-    return Question(query, choices, gold, images, where)
 
 
 def _continuation(question: Question, choice: str) -> str:
@@ -212,7 +246,8 @@ def _continuation(question: Question, choice: str) -> str:
     return choice if separated else f" {choice}"
 
 
-def _stderr(hits: Sequence[bool]) -> float | None:
+def standard_error(hits: Sequence[bool]) -> float | None:
+    """Return the standard error of the mean; None for a single value."""
     mean = sum(hits) / len(hits)
     return math.sqrt(mean * (1 - mean) / (len(hits) - 1)) if len(hits) > 1 else None
 
@@ -273,28 +308,38 @@ def evaluate_file(
     limit: int | None = None,
     *,
     images: ImageQuestionScores | None = None,
+    answers: OpenQuestionScores | None = None,
 ) -> dict[str, Any]:
-    """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` of
-    at most `limit` questions, or of a `PerplexityResult`. Raise `UserError` if the file is
-    unreadable or empty.
+    """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` or
+    an `AnswerResult` of at most `limit` questions, or of a `PerplexityResult`. Raise `UserError` if
+    the file is unreadable or empty.
 
     Args:
-        images: scores all questions of a file in which any has images.
+        images: scores all multiple-choice questions of a file in which any has images.
+        answers: scores open questions.
     """
     if path.suffix != ".jsonl":
         return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path)))
     questions = read_questions(path, limit)
+    folder = path.absolute().parent
+    if answers and not questions[0].choices:
+        return dataclasses.asdict(answers.score(questions, folder))
     if images and any(question.images for question in questions):
-        result = rated(questions, images.score(questions, path.absolute().parent))
+        result = rated(questions, images.score(questions, folder))
     else:
-        reject_images(questions)
+        reject_others(questions)
         result = multiple_choice(scorer, tokenizer, questions)
     return dataclasses.asdict(result)
 
 
-def reject_images(questions: Sequence[Question]) -> None:
-    """Raise `UserError` if a question has images."""
+def reject_others(questions: Sequence[Question]) -> None:
+    """Raise `UserError` if a question has images, or no choices."""
     for question in questions:
+        if not question.choices:
+            raise UserError(
+                f"{question.where} has no choices, and only `torchtitan eval` lets a model write "
+                "answers"
+            )
         if question.images:
             raise UserError(
                 f"{question.where} has images, which only `torchtitan eval` shows to a model"
