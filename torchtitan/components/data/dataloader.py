@@ -42,7 +42,61 @@ from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.redact import redacted
 
 
-class PretrainDataLoader(TokenizingDataLoader):
+class WindowsDataLoader(TokenizingDataLoader):
+    """Windows of documents whose position a `BatchIterator` holds."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenizingDataLoader.Config):
+        """Training data."""
+
+        dataset: list[str] = field(default_factory=list)
+        """Datasets."""
+
+    config: Config
+    _batches: BatchIterator
+
+    def set_seq_len(self, seq_len: int, longest: int) -> None:
+        self._batches.set_seq_len(seq_len, longest)
+
+    @property
+    def exhausted(self) -> bool:
+        return self._batches.exhausted
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        position = self._batches.state_dict()
+        return {
+            "dataset": redacted(self.config.dataset),
+            "data": self._batches.fingerprint,
+            "position": position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved position. Ignore it with a warning if data, tokenizer, seq_len or
+        shuffling differ."""
+        if can_resume_position(state, self._batches.fingerprint, " ".join(self.config.dataset)):
+            self._batches.load_state_dict(state["position"])
+
+    def document_names(self, documents: torch.Tensor) -> list[str]:
+        """Return one name for all documents in a window, including partial ones."""
+        first, last = documents.tolist()
+        return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
+
+    def datasets_of(self, batch: Batch) -> torch.Tensor:
+        first_B1 = batch["documents"][:, :1]  # a window is of one dataset
+        sets_B1 = (first_B1 % len(self.dataset_names)).where(first_B1 != NO_DOCUMENT, -1)
+        return sets_B1.expand_as(batch["input"])
+
+    def summary(self, n_samples: int) -> DataSummary | None:
+        return self._batches.summary(n_samples)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class PretrainDataLoader(WindowsDataLoader):
     """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
 
     Local data is read from a token cache. The order of all datasets depends only on the seed, not
@@ -53,7 +107,7 @@ class PretrainDataLoader(TokenizingDataLoader):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(TokenizingDataLoader.Config):
+    class Config(WindowsDataLoader.Config):
         """Training data."""
 
         dataset: list[str] = field(default_factory=lambda: ["stories"])
@@ -199,7 +253,6 @@ class PretrainDataLoader(TokenizingDataLoader):
         tokens = [one for one in data if isinstance(one, Tokens)]
         layout = dataclasses.replace(self._layout, document_mask=config.document_mask)
         self.dataset_names = config.dataset
-        self._batches: BatchIterator
         if len(tokens) < len(data):
             order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed)
             self._batches = StreamBatches(data, config.weights, tokenizer, layout, order)
@@ -213,43 +266,3 @@ class PretrainDataLoader(TokenizingDataLoader):
                 seed=seed,
             )
         self.n_samples = self._batches.n_samples
-
-    def set_seq_len(self, seq_len: int, longest: int) -> None:
-        self._batches.set_seq_len(seq_len, longest)
-
-    @property
-    def exhausted(self) -> bool:
-        return self._batches.exhausted
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        position = self._batches.state_dict()
-        return {
-            "dataset": redacted(self.config.dataset),
-            "data": self._batches.fingerprint,
-            "position": position,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position. Ignore it with a warning if data, tokenizer, seq_len or
-        shuffling differ."""
-        if can_resume_position(state, self._batches.fingerprint, " ".join(self.config.dataset)):
-            self._batches.load_state_dict(state["position"])
-
-    def document_names(self, documents: torch.Tensor) -> list[str]:
-        """Return one name for all documents in a window, including partial ones."""
-        first, last = documents.tolist()
-        return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
-
-    def datasets_of(self, batch: Batch) -> torch.Tensor:
-        first_B1 = batch["documents"][:, :1]  # a window is of one dataset
-        sets_B1 = (first_B1 % len(self.dataset_names)).where(first_B1 != NO_DOCUMENT, -1)
-        return sets_B1.expand_as(batch["input"])
-
-    def summary(self, n_samples: int) -> DataSummary | None:
-        return self._batches.summary(n_samples)
-
-    def close(self) -> None:
-        self._batches.close()

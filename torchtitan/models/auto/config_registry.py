@@ -6,9 +6,11 @@ configurations too, and prefers that family (argument `family`). Each function r
 for a missing file or an unsupported model.
 """
 
+import dataclasses
 from pathlib import Path
 from types import ModuleType
 
+from torchtitan.components.images.streams import ImageStreamDataLoader
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.models.common.hugging_face_keys import precision_of
 from torchtitan.models.common.recipes import (
@@ -70,6 +72,15 @@ def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Confi
 def qlora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
     """Fine-tune as `lora`, with the base weights in few bits: as published, otherwise NF4."""
     return with_adapters(sft(hf_assets_path, family), QLoRA.Config())
+
+
+def pretrain_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
+    """Continue pre-training on texts with images that are streamed, `--dataloader.dataset
+    org/name`, as `pretrain` does on text. The class of transformers computes the model."""
+    from torchtitan.models import transformers  # takes seconds, and belongs to an extra
+
+    config = with_images(pretrain(hf_assets_path, transformers))
+    return dataclasses.replace(config, dataloader=ImageStreamDataLoader.Config())
 
 
 def sft_images(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:

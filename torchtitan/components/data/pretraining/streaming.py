@@ -96,6 +96,17 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
         node = self.layout.dp_rank * workers_per_rank + (worker.id if worker else 0)
         return PackedStreamIterator(self, node, self.layout.dp_world_size * workers_per_rank)
 
+    def feed(self, data: StreamSource | Tokens, node: int, n_nodes: int) -> "Feed":
+        """Return the windows of one dataset for one node."""
+        kind = StreamFeed if isinstance(data, StreamSource) else TokensFeed
+        return kind(self, data, node, n_nodes)  # type: ignore[arg-type]
+
+    def make_batch(self, samples: Sequence[Sample]) -> Batch:
+        """Return a batch of at most B samples, with padding."""
+        layout = self.layout
+        padding = padding_sample(layout.seq_len, document_mask=layout.document_mask)
+        return collate([*samples, *[padding] * (layout.local_batch_size - len(samples))])
+
 
 class Feed(Protocol):
     """Windows of one dataset for one node."""
@@ -112,12 +123,8 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self._layout = dataset.layout
         self._turns = turns_of(dataset.weights)
-        self._feeds: list[Feed] = [
-            StreamFeed(dataset, data, node, n_nodes)
-            if isinstance(data, StreamSource)
-            else TokensFeed(dataset, data, node, n_nodes)
-            for data in dataset.sets
-        ]
+        self._feeds: list[Feed] = [dataset.feed(data, node, n_nodes) for data in dataset.sets]
+        self._dataset = dataset
         self.load_state_dict({"turn": 0, "positions": [None] * len(self._feeds)})
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,8 +158,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             samples.append(self._numbered(sample, number))
         if not samples:
             raise StopIteration
-        padding = padding_sample(layout.seq_len, document_mask=layout.document_mask)
-        return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
+        return self._dataset.make_batch(samples)
 
     def _numbered(self, sample: Sample, number: int) -> Sample:
         """Return a sample whose documents' numbers are unique over all datasets."""
@@ -205,7 +211,7 @@ class StreamFeed:
         epochs = self.dataset.layout.epochs
         while epochs is None or position.epoch < epochs:
             at_beginning, empty = position == StreamPosition(epoch=position.epoch), True
-            for window in self._epoch_windows(position):
+            for window in self.epoch_windows(position):
                 yield window
                 empty = False
             if at_beginning and empty:
@@ -217,12 +223,12 @@ class StreamFeed:
                 return  # this node has no documents: avoid an endless loop
             position = StreamPosition(epoch=position.epoch + 1)
 
-    def _epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
+    def epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
         seq_len = self.dataset.layout.seq_len
         skip = position.token
         n_rest = 0
         rest: list[Piece] = []
-        for begin, ids in self._documents(position):
+        for begin, ids in self.documents(position):
             rest.append((begin._replace(token=skip), ids[skip:]))
             n_rest, skip = n_rest + len(rest[-1][1]), 0
             while n_rest > seq_len:
@@ -242,7 +248,7 @@ class StreamFeed:
             : layout.seq_len + 1
         ]
         starts = np.append(0, ends[ends < len(tokens)])
-        first, last = self._number(pieces[0][0]), self._number(pieces[len(starts) - 1][0])
+        first, last = self.number(pieces[0][0]), self.number(pieces[len(starts) - 1][0])
         sample = pack(tokens, starts, layout.seq_len, document_mask=layout.document_mask)
         n_used = int(np.searchsorted(ends, layout.seq_len, side="right"))
         rest = pieces[n_used:]
@@ -252,35 +258,35 @@ class StreamFeed:
             rest[0] = position._replace(token=position.token + n_cut), ids[n_cut:]
         return (sample, (first, last)), rest
 
-    def _documents(self, position: StreamPosition) -> Iterator[tuple[StreamPosition, Array]]:
+    def documents(self, position: StreamPosition) -> Iterator[tuple[StreamPosition, Any]]:
         """Yield the non-empty documents with their positions, from `position` to the end of the
         epoch."""
-        for block, source, texts in self._blocks(position):
-            texts = self._permuted(texts, position.epoch, block)
+        for block, source, items in self._blocks(position):
+            items = self._permuted(items, position.epoch, block)
             first = position.document if block == position.block else 0
-            for start in range(first, len(texts), DOCUMENTS_PER_ENCODING):
-                numbers = range(start, min(start + DOCUMENTS_PER_ENCODING, len(texts)))
-                for number, ids in zip(
-                    numbers, self._encode(texts[start : numbers.stop]), strict=True
+            for start in range(first, len(items), DOCUMENTS_PER_ENCODING):
+                numbers = range(start, min(start + DOCUMENTS_PER_ENCODING, len(items)))
+                for number, document in zip(
+                    numbers, self.encode(items[start : numbers.stop]), strict=True
                 ):
-                    if len(ids):
-                        yield StreamPosition(position.epoch, block, source, number), ids
+                    if document is not None:
+                        yield StreamPosition(position.epoch, block, source, number), document
 
-    def _permuted(self, texts: list[str], epoch: int, block: int) -> list[str]:
+    def _permuted(self, items: list[Any], epoch: int, block: int) -> list[Any]:
         order = self.dataset.order
         if not order.shuffle:
-            return texts
+            return items
         key = (order.seed, order.restarts, epoch, block, self.node)
-        return [texts[permute(i, len(texts), *key)] for i in range(len(texts))]
+        return [items[permute(i, len(items), *key)] for i in range(len(items))]
 
     def _blocks(
         self, position: StreamPosition
-    ) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
-        """Yield each block's number, the stream's state before it, and its texts, from the block of
+    ) -> Iterator[tuple[int, dict[str, Any] | None, list[Any]]]:
+        """Yield each block's number, the stream's state before it, and its items, from the block of
         `position` on."""
-        source, column = self.source, self.source.text_column
+        source = self.source
         with _stream_failures(source):
-            stream = open_shard(source, self.node, self.n_nodes)
+            stream = shard_of(self.open(), self.node, self.n_nodes)
         if self.dataset.order.shuffle:
             stream.set_epoch(position.epoch)  # shuffles the files, from the second epoch on
         if position.source is not None:
@@ -292,14 +298,20 @@ class StreamFeed:
                 rows = next(blocks, None)
             if rows is None:
                 return
-            yield (
-                block,
-                state,
-                [check_text(text, column, f"dataset {source.name!r}") for text in rows[column]],
-            )
+            yield block, state, self.items(rows)
             block, state = block + 1, stream.state_dict()
 
-    def _encode(self, texts: list[str]) -> list[Array]:
+    def open(self) -> Any:
+        """Return the whole stream."""
+        return self.source.open()
+
+    def items(self, rows: dict[str, list[Any]]) -> list[Any]:
+        """Return what `encode` takes, for the columns of a block of rows."""
+        column, where = self.source.text_column, f"dataset {self.source.name!r}"
+        return [check_text(text, column, where) for text in rows[column]]
+
+    def encode(self, texts: list[Any]) -> Sequence[Any]:
+        """Return the tokens of each document; None for one without any."""
         encoder = self.dataset.encoder
         visible = [text if text.strip() else "" for text in texts]
         try:
@@ -310,9 +322,11 @@ class StreamFeed:
                 "ids, so a position saved before may be at another token"
             )
             encoded = encoder.encode_documents(visible, *self._wrapping)
-        return [ids if text else ids[:0] for text, ids in zip(visible, encoded, strict=True)]
+        return [
+            ids if text and len(ids) else None for text, ids in zip(visible, encoded, strict=True)
+        ]
 
-    def _number(self, position: StreamPosition) -> int:
+    def number(self, position: StreamPosition) -> int:
         return (
             position.block * self.dataset.order.block_size + position.document
         ) * self.n_nodes + self.node
@@ -332,12 +346,11 @@ def _stream_failures(source: StreamSource) -> Iterator[None]:
         raise RunFailure(message) from error
 
 
-def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
+def shard_of(stream: Any, node: int, n_nodes: int) -> Any:
     """Return one node's shard of a stream: whole files if there are enough, otherwise every n-th
     row."""
     from datasets.distributed import split_dataset_by_node
 
-    stream = source.open()
     if stream.num_shards >= n_nodes:
         return stream.shard(n_nodes, node, contiguous=False)
     return split_dataset_by_node(stream, node, n_nodes)
@@ -349,6 +362,7 @@ class StreamBatches(BatchIterator):
 
     Args:
         sets, weights: as in `PackedStream`.
+        details: further JSON-serializable values on which the windows depend.
     """
 
     def __init__(
@@ -358,6 +372,7 @@ class StreamBatches(BatchIterator):
         tokenizer: Tokenizer,
         layout: Layout,
         order: StreamOrder,
+        details: Sequence[Any] = (),
     ):
         self._sets = sets
         self._weights = weights
@@ -374,17 +389,18 @@ class StreamBatches(BatchIterator):
         encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
         is_alone = len(sets) == 1  # its name is older than mixtures
         named = ["stream", data[0]] if is_alone else ["streams", data, list(weights)]
-        super().__init__(layout, [*named, encoding, windowing])
+        super().__init__(layout, [*named, encoding, windowing, *details])
+
+    def stream(self) -> PackedStream:
+        """Return the batches of this rank, from their beginning."""
+        return PackedStream(self._sets, self._weights, self._tokenizer, self._layout, self._order)
 
     def __next__(self) -> Batch:
         layout = self._layout
         if not self.exhausted:
             if self._workers is None:
-                dataset = PackedStream(
-                    self._sets, self._weights, self._tokenizer, layout, self._order
-                )
                 self._workers = Workers(
-                    dataset, num_workers=layout.num_workers, state=self._workers_state
+                    self.stream(), num_workers=layout.num_workers, state=self._workers_state
                 )
             try:
                 batch: Batch = next(self._workers)
@@ -393,10 +409,7 @@ class StreamBatches(BatchIterator):
                 self.exhausted = True
         if layout.dp_world_size == 1:
             raise StopIteration
-        return collate(
-            [padding_sample(layout.seq_len, document_mask=layout.document_mask)]
-            * layout.local_batch_size
-        )
+        return self.stream().make_batch([])
 
     def _shard_counts(self) -> dict[str, int]:
         layout = self._layout

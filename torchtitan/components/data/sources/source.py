@@ -244,23 +244,38 @@ class StreamSource:
             UserError: the text column does not exist.
             Exception: any error of `datasets`, the Hub client or the network; see `read_failure`.
         """
+        stream = self._load()
+        columns = stream.column_names or list(next(iter(stream), {}))
+        check_column(columns, self.text_column, f"dataset {self.name!r}")
+        return stream.select_columns([self.text_column])
+
+    def open_rows(self) -> Any:
+        """Return a `datasets.IterableDataset` of all columns, with images as they are stored. Raise
+        the errors of `open`, except that no column is needed."""
+        stream = self._load()
+        return stream if stream.features is None else stream.decode(False)
+
+    def _load(self) -> Any:
         from datasets import load_dataset
 
-        stream = load_dataset(
+        return load_dataset(
             self.dataset.path,
             self.dataset.name,
             split=self.split,
             streaming=True,
             revision=self.dataset.revision,
         )
-        columns = stream.column_names or list(next(iter(stream), {}))
-        check_column(columns, self.text_column, f"dataset {self.name!r}")
-        return stream.select_columns([self.text_column])
 
     def check(self) -> None:
         """Read one document to detect problems early. Raise `UserError`."""
+        first = self.first_row(self.open)
+        check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
+
+    def first_row(self, open_stream: Callable[[], Any]) -> dict[str, Any]:
+        """Return the first row of `open` or `open_rows`. Raise `UserError` if it cannot be read, or
+        there is none."""
         try:
-            first = next(iter(self.open()), None)
+            first: dict[str, Any] | None = next(iter(open_stream()), None)
         except UserError:
             raise
         except Exception as error:  # of `open`
@@ -269,7 +284,7 @@ class StreamSource:
             ) from error
         if first is None:
             raise UserError(f"dataset {self.name!r} has no documents in its split {self.split!r}")
-        check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
+        return first
 
     def read_failure(self, error: Exception) -> str:
         """Return a one-line message with the dataset and the cause, an error of `open` or of
