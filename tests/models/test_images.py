@@ -1,9 +1,11 @@
 """Training on images through the class of transformers, against the class called directly on what
 its own processor makes of the same conversations."""
 
+import inspect
 import io
 import itertools
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -246,31 +248,49 @@ def test_a_tower_that_runs_once_per_image_is_refused() -> None:
     layer(torch.zeros(4, 32), **arguments)
 
 
-def test_operations_of_images(folders: Any, data: Any) -> None:
-    """Against PyTorch's count of a forward pass of the tower and the projector, without
-    attention."""
+@pytest.mark.parametrize(
+    "model_type",
+    [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("smolvlm", "gemma4"))]
+    + [
+        pytest.param(name, marks=pytest.mark.long)
+        for name in VISION_TYPES
+        if name not in (*FAST, "smolvlm", "gemma4")
+    ],
+)
+def test_operations_of_images(model_type: str, folders: Any) -> None:
+    """Against PyTorch's count of the products that the class itself computes, with attention, for
+    images of several sizes."""
     from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForImageTextToText
 
-    from torchtitan.models.transformers.images import train_parts
-    from torchtitan.protocols.images import ImageInputs
+    from torchtitan.components.images.processor import ImageProcessor
+    from torchtitan.components.images.reader import ImageReader
+    from torchtitan.components.tokenizer import PretrainedTokenizer
+    from torchtitan.models.transformers.images import feature_owner, train_parts
 
-    _, conversations, images = data
-    inputs = reference_inputs("qwen3_vl", folders("qwen3_vl"), conversations, images)
-    plain = vision_model("qwen3_vl")
-    tensors = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
-    with FlopCounterMode(display=False) as counter:
-        plain.get_image_features(**tensors)
-    counts = counter.get_flop_counts()["Global"]
-    forward = sum(n for operation, n in counts.items() if "attention" not in str(operation))
-    given = ImageInputs(tensors=tensors, token_types_BL=inputs["mm_token_type_ids"])
-    document = plain.config.to_dict() | {"architectures": [type(plain).__name__]}
-    model = TransformersModel.Config.of(document).build()
-    train_parts(model.model, ["language"])
-    assert model.image_flops(given) == forward
-    del model._flops_of_images
-    train_parts(model.model, ["vision", "projector"])
-    assert model.image_flops(given) == 3 * forward
-    assert model.image_flops(ImageInputs(tensors={}, token_types_BL=given.token_types_BL)) == 0
+    folder = folders(model_type)
+    processor = ImageProcessor.from_folder(folder, PretrainedTokenizer.Config().build(path=folder))
+    plain = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    method = feature_owner(plain).get_image_features
+    model = TransformersModel.Config.of(json.loads((folder / "config.json").read_text())).build()
+    counts = []
+    for sizes in ([(40, 56)], [(64, 48), (30, 70)], [(200, 90), (90, 200), (48, 48)]):
+        opened = [Image.new("RGB", size, "white") for size in sizes]
+        ids = list(itertools.chain(*processor.expansions(sizes)))
+        given = ImageReader(processor).inputs([opened], torch.tensor([ids]))
+        accepted = inspect.signature(method).parameters
+        tensors = {name: value for name, value in given.tensors.items() if name in accepted}
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            method(**tensors, return_dict=True)
+        counts.append(counter.get_total_flops())
+        train_parts(model.model, ["language"])
+        assert model.image_flops(given) == counts[-1]
+        train_parts(model.model, ["vision", "projector"])
+        assert model.image_flops(given) == 3 * counts[-1]
+    assert len(set(counts)) > 1
+    assert model.image_flops(replace(given, tensors={})) == 0
+    train_parts(model.model, ["projector"])
+    assert counts[-1] <= model.image_flops(given) < 3 * counts[-1]
 
 
 def train_rank(folder: Path, model: Path, rows: Path, more: dict[str, Any]) -> None:

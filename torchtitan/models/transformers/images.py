@@ -96,35 +96,6 @@ def feature_owner(model: object) -> Any:
     return next((owner for owner in owners if hasattr(owner, "get_image_features")), None)
 
 
-def flops_of_images(model: Any) -> tuple[float, float]:
-    """Return the operations per patch and per token of images, forward and backward: 2 per weight
-    of the vision tower and of the projector, and twice that number for a backward pass (Kaplan et
-    al. 2020, arXiv:2001.08361, 2.1, without attention). Nothing before the first trained part has a
-    backward pass."""
-    parts = parts_of(model)
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    flops: list[float] = []
-    has_backward = False
-    for part in (parts["vision"], parts["projector"]):
-        has_backward |= any(weight.requires_grad for weight in part)
-        matrices = (one for one in part if one.ndim > 1 and id(one) not in tables)
-        n_weights = sum(one.numel() for one in matrices)
-        flops.append((6.0 if has_backward else 2.0) * n_weights)
-    return flops[0], flops[1]
-
-
-def count_patches(model: Any, images: ImageInputs) -> float:
-    """Return the number of patches of the images of a batch, including padding."""
-    pixels = images.tensors.get("pixel_values")
-    if pixels is None:
-        return 0.0
-    if pixels.ndim < 4:  # (patches, values), or (images, patches, values)
-        return pixels.numel() / pixels.shape[-1]
-    size = getattr(model.config.vision_config, "patch_size", 1)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return pixels.numel() / (pixels.shape[-3] * height * width)
-
-
 @contextlib.contextmanager
 def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterator[None]:
     """Make a class read the blank image of a batch without images, and add its features times 0 to

@@ -26,6 +26,7 @@ from torchtitan.models.transformers.experts import stack_experts
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.head import ClassHead, OutputPlace, output_name
+from torchtitan.models.transformers.image_flops import ImageFlops
 from torchtitan.models.transformers.image_packing import (
     choose_image_packing,
     gather_with_images,
@@ -35,8 +36,6 @@ from torchtitan.models.transformers.image_packing import (
 )
 from torchtitan.models.transformers.images import (
     Part,
-    count_patches,
-    flops_of_images,
     image_arguments,
     places_of_readers,
     reading_blank,
@@ -320,13 +319,11 @@ class TransformersModel(BaseModel):
         )
 
     @cached_property
-    def _flops_of_images(self) -> tuple[float, float]:
-        return flops_of_images(self.model)
+    def _flops_of_images(self) -> ImageFlops:
+        return ImageFlops(self.config.transformers_config())
 
     def image_flops(self, images: ImageInputs) -> float:
-        per_patch, per_token = self._flops_of_images
-        n_tokens = images.n_tokens if images.tensors else 0
-        return per_patch * count_patches(self.model, images) + per_token * n_tokens
+        return self._flops_of_images.of(self.model, images)
 
     def forward(
         self,

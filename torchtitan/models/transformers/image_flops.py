@@ -1,0 +1,119 @@
+"""Counts the operations of a class's vision tower and projector for the images of a batch."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.models.transformers.description import build_class
+from torchtitan.models.transformers.images import feature_owner, parts_of
+from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    flop_formulas,
+    reading_operation,
+    tree_iter,
+    tree_map,
+)
+
+_MOST_COUNTS = 4096
+"""Batches of other sizes whose counts are kept."""
+
+
+class _MetaIfMixed(TorchDispatchMode):
+    """Computes without memory what depends on weights, which are on the meta device, and for real
+    what depends on sizes only: towers read them."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            if func is reading_operation():  # such as whether a mask hides anything
+                return False
+            if func is torch.ops.aten.index.Tensor:
+                args = (args[0], _places(args[1]))
+            args, kwargs = tree_map(_on_meta, (args, kwargs))
+        if tensors and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "meta" if any(x.is_meta for x in tensors) else "cpu"}
+        return func(*args, **kwargs)
+
+
+def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Return indices with the places of masks with values, since a mask without has no count."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
+        places += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
+    return places
+
+
+def _on_meta(value: object) -> object:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+class ImageFlops:
+    """Operations of a class's vision tower and projector: matrix products and convolutions, in
+    attention over the whole square of the tokens that the class computes together.
+
+    Args:
+        config: transformers' configuration of the class.
+    """
+
+    def __init__(self, config: Any):
+        self._config = config
+        self._plain: Any = None
+        self._is_uncounted = False
+        self._counts: dict[tuple[object, ...], float] = {}
+
+    def of(self, model: Any, images: ImageInputs) -> float:
+        """Return the operations, forward and backward, of a pass of `model` over images on the
+        host. Nothing before the first trained part has a backward pass, which takes twice the
+        operations of the forward pass (Kaplan et al. 2020, arXiv:2001.08361, 2.1)."""
+        if not images.tensors:
+            return 0.0
+        parts = parts_of(model)
+        is_vision_trained = any(weight.requires_grad for weight in parts["vision"])
+        forward = self._forward(images)
+        if is_vision_trained:
+            return 3 * forward
+        trained = (weight for weight in parts["projector"] if weight.requires_grad)
+        tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+        matrices = (one for one in trained if one.ndim > 1 and id(one) not in tables)
+        return forward + 4.0 * sum(one.numel() for one in matrices) * images.n_tokens
+
+    def _forward(self, images: ImageInputs) -> float:
+        key = tuple((name, _sizes(images.tensors[name])) for name in sorted(images.tensors))
+        if key not in self._counts:
+            if len(self._counts) == _MOST_COUNTS:
+                self._counts.clear()
+            self._counts[key] = self._count(images.tensors)
+        return self._counts[key]
+
+    def _count(self, tensors: Mapping[str, Tensor]) -> float:
+        if self._plain is None:
+            with torch.device("meta"):
+                self._plain = build_class(self._config, "eager").eval()
+            flop_formulas()
+        method = feature_owner(self._plain).get_image_features
+        accepted = inspect.signature(method).parameters
+        arguments = {name: value for name, value in tensors.items() if name in accepted}
+        try:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter, _MetaIfMixed():
+                method(**arguments, return_dict=True)
+            return float(counter.get_total_flops())
+        except (RuntimeError, NotImplementedError) as error:
+            logger.warning("operations of images are not counted: %s", str(error).split("\n")[0])
+            return 0.0
+
+
+def _sizes(tensor: Tensor) -> object:
+    """Return what the operations depend on: the shape of pixels, and the values of sizes."""
+    is_pixels = tensor.is_floating_point() or tensor.numel() > 4096
+    return tuple(tensor.shape) if is_pixels else tuple(tensor.flatten().tolist())
