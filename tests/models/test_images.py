@@ -493,3 +493,29 @@ def test_options_that_exclude_images(
     given = ["--checkpoint", str(tmp_path), "--image", "a.png", "--prompt", "What?", *words]
     assert generate(given) == 2
     assert f"{words[0]} cannot be combined with --image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "qwen3_5", "gemma4")]
+)
+def test_a_family_gives_text_the_same_loss_as_the_class(
+    model_type: str, folders: Any, tmp_path: Path
+) -> None:
+    """Of the same folder: the family's decoder, the class on text, and the class with images."""
+    rows = tmp_path / "rows.jsonl"
+    turns = [
+        [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "x " * n}]
+        for n in range(1, 5)
+    ]
+    rows.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    found = {}
+    for module, config in (("auto", "sft"), ("transformers", "sft"), ("auto", "sft_images")):
+        more = {"module": module, "config": config, "model__train": ABSENT}
+        trainer = train(
+            tmp_path / f"{module}-{config}", **options(folders(model_type), rows, **more)
+        )
+        [(_, loss)] = read_metrics(tmp_path / f"{module}-{config}", "loss")
+        found[module, config] = loss
+        is_class = isinstance(trainer.model_parts[0], TransformersModel)
+        assert is_class == (config == "sft_images" or module == "transformers")
+    assert list(found.values()) == pytest.approx([found["auto", "sft"]] * 3, rel=1e-5)

@@ -50,7 +50,7 @@ _DocumentsOfWindow = list[tuple[StreamPosition, EncodedRow]]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRows:
-    """How the rows of a stream become documents."""
+    """Conversion of the rows of a stream to documents."""
 
     tokenizer: Tokenizer
     processor: ImageProcessor
@@ -255,7 +255,7 @@ class ImageStreamDataLoader(WindowsDataLoader):
             return streams
 
         def rows(self, tokenizer: Tokenizer) -> ImageRows:
-            """Return how rows become documents. Raise `UserError` without an image processor."""
+            """Return the conversion of rows. Raise `UserError` without an image processor."""
             return ImageRows(
                 tokenizer=tokenizer,
                 processor=processor_of(tokenizer, self.image_back_end),
