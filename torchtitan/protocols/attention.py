@@ -25,14 +25,22 @@ class Documents:
     count: int
     """Number of documents."""
 
+    experts_BLNK: Tensor | None = None
+    """See `AttentionMetadata`."""
+
     @property
     def has_token_BL(self) -> Tensor:
         """True for the tokens of documents, False for padding."""
         return self.of_token_BL < self.count
 
-    def tokens(self, part: slice) -> "Documents":
-        """Describe a part of each row's tokens."""
-        return replace(self, of_token_BL=self.of_token_BL[:, part])
+    def tokens(self, part: slice | Tensor) -> "Documents":
+        """Describe a part of each row's tokens, or those at some places."""
+        experts = self.experts_BLNK
+        return replace(
+            self,
+            of_token_BL=self.of_token_BL[:, part],
+            experts_BLNK=None if experts is None else experts[:, part],
+        )
 
     def before_last(self, n_tokens: int) -> "Documents":
         """Count the last `n_tokens` tokens of each document as padding."""
@@ -69,6 +77,10 @@ class AttentionMetadata:
     documents: Documents | None = None
     """Documents of the tokens on their device, for routers of experts; the model sets them in
     training."""
+
+    experts_BLNK: Tensor | None = None
+    """Experts that each token passes through in each of N layers, instead of those that the routers
+    choose, on the device of the tokens; -1: the router chooses. None: all routers choose."""
 
     window: int | None = None
     """Number of tokens that a token sees, including itself; None: no limit."""
@@ -157,9 +169,10 @@ class AttentionMetadata:
             places_L = torch.arange(of_token_BL.shape[1], device=device)
             is_padding_BL = places_L >= send(self.n_tokens_B, device)[:, None]
             of_token_BL = of_token_BL.masked_fill(is_padding_BL, n_documents)
+        documents = Documents(of_token_BL, n_documents, self.experts_BLNK)
         if self.query_places_L is not None:
-            of_token_BL = of_token_BL[:, self.query_places_L]
-        return replace(self, documents=Documents(of_token_BL, n_documents))
+            documents = documents.tokens(self.query_places_L)
+        return replace(self, documents=documents)
 
     def with_window(self, window: int | None) -> "AttentionMetadata":
         """Describe the same tokens for layers with this window."""
@@ -185,11 +198,14 @@ class AttentionMetadata:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
-        """Copy the positions to a device; the boundaries stay on the host."""
-        positions_BL = self.positions_BL
-        if positions_BL is None:
-            return self
-        return replace(self, positions_BL=positions_BL.to(device, non_blocking=non_blocking))
+        """Copy positions and experts to a device; the boundaries stay on the host."""
+        tensors = {"positions_BL": self.positions_BL, "experts_BLNK": self.experts_BLNK}
+        copied: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        return replace(self, **copied) if copied else self
 
     def pin_memory(self) -> "AttentionMetadata":
         """Pin the tensors; PyTorch's `DataLoader` calls this if it pins memory."""
@@ -198,11 +214,12 @@ class AttentionMetadata:
 
     def rows(self, start: int, stop: int) -> "AttentionMetadata":
         """Describe the rows from `start` to before `stop`, such as a micro-batch of a pipeline."""
-        n_tokens_B = None if self.n_tokens_B is None else self.n_tokens_B[start:stop]
+        of_rows: dict[str, Any] = {
+            name: None if (values := getattr(self, name)) is None else values[start:stop]
+            for name in ("n_tokens_B", "experts_BLNK")
+        }
         if self.positions_BL is None:
-            return replace(
-                self, cu_seqlens=self.cu_seqlens[: stop - start + 1], n_tokens_B=n_tokens_B
-            )
+            return replace(self, cu_seqlens=self.cu_seqlens[: stop - start + 1], **of_rows)
         row_positions_BS = self.row_positions_BS
         if row_positions_BS is not None:
             row_positions_BS = row_positions_BS[start:stop]
@@ -214,7 +231,7 @@ class AttentionMetadata:
             row_positions_BS=row_positions_BS,
             cu_seqlens=boundaries,
             max_seqlen=int(boundaries.diff().max()),
-            n_tokens_B=n_tokens_B,
+            **of_rows,
         )
 
     def shard(self, query_places_L: Tensor, key_places_S: Tensor) -> "AttentionMetadata":

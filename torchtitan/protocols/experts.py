@@ -150,6 +150,8 @@ class LinearRouter(LoadBalanced):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    layer: int = 0
+    """Number of its layer."""
 
     @property
     def is_trained(self) -> bool:

@@ -121,14 +121,24 @@ class RolloutTrainer(Trainer):
     config: Any
     dataloader: PromptDataLoader
     rewards = Rewards([], [])
+    records_experts = False
+    """True if trajectories get the experts that their tokens passed through."""
     engine: Engine | VLLMEngine
     ahead: RolloutsAhead
     """Rollouts of later steps; only with `--rollout.max_staleness`."""
     completions: Completions
-    trajectory_measures = ("reward", "length", "truncated", "overlong", "no_verdict")
+    trajectory_measures = (
+        "reward",
+        "length",
+        "truncated",
+        "overlong",
+        "no_verdict",
+        "reused_tokens",
+    )
     """For `measures_named`: means of the rewards of trajectories with a verdict, of the numbers of
     sampled tokens, and of whether the last token is not in `stop_ids`, the context ended the
-    trajectory, and it has no verdict."""
+    trajectory, and it has no verdict. With `--rollout.function` also the mean number of tokens of
+    later turns that were not computed again, since their keys and values were kept."""
     staleness_measures = ("staleness", "staleness_max", "dropped")
     """For `measures_named`: mean and maximum of the ages of sampled tokens, in steps, and the
     rollouts that were dropped since the step before; only with `--rollout.max_staleness`."""
@@ -178,6 +188,7 @@ class RolloutTrainer(Trainer):
                 stop_ids=self.stop_ids,
                 max_rows=rollout.max_rows,
                 group=self.ranks.group,
+                records_experts=self.records_experts,
                 reader=self.reader,
             )
         engine.context = min(engine.context, self.config.training.seq_len + 1)
@@ -317,6 +328,9 @@ class RolloutTrainer(Trainer):
                 )
             if self.config.rollout.max_staleness:
                 trajectory.versions = engine.versions_of(trajectory)
+            if self.records_experts:
+                trajectory.experts = engine.experts_of(trajectory)
+            trajectory.n_reused = sum(turn.n_reused for _, turn in engine.sampled)
             trajectory.is_overlong |= engine.is_full
             trajectory.cut(self.engine.context)
             trajectory.named |= engine.rating.named
@@ -412,6 +426,7 @@ class RolloutTrainer(Trainer):
                 t.tokens[-1] not in self.stop_ids,
                 t.is_overlong,
                 t.total is None,
+                t.n_reused,
                 len(t.tokens),
             )
             for t in own
@@ -419,15 +434,17 @@ class RolloutTrainer(Trainer):
         gathered = self.ranks.gather((rows, [t.named for t in own]))
         every = torch.tensor(
             list(itertools.chain(*(rows for rows, _ in gathered))), dtype=torch.float64
-        ).view(-1, 6)
+        ).view(-1, 7)
         rewards = every[:, 0][~every[:, 0].isnan()]
         self.measure("reward", rewards.sum(), torch.tensor(len(rewards)))
-        for name, values in zip(self.trajectory_measures[1:], every.T[1:], strict=False):
+        for name, values in zip(self.trajectory_measures[1:-1], every.T[1:5], strict=True):
             self.measure(name, values.sum(), torch.tensor(len(every)))
+        if self.config.rollout.function:
+            self.measure("reused_tokens", every[:, 5].sum(), torch.tensor(len(every)))
         for percent in percents if len(rewards) else ():
             self.measure(f"reward_p{percent}", rewards.quantile(percent / 100), torch.tensor(1))
         self.named_means = _means(itertools.chain(*(named for _, named in gathered)))
-        return int(every[:, 5].sum())
+        return int(every[:, 6].sum())
 
     def measure_staleness(self, groups: Sequence[Group]) -> None:
         """Measure `staleness_measures` of the trajectories of all ranks."""

@@ -533,3 +533,20 @@ def test_sharded_models_continue_kept_texts(workers, layout):
     engine = Engine(small_model(), sampling=SAMPLING, stop_ids=STOP_IDS, use_cache=False)
     expected = [engine.run([converse(engine, number)])[0] for number in range(8)]
     workers.run(sharded_conversations, layout, expected)
+
+
+def test_reused_tokens_are_counted():
+    """The last token of a kept text has no keys yet. A row with fewer new tokens than another of
+    its pass computes some kept ones again."""
+    engine = Engine(small_model(), sampling=SAMPLING)
+    alone_, *others = engine.run([converse(engine, 1), converse(engine, 2), converse(engine, 3)])
+    first, second = alone_
+    assert first.n_reused == 0
+    n_before = len(range(11, 60)) + len(first.ids) - 1
+    n_longest = 1 + len(LATER[:3])  # of the texts that continue in the same pass
+    assert n_before - n_longest < second.n_reused <= n_before
+    single = Engine(small_model(), sampling=SAMPLING)
+    first, second = single.run([converse(single, 1)])[0]
+    assert second.n_reused == len(range(11, 60)) + len(first.ids) - 1
+    plain = Engine(small_model(), sampling=SAMPLING)
+    assert [text.n_reused for text in plain.run([converse(plain, 1, False)])[0]] == [0, 0]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
+from torchtitan.components.generation.experts import ExpertRecorder
 from torchtitan.components.generation.forward import (
     NOT_FINITE_HINT,
     evaluating,
@@ -32,6 +33,8 @@ from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words
 
+_EXPERTS = "experts"  # what a cache stores of tokens
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSettings:
@@ -47,6 +50,7 @@ class BatchSettings:
     degree: int
     """Equal parts into which tensor parallelism splits a sequence."""
     device: torch.device
+    records_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +60,8 @@ class Prompts:
     cache: KVCache
     row_of: dict[Tokens, int]
     logits_NV: Tensor
+    n_reused: Sequence[int]
+    """Tokens of each prompt that were not computed, since keys and values of them were kept."""
 
 
 class Needs(NamedTuple):
@@ -101,6 +107,7 @@ class Batch:
         self._cache: Any = (
             model.generation_cache(lambda: KVCache(model, 0)) if settings.use_cache else None
         )
+        self._recorder = ExpertRecorder(model) if settings.records_experts else None
         # Otherwise a new row needs a pass over all tokens of all rows.
         self._joins = type(self._cache) is KVCache
 
@@ -149,7 +156,12 @@ class Batch:
     def computing(self) -> Iterator[None]:
         """Have the model in evaluation mode, and the cache in memory, within the block."""
         try:
-            with evaluating(self._model), onednn_products(), self._cache or nullcontext():
+            with (
+                evaluating(self._model),
+                onednn_products(),
+                self._cache or nullcontext(),
+                self._recorder or nullcontext(),
+            ):
                 yield
         finally:
             # The memory is free for training, even if an error keeps this object.
@@ -336,6 +348,8 @@ class Batch:
                 "recurrent layers: padding tokens would change their states; generate without "
                 "cache (use_cache=False)"
             )
+        if self._recorder is not None:
+            cache.store(_EXPERTS, self._recorder.take())
         cache.advance(n_kept)
         return logits_BV
 
@@ -377,7 +391,8 @@ class Batch:
         length = tokens_BL.shape[1]
         cache = KVCache(self._model, length + self._degree)
         logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, length)
-        return Prompts(cache, {prompt: index for index, prompt in enumerate(prompts)}, logits_NV)
+        places = {prompt: index for index, prompt in enumerate(prompts)}
+        return Prompts(cache, places, logits_NV, n_reused=[0] * len(prompts))
 
     def _extend_texts(self, beginnings: dict[Tokens, Tokens]) -> Prompts:
         """Compute prompts from the kept texts that they begin with. All rows of a pass have equally
@@ -396,7 +411,8 @@ class Batch:
         tokens_BL, positions_BL = left_padded([prompt[-n_new:] for prompt in prompts], self._degree)
         positions_BL += torch.tensor(n_before)[:, None]
         logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, n_new)
-        return Prompts(cache, {prompt: index for index, prompt in enumerate(prompts)}, logits_NV)
+        places = {prompt: index for index, prompt in enumerate(prompts)}
+        return Prompts(cache, places, logits_NV, n_reused=n_before)
 
     def _assemble(self, kept: list[int], chosen: Sequence[Row], held: Sequence[Prompts]) -> None:
         """Make a batch of the rows with the numbers `kept` and the chosen rows, whose prompts
@@ -410,6 +426,8 @@ class Batch:
             sources.append((prompts.cache, places))
             logits.append(prompts.logits_NV[places])
             rows += joining
+            for row, place in zip(joining, places, strict=True):
+                row.generation.n_reused += prompts.n_reused[place]
         n_slots = max(row.n_tokens for row in rows)
         # Padding before the first token and, under tensor parallelism, after the last.
         longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
@@ -453,6 +471,9 @@ class Batch:
         if stopped:
             generation.finish_reason = "stop"
         if stopped or len(generation.ids) == row.max_new_tokens:
+            if self._recorder is not None:
+                experts = self._cache.stored(_EXPERTS, place, row.n_tokens - 1)
+                generation.experts = experts.cpu().numpy()
             self._keep(place, row)
             row.is_done = True
             row.end(generation)

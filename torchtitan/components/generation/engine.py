@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.components.generation.batch import Batch, BatchSettings
+from torchtitan.components.generation.experts import require_recordable
 from torchtitan.components.generation.forward import device_of, reject_partial_model
 from torchtitan.components.generation.next_tokens import LogprobsOf
 from torchtitan.components.generation.plain_loop import Arrivals, PlainLoop, close_all
@@ -55,6 +56,8 @@ class Engine:
             are finished. Their texts may differ, except under tensor parallelism: its processes
             must await the same texts in the same order, so before its last text a coroutine may
             await nothing else.
+        records_experts: set `Generation.experts`. Raises `UserError` for models without experts,
+            classes of transformers, and under tensor parallelism.
         reader: reads the images of prompts, for a class of transformers that is not sharded by
             tensor parallelism. The tokens of images also end a text, since no model writes images.
     """
@@ -69,6 +72,7 @@ class Engine:
         max_rows: int | None = None,
         use_cache: bool = True,
         group: dist.ProcessGroup | None = None,
+        records_experts: bool = False,
         reader: ImageReader | None = None,
     ):
         reject_partial_model(model)
@@ -85,6 +89,10 @@ class Engine:
         self.version = 0
         """Number of the weights, which whoever changes them sets."""
         self._sampling = sampling
+        degree = sequence_splits(self._model)
+        if records_experts:
+            require(use_cache, "use_cache", use_cache, "True to record experts")
+            require_recordable(model, degree)
         self._settings = BatchSettings(
             model=self._model,
             logprobs_of=logprobs_of,
@@ -93,7 +101,8 @@ class Engine:
             use_cache=use_cache,
             group=group,
             reader=reader,
-            degree=sequence_splits(self._model),
+            degree=degree,
+            records_experts=records_experts,
             device=device_of(model),
         )
         self._is_advancing = False  # whether code of a coroutine without a loop is running

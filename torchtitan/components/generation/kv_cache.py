@@ -68,8 +68,9 @@ class KVCache:
                 f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be "
                 "cached"
             )
-        self._stored: dict[nn.Module, Any] = {}
-        """First slot of a layer's keys and values, and both from there: all in full layers."""
+        self._stored: dict[Any, Any] = {}
+        """First slot of a layer's keys and values, and both from there: all in full layers. So too
+        what `store` keeps."""
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -102,7 +103,7 @@ class KVCache:
         """True if `static_attention` is possible: no states, and all layers keep all tokens, in
         memory that the first step after `assemble` allocates for `max_slots`."""
         return not self.states and all(
-            keys.shape[1] == self.max_slots for _, keys, _ in self._stored.values()
+            keys.shape[1] == self.max_slots for _, keys, *_ in self._stored.values()
         )
 
     def static_attention(
@@ -139,7 +140,7 @@ class KVCache:
         """Return whether the last `n_tokens` are all that is needed to compute from any of them:
         there are no states, and all layers keep them."""
         return not self.states and all(
-            self.n_slots - first >= n_tokens for first, _, _ in self._stored.values()
+            self.n_slots - first >= n_tokens for first, *_ in self._stored.values()
         )
 
     def row(self, row: int, n_tokens: int) -> "KVCache":
@@ -168,13 +169,20 @@ class KVCache:
                 for cache, rows in used
             ]
             width = min(n_slots, max(n_valid for _, n_valid, _ in layers))
-            keys = torch.cat(
-                [_last(layer[1], rows, n_valid, width) for layer, n_valid, rows in layers]
+            # of one kind, such as keys, in all caches
+            kinds = zip(*(tensors for (_, *tensors), _, _ in layers), strict=True)
+            stored[module] = (
+                n_slots - width,
+                *(
+                    torch.cat(
+                        [
+                            _last(tensor, rows, n_valid, width)
+                            for tensor, (_, n_valid, rows) in zip(kind, layers, strict=True)
+                        ]
+                    )
+                    for kind in kinds
+                ),
             )
-            values = torch.cat(
-                [_last(layer[2], rows, n_valid, width) for layer, n_valid, rows in layers]
-            )
-            stored[module] = n_slots - width, keys, values
         for module in used[0][0].states:
             parts = [
                 tree_map(lambda x, rows=rows: x[rows.to(x.device)], cache.states[module])
@@ -184,6 +192,19 @@ class KVCache:
         self.n_slots, self._stored = n_slots, stored
         self.states.clear()
         self.states.update(states)
+
+    def store(self, name: str, values_BLHD: Tensor) -> None:
+        """Keep further values of the tokens of the last forward pass, before `advance`, with the
+        keys of their rows."""
+        self._remember(
+            name, [values_BLHD], slice(self.n_slots, self.n_slots + values_BLHD.shape[1])
+        )
+
+    def stored(self, name: str, row: int, n_tokens: int) -> Tensor:
+        """Return the values of `store` for the last `n_tokens` of a row."""
+        first, values_BLHD = self._stored[name]
+        end = self.n_slots - first
+        return values_BLHD[row, end - n_tokens : end]
 
     @staticmethod
     def _attend_to_cached(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -207,17 +228,24 @@ class KVCache:
             ]
             self._stored[module] = first, *stored
             return stored
+        slots = attention.query_places_L if attention.is_static else slice(self.n_slots, end)
+        stored = self._remember(module, new, slots)
+        return [memory[:, : len(attention.key_places_S)] for memory in stored]
+
+    def _remember(self, key: Any, new: Sequence[Tensor], slots: Any) -> list[Tensor]:
+        """Write new values of all rows to their slots; return the memory."""
+        end = self.n_slots + new[0].shape[1]
+        _, *stored = self._stored.get(key, (0, *(x[:, :0] for x in new)))
         if stored[0].shape[1] < end:
             # Zeros, since a masked key of NaN would poison the sum.
             grown = [x.new_zeros(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
             for memory, old in zip(grown, stored, strict=True):
                 memory[:, : self.n_slots] = old[:, : self.n_slots]
-            self._stored[module] = 0, *grown
+            self._stored[key] = 0, *grown
             stored = grown
-        slots = attention.query_places_L if attention.is_static else slice(self.n_slots, end)
         for memory, x in zip(stored, new, strict=True):
             memory[:, slots] = x
-        return [memory[:, : len(attention.key_places_S)] for memory in stored]
+        return stored
 
 
 def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:

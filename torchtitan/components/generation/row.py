@@ -4,6 +4,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchtitan.components.generation.sampling import Sampling
@@ -32,6 +34,12 @@ class Generation:
     order."""
     versions: list[int] = field(default_factory=list)
     """For each new token, `Engine.version` when it was drawn."""
+    n_reused: int = 0
+    """Tokens of the prompt whose keys and values were kept from an earlier text."""
+    experts: npt.NDArray[np.int16] | None = None
+    """With `Engine(records_experts=True)`: the experts of each token that the model has computed,
+    of the prompt and all new ones but the last, (tokens, layers, experts of a token); -1: a layer
+    without experts."""
 
 
 @dataclass(slots=True, eq=False)

@@ -202,6 +202,10 @@ class PolicyLoss(Configurable):
         gae_decay: float = 0.95
         """Decay of later surprises in the advantage of a token, λ in GAE (ppo)."""
 
+        replay_experts: bool = False
+        """Train each token with the experts that it passed through when it was sampled (Rollout
+        Routing Replay, arXiv:2510.11370)."""
+
         updates: int = 1
         """Passes over the samples of a step, each of `minibatches` optimizer updates."""
 

@@ -30,7 +30,7 @@ def to_batches(
 ) -> list[Batch]:
     """Make batches of trajectories and their advantages, one of each or of each token, equally many
     on each rank. Labels also have `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and
-    trajectory numbers, `samples`.
+    trajectory numbers, `samples`; inputs have the `experts` of trajectories that recorded them.
 
     Args:
         seq_len: positions of a window at most.
@@ -86,7 +86,28 @@ def _batch_of(
             row[: len(values[name])] = values[name]
             column.append(row)
     batch |= {name: torch.from_numpy(np.stack(rows)) for name, rows in columns.items()}
+    every = [[samples[number][0] for number in window] for window in windows]
+    if (experts_BLNK := _experts_of(every, length)) is not None:
+        batch["experts"] = experts_BLNK
     return {**batch, "old_logprobs": torch.zeros_like(batch["logprobs"])}
+
+
+def _experts_of(windows: Sequence[Sequence[Trajectory]], length: int) -> torch.Tensor | None:
+    """Return the experts of the inputs of each window, (B, L, layers, K); None if no trajectory has
+    some."""
+    known = (t.experts for window in windows for t in window if t.experts is not None)
+    sizes = next((experts.shape[1:] for experts in known), None)
+    if sizes is None:
+        return None
+    experts_BLNK = np.full((len(windows), length, *sizes), -1, np.int16)
+    for row, window in zip(experts_BLNK, windows, strict=True):
+        start = 0
+        for trajectory in window:
+            end = start + len(trajectory.tokens) - 1
+            if trajectory.experts is not None:
+                row[start:end] = trajectory.experts[:-1]
+            start = end
+    return torch.from_numpy(experts_BLNK)
 
 
 def _advantages_of_labels(sample: tuple[Trajectory, Advantage]) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 from torchtitan.components.data.finetuning.functions import load_member
 from torchtitan.components.generation import Engine, Generation, Sampling, TextWriter
+from torchtitan.components.generation.experts import Experts, merged_experts
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.rollout.chat import Chat, Message, Reply, Tools
 from torchtitan.components.rollout.environment import Environment, Step, messages_of, result_of
@@ -198,6 +199,12 @@ class RolloutEngine:
             version if is_sampled else -1
             for version, is_sampled in zip(versions, trajectory.loss_mask, strict=False)
         ]
+
+    def experts_of(self, trajectory: Trajectory) -> Experts | None:
+        """Return `Trajectory.experts`. They are unknown after the tokens that the engine has
+        computed in this order, such as in a text that the rollout has changed."""
+        texts = [(place.stop, turn) for place, turn in self._sampled_in(trajectory.tokens)]
+        return merged_experts(len(trajectory.tokens), texts)
 
     def _sampled_in(self, tokens: Sequence[int]) -> Iterator[tuple[slice, Generation]]:
         """Yield the continuations that a text contains, with their places."""

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchtitan.components.generation.experts import Experts
 from torchtitan.components.images.files import ImageFile
 from torchtitan.tools.errors import UserError
 
@@ -36,6 +37,11 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     """With `--rollout.max_staleness`: for each sampled token, the step after which its weights were
     the run's, and -1 for other tokens. The trainer adds them."""
+    experts: Experts | None = None
+    """With `--policy.replay_experts`: the experts that each token passed through. The trainer adds
+    them."""
+    n_reused: int = 0
+    """Tokens of later turns that were not computed again. The trainer adds them."""
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append tokens that the model sampled, or others, such as the prompt and the output of
@@ -70,6 +76,7 @@ class Trajectory:
             self.is_overlong = True
             for values in (self.tokens, self.logprobs, self.loss_mask, self.versions):
                 del values[most:]
+            self.experts = None if self.experts is None else self.experts[:most]
             self.token_rewards = {n: r for n, r in self.token_rewards.items() if n < most}
 
     def check(self, most: int) -> None:

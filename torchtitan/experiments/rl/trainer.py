@@ -71,6 +71,8 @@ class RLTrainer(RatedRolloutTrainer):
                     user="--policy.entropy_weight or entropy_target, which need whole "
                     "distributions",
                 )
+            if self.policy.replay_experts:
+                self.check_replay()
             of_models = [name for name in self.rewards if name.startswith("reward_model=")]
             if of_models and isinstance(self.dataloader, ImagePromptDataLoader.Config):
                 raise UserError(
@@ -78,6 +80,20 @@ class RLTrainer(RatedRolloutTrainer):
                     "have images; use a function of prompt, completion and row"
                 )
             self.check_rated_rollouts()
+
+        def check_replay(self) -> None:
+            """Raise `UserError` if the experts of sampled tokens are not those of one model."""
+            user, rollout = "--policy.replay_experts", self.rollout
+            self.parallelism.require_one(
+                "tensor", user=user, why="since a rank samples with the routers of some tokens only"
+            )
+            rollout.require_current(user, "since later weights compute a text's tokens again")
+            require(
+                rollout.engine == "embedded",
+                "--rollout.engine",
+                rollout.engine,
+                f"embedded with {user}: a server does not say which experts it has used",
+            )
 
     config: Config
     has_critic = False
@@ -94,11 +110,13 @@ class RLTrainer(RatedRolloutTrainer):
         "importance_weight",
         "importance_cut",
         "sampler_gap",
+        "experts_replayed",
         "value_loss",
     )
 
     def __init__(self, config: Config):
         self.needs_reference = config.policy.beta > 0
+        self.records_experts = config.policy.replay_experts
         super().__init__(config)
         self.temperature = config.rollout.temperature
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
@@ -283,9 +301,11 @@ class RLTrainer(RatedRolloutTrainer):
             )
             return (*own, *(each(*inputs, **changes) for each in heads.values()))
 
-        results = self.models["model"](
-            batch["input"], batch.get("attention"), head=head, **images_in(batch)
-        )
+        attention = batch.get("attention")
+        if "experts" in batch:
+            assert attention is not None, "packed windows have one"
+            attention = dataclasses.replace(attention, experts_BLNK=batch["experts"])
+        results = self.models["model"](batch["input"], attention, head=head, **images_in(batch))
         names = ("log_probs", "entropies") if needs_entropies else ("log_probs",)
         return dict(zip((*names, *heads), results, strict=True))
 
@@ -305,6 +325,10 @@ class RLTrainer(RatedRolloutTrainer):
         loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens)
         for name, values in measures.items():
             self.measure(name, values.sum(), is_trained.sum())
+        if self.records_experts:
+            self.measure(
+                "experts_replayed", _has_experts(batch)[is_trained].sum(), is_trained.sum()
+            )
         return loss, weight
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -318,3 +342,10 @@ class RLTrainer(RatedRolloutTrainer):
         return self.local_addend(rewards.sum()), self.local_addend(
             torch.full_like(rewards.sum(), len(rewards))
         )
+
+
+def _has_experts(batch: Batch) -> Tensor:
+    """Return which inputs of a batch have recorded experts, (B, L)."""
+    if "experts" not in batch:
+        return torch.zeros_like(batch["labels"], dtype=torch.bool)
+    return (batch["experts"] >= 0).flatten(2).any(dim=-1)

@@ -370,7 +370,7 @@ class Decoder(BaseModel):
         device = tokens_BL.device
         if attention is None:
             attention = AttentionMetadata.of_rows(*tokens_BL.shape[:2])
-        if self.training and self.has_routers:
+        if self.has_routers and (self.training or attention.experts_BLNK is not None):
             attention = attention.with_documents(device)
         positions_BL = attention.positions_BL
         if positions_BL is None:

@@ -66,6 +66,7 @@ class ExpertLayers:
         width = self.config.expert_dim
         sizes = {"dim": self.config.dim, **decoder.init_stds(index)}
         router = self.make_router(moe, dim=self.config.dim, init_std=sizes["init_std"])
+        router.layer = index
         experts = self.make_experts(
             n_experts=moe.n_experts, top_k=moe.top_k, hidden_dim=width, **sizes
         )

@@ -100,13 +100,17 @@ class Router(LinearRouter):
 
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K). Only tokens of
-        `documents` count for balance and auxiliary losses; None: each row is one document."""
+        `documents` count for balance and auxiliary losses; None: each row is one document. They may
+        name the experts, which then only get their weights here."""
         logits_BLE = self.logits(x_BLD)
         scores_BLE = torch.sigmoid(logits_BLE) if self.is_sigmoid else logits_BLE.softmax(dim=-1)
         with torch.no_grad():
             chosen_BLK = self.choose(
                 scores_BLE if self.selection is None else self.selection(scores_BLE)
             )
+            if documents is not None and documents.experts_BLNK is not None:
+                given_BLK = documents.experts_BLNK[:, :, self.layer].to(chosen_BLK)
+                chosen_BLK = given_BLK.where(given_BLK >= 0, chosen_BLK)
         weights_BLK = scores_BLE.gather(-1, chosen_BLK)
         if self.is_normalized:
             weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + self.eps)
