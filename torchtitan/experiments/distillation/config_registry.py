@@ -4,11 +4,13 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data import PromptDataLoader
+from torchtitan.components.data.finetuning.answered_prompts import AnsweredPromptDataLoader
 from torchtitan.components.losses.distillation import DistillationLoss
 from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import FLAVORS, model_spec
 
+from .gkd import GKDTrainer
 from .images import ImageDistillationTrainer
 from .trainer import DistillationTrainer, OnPolicyTrainer
 
@@ -59,5 +61,15 @@ def on_policy(hf_assets_path: str, family: ModuleType | None = None) -> OnPolicy
     loss = DistillationLoss.Config(kind="reverse_kl")
     loader = PromptDataLoader.Config(dataset=[], too_long="error")
     return OnPolicyTrainer.Config.based_on(
+        auto.sft(hf_assets_path, family), loss=loss, dataloader=loader
+    )
+
+
+def gkd(hf_assets_path: str, family: ModuleType | None = None) -> GKDTrainer.Config:
+    """Generalized knowledge distillation on the student's own answers and on those of the data:
+    `--dataloader.dataset my.jsonl`."""
+    loss = DistillationLoss.Config(kind="jensen_shannon")
+    loader = AnsweredPromptDataLoader.Config(dataset=[], too_long="error")
+    return GKDTrainer.Config.based_on(
         auto.sft(hf_assets_path, family), loss=loss, dataloader=loader
     )

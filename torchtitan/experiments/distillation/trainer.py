@@ -1,5 +1,6 @@
 """The trainers of distillation: `DistillationTrainer`, with a frozen teacher that runs with the
-student or is read from a cache, and `OnPolicyTrainer` for the student's own answers."""
+student or is read from a cache, and `OnPolicyTrainer` for the student's own answers
+(`gkd.GKDTrainer`: mixed with those of the data)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torchtitan.components.losses.distillation import (
 )
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.rollout.rollout import RolloutConfig
+from torchtitan.components.rollout.trajectory import Group
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source
@@ -170,16 +172,19 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
     measures_named = (*DistillationTrainer.measures_named, *RolloutTrainer.trajectory_measures)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        prompts = super().next_micro_batches(batches)
-        self.watchdog.phase("rollouts")
-        groups = self.sample(lambda: prompts, str(self.step + 1))
-        self.measure_trajectories(groups)
-        self.write_completions(groups)
-        answers = self.packed(groups)
+        answers = self.packed(self.answers_to(super().next_micro_batches(batches)))
         self.tokens_per_step = (
             sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
         )
         return answers
+
+    def answers_to(self, prompts: list[Batch]) -> list[Group]:
+        """Return the answers to learn from in the next step."""
+        self.watchdog.phase("rollouts")
+        groups = self.sample(lambda: prompts, str(self.step + 1))
+        self.measure_trajectories(groups)
+        self.write_completions(groups)
+        return groups
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sums over one answer to each held-out prompt."""
