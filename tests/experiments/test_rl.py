@@ -96,6 +96,7 @@ def folder(tmp_path_factory) -> Path:
 def train_rl(folder: Path, dump: Path, **options: object) -> RLTrainer:
     module, config = ("ppo", "ppo") if options.get("policy__method") == "ppo" else ("rl", "grpo")
     config += "_lora" if options.pop("lora", False) else ""
+    config += "_curriculum" if options.pop("curriculum", False) else ""
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {
         "hf_assets_path": folder / "model",

@@ -287,6 +287,7 @@ class RolloutTrainer(Trainer):
                     chat=self.chat,
                 )
                 rollouts.engines.append(own)
+                rollouts.documents.append(document)
                 rollouts.coroutines.append(self.checked_rollout(row, own, where))
             sampled[document] += 1
         return rollouts
@@ -296,8 +297,9 @@ class RolloutTrainer(Trainer):
         that need all of them."""
         self.rate_batch(trajectories, rollouts.engines)
         self.take_rewards(trajectories, self.leader)
-        for trajectory in trajectories:
+        for trajectory, document in zip(trajectories, rollouts.documents, strict=True):
             self.shape(trajectory)
+            trajectory.document = document
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
 
     @property

@@ -20,6 +20,7 @@ from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import StartDecision
 from torchtitan.components.data.base import BaseDataLoader, Batch, images_in
+from torchtitan.components.data.plan.sampler import StepStatistics
 from torchtitan.components.evaluation.validate import CLOCK_METRICS, Validator
 from torchtitan.components.losses.loss import IGNORE_INDEX, Measures
 from torchtitan.components.observe.metrics import MetricsProcessor
@@ -117,6 +118,8 @@ class Trainer(Configurable):
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     measures_class: ClassVar[type[Measures]] = Measures
+    rates_samples = False
+    """True if `step_statistics` has the rewards of samples."""
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and
     validation."""
@@ -196,6 +199,11 @@ class Trainer(Configurable):
             wanted=self.dataloader.needs_sample_losses,
             has_failed=self.step_failure.has_failed,
         )
+        if self.dataloader.needs_sample_rewards and not self.rates_samples:
+            raise UserError(
+                f"the sampler needs the rewards of answers, which {type(self).__name__} does not "
+                "rate; choose another --dataloader.sampler"
+            )
         if config.metrics.dataset_losses and self.has_own_loss:
             raise UserError(
                 f"--metrics.dataset_losses: {type(self).__name__} computes its own loss, which is "
@@ -1030,12 +1038,16 @@ class Trainer(Configurable):
         scale = {"loss_scale": self.loss_scale.value} if self.loss_scale.is_on else {}
         measured: dict[str, Any] = {**progress, **outcome.measures, **skipped, **scale}
         self.metrics.log_step(step, **numbers, **measured)
-        statistics = self.sample_losses.statistics(step, **numbers)
+        statistics = self.step_statistics(step, **numbers)
         self.dataset_losses.check_step()
         if outcome.is_taken:
             self.spikes.record(**numbers)
             self.ema.update()
             self.dataloader.observe(statistics)
+
+    def step_statistics(self, step: int, **numbers: float) -> StepStatistics:
+        """Return what the loader's samplers observe of a step, equal on all ranks."""
+        return self.sample_losses.statistics(step, **numbers)
 
     def notify(self, method: str, *args: Any) -> None:
         """Call a method of all callbacks. A failure of a user's callback ends the run once the step

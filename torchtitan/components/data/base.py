@@ -159,6 +159,9 @@ class BaseDataLoader(Configurable):
     needs_sample_losses: bool = False
     """True if `observe` needs per-sample losses."""
 
+    needs_sample_rewards: bool = False
+    """True if `observe` needs the rewards of sampled answers."""
+
     @property
     def adapts(self) -> bool:
         """True if `observe` changes later batches."""

@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtitan.components.data.base import Batch
@@ -22,6 +22,8 @@ class Rollouts:
     """The one of each rollout."""
     batches: list[Batch]
     """The prompts, as loaded."""
+    documents: list[int] = field(default_factory=list)
+    """Number in the data of the prompt of each rollout."""
     position: Callable[[], dict[str, Any]] | None = None
     """State of the data after these batches."""
 

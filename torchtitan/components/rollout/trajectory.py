@@ -40,6 +40,8 @@ class Trajectory:
     experts: Experts | None = None
     """With `--policy.replay_experts`: the experts that each token passed through. The trainer adds
     them."""
+    document: int = -1
+    """Number of its prompt in the data, which the trainer sets."""
     n_reused: int = 0
     """Tokens of later turns that were not computed again. The trainer adds them."""
 

@@ -1,10 +1,15 @@
 """`RatedRolloutTrainer`: a trainer that samples answers with its own weights and rates them by the
 reward functions of the configuration."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from torchtitan.components.data.base import Batch
+from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.components.rollout.trajectory import Group
@@ -50,14 +55,41 @@ class RatedRolloutTrainer(ReferenceTrainer, RolloutTrainer):
             Rewards(self.rewards, self.reward_weights, check_reward_model)
 
     config: Config
+    rates_samples = True
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.rewards = Rewards(config.rewards, config.reward_weights, batch_reward_function)
+        self._rated: list[tuple[int, float]] = []  # prompts of a step with their rewards
 
     def sampled_batches(self, batches: Iterator[Batch]) -> Iterator[list[Group]]:
         """Yield the groups of this rank's prompts in each of the next `MOST_BATCHES` global
         batches. A caller takes as many as its step needs."""
         self.watchdog.phase("rollouts")
+        self._rated = []
         for number in range(MOST_BATCHES):
-            yield self.next_groups(batches, number)
+            groups = self.next_groups(batches, number)
+            if self.parallel_dims.is_batch_leader:
+                self._rated += [
+                    (t.document, t.total) for t in itertools.chain(*groups) if t.total is not None
+                ]
+            yield groups
+
+    def step_statistics(self, step: int, **numbers: float) -> StepStatistics:
+        statistics = super().step_statistics(step, **numbers)
+        if not self.dataloader.needs_sample_rewards:
+            return statistics
+        samples, rewards = mean_rewards(itertools.chain(*self.ranks.gather(self._rated)))
+        return replace(statistics, samples=samples, sample_rewards=rewards)
+
+
+def mean_rewards(
+    rated: Iterable[tuple[int, float]],
+) -> tuple[Array, npt.NDArray[np.float64]]:
+    """Return the numbers of prompts, in order, and the mean reward of each."""
+    every = list(rated)
+    numbers, places, counts = np.unique(
+        np.array([number for number, _ in every], np.int64), return_inverse=True, return_counts=True
+    )
+    sums = np.bincount(places, [reward for _, reward in every], len(numbers))
+    return numbers, sums / counts

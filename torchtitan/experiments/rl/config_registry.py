@@ -4,6 +4,7 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning import prompts
+from torchtitan.components.data.plan import SuccessSampler
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
@@ -22,6 +23,14 @@ def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Con
     `--policy.method`: `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
     loader = prompts.PromptDataLoader.Config(dataset=[], too_long="error")
     return _grpo(sft(hf_assets_path, family), loader)
+
+
+def grpo_curriculum(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
+    """As `grpo`; prompts that are answered correctly about half of the time are drawn more
+    often."""
+    config = grpo(hf_assets_path, family)
+    loader = dataclasses.replace(config.dataloader, sampler=SuccessSampler.Config())  # type: ignore
+    return dataclasses.replace(config, dataloader=loader)
 
 
 def grpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:

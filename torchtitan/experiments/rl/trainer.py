@@ -23,6 +23,7 @@ from torchtitan.components.losses.policy_loss import (
     group_advantages,
 )
 from torchtitan.components.rollout.batches import Advantage
+from torchtitan.components.rollout.replay import Replay, ReplayConfig
 from torchtitan.components.rollout.trajectory import Group, advantages_of
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.rated_rollouts import EQUAL_REWARDS, RatedRolloutTrainer
@@ -51,6 +52,9 @@ class RLTrainer(RatedRolloutTrainer):
         policy: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
         """Loss of the policy."""
 
+        replay: ReplayConfig = field(default_factory=ReplayConfig)
+        """Replay of rare successes."""
+
         def validate(self) -> None:
             RatedRolloutTrainer.Config.validate(self)
             if type(self.chosen_loss) is not CrossEntropyLoss.Config:
@@ -72,6 +76,9 @@ class RLTrainer(RatedRolloutTrainer):
                     "distributions",
                 )
             if self.policy.replay_experts:
+                self.check_experts()
+            self.replay.validate()
+            if self.replay.size:
                 self.check_replay()
             of_models = [name for name in self.rewards if name.startswith("reward_model=")]
             if of_models and isinstance(self.dataloader, ImagePromptDataLoader.Config):
@@ -82,6 +89,29 @@ class RLTrainer(RatedRolloutTrainer):
             self.check_rated_rollouts()
 
         def check_replay(self) -> None:
+            """Raise `UserError` if kept trajectories cannot be trained."""
+            method = self.policy.method
+            require(
+                not METHODS[method].resample,
+                "--policy.method",
+                method,
+                "another one with --replay.size: it samples again instead of training failures",
+            )
+            require(
+                METHODS[method].advantage not in OF_TOKENS,
+                "--policy.method",
+                method,
+                "another one with --replay.size, which compares answers to one prompt",
+            )
+            if self.policy.replay_experts:
+                raise UserError(
+                    "--replay.size cannot be combined with --policy.replay_experts: kept answers "
+                    "are of earlier weights, whose experts are not kept"
+                )
+            if isinstance(self.dataloader, ImagePromptDataLoader.Config):
+                raise UserError("--replay.size keeps answers to prompts without images only")
+
+        def check_experts(self) -> None:
             """Raise `UserError` if the experts of sampled tokens are not those of one model."""
             user, rollout = "--policy.replay_experts", self.rollout
             self.parallelism.require_one(
@@ -112,6 +142,7 @@ class RLTrainer(RatedRolloutTrainer):
         "sampler_gap",
         "experts_replayed",
         "value_loss",
+        "replayed",
     )
 
     def __init__(self, config: Config):
@@ -119,6 +150,7 @@ class RLTrainer(RatedRolloutTrainer):
         self.records_experts = config.policy.replay_experts
         super().__init__(config)
         self.temperature = config.rollout.temperature
+        self.replay = Replay(config.replay)
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
         n_parts, n_prompts = config.policy.minibatches, self.prompts_per_rank
         require(
@@ -137,6 +169,7 @@ class RLTrainer(RatedRolloutTrainer):
             self.tokens_per_step = n_tokens
         if self.config.rollout.max_staleness:
             self.measure_staleness(groups)
+        groups = self.with_replay(groups)
         kind = self.policy.method.advantage
         if kind in _OF_WHOLE_ANSWERS:
             has_turns = any(t.token_rewards for group in groups for t in group)
@@ -163,6 +196,17 @@ class RLTrainer(RatedRolloutTrainer):
             logger.warning("all rewards in each group are equal, so this step has %s", what)
         self.write_completions(groups)
         return self.packed_parts(groups, advantages)
+
+    def with_replay(self, groups: list[Group]) -> list[Group]:
+        """Return the groups with kept successes in some, and measure their number, which the
+        measures of sampled trajectories do not include."""
+        leads = self.parallel_dims.is_batch_leader
+        mixed = self.replay.mixed(groups, self.ranks, leads)
+        if self.config.replay.size:
+            own = sum(new is not old for new, old in zip(mixed, groups, strict=True))
+            n_replayed = sum(self.ranks.gather(own if leads else 0))
+            self.measure("replayed", torch.tensor(n_replayed), torch.tensor(1))
+        return mixed
 
     @property
     def prompts_per_rank(self) -> int:
@@ -244,12 +288,15 @@ class RLTrainer(RatedRolloutTrainer):
     def state_dict(self) -> dict[str, Any]:
         control = self.policy.entropy
         adapted = {"entropy": control.state_dict()} if control.is_adaptive else {}
-        return {**super().state_dict(), **adapted}
+        kept = {"replay": self.replay.state_dict()} if self.config.replay.size else {}
+        return {**super().state_dict(), **adapted, **kept}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if "entropy" in state_dict:
             self.policy.entropy.load_state_dict(state_dict["entropy"])
+        if "replay" in state_dict:
+            self.replay.load_state_dict(state_dict["replay"])
 
     def complete_batches(self, batches: list[Batch]) -> None:
         """Add what the weights before the first update say of the batches, unless the first update

@@ -296,12 +296,13 @@ class PlannedDataLoader(TokenizingDataLoader):
         `windows_per_step`. Each dataset has its sampler. `epochs` is the number of passes over the
         data; None: windows never end. `order` are further arguments of the planner."""
         lengths = [np.ones(data.n_samples, np.int64) for data in self.samples.sets]
+        adapts = any(sampler.adaptive for sampler in samplers)  # after each step
         return Planner(
             lengths,
             1,
             samplers,
             packing="none",
-            chunk=CHUNK_WITHOUT_PACKING,
+            chunk=windows_per_step if adapts else CHUNK_WITHOUT_PACKING,
             epochs=epochs,
             **order,
         )
@@ -328,6 +329,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             config.sampler.build(n_samples=size, seed=seed + i) for i, size in enumerate(sizes)
         ]
         self.needs_sample_losses = any(sampler.needs_sample_losses for sampler in samplers)
+        self.needs_sample_rewards = any(sampler.needs_sample_rewards for sampler in samplers)
         return self.plan(
             samplers,
             epochs=self._layout.epochs,

@@ -10,6 +10,7 @@ from torchtitan.components.data.plan.packing import (
 )
 from torchtitan.components.data.plan.planner import Planner, Snapshot
 from torchtitan.components.data.plan.sampler import Sampler, ShuffleSampler, StepStatistics
+from torchtitan.components.data.plan.weighted_sampler import SuccessSampler, WeightedSampler
 
 __all__ = [
     "Mixture",
@@ -19,6 +20,8 @@ __all__ = [
     "ShuffleSampler",
     "Snapshot",
     "StepStatistics",
+    "SuccessSampler",
+    "WeightedSampler",
     "Window",
 ]
 __all__ += ["first_fit_decreasing", "multipack", "no_packing"]

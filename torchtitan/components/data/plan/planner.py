@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -224,16 +224,7 @@ class Planner:
 
     def _apply_statistics(self, statistics: StepStatistics) -> None:
         for i, stream in enumerate(self._streams):
-            is_local = (statistics.samples >= self.offsets[i]) & (
-                statistics.samples < self.offsets[i + 1]
-            )
-            stream.sampler.observe(
-                replace(
-                    statistics,
-                    samples=statistics.samples[is_local] - self.offsets[i],
-                    sample_losses=statistics.sample_losses[is_local],
-                )
-            )
+            stream.sampler.observe(statistics.of(int(self.offsets[i]), int(self.offsets[i + 1])))
 
     def snapshot(self) -> Snapshot:
         """Return the position after the last window."""
@@ -271,9 +262,12 @@ class Planner:
         self._observed = []
         for entry in state["observed"]:
             samples = np.array(entry["samples"], np.int64)
-            losses = np.array(entry["sample_losses"], np.float64)
+            losses, rewards = (
+                np.array(entry.get(name, ()), np.float64)
+                for name in ("sample_losses", "sample_rewards")
+            )
             statistics = StepStatistics(
-                entry["step"], entry["loss"], entry["grad_norm"], samples, losses
+                entry["step"], entry["loss"], entry["grad_norm"], samples, losses, rewards
             )
             if entry["n_windows"] < self.n_windows - self._ahead:
                 self._apply_statistics(statistics)  # saved by a run with a larger `ahead`

@@ -1,7 +1,7 @@
 """Samplers, which define the order of samples in a dataset."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,10 +23,27 @@ class StepStatistics:
     """Gradient norm before clipping."""
     samples: Array
     """Numbers (n,) of the step's samples in the dataset; empty unless the sampler
-    `needs_sample_losses`."""
+    `needs_sample_losses` or `needs_sample_rewards`."""
     sample_losses: npt.NDArray[np.float64]
     """Mean loss (n,) per trained token of each sample, in nats; empty unless the sampler
     `needs_sample_losses`."""
+    sample_rewards: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    """Mean reward (n,) of the answers to each sample; empty unless the sampler
+    `needs_sample_rewards`."""
+
+    def of(self, first: int, end: int) -> "StepStatistics":
+        """Return the statistics of the samples from `first` to before `end`, numbered from 0."""
+        is_here = (self.samples >= first) & (self.samples < end)
+        losses, rewards = (
+            values[is_here] if len(values) else values
+            for values in (self.sample_losses, self.sample_rewards)
+        )
+        return replace(
+            self,
+            samples=self.samples[is_here] - first,
+            sample_losses=losses,
+            sample_rewards=rewards,
+        )
 
 
 class Sampler(Configurable):
@@ -47,6 +64,9 @@ class Sampler(Configurable):
 
     needs_sample_losses: ClassVar[bool] = False
     """True if `observe` needs per-sample losses, which slow down training."""
+
+    needs_sample_rewards: ClassVar[bool] = False
+    """True if `observe` needs the rewards of sampled answers."""
 
     def __init__(self, config: Config, *, n_samples: int, seed: int):
         super().__init__(config)

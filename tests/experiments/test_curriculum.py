@@ -1,0 +1,125 @@
+"""Curriculum by success rate, and replay of rare successes."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401
+from tests.training import killed_in, read_metrics
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.data.plan import StepStatistics, SuccessSampler
+from torchtitan.components.rollout.replay import Replay, ReplayConfig
+from torchtitan.components.rollout.trajectory import Trajectory
+from torchtitan.experiments.reward.rated_rollouts import mean_rewards
+from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.tools.errors import UserError
+
+
+def test_chances_equal_their_definition():
+    """In float64: p (1 - p) of a moving average, mixed with a uniform chance."""
+    sampler = SuccessSampler.Config(explore=0.2, momentum=0.25).build(n_samples=4, seed=0)
+    assert sampler.chances() == pytest.approx([0.25] * 4)
+    for rewards in ([1.0, 0.5], [3.0, 0.0]):  # cut to 0 to 1
+        sampler.observe(
+            StepStatistics(1, 0.0, 0.0, np.array([0, 2]), np.zeros(0), np.array(rewards))
+        )
+    rates = np.array([1.0, 0.5, 0.25 * 0.5, 0.5])
+    weights = rates * (1 - rates)
+    assert sampler.chances() == pytest.approx(0.8 * weights / weights.sum() + 0.05)
+
+
+def test_rewards_of_a_prompt_are_averaged():
+    numbers, rewards = mean_rewards([(7, 1.0), (3, 0.0), (7, 0.0), (7, 0.5)])
+    assert numbers.tolist() == [3, 7] and rewards.tolist() == [0.0, 0.5]
+    assert [values.tolist() for values in mean_rewards([])] == [[], []]
+
+
+def group(document: int, *rewards: float | None) -> list[Trajectory]:
+    return [
+        Trajectory(
+            [1, 2, number], [0.0, 0.0, -1.0], [False, False, True], reward, document=document
+        )
+        for number, reward in enumerate(rewards)
+    ]
+
+
+def test_a_rare_success_replaces_the_last_failure():
+    """The newest one is kept, for the prompts of the newest ones; frequent successes are not."""
+    replay = Replay(ReplayConfig(size=2, success=1.0, rare=0.5))
+
+    def mixed(*groups: list[Trajectory]) -> list[list[int | float | None]]:
+        found = replay.mixed(groups, Ranks(), True)
+        return [[t.tokens[-1] for t in each] + [each[-1].reward] for each in found]
+
+    assert mixed(group(5, 0, 1.5, 0, None)) == [[0, 1, 2, 3, None]]
+    assert mixed(group(6, 1, 1, 1, 0)) == [[0, 1, 2, 3, 0]] and len(replay) == 1
+    assert mixed(group(5, 0, 0, 0.5), group(6, 0, 0)) == [[0, 1, 1, 1.5], [0, 1, 0]]
+    state = replay.state_dict()
+    assert mixed(group(5, 0, 0, 1, 0)) == [[0, 1, 2, 3, 0]]
+    assert mixed(group(5, 0, 0, 0, 0)) == [[0, 1, 2, 2, 1]]  # the newest success is kept
+    mixed(group(8, 1, 0), group(9, 1, 0))
+    assert mixed(group(5, 0, 0)) == [[0, 1, 0]]
+    restored = Replay(ReplayConfig(size=2))
+    restored.load_state_dict(json.loads(json.dumps(state)))
+    assert restored.state_dict() == state
+    assert restored.mixed([group(5, 0, 0)], Ranks(), True)[0][-1].reward == 1.5
+    assert Replay(ReplayConfig()).mixed([group(5, 1, 0)], Ranks(), True)[0][0].reward == 1
+
+
+REWARDS = (
+    "def rare(prompt, completion, row):\n"
+    "    return float(len(completion) % 5 == row['number'] % 5)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def own(folder):  # noqa: F811
+    """Options of runs in which some answers succeed."""
+    (folder / "rare.py").write_text(REWARDS)
+    return {
+        "rewards": [f"{folder / 'rare.py'}:rare"],
+        "training__steps": 8,
+        "replay__size": 6,
+    }
+
+
+@pytest.mark.slow
+def test_resume_is_exact(folder, own, tmp_path, monkeypatch):  # noqa: F811
+    """Success rates and kept answers are in the checkpoint."""
+    drawn = []
+    observe = SuccessSampler.observe
+
+    def recorded(self, statistics):
+        drawn.append(statistics)
+        observe(self, statistics)
+
+    monkeypatch.setattr(SuccessSampler, "observe", recorded)
+    options = {**own, "checkpoint__interval": 2, "curriculum": True}
+    train_rl(folder, tmp_path / "straight", **options)
+    assert len(drawn) > 4 and all(
+        len(s.samples) == len(s.sample_rewards) and 0 < len(s.samples) <= 4 for s in drawn
+    )
+    straight = [(s.step, s.samples.tolist(), s.sample_rewards.tolist()) for s in drawn]
+    assert len(set(itertools.chain(*(samples for _, samples, _ in straight)))) > 4
+    measured = read_metrics(tmp_path / "straight", *NUMBERS, "replayed")
+    assert any(row[-1] > 0 for row in measured)
+    with killed_in(RLTrainer, "complete_step", 5):
+        train_rl(folder, tmp_path / "stopped", **options)
+    train_rl(folder, tmp_path / "stopped", **options)
+    assert read_metrics(tmp_path / "stopped", *NUMBERS, "replayed") == measured
+    resumed = [(s.step, s.samples.tolist(), s.sample_rewards.tolist()) for s in drawn]
+    assert resumed[-3:] == straight[-3:]
+
+
+def test_what_cannot_be_combined_is_refused(folder, own, tmp_path):  # noqa: F811
+    for options, message in (
+        ({"policy__method": "dapo"}, r"--policy\.method is dapo, but must be another one with"),
+        ({"policy__method": "reinforce_pp"}, "which compares answers to one prompt"),
+        ({"policy__replay_experts": True}, r"--replay\.size cannot be combined with --policy\.rep"),
+        ({"replay__size": -1}, r"--replay\.size is -1, but must be at least 0"),
+        ({"replay__rare": 2}, r"--replay\.rare is 2\.0, but must be from 0 to 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_rl(folder, tmp_path, **{**own, **options})

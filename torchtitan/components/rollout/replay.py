@@ -1,0 +1,93 @@
+"""Replay of rare successes: trajectories that were rewarded once, for prompts whose answers fail
+now."""
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.rollout.trajectory import Group, Trajectory
+from torchtitan.config.configurable import Section
+from torchtitan.tools.errors import require
+
+_KEPT = ("tokens", "logprobs", "loss_mask", "reward", "token_rewards", "document")
+"""Fields of a trajectory that a checkpoint contains."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplayConfig(Section):
+    """Replay of rare successes (Lu et al., arXiv:2505.16282, section 3)."""
+
+    size: int = 0
+    """Successful trajectories to keep, at most one for each prompt, the newest. If all answers to
+    such a prompt fail later, it replaces the last of them. 0: no replay."""
+
+    success: float = 1.0
+    """Least reward of a success."""
+
+    rare: float = 0.5
+    """Largest share of successes among a prompt's answers of which one is kept."""
+
+    def validate(self) -> None:
+        """Raise `UserError` for impossible values."""
+        require(self.size >= 0, "--replay.size", self.size, "at least 0")
+        require(0 <= self.rare <= 1, "--replay.rare", self.rare, "from 0 to 1")
+
+
+class Replay:
+    """The successes that are kept, equal on all ranks, by prompt from the oldest to the newest."""
+
+    def __init__(self, config: ReplayConfig):
+        self._config = config
+        self._kept: dict[int, Trajectory] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def mixed(self, groups: Sequence[Group], ranks: Ranks, is_leader: bool) -> list[Group]:
+        """Return the groups of a step, with a kept success in place of the last trajectory of those
+        that have no success, and then keep new ones of all ranks. All ranks call this together;
+        `is_leader`: whether this one is the first with its prompts."""
+        if not self._config.size:
+            return list(groups)
+        mixed = [self._with_success(group) for group in groups]
+        found = [kept for group in groups if (kept := self._rare_success(group)) is not None]
+        self._keep(itertools.chain(*ranks.gather(found if is_leader else [])))
+        return mixed
+
+    def _is_success(self, trajectory: Trajectory) -> bool:
+        return trajectory.total is not None and trajectory.total >= self._config.success
+
+    def _with_success(self, group: Group) -> Group:
+        kept = self._kept.get(group[0].document)
+        if kept is None or any(map(self._is_success, group)):
+            return group
+        return [*group[:-1], replace(kept)]
+
+    def _rare_success(self, group: Group) -> Trajectory | None:
+        """Return the first success of a group in which they are rare."""
+        successes = list(filter(self._is_success, group))
+        if successes and len(successes) <= self._config.rare * len(group):
+            return replace(successes[0], named={}, versions=[])
+        return None
+
+    def _keep(self, found: Iterable[Trajectory]) -> None:
+        for trajectory in found:
+            self._kept.pop(trajectory.document, None)  # the newest is the last
+            self._kept[trajectory.document] = trajectory
+        while len(self._kept) > self._config.size:
+            del self._kept[next(iter(self._kept))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the kept trajectories as JSON text."""
+        rows = [{name: asdict(t)[name] for name in _KEPT} for t in self._kept.values()]
+        return {"kept": json.dumps(rows)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._kept = {}
+        for row in json.loads(state["kept"]):
+            rewards = {int(place): reward for place, reward in row["token_rewards"].items()}
+            self._kept[row["document"]] = Trajectory(**{**row, "token_rewards": rewards})
