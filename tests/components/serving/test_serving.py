@@ -543,9 +543,9 @@ def test_deep_objects_are_answered(client, depth):
 def test_a_text_that_cannot_be_decoded_fails_alone(client, monkeypatch, log):
     push = TextWriter.push
 
-    def failing(self, token):
+    def failing(self, *tokens):
         assert "fails" not in self._stops._strings
-        return push(self, token)
+        return push(self, *tokens)
 
     monkeypatch.setattr(TextWriter, "push", failing)
     assert ask(client, stop="fails").status_code == 500

@@ -1,5 +1,6 @@
 """Start and stop tokens of a text, and incremental decoding."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -118,9 +119,9 @@ class TextStream:
         """True if a stop string was found, which ends the text."""
         return self._stops.stopped
 
-    def push(self, token: int) -> str:
-        """Append a token, and return the text that can no longer change, often an empty string."""
-        self._window.append(token)
+    def push(self, *tokens: int) -> str:
+        """Append tokens, and return the text that can no longer change, often an empty string."""
+        self._window += tokens
         text = self._decode()
         final_text = text.rstrip(_UNDECODED)
         piece = final_text[self._n_decoded :]
@@ -172,14 +173,21 @@ class TextWriter:
         """True if a stop string was found, which may contain special tokens that are written."""
         return self._stops.stopped
 
-    def push(self, token: int) -> str:
-        """Append a token, and return the text that can no longer change."""
-        if token in self._kept:
-            text = self._stream.finish() + self._kept[token]
-            self._stream = TextStream(self._tokenizer, [token])
-        else:
-            text = self._stream.push(token)
-        return self._stops.push(text)
+    def push(self, *tokens: int) -> str:
+        """Append tokens, and return the text that can no longer change."""
+        texts = []
+        for is_kept, part in itertools.groupby(tokens, self._kept.__contains__):
+            if is_kept:
+                texts += map(self._keep, part)
+            else:
+                texts.append(self._stream.push(*part))
+        return self._stops.push("".join(texts))
+
+    def _keep(self, token: int) -> str:
+        """Return the rest of the text before a token, and the token's text."""
+        text = self._stream.finish() + self._kept[token]
+        self._stream = TextStream(self._tokenizer, [token])
+        return text
 
     def finish(self) -> str:
         """Return the delayed text after the last token."""

@@ -16,6 +16,7 @@ from torchtitan.components.data.finetuning.chat_encoding import (
 )
 from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_windows
 
 
@@ -57,8 +58,8 @@ class PromptDataLoader(PlannedDataLoader):
         error."""
 
     config: Config
-    kind = "prompt"
-    encoder_class = PromptRowEncoder
+    kind: ClassVar[Kind] = "prompt"
+    encoder_class: ClassVar[type[RowEncoder]] = PromptRowEncoder
     packs_answers: ClassVar[bool] = True
     """True if a window may hold several prompts with their answers."""
     _held: Callable[[], dict[str, Any]] | None = None
