@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import pkgutil
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,13 @@ from tests.components.generation.test_generation import mixed_model
 from tests.conftest import PROJECT
 from tests.experiments.test_rl import NUMBERS, TEMPLATE, train_on_ranks, train_rl
 from tests.processes import run_processes
+from torchtitan import models
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Engine, Generation, Sampling
 from torchtitan.components.generation.experts import merged_experts
 from torchtitan.components.rollout.batches import to_batches
 from torchtitan.components.rollout.trajectory import Trajectory
+from torchtitan.distributed import initialize_weights
 from torchtitan.models.pretrained import load_model
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.experts import LinearRouter
@@ -62,7 +66,9 @@ def folders(tmp_path_factory) -> Path:
     return root
 
 
-def experts_of_one_pass(model, tokens: list[int]) -> np.ndarray:
+def experts_of_one_pass(
+    model, tokens: list[int], attention: AttentionMetadata | None = None
+) -> np.ndarray:
     """Return the choice of a forward pass over the whole text, by hooks of its own."""
     chosen = []
     hooks = [
@@ -72,7 +78,7 @@ def experts_of_one_pass(model, tokens: list[int]) -> np.ndarray:
     ]
     model.eval()
     with torch.no_grad():
-        model(torch.tensor([tokens]))
+        model(torch.tensor([tokens]), attention)
     for hook in hooks:
         hook.remove()
     return torch.stack(chosen, dim=1).numpy()
@@ -249,3 +255,46 @@ def test_what_cannot_be_replayed_is_refused(folders, tmp_path, options, message)
 def test_models_without_experts_are_refused():
     with pytest.raises(UserError, match="the experts of a .* are not recorded: it has no routers"):
         Engine(mixed_model(), sampling=SAMPLING, records_experts=True)
+
+
+def flavors_of(family: str) -> dict:
+    return getattr(import_module(f"torchtitan.models.{family}"), "FLAVORS", {})
+
+
+def families_with_experts() -> list[str]:
+    """Return family and flavor of each small model with experts."""
+    return [
+        f"{name}:{flavor}"
+        for _, name, is_package in pkgutil.iter_modules(models.__path__)
+        if is_package
+        for flavor, config in flavors_of(name).items()
+        if flavor.endswith("debugmodel") and hasattr(config, "moe")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families_with_experts())
+def test_all_families_record_and_repeat_their_experts(name):
+    """Also those with windows, recurrent layers, layers without experts, and routers of their
+    own."""
+    family, flavor = name.split(":")
+    config = dataclasses.replace(flavors_of(family)[flavor], vocab_size=300, max_seq_len=64)
+    model = config.build()
+    initialize_weights(model, 0)
+    engine = Engine(model, sampling=SAMPLING, max_rows=2, records_experts=True)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
+    texts = engine.run(
+        [engine.generate(prompt, max_new_tokens=4, key=str(prompt)) for prompt in prompts]
+    )
+    routers = sorted(
+        {m.layer for m in model.modules() if isinstance(m, LinearRouter)} - {config.n_layers}
+    )
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = [*prompt, *text.ids[:-1]]
+        whole = experts_of_one_pass(model, tokens)
+        np.testing.assert_array_equal(sets(text.experts[:, routers]), sets(whole))
+        given = (text.experts + 1) % config.moe.n_experts
+        attention = AttentionMetadata.of_rows(1, len(tokens))
+        attention = dataclasses.replace(attention, experts_BLNK=torch.tensor(given)[None])
+        repeated = experts_of_one_pass(model, tokens, attention)
+        np.testing.assert_array_equal(sets(repeated), sets(given[:, routers]))

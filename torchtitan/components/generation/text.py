@@ -175,7 +175,7 @@ class TextWriter:
 
     def push(self, *tokens: int) -> str:
         """Append tokens, and return the text that can no longer change."""
-        texts = []
+        texts: list[str] = []
         for is_kept, part in itertools.groupby(tokens, self._kept.__contains__):
             if is_kept:
                 texts += map(self._keep, part)
