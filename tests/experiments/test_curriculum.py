@@ -1,5 +1,6 @@
 """Curriculum by success rate, and replay of rare successes."""
 
+import dataclasses
 import itertools
 import json
 
@@ -10,10 +11,11 @@ from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401
 from tests.training import killed_in, read_metrics
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.plan import StepStatistics, SuccessSampler
-from torchtitan.components.rollout.replay import Replay, ReplayConfig
+from torchtitan.components.rollout.replay import Replay
 from torchtitan.components.rollout.trajectory import Trajectory
 from torchtitan.experiments.reward.rated_rollouts import mean_rewards
 from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 from torchtitan.tools.errors import UserError
 
 
@@ -47,7 +49,7 @@ def group(document: int, *rewards: float | None) -> list[Trajectory]:
 
 def test_a_rare_success_replaces_the_last_failure():
     """The newest one is kept, for the prompts of the newest ones; frequent successes are not."""
-    replay = Replay(ReplayConfig(size=2, success=1.0, rare=0.5))
+    replay = Replay(2, success=1.0, rare=0.5)
 
     def mixed(*groups: list[Trajectory]) -> list[list[int | float | None]]:
         found = replay.mixed(groups, Ranks(), True)
@@ -61,11 +63,11 @@ def test_a_rare_success_replaces_the_last_failure():
     assert mixed(group(5, 0, 0, 0, 0)) == [[0, 1, 2, 2, 1]]  # the newest success is kept
     mixed(group(8, 1, 0), group(9, 1, 0))
     assert mixed(group(5, 0, 0)) == [[0, 1, 0]]
-    restored = Replay(ReplayConfig(size=2))
+    restored = Replay(2)
     restored.load_state_dict(json.loads(json.dumps(state)))
     assert restored.state_dict() == state
     assert restored.mixed([group(5, 0, 0)], Ranks(), True)[0][-1].reward == 1.5
-    assert Replay(ReplayConfig()).mixed([group(5, 1, 0)], Ranks(), True)[0][0].reward == 1
+    assert Replay(0).mixed([group(5, 1, 0)], Ranks(), True)[0][0].reward == 1
 
 
 REWARDS = (
@@ -123,3 +125,11 @@ def test_what_cannot_be_combined_is_refused(folder, own, tmp_path):  # noqa: F81
     ):
         with pytest.raises(UserError, match=message):
             train_rl(folder, tmp_path, **{**own, **options})
+
+
+def test_a_trainer_without_rewards_is_refused(tmp_path):
+    config = llama3_debugmodel_sft()
+    config.dump_folder = str(tmp_path)
+    config.dataloader = dataclasses.replace(config.dataloader, sampler=SuccessSampler.Config())
+    with pytest.raises(UserError, match="the sampler needs the rewards of answers, which Trainer"):
+        config.build()

@@ -39,18 +39,21 @@ class ReplayConfig(Section):
 class Replay:
     """The successes that are kept, equal on all ranks, by prompt from the oldest to the newest."""
 
-    def __init__(self, config: ReplayConfig):
-        self._config = config
+    def __init__(self, size: int, success: float = 1.0, rare: float = 0.5):
+        """The arguments are those of `ReplayConfig`."""
+        self._size = size
+        self._success = success
+        self._rare = rare
         self._kept: dict[int, Trajectory] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def mixed(self, groups: Sequence[Group], ranks: Ranks, is_leader: bool) -> list[Group]:
-        """Return the groups of a step, with a kept success in place of the last trajectory of those
+        """Return the groups of a step, with a kept success instead of the last trajectory of those
         that have no success, and then keep new ones of all ranks. All ranks call this together;
         `is_leader`: whether this one is the first with its prompts."""
-        if not self._config.size:
+        if not self._size:
             return list(groups)
         mixed = [self._with_success(group) for group in groups]
         found = [kept for group in groups if (kept := self._rare_success(group)) is not None]
@@ -58,7 +61,7 @@ class Replay:
         return mixed
 
     def _is_success(self, trajectory: Trajectory) -> bool:
-        return trajectory.total is not None and trajectory.total >= self._config.success
+        return trajectory.total is not None and trajectory.total >= self._success
 
     def _with_success(self, group: Group) -> Group:
         kept = self._kept.get(group[0].document)
@@ -69,7 +72,7 @@ class Replay:
     def _rare_success(self, group: Group) -> Trajectory | None:
         """Return the first success of a group in which they are rare."""
         successes = list(filter(self._is_success, group))
-        if successes and len(successes) <= self._config.rare * len(group):
+        if successes and len(successes) <= self._rare * len(group):
             return replace(successes[0], named={}, versions=[])
         return None
 
@@ -77,7 +80,7 @@ class Replay:
         for trajectory in found:
             self._kept.pop(trajectory.document, None)  # the newest is the last
             self._kept[trajectory.document] = trajectory
-        while len(self._kept) > self._config.size:
+        while len(self._kept) > self._size:
             del self._kept[next(iter(self._kept))]
 
     def state_dict(self) -> dict[str, Any]:

@@ -150,7 +150,8 @@ class RLTrainer(RatedRolloutTrainer):
         self.records_experts = config.policy.replay_experts
         super().__init__(config)
         self.temperature = config.rollout.temperature
-        self.replay = Replay(config.replay)
+        replay = config.replay
+        self.replay = Replay(replay.size, replay.success, replay.rare)
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
         n_parts, n_prompts = config.policy.minibatches, self.prompts_per_rank
         require(

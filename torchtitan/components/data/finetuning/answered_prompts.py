@@ -42,7 +42,9 @@ class AnsweredPromptEncoder(RowEncoder):
 def _answered(sample: Sample) -> Conversation | BrokenSample:
     """Return a conversation of which the last turn is trained, whatever weights its row has."""
     if not isinstance(sample, Conversation) or sample.messages[-1]["role"] != "assistant":
-        return BrokenSample("the row is no conversation that ends with an answer of the assistant")
+        return BrokenSample(
+            "the row must be a conversation that ends with an answer of the assistant"
+        )
     return replace(sample, trained=[])
 
 
