@@ -31,11 +31,13 @@ TOKENS = torch.arange(40).reshape(2, 20)
 
 PAIRED = [0, 4, 1, 5, 2, 6, 3, 7]
 """Rows of a head of 8 that `FullModelHFCheckpointer(…).load_checkpoint()` of torchtune 0.6.1 returns
-for Llama, Mistral and Gemma: in its q_proj, row 1 is row 4 of the class in transformers."""
+for Llama, Mistral, Gemma and Gemma 2: in its q_proj, row 1 is row 4 of the class in transformers."""
 
-FAMILIES = {"llama": PAIRED, "mistral": PAIRED, "gemma": PAIRED, "qwen2": None, "phi3": None}
+FAMILIES = {"llama": PAIRED, "mistral": PAIRED, "gemma": PAIRED, "gemma2": PAIRED}
+FAMILIES |= {"qwen2": None, "qwen3": None, "phi3": None}
 ENUM = {"llama": "LLAMA3", "mistral": "MISTRAL", "gemma": "GEMMA", "qwen2": "QWEN2"}
 ENUM |= {"phi3": "PHI3_MINI"}
+"""Families whose checkpoints torchtune 0.6.1 reads and writes as transformers computes them."""
 
 THEIRS = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -53,6 +55,16 @@ IN_LAYER = {
     "input_layernorm": "sa_norm",
     "post_attention_layernorm": "mlp_norm",
 }
+OF_FAMILY = {
+    "gemma2": {
+        "post_attention_layernorm": "sa_scale",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_scale",
+        "norm": "norm.rms_norm",
+    },
+    "qwen3": {"self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm"},
+}
+"""Norms of a family that have other names, or that others lack."""
 FUSED = {
     "self_attn.qkv_proj": (("attn.q_proj", 32), ("attn.k_proj", 16), ("attn.v_proj", 16)),
     "mlp.gate_up_proj": (("mlp.w1", 48), ("mlp.w3", 48)),
@@ -70,7 +82,7 @@ def original(family, tmp_path_factory) -> Path:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp(family)
     fields = SIZES | ({"pad_token_id": 0} if family == "phi3" else {})
-    if family == "gemma":
+    if family.startswith("gemma"):
         fields["tie_word_embeddings"] = True
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **fields)
@@ -87,9 +99,11 @@ def reordered(rows: Tensor, order: list[int] | None) -> Tensor:
 
 def with_names_of_torchtune(weights: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
+    in_layer = IN_LAYER | OF_FAMILY.get(family, {})
+    ends = THEIRS | {"model.norm.weight": f"{in_layer.get('norm', 'norm')}.scale"}
     for name, tensor in weights.items():
-        if name in THEIRS:
-            renamed[THEIRS[name]] = tensor
+        if name in ends:
+            renamed[ends[name]] = tensor
             continue
         _, _, layer, rest = name.split(".", 3)
         module, kind = rest.rsplit(".", 1)
@@ -100,7 +114,7 @@ def with_names_of_torchtune(weights: dict[str, Tensor], family: str) -> dict[str
             continue
         is_norm = "norm" in module
         is_rotated = module.endswith(("q_proj", "k_proj"))
-        own = f"layers.{layer}.{IN_LAYER[module]}.{'scale' if is_norm else kind}"
+        own = f"layers.{layer}.{in_layer[module]}.{'scale' if is_norm else kind}"
         renamed[own] = reordered(tensor, FAMILIES[family]) if is_rotated else tensor
     return renamed
 
@@ -213,8 +227,8 @@ def test_refused(tmp_path):
         (tmp_path / "origin/config.json").write_text(json.dumps(document))
         return write(tmp_path / name, tmp_path / "origin", weights)
 
-    with pytest.raises(UserError, match=r"not for gemma2; .*FullModelHFCheckpointer"):
-        open_source(folder("gemma2", "gemma2", tensors))
+    with pytest.raises(UserError, match=r"not for gemma3_text; .*FullModelHFCheckpointer"):
+        open_source(folder("gemma3", "gemma3_text", tensors))
     unknown = {**tensors, "layers.0.fusion_scale": torch.zeros(1)}
     with pytest.raises(UserError, match=r"layers.0.fusion_scale have no counterpart"):
         open_source(folder("unknown", "llama", unknown))
@@ -278,6 +292,8 @@ def write_meta(folder: Path, names: list[str], weights: dict[str, Tensor]) -> Pa
 @pytest.mark.slow
 def test_what_torchtune_writes(family, original, tmp_path):
     """torchtune's own checkpoint, if it imports."""
+    if family not in ENUM:
+        pytest.skip("other tests compare what torchtune computes in another way")
     training = pytest.importorskip("torchtune.training", exc_type=ImportError)
     loader = training.FullModelHFCheckpointer(
         str(original), ["model.safetensors"], ENUM[family], str(tmp_path / "out")
@@ -294,3 +310,91 @@ def test_what_torchtune_writes(family, original, tmp_path):
         logits = load_model(tmp_path / "tune/epoch_0", device="cpu").model(TOKENS)
     expected = logits_of_transformers(original)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_logits_of_torchtunes_gemma2(tmp_path):
+    """Norms are read by their place in torchtune's model, whose logits are transformers' with its
+    limit moved to the hidden state."""
+    pytest.importorskip("torchtune.models", exc_type=ImportError)
+    from torchtune.models.gemma2 import gemma2
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    fields = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+    Gemma2Config(**fields).save_pretrained(tmp_path)
+    theirs = gemma2(96, 2, 4, 16, 2, 32, 48, max_seq_len=128, query_pre_attn_scalar=16).eval()
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    folder = write(tmp_path / "tune", tmp_path, theirs.state_dict())
+    assert main(["convert", "--to", "hf", str(folder), str(tmp_path / "hf")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    model.eval().config.final_logit_softcapping = None
+    model.model.norm.register_forward_hook(lambda *call: 30 * torch.tanh(call[2] / 30))
+    expected = theirs(TOKENS)
+    # Float32 sums in another order.
+    torch.testing.assert_close(
+        model(TOKENS).logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())
+    )
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_logits_of_torchtunes_qwen3(tmp_path):
+    """Names and order of rows are those of a model of torchtune's layers. With equal weights in a
+    norm of queries or keys, it does not matter that torchtune 0.6.1 rotates first."""
+    modules = pytest.importorskip("torchtune.modules", exc_type=ImportError)
+    from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
+    from transformers import Qwen3Config
+
+    Qwen3Config(**SIZES).save_pretrained(tmp_path)
+
+    def linear(n_in: int, n_out: int) -> torch.nn.Linear:
+        return torch.nn.Linear(n_in, n_out, bias=False)
+
+    def layer() -> torch.nn.Module:
+        attention = modules.MultiHeadAttention(
+            embed_dim=32,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            q_proj=linear(32, 32),
+            k_proj=linear(32, 16),
+            v_proj=linear(32, 16),
+            output_proj=linear(32, 32),
+            pos_embeddings=Qwen2RotaryPositionalEmbeddings(8, 128, 10_000),
+            q_norm=modules.RMSNorm(8, 1e-6),
+            k_norm=modules.RMSNorm(8, 1e-6),
+        )
+        mlp = modules.FeedForward(
+            gate_proj=linear(32, 48), down_proj=linear(48, 32), up_proj=linear(32, 48)
+        )
+        norms = {name: modules.RMSNorm(32, 1e-6) for name in ("sa_norm", "mlp_norm")}
+        return modules.TransformerSelfAttentionLayer(attention, mlp, **norms)
+
+    theirs = modules.TransformerDecoder(
+        tok_embeddings=torch.nn.Embedding(96, 32),
+        layers=[layer(), layer()],
+        max_seq_len=128,
+        num_heads=4,
+        head_dim=8,
+        norm=modules.RMSNorm(32, 1e-6),
+        output=linear(32, 96),
+    ).eval()
+    torch.manual_seed(0)
+    for index, (name, parameter) in enumerate(theirs.named_parameters()):
+        if ".q_norm." in name or ".k_norm." in name:
+            parameter.fill_(1 + 0.1 * (index % 7))
+        else:
+            torch.nn.init.normal_(parameter, std=0.2)
+    folder = write(tmp_path / "tune", tmp_path, theirs.state_dict())
+    assert main(["convert", "--to", "hf", str(folder), str(tmp_path / "hf")]) == 0
+    expected = theirs(TOKENS)
+    # Float32 sums in another order.
+    torch.testing.assert_close(
+        logits_of_transformers(tmp_path / "hf"),
+        expected,
+        rtol=1e-5,
+        atol=1e-5 * float(expected.abs().max()),
+    )

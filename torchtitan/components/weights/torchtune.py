@@ -20,14 +20,30 @@ from torchtitan.components.weights.views import ChainedSource, Recipe, View
 from torchtitan.protocols.state_dict_adapter import RopePermutation
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError, summarize_names
+from torchtitan.tools.logging import logger
 
-_ROTATE_NEIGHBORS = {"llama": True, "mistral": True, "gemma": True, "qwen2": False, "phi3": False}
-"""`model_type` → whether its queries and keys have Meta's order of rows. Not Gemma 2: torchtune
-computes it with two norms exchanged (findings/torchtune_exchanges_norms_of_gemma2.sh)."""
+_ROTATE_NEIGHBORS = {
+    "llama": True,
+    "mistral": True,
+    "gemma": True,
+    "gemma2": True,
+    "qwen2": False,
+    "qwen3": False,
+    "phi3": False,
+}
+"""`model_type` → whether its queries and keys have Meta's order of rows."""
+
+_OTHERWISE = {
+    "gemma2": "limits the last hidden state (final_logit_softcapping), transformers the logits",
+    "qwen3": "normalizes queries and keys after their rotation in some versions, transformers "
+    "before it",
+}
+"""`model_type` → what torchtune computes otherwise than the class in transformers."""
 
 _ENDS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.scale": "model.norm.weight",
+    "norm.rms_norm.scale": "model.norm.weight",  # Gemma 2
     "output.weight": "lm_head.weight",
 }
 
@@ -41,7 +57,24 @@ _MODULES = {
     "mlp.w3": "mlp.up_proj",
 }
 
-_NORMS = {"sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_PLAIN_NORMS = {"sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_OF: Mapping[str, Mapping[str, str]] = {
+    # By the place where torchtune applies them; to the norms of the feed-forward network, version
+    # 0.6.1 gives the weights of each other (findings/torchtune_exchanges_norms_of_gemma2.sh).
+    "gemma2": {
+        "sa_norm": "input_layernorm",
+        "sa_scale": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_scale": "post_feedforward_layernorm",
+    },
+    "qwen3": {
+        **_PLAIN_NORMS,
+        "attn.q_norm": "self_attn.q_norm",
+        "attn.k_norm": "self_attn.k_norm",
+    },
+}
+"""Norms of classes that have others than `_PLAIN_NORMS`."""
+
 _FUSED_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "phi3": {
         "self_attn.qkv_proj": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
@@ -81,6 +114,7 @@ class TorchtuneView(View):
     def __init__(self, source: TensorSource, document: Mapping[str, object]):
         model_type = _known_type(document)
         fused = _FUSED_OF.get(model_type, {})
+        norms = _NORMS_OF.get(model_type, _PLAIN_NORMS)
         permute = _permutation(document)
         recipes, unknown = [], []
         taken = {part for parts in fused.values() for part in parts}
@@ -88,8 +122,8 @@ class TorchtuneView(View):
             layer = _LAYER.fullmatch(name)
             if name in _ENDS:
                 recipes.append(Recipe((name,), (_ENDS[name],), None))
-            elif layer and layer[2] in _NORMS and layer[3] == "scale":
-                theirs = f"model.layers.{layer[1]}.{_NORMS[layer[2]]}.weight"
+            elif layer and layer[2] in norms and layer[3] == "scale":
+                theirs = f"model.layers.{layer[1]}.{norms[layer[2]]}.weight"
                 recipes.append(Recipe((name,), (theirs,), None))
             elif layer and layer[2] in taken:
                 continue
@@ -106,6 +140,11 @@ class TorchtuneView(View):
             )
         recipes += _fused_recipes(source, fused)
         super().__init__(source, _specs(source, recipes), recipes)
+        if model_type in _OTHERWISE:
+            logger.warning(
+                "torchtune %s, so logits differ from those in torchtune",
+                _OTHERWISE[model_type],
+            )
 
 
 class TorchtuneAdapter(View):
