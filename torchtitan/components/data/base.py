@@ -187,6 +187,14 @@ class BaseDataLoader(Configurable):
             f"--training.seq_len_schedule: the windows of {type(self).__qualname__} have one length"
         )
 
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Replace the share of each dataset from the next batch on, with the same values on all
+        ranks, such as in a callback. Checkpoints contain them, and a resumed run continues with
+        them instead of its configured ones. Raise `UserError` if this loader has no weights, or
+        they do not suit its datasets.
+        """
+        raise UserError(f"{type(self).__qualname__} has no weights of datasets")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON-serializable values."""
         raise NotImplementedError

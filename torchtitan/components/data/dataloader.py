@@ -1,6 +1,7 @@
 """The data loader for pre-training."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torchtitan.components.data.base import (
     can_resume_position,
 )
 from torchtitan.components.data.disk_cache import data_digest
-from torchtitan.components.data.plan.mixture import check_weights
+from torchtitan.components.data.plan.mixture import check_can_set_weights, check_weights
 from torchtitan.components.data.prepare import prepared
 from torchtitan.components.data.prepare.encoding import document_encoding
 from torchtitan.components.data.pretraining.order import check_cycle
@@ -266,3 +267,9 @@ class PretrainDataLoader(WindowsDataLoader):
                 seed=seed,
             )
         self.n_samples = self._batches.n_samples
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        check_can_set_weights(bool(self.config.weights), self._layout.epochs)
+        check_weights("weights", weights, len(self.dataset_names))
+        check_cycle(weights)
+        self._batches.set_weights(list(weights))

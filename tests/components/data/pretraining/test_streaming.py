@@ -305,7 +305,7 @@ def without_turns(state):
     """Return a state with the position of its only stream instead of turns, and their number."""
     if not isinstance(state, dict):
         return state, 0
-    if state.keys() == {"turn", "positions"}:
+    if state.keys() == {"turn", "weights", "positions"}:
         (position,) = state["positions"]
         return position, 1
     parts = {key: without_turns(value) for key, value in state.items()}

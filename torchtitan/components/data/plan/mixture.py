@@ -50,6 +50,8 @@ class Mixture:
             check_weights("weight_schedule", new, len(weights))
         self._weights_before = _normalized(weights)
         self._schedule = [(step, _normalized(new)) for step, new in schedule]
+        self._set: list[float] | None = None
+        """Weights of `set_weights`."""
         self._windows_per_step = windows_per_step
         self._changed_at = (0, 0)  # steps and windows completed before `windows_per_step` applied
         self._pieces = self._pieces_by_window()
@@ -101,8 +103,22 @@ class Mixture:
             ]
         return share
 
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Replace the weights from the next window on. Raise `UserError` for unsuitable ones, and
+        under a schedule."""
+        check_weights("weights", weights, len(self.share))
+        if self._schedule:
+            raise UserError(
+                "weights cannot be set under --dataloader.weight_schedule, which changes them; "
+                "leave it out"
+            )
+        self._set = list(weights)
+        self._weights_before = _normalized(weights)
+        self._pieces = self._pieces_by_window()
+
     def state_dict(self) -> dict[str, Any]:
         return {
+            **({} if self._set is None else {"weights": self._set}),
             "n_windows": self.n_windows,
             "given": list(self.tokens_read),
             "share": list(self.share),
@@ -115,6 +131,8 @@ class Mixture:
         self.n_windows = state["n_windows"]
         self.tokens_read = list(state["given"])
         self.share = list(state["share"])
+        if "weights" in state:
+            self.set_weights(state["weights"])
         n_steps, n_windows = state["changed_at"]
         if state["windows_per_step"] != self._windows_per_step:
             n_steps += (self.n_windows - n_windows) // state["windows_per_step"]
@@ -166,6 +184,17 @@ def check_per_dataset(option: str, values: Sequence[float | None], n_sources: in
         raise UserError(
             f"--dataloader.{option} must have one value per dataset ({n_sources}), not "
             f"{len(values)}"
+        )
+
+
+def check_can_set_weights(has_weights: bool, epochs: int | None) -> None:
+    """Raise `UserError` if data has no weights to replace during a run, or a number of epochs."""
+    if not has_weights:
+        raise UserError("weights replace those of --dataloader.weights; give the initial ones")
+    if epochs is not None:
+        raise UserError(
+            "weights cannot be set with --training.epochs, since they move the end of the data; "
+            "set --training.steps"
         )
 
 

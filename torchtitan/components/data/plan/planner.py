@@ -11,7 +11,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from torchtitan.components.data.plan.mixture import Mixture, check_per_dataset
+from torchtitan.components.data.plan.mixture import (
+    Mixture,
+    check_can_set_weights,
+    check_per_dataset,
+)
 from torchtitan.components.data.plan.packing import Packing, SourceStream, StreamSnapshot, Window
 from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics, arrays_to_lists
 from torchtitan.tools.errors import UserError
@@ -207,6 +211,12 @@ class Planner:
         planner._horizon = n_windows
         for _ in itertools.islice(planner, max(0, n_windows - self.n_windows)):
             pass
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Replace the weights from the next window on. Raise `UserError` if there are none, or with
+        `epochs`, whose end they would move."""
+        check_can_set_weights(self._weighted, self.epochs)
+        self._mixture.set_weights(weights)
 
     def observe(self, statistics: StepStatistics, n_windows: int) -> None:
         """Pass a training step's statistics, with global sample numbers, to the samplers;

@@ -33,13 +33,22 @@ class BlockOrder:
         weights: share of each set, as numbers with few digits; empty: no weights.
         shuffle: permute the blocks in each epoch; False: keep the order of the data.
         seed: random seed of the permutations.
+        first: place at which the order begins, because weights have changed there.
+        read: with weights, blocks of each set before `first`; empty: none.
 
     Raises:
         UserError: weights are invalid, or see `check_cycle`.
     """
 
     def __init__(
-        self, sizes: Sequence[int], weights: Sequence[float] = (), *, shuffle: bool, seed: int
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float] = (),
+        *,
+        shuffle: bool,
+        seed: int,
+        first: int = 0,
+        read: Sequence[int] = (),
     ):
         self._sizes = sizes
         self._weights = weights
@@ -50,10 +59,12 @@ class BlockOrder:
         """Blocks of each set; without weights, of all sets as one."""
         self._turns = turns_of(weights or [1])
         """Group of each block in the cycle, (n,)."""
+        self._first = first
+        self._read: Array = np.array(read or [0] * len(self._groups), np.int64)
 
     def block(self, place: int) -> tuple[int, int]:
         """Return the set, and the block of it, at a place in the global order."""
-        number = int(self._turns[place % len(self._turns)])
+        number = int(self._turns[(place - self._first) % len(self._turns)])
         epoch, block = divmod(int(self._counts(place)[number]), self._groups[number])
         if self._shuffle:
             block = permute(block, self._groups[number], self._seed, epoch)
@@ -69,14 +80,19 @@ class BlockOrder:
             return [n_blocks * size / self._ends[-1] for size in self._sizes]
         return list(map(float, self._counts(n_blocks)))
 
+    def read_before(self, place: int) -> list[int]:
+        """Return the blocks of each set before a place; with weights only."""
+        counts: list[int] = self._counts(place).tolist()
+        return counts
+
     def _counts(self, n_blocks: int) -> Array:
         """Return how many of the first `n_blocks` are of each group, (n_groups,)."""
-        cycles, rest = divmod(n_blocks, len(self._turns))
+        cycles, rest = divmod(n_blocks - self._first, len(self._turns))
         whole, begun = (
             np.bincount(turns, minlength=len(self._groups))
             for turns in (self._turns, self._turns[:rest])
         )
-        return cycles * whole + begun
+        return self._read + cycles * whole + begun
 
     def blocks_in(self, epochs: int) -> int:
         """Return the number of blocks until, with weights, the first set has been read `epochs`

@@ -122,6 +122,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self._layout = dataset.layout
+        self._weights = list(dataset.weights)
         self._turns = turns_of(dataset.weights)
         self._feeds: list[Feed] = [dataset.feed(data, node, n_nodes) for data in dataset.sets]
         self._dataset = dataset
@@ -129,11 +130,14 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch as JSON-serializable values."""
-        return {"turn": self._turn, "positions": list(self._positions)}
+        weights = list(self._weights)
+        return {"turn": self._turn, "weights": weights, "positions": list(self._positions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position; that of one stream may also be its own, as it once was saved."""
-        self._turn, self._positions = state.get("turn", 0), list(state.get("positions", [state]))
+        self._positions = list(state.get("positions", [state]))
+        is_same = state.get("weights", self._weights) == self._weights
+        self._turn = state.get("turn", 0) if is_same else 0  # a change begins a new cycle
         self._windows = [
             feed.windows(position)
             for feed, position in zip(self._feeds, self._positions, strict=True)
@@ -411,6 +415,10 @@ class StreamBatches(BatchIterator):
             raise StopIteration
         return self.stream().make_batch([])
 
+    def set_weights(self, weights: Sequence[float]) -> None:
+        self.close()  # keeps the position
+        self._weights = list(weights)
+
     def _shard_counts(self) -> dict[str, int]:
         layout = self._layout
         return {
@@ -427,12 +435,14 @@ class StreamBatches(BatchIterator):
             "first_epoch": self._order.first_epoch,
             "ended_after_epochs": self._layout.epochs if self.exhausted else None,
             "workers": self._workers.state_dict() if self._workers else self._workers_state,
+            "weights": list(self._weights),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.exhausted = False
         self._workers_state = None
+        self._weights = state.get("weights", self._weights)
         order = replace(
             self._order,
             seed=state["seed"],

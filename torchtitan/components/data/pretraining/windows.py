@@ -122,6 +122,10 @@ class BatchIterator(ABC):
         )
 
     @abstractmethod
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Replace the share of each set from the next batch on."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch returned, as JSON-serializable values."""
 
@@ -237,13 +241,16 @@ class CachedBatches(BatchIterator):
         self._shuffle = shuffle
         self._seed = seed
         self._block, self._position = layout.seq_len, 0
+        self._change: dict[str, Any] = {}
+        """Place and weights of the last change of weights, and the blocks of each set before."""
         order = self._order(layout.seq_len)
         n_samples = None if layout.epochs is None else order.blocks_in(layout.epochs)
         super().__init__(layout, self._identity(), n_samples)
 
-    def _order(self, block: int) -> BlockOrder:
+    def _order(self, block: int, **change: Any) -> BlockOrder:
         sizes = [count_windows(tokens.n_tokens, block) for tokens in self._sets]
-        return BlockOrder(sizes, self._weights, shuffle=self._shuffle, seed=self._seed)
+        options = {"weights": self._weights, **change}
+        return BlockOrder(sizes, **options, shuffle=self._shuffle, seed=self._seed)
 
     def _identity(self) -> list[object]:
         return [[tokens.key for tokens in self._sets], self._weights, self._block, self._shuffle]
@@ -254,7 +261,7 @@ class CachedBatches(BatchIterator):
             self.exhausted = True
             raise StopIteration
         if self._workers is None:
-            order = self._order(self._block)
+            order = self._order(self._block, **self._change)
             dataset = PackedDataset(
                 self._sets, self._layout, order, block=self._block, n_samples=self.n_samples
             )
@@ -278,6 +285,13 @@ class CachedBatches(BatchIterator):
         self.fingerprint = digest_of(self._identity())
         self._position = -(-self._position // seq_len) * seq_len
 
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Replace the weights from the next block on; a begun one is read to its end."""
+        self.close()
+        first = -(-self._position // self._block)
+        read = self._order(self._block, **self._change).read_before(first)
+        self._change = {"weights": list(weights), "first": first, "read": read}
+
     def _positions(self, n_tokens: int | None) -> Iterable[int]:
         seq_len = self._layout.seq_len
         stride = self._layout.global_batch_size * seq_len
@@ -289,7 +303,8 @@ class CachedBatches(BatchIterator):
 
     def state_dict(self) -> dict[str, Any]:
         position, offset = divmod(self._position, self._block)
-        return {"position": position, "offset": offset, "seed": self._seed}
+        change = {"change": self._change} if self._change else {}
+        return {"position": position, "offset": offset, "seed": self._seed, **change}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
@@ -297,6 +312,7 @@ class CachedBatches(BatchIterator):
         # With a different seed, samples of this epoch would be repeated or skipped.
         self._position = state["position"] * self._block + state.get("offset", 0)
         self._seed = state["seed"]
+        self._change = state.get("change", {})
 
     def describe(self, first: int, last: int) -> str:
         n = len(self._sets)
