@@ -1183,6 +1183,8 @@ class Trainer(Configurable):
             logger.warning(
                 "%s contains checkpoints, which are ignored without --checkpoint.enable", folder
             )
+        elif not self.config.checkpoint.enable:
+            logger.info("the run saves no checkpoints and cannot resume; --checkpoint.enable does")
         if self.early_end:
             logger.info("training has ended after step %d: %s", self.step, self.early_end)
             return

@@ -31,8 +31,9 @@ def small_run(
     spec: ModelSpec,
     trainer: type[ConfigT] = Trainer.Config,  # type: ignore[assignment]
 ) -> ConfigT:
-    """Pre-train a small model on the built-in stories with `trainer`: a minute on two CPU cores, no
-    network."""
+    """Pre-train a small model on the built-in stories with `trainer`: about a minute on two CPU
+    cores, no network. Configurations of longer runs save checkpoints; this one only if asked to, so
+    that the same command trains again."""
     return trainer(
         model_spec=spec,
         training=TrainingConfig(

@@ -11,6 +11,7 @@ from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import CompileConfig
 from torchtitan.models.common.recipes import for_conversations, published, small_run, with_adapters
 from torchtitan.models.llama3 import FAMILY, model_registry
+from torchtitan.protocols import ModelConverter
 from torchtitan.trainer import Trainer
 
 
@@ -29,38 +30,31 @@ def llama3_debugmodel_sft() -> Trainer.Config:
         tokenizer=PretrainedTokenizer.Config(added_tokens=["<|im_start|>", "<|im_end|>"]),
         dataloader=SFTDataLoader.Config(dataset=["chats"], chat_template="chatml"),
         training=dataclasses.replace(config.training, seq_len=512, local_batch_size=4),
+        checkpoint=dataclasses.replace(config.checkpoint, enable=True),
     )
 
 
 def llama3_debugmodel_float8() -> Trainer.Config:
     """The small model with linear layers in emulated float8, which runs on any device but saves no
     time or memory."""
-    config = llama3_debugmodel()
-    config.model_converters = [Float8LinearConverter.Config(emulate=True, min_features=16)]
-    return config
+    return _small_converted(Float8LinearConverter.Config(emulate=True, min_features=16))
 
 
 def llama3_debugmodel_mxfp8() -> Trainer.Config:
     """The small model with linear layers in MXFP8, emulated without the instructions."""
-    config = llama3_debugmodel()
-    config.model_converters = [MXFP8.Config(min_features=32)]
-    return config
+    return _small_converted(MXFP8.Config(min_features=32))
 
 
 def llama3_debugmodel_nvfp4() -> Trainer.Config:
     """The small model with linear layers in NVFP4, emulated without the instructions; the last
     block stays wide."""
-    config = llama3_debugmodel()
-    config.model_converters = [NVFP4.Config(min_features=16, exclude=[r"layers\.3\."])]
-    return config
+    return _small_converted(NVFP4.Config(min_features=16, exclude=[r"layers\.3\."]))
 
 
 def llama3_debugmodel_qat() -> Trainer.Config:
     """The small model, trained in its second half for quantization: 4-bit weights, 8-bit
     activations."""
-    config = llama3_debugmodel()
-    config.model_converters = [QAT.Config(start_step=50)]
-    return config
+    return _small_converted(QAT.Config(start_step=50))
 
 
 def llama3_debugmodel_lora() -> Trainer.Config:
@@ -134,6 +128,14 @@ def llama3_8b_sft() -> Trainer.Config:
     return for_conversations(
         published(FAMILY, "8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2)()
     )
+
+
+def _small_converted(converter: ModelConverter.Config) -> Trainer.Config:
+    """Pre-train the small model with a converter, for minutes if it is emulated."""
+    config = llama3_debugmodel()
+    config.model_converters = [converter]
+    config.checkpoint.enable = True
+    return config
 
 
 def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
