@@ -233,6 +233,7 @@ def test_caches_stay_in_the_cache(code, monkeypatch):
 READ_ONLY = {
     "CaptionedImageDataLoader.Config.encoders": "frozen encoders",
     "CheckpointConfig.initial_load_path": "weights to start from",
+    "Answers.Config.dataset": "prompts",
     "Evaluation.Config.files": "questions",
     "LoRA.Config.adapter_path": "adapters to start from",
     "PlacedLoader.Config.dataset": "data",

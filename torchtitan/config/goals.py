@@ -21,7 +21,7 @@ def sign_of(metric: str, goal: Goal, *, option: str, goal_option: str) -> int:
     for word in (part.removeprefix("validation_").partition(",")[0] for part in parts):
         if word.endswith(_LOWER):
             return -1
-        if word in _HIGHER or word.endswith("accuracy"):
+        if word in _HIGHER or word.endswith("accuracy") or word.startswith("pass_at_"):
             return 1
     raise UserError(
         f"{option} '{metric}' does not tell whether lower or higher is better; set {goal_option} "

@@ -20,7 +20,7 @@ def check_measured(run: Sections, metric: str, option: str) -> None:
     if not any(callback.evaluates(task) for callback in run.callbacks):
         raise UserError(
             f"{option} {metric}: the run evaluates no '{task}'; name it in "
-            "--callbacks.evaluation.files or --callbacks.evaluation.tasks"
+            "--callbacks.evaluation.files or .tasks, or --callbacks.answers.dataset"
         )
 
 

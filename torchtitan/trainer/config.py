@@ -57,6 +57,7 @@ from torchtitan.protocols.conversion import (
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.logging import logger
+from torchtitan.trainer.answers import Answers
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.chosen_metric import check_measured
 from torchtitan.trainer.data_progress import DataProgress
@@ -161,7 +162,12 @@ class RunConfig(Configurable.Config):
     """Communication."""
 
     callbacks: list[Callback.Config] = field(
-        default_factory=lambda: [Evaluation.Config(), Samples.Config(), EarlyStopping.Config()]
+        default_factory=lambda: [
+            Evaluation.Config(),
+            Answers.Config(),
+            Samples.Config(),
+            EarlyStopping.Config(),
+        ]
     )
     """Further actions around the steps, in order."""
 

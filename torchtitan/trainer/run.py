@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.observe.metrics import MetricsProcessor
@@ -101,6 +102,9 @@ class Run(Protocol):
 
     @property
     def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> Ranks: ...
 
     @property
     def trained_parts(self) -> list[nn.Module]: ...

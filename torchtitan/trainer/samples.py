@@ -98,11 +98,8 @@ class Samples(PeriodicEvaluation, LineRecorder):
             self._stop_ids |= continuation_stop_ids(tokenizer, folders)
             self._prompts += [_continued(tokenizer, text) for text in config.prompts]
         if config.messages:
-            template: ChatTemplate | None = getattr(trainer.dataloader, "template", None)
             option = "--dataloader.chat_template (for --callbacks.samples.messages)"
-            chat = Chat(
-                template or resolve_chat_template("", folders, tokenizer, option=option), tokenizer
-            )
+            chat = Chat(template_of(trainer, option), tokenizer)
             self._stop_ids |= stop_ids(tokenizer, *folders) | {*chat.stops.ids()}
             self._prompts += [_answered(chat, text) for text in config.messages]
         self._check_lengths()
@@ -156,6 +153,15 @@ class Samples(PeriodicEvaluation, LineRecorder):
                 prompt.read(one.ids) for prompt, one in zip(batch, written, strict=True)
             ]
         return [text for texts in share.gather(found) for text in texts]
+
+
+def template_of(trainer: Run, option: str) -> ChatTemplate:
+    """Return the chat template of a run's data, else of its model. Raise `UserError`, which names
+    `option`, without one."""
+    tokenizer = trainer.tokenizer
+    folders = [tokenizer.folder] if tokenizer.folder else []
+    template: ChatTemplate | None = getattr(trainer.dataloader, "template", None)
+    return template or resolve_chat_template("", folders, tokenizer, option=option)
 
 
 def _continued(tokenizer: Tokenizer, text: str) -> _Prompt:

@@ -193,6 +193,14 @@ class Rewards:
             rating.add(function, await _awaited(found, function.subject))
         return rating
 
+    async def totals(self, texts: Texts) -> list[float | None]:
+        """Return the sum of all functions for each text; None without a verdict. Raise `UserError`
+        that names the function that fails."""
+        single = [await self.rate(*text) for text in texts]
+        pairs = zip(single, await self.rate_batch(texts), strict=True)
+        found = [[one.value for one in pair if one.value is not None] for pair in pairs]
+        return [sum(values) if values else None for values in found]
+
     def _empty(self) -> Rating:
         """Return the rating without functions, 0, or before them, none."""
         return Rating(None if self.names else 0.0)
