@@ -1,13 +1,17 @@
 """Mistakes of people who come from other libraries: one line with the remedy."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import PROJECT
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint.formats import format_of
 from torchtitan.components.data import PretrainDataLoader, SFTDataLoader
+from torchtitan.components.evaluation.tasks import check_harness
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import load_config_function
 from torchtitan.models.pretrained import huggingface_model
@@ -98,3 +102,37 @@ def test_variables_of_the_script(variable, message, tmp_path):
     done = subprocess.run(["env", variable, *command], cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode > 0
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Path.mkdir, "is a folder; a checkpoint has a file of this name"),
+        (os.mkfifo, "is not a regular file; save its content to a file"),
+        (lambda file: file.symlink_to("gone"), "is a link to gone, which does not exist"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "consolidated.00.pth", ".metadata"])
+def test_no_file_under_the_name_of_weights(make, message, name, tmp_path):
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} {message}"):
+        format_of(tmp_path)
+
+
+def test_a_file_as_a_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "mine.csv"):
+        (tmp_path / name).write_text("task: mine")
+    with pytest.raises(UserError, match=r"'mine.yaml' is a file, .*add --include_path \. and name"):
+        check_harness(["mine.yaml"], None, "--include_path")
+    with pytest.raises(UserError, match=r"'mine.csv' is a file, and no task: questions are in"):
+        check_harness(["mine.csv"], None, "--include_path")
+
+
+def test_an_export_type_without_an_export():
+    """A configuration sets the type, so the message says how to leave it out."""
+    config = CheckpointManager.Config(enable=True, export_dtype="float32")
+    with pytest.raises(UserError, match=r"is float32, by an option or the configuration, .* None"):
+        config.validate()
+    config.export_dtype = None
+    config.validate()

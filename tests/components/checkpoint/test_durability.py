@@ -1373,7 +1373,7 @@ def test_a_full_save_is_not_replaced_by_the_final_one(
         ),
         (
             {"enable": True, "export_dtype": "bfloat16"},
-            "export_dtype bfloat16 requires --checkpoint.last_save_model_only",
+            "export_dtype is bfloat16, .*add --checkpoint.export_dtype None",
         ),
         ({"last_save_in_hf": True}, "last_save_in_hf requires --checkpoint.enable"),
         ({"last_save_model_only": True}, "last_save_model_only requires --checkpoint.enable"),

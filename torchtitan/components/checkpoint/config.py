@@ -158,9 +158,10 @@ def _check_saves(config: CheckpointConfig) -> None:
     if config.saves or not options:
         if config.export_dtype and config.last_kind == "full":
             raise UserError(
-                f"--checkpoint.export_dtype {config.export_dtype} requires "
-                "--checkpoint.last_save_model_only or --checkpoint.last_save_in_hf, since full "
-                "checkpoints keep the training type; otherwise set --checkpoint.export_dtype None"
+                f"--checkpoint.export_dtype is {config.export_dtype}, by an option or the "
+                "configuration, but the last save is a full checkpoint, which keeps the training "
+                "type; add --checkpoint.export_dtype None, or export with "
+                "--checkpoint.last_save_in_hf or --checkpoint.last_save_model_only"
             )
         return
     names = ", ".join(f"--checkpoint.{option}" for option in options)

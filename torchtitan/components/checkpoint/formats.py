@@ -2,6 +2,7 @@
 
 Needs no torch, so that commands refuse a wrong folder at once."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -61,6 +62,7 @@ def format_of(path: str | Path) -> Format:
         raise UserError(
             f"{folder} is the output folder of torchtune; use the model of an epoch: {epochs[-1]}"
         )
+    _reject_other_kinds(folder)
     inside = sorted(item.name for item in folder.iterdir())
     contents = f"contains {summarize_names(inside)}" if inside else "is empty"
     raise UserError(
@@ -68,6 +70,23 @@ def format_of(path: str | Path) -> Format:
         f"{', '.join((*SAFETENSORS, *PICKLED))} (Hugging Face), {META_FILES} (Meta) nor "
         f"{', '.join(torchtune_files.WEIGHTS)} (torchtune)"
     )
+
+
+def _reject_other_kinds(folder: Path) -> None:
+    """Raise `UserError` for a folder, a pipe or a link to nothing under the name of weights."""
+    named = [folder / name for name in (DCP_METADATA, *SAFETENSORS, *PICKLED)]
+    patterns = (META_FILES, *torchtune_files.WEIGHTS)
+    found = [*named, *(file for pattern in patterns for file in sorted(folder.glob(pattern)))]
+    for file in found:
+        if file.is_file() or not os.path.lexists(file):
+            continue
+        if file.is_symlink() and not file.exists():
+            fault = f"is a link to {os.readlink(file)}, which does not exist; copy the file here"
+        elif file.is_dir():
+            fault = "is a folder; a checkpoint has a file of this name"
+        else:
+            fault = "is not a regular file; save its content to a file"
+        raise UserError(f"{file} {fault}")
 
 
 def formats_in(folder: Path) -> dict[Format, str]:

@@ -139,11 +139,30 @@ def check_harness(names: Sequence[str], include_path: Path | None, option: str) 
         raise UserError(
             f"{option}: {include_path} {fault}; name the folder with the tasks' YAML files"
         )
+    for name in names:
+        _reject_file(name, option)
     if names and importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, "
             "but lm-eval is not installed (pip install 'torchtitan[eval]')"
         )
+
+
+def _reject_file(name: str, option: str) -> None:
+    """Raise `UserError` for the name of a task that is a file, or a folder."""
+    path = Path(name)
+    if not path.exists() or (path.is_dir() and path.name == name):
+        return  # a task may have the name of a folder
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(
+            f"'{name}' is a file, and a task is named by the `task` in it; add {option} "
+            f"{path.parent} and name that"
+        )
+    kind = "folder" if path.is_dir() else "file"
+    raise UserError(
+        f"'{name}' is a {kind}, and no task: questions are in .jsonl, texts in .txt and .md, and "
+        f"lm-eval's tasks in YAML files of the folder {option} DIR"
+    )
 
 
 def mean_centered(
