@@ -26,8 +26,10 @@ import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.optim.kinds import KINDS
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.narrow import MXFP8, NVFP4
 from torchtitan.config import CompileConfig
 from torchtitan.models.common.recipes import small_run, with_adapters
 from torchtitan.models.llama3 import FORMAT, model_registry
@@ -424,6 +426,33 @@ def float8(size: Size) -> Numbers:
     return train(size, config)
 
 
+def narrow(size: Size, converter: Any) -> Numbers:
+    """Train with linear layers in a narrow type; emulated on devices without the instructions."""
+    config = size.pretraining(compiled=not size.toy)
+    options = {"min_features": 32} if size.toy else {"min_features": 1024}
+    config.model_converters = [converter(**options)]
+    return train(size, config)
+
+
+def short(size: Size, **optimizer: Any) -> Numbers:
+    """Train four layers of the size 1B with an optimizer: its step is a large part of the time."""
+    config = size.pretraining()
+    config.model_spec.model.n_layers = 2 if size.toy else 4
+    config.optimizer = dataclasses.replace(config.optimizer, **optimizer)
+    if optimizer.get("rounding", "nearest") != "nearest":
+        config.training.dtype = "bfloat16"
+    if KINDS[config.optimizer.name].averages:
+        config.lr_scheduler.decay_ratio = 0.0
+    return train(size, config)
+
+
+def float16(size: Size) -> Numbers:
+    """Train in float16 with a scaled loss."""
+    config = size.pretraining()
+    config.training.mixed_precision_param = "float16"
+    return train(size, config)
+
+
 def loss_chunks(size: Size, chunk_tokens: int) -> Numbers:
     config = size.pretraining()
     config.model_spec.loss.chunk_tokens = chunk_tokens
@@ -451,10 +480,18 @@ ROWS: dict[str, Callable[[Size], Numbers]] = {
     "1B packed": lambda size: train(size, size.pretraining(packed=True)),
     "1B packed, compiled": lambda size: train(size, size.pretraining(packed=True, compiled=True)),
     "float8": float8,
+    "MXFP8": partial(narrow, converter=MXFP8.Config),
+    "NVFP4": partial(narrow, converter=NVFP4.Config),
+    "float16": float16,
     "generation": generation,
     "generation without CUDA graphs": generation_without_graphs,
     "experts": experts,
     "image back ends": image_back_ends,
     **{f"1B loss chunks of {n}": partial(loss_chunks, chunk_tokens=n) for n in (1024, 2048, 8192)},
     "8B start-up": start_up,
+    **{f"optimizer {name}": partial(short, name=name) for name in KINDS},
+    **{
+        f"optimizer AdamW, bfloat16 weights, {rounding}": partial(short, rounding=rounding)
+        for rounding in ("stochastic", "kahan")
+    },
 }
