@@ -228,3 +228,50 @@ def test_other_values_are_not_averaged():
     absent = {"0": sources["0"], "1": Counted({}, [])}
     with pytest.raises(UserError, match=r"n has the shape \[1\] in 0, and absent in 1"):
         MergedSource(absent, linear([1.0, 1.0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "options", "theirs"),
+    [
+        ("linear", ["--merge_weights", "0.5", "2"], {"weights": [0.5, 2.0], "normalize": True}),
+        ("slerp", ["--position", "0.3"], {"t": 0.3}),
+        (
+            "ties",
+            ["--density", "0.4", "--merge_weights", "1", "2"],
+            {"weights": [1.0, 2.0], "density": 0.4, "normalize": True, "int8_mask": False},
+        ),
+    ],
+)
+def test_mergekit_writes_the_same_models(tmp_path, method, options, theirs):
+    pytest.importorskip("mergekit", reason="needs the extra mergekit")
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    near = 0.01 if method == "ties" else None
+    base, first, second = save_models(tmp_path, 3, near=near)
+    origin = ["--origin", str(base)] if method == "ties" else []
+    words = [str(first), str(tmp_path / "ours"), "--merge", method, "--models", str(second)]
+    assert convert("--to", "hf", *words, *origin, *options) == 0
+    weights = theirs.pop("weights", None)
+    models = [{"model": str(folder)} for folder in (first, second)]
+    for number, model in enumerate(models):
+        if weights:
+            model["parameters"] = {"weight": weights[number]}
+        if "density" in theirs:
+            model["parameters"]["density"] = theirs["density"]
+    document = {
+        "merge_method": method,
+        "models": models,
+        "parameters": {name: value for name, value in theirs.items() if name != "density"},
+        "dtype": "float32",
+        "base_model": str(base if method == "ties" else first),
+    }
+    run_merge(
+        MergeConfiguration.model_validate(document),
+        str(tmp_path / "theirs"),
+        MergeOptions(copy_tokenizer=False, lazy_unpickle=False, quiet=True),
+    )
+    # Float32 sums and angles, in another order.
+    assert_close(tmp_path / "ours", arrays(tmp_path / "theirs"), rtol=1e-5)
