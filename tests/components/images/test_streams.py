@@ -138,6 +138,18 @@ def test_resumption_is_exact(dataset: str, model: Path, workers: int) -> None:
     assert len(batches) > 4
 
 
+def test_weights_of_streams_can_change(dataset: str, model: Path, tmp_path: Path) -> None:
+    rows = [{"caption": f"other {number}", "image": None} for number in range(21)]
+    other = register(tmp_path / "data", "image-stream-other", rows)
+    values = {"columns": ["text=caption"], "shuffle_buffer": 5}
+    config = ImageStreamDataLoader.Config(dataset=[dataset, other], weights=[1.0, 1.0], **values)
+    loader = build(config, model)
+    loader.set_weights([0.0, 1.0])
+    sets = [loader.datasets_of(next(loader)).unique().tolist() for _ in range(4)]
+    loader.close()
+    assert sets == [[1]] * 4
+
+
 @pytest.mark.slow
 def test_loss_equals_that_of_the_class(dataset: str, model: Path, tmp_path: Path) -> None:
     """The mean over the tokens of all documents, except those of images; in float32."""

@@ -53,11 +53,20 @@ class WindowsDataLoader(TokenizingDataLoader):
         dataset: list[str] = field(default_factory=list)
         """Datasets."""
 
+        weights: list[float] = field(default_factory=list)
+        """Relative share of each dataset in the windows."""
+
     config: Config
     _batches: BatchIterator
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
         self._batches.set_seq_len(seq_len, longest)
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        check_can_set_weights(bool(self.config.weights), self._layout.epochs)
+        check_weights("weights", weights, len(self.dataset_names))
+        check_cycle(weights)
+        self._batches.set_weights(list(weights))
 
     @property
     def exhausted(self) -> bool:
@@ -267,9 +276,3 @@ class PretrainDataLoader(WindowsDataLoader):
                 seed=seed,
             )
         self.n_samples = self._batches.n_samples
-
-    def set_weights(self, weights: Sequence[float]) -> None:
-        check_can_set_weights(bool(self.config.weights), self._layout.epochs)
-        check_weights("weights", weights, len(self.dataset_names))
-        check_cycle(weights)
-        self._batches.set_weights(list(weights))
