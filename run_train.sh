@@ -12,8 +12,8 @@
 #           how often a run that crashed, or hung, starts again from its newest checkpoint
 #           (default: 0)
 # EXTRA     optional packages: transformers, vision (transformers and Pillow), diffusion (also
-#           diffusers), quantization (torchao), sentencepiece, math, vllm, wandb, eval, gguf,
-#           openenv, verifiers, serve (default: none)
+#           diffusers), quantization (torchao), classify (scikit-learn), sentencepiece, math,
+#           mergekit, vllm, wandb, eval, gguf, openenv, verifiers, serve (default: none)
 # COMM_MODE fake_backend: train nothing, and say what NGPU processes, any number, would need;
 #           docs/dry_run.md
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT

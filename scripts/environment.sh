@@ -17,6 +17,7 @@ active_environment_suffices() {
             packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python)
             packages+=(transformers pillow starlette uvicorn diffusers)
             ;;
+        classify) packages+=(scikit-learn) ;;
         diffusion) packages+=(transformers pillow diffusers) ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
@@ -24,6 +25,7 @@ active_environment_suffices() {
         verifiers) packages+=(verifiers) ;;
         gguf) packages+=(gguf) ;;
         math) packages+=(math-verify) ;;
+        mergekit) packages+=(mergekit) ;;
         quantization) packages+=(torchao) ;;
         sentencepiece) packages+=(sentencepiece) ;;
         serve) packages+=(starlette uvicorn) ;;
@@ -33,9 +35,9 @@ active_environment_suffices() {
         wandb) packages+=(wandb) ;;
         "") ;;
         *)
-            echo "EXTRA is '$1', but must be one of dev, diffusion, docs, eval, gguf, math," \
-                "openenv, quantization, sentencepiece, serve, transformers, verifiers, vision," \
-                "vllm, wandb" >&2
+            echo "EXTRA is '$1', but must be one of classify, dev, diffusion, docs, eval, gguf," \
+                "math, mergekit, openenv, quantization, sentencepiece, serve, transformers," \
+                "verifiers, vision, vllm, wandb" >&2
             exit 2
             ;;
     esac

@@ -671,8 +671,8 @@ class TestScripts:
         code, calls, printed = self.run(checkout, "run_train.sh", EXTRA="torchao")
         assert (code, calls) == (2, [])
         groups = (
-            "dev, diffusion, docs, eval, gguf, math, openenv, quantization, sentencepiece, serve, "
-            "transformers, verifiers, vision, vllm, wandb"
+            "classify, dev, diffusion, docs, eval, gguf, math, mergekit, openenv, quantization, "
+            "sentencepiece, serve, transformers, verifiers, vision, vllm, wandb"
         )
         assert printed == f"EXTRA is 'torchao', but must be one of {groups}\n"
 
