@@ -35,6 +35,12 @@ _KNOWN_KEYS = frozenset(_KEYS)
 _NOT_OPTIONS = {"messages", "tools", "add_generation_prompt"}
 """Variables of templates that no row may set as an option."""
 
+CONFIGURATIONS_OF_IMAGES = (
+    "to train on images, use --config sft_images or lora_images, dpo_images for preferences, "
+    "bradley_terry_images for reward models, or grpo_images for rewards"
+)
+"""Advice for images in data of text."""
+
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts with text."""
 
@@ -261,9 +267,8 @@ def _part(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if kind in IMAGE_PARTS:
         raise BrokenSample(
-            f"its content has a part of type {kind!r}, and this configuration trains on text; to "
-            "train on images, use --config sft_images or lora_images, dpo_images for preferences, "
-            "or grpo_images for rewards"
+            f"its content has a part of type {kind!r}, and this configuration trains on text; "
+            f"{CONFIGURATIONS_OF_IMAGES}"
         )
     if kind not in _TEXT_PARTS:
         raise BrokenSample(f"its content has a part of type {kind!r}; only text is supported")

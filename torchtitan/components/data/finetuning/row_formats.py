@@ -16,7 +16,12 @@ from torchtitan.components.data.finetuning.columns import (
     renamed_row,
     suggested_columns,
 )
-from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, Sample
+from torchtitan.components.data.finetuning.conversation import (
+    CONFIGURATIONS_OF_IMAGES,
+    BrokenSample,
+    EmptySample,
+    Sample,
+)
 from torchtitan.components.data.finetuning.conversions import (
     ANSWERS,
     PromptReader,
@@ -367,8 +372,7 @@ def _convert(
     if images := [column for column in IMAGE_COLUMNS if mapping.get(column) in row]:
         raise UserError(
             f"--dataloader.columns names images ({images[0]}), and this configuration trains on "
-            "text; to train on images, use --config sft_images or lora_images, dpo_images for "
-            "preferences, or grpo_images for rewards"
+            f"text; {CONFIGURATIONS_OF_IMAGES}"
         )
     renamed = renamed_row(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:
