@@ -66,6 +66,34 @@ def test_right_words_are_no_mistakes(words):
     early(*words)
 
 
+def test_numbers_in_a_file_are_names():
+    Path("2024").mkdir()
+    Path("run.yaml").write_text("dataloader: {dataset: [2024]}\nhf_assets_path: 2024\n")
+    early("--config_file=run.yaml")
+    Path("run.yaml").write_text("dataloader: {dataset: [2024-01-01]}")
+    with pytest.raises(UserError, match="'2024-01-01' is neither"):
+        early("--config_file=run.yaml")
+
+
+def test_quoted_booleans_are_refused():
+    """Any text would be true."""
+    Path("run.yaml").write_text('parallelism: {auto: "false"}')
+    with pytest.raises(UserError, match="is 'false', but must be true or false"):
+        early("--config_file=run.yaml")
+
+
+def test_a_run_that_may_be_complete_needs_no_data():
+    """The same command after its end says so, and its data may be gone."""
+    words = ["--dataloader.dataset=nowhere.txt", "--checkpoint.enable"]
+    with pytest.raises(UserError, match="neither"):
+        early(*words)
+    Path("outputs/checkpoint").mkdir(parents=True)
+    early(*words)
+    early(*words, "--dump_folder=elsewhere", "--checkpoint.folder=s3://bucket/run")
+    with pytest.raises(UserError, match="neither"):
+        early(*words, "--checkpoint.no_enable")
+
+
 def test_processes_are_unknown_if_there_may_be_gpus(monkeypatch, tmp_path):
     assert not may_have_gpus(tmp_path)
     (tmp_path / "nvme0").touch()

@@ -42,17 +42,23 @@ def may_have_gpus(devices: Path = Path("/dev")) -> bool:
 
 def check_files(known: KnownConfiguration, given: Mapping[str, object]) -> None:
     """Raise `UserError` for a folder of model files, or a file or folder of data, that is set and
-    does not exist. A dry run reads no data."""
+    does not exist. A dry run and a run that is complete read no data."""
     assets = str(given.get("hf_assets_path") or "")
     if assets and not is_url(assets) and not os.path.isdir(os.path.expanduser(assets)):
         raise missing_folder_error(assets)
-    if os.environ.get("COMM_MODE"):
+    if os.environ.get("COMM_MODE") or _may_be_complete(known, given):
         return
     for key in ("dataloader.dataset", "validator.dataset"):
-        datasets = given.get(key)
-        is_read = key == "dataloader.dataset" or known.section("validator", given)["enable"]
-        if is_read and isinstance(datasets, list):
-            _check_datasets(known, datasets)
+        is_read = key == "dataloader.dataset" or known.value("validator.enable", given)
+        if is_read and key in given:
+            _check_datasets(known, known.value(key, given))
+
+
+def _may_be_complete(known: KnownConfiguration, given: Mapping[str, object]) -> bool:
+    """Return whether the run may have checkpoints, which only torch can read."""
+    dump_folder, folder = (known.value(f, given) for f in ("dump_folder", "checkpoint.folder"))
+    is_enabled = known.value("checkpoint.enable", given)
+    return is_enabled and (is_url(folder) or os.path.exists(os.path.join(dump_folder, folder)))
 
 
 def _check_datasets(known: KnownConfiguration, datasets: Sequence[str]) -> None:

@@ -98,15 +98,18 @@ class KnownConfiguration:
         """The declared types of the options, and `Any` for fields that are not options."""
         return {key: field.declared for key, field in self.fields.items()}
 
+    def value(self, key: str, given: Mapping[str, object]) -> Any:
+        """Return the value of a field: the one `given` by key, which fits its type, or the default
+        value."""
+        field = self.fields[key]
+        return convert(given[key], field.declared) if key in given else field.default
+
     def section(self, name: str, given: Mapping[str, object]) -> dict[str, Any]:
-        """Return the values of a section's fields, by name: those `given`, which fit their types,
-        by key, and the default values of others."""
+        """Return the values of a section's fields, by name, as `value` does."""
         prefix = f"{name}."
         return {
-            key.removeprefix(prefix): convert(given[key], option.declared)
-            if key in given
-            else option.default
-            for key, option in self.fields.items()
+            key.removeprefix(prefix): self.value(key, given)
+            for key in self.fields
             if key.startswith(prefix)
         }
 
@@ -158,8 +161,7 @@ def check_sections(known: KnownConfiguration, given: Mapping[str, object]) -> No
     for section_name, options in RANGES.items():
         for option in options:
             if (key := f"{section_name}.{option}") in given and key in known.fields:
-                value = convert(given[key], known.fields[key].declared)
-                check_range(section_name, option, value)
+                check_range(section_name, option, known.value(key, given))
 
 
 def known_configuration(module: str, config: str) -> KnownConfiguration | None:
