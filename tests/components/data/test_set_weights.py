@@ -120,6 +120,41 @@ def test_ranks_and_workers_do_not_matter(config, tokenizer):
         assert whole["input"] == [part["input"][0] for part in parts]
 
 
+def test_epochs_in_the_summary_follow_the_changes(config, tokenizer):
+    """At the end of a run, as they would be told when it resumes."""
+    loader = build(config, tokenizer, batch=1)
+    if isinstance(loader, SFTDataLoader) or (whole := loader.summary(0)) is None:
+        pytest.skip("the epochs of this loader follow its weights otherwise")
+    counts = [0, 0]
+    for batch in read(loader, 0, 40):
+        counts[loader.datasets_of(batch)[0, 0].item()] += 1
+    sizes = [-(-(of.report.tokens - 1) // SEQ_LEN) for of in whole.sets]
+    epochs = [of.epochs for of in loader.summary(40).sets]
+    assert epochs == pytest.approx([n / size for n, size in zip(counts, sizes, strict=True)])
+
+
+def test_a_begun_block_is_read_to_its_end(tmp_path, tokenizer):
+    """Under a schedule of lengths, a window may end within a block."""
+    names = [write_texts(tmp_path, name) for name in ("dog", "garden")]
+    config = PretrainDataLoader.Config(
+        dataset=names, weights=WEIGHTS[0], cache_dir=str(tmp_path / "cache")
+    )
+
+    def shorter():
+        loader = build(config, tokenizer, batch=1)
+        loader.set_seq_len(SEQ_LEN // 2, SEQ_LEN)
+        return loader
+
+    constant, changed, resumed = shorter(), shorter(), shorter()
+    expected, found = (as_lists(take(loader, 5)) for loader in (constant, changed))
+    changed.set_weights([0, 1])
+    changed.set_weights([1, 4])
+    resumed.load_state_dict(json.loads(json.dumps(changed.state_dict())))
+    assert as_lists(take(changed, 1)) == as_lists(take(constant, 1))
+    assert as_lists(take(resumed, 6))[1:] == as_lists(take(changed, 5))
+    assert found == expected
+
+
 @pytest.mark.slow
 def test_prefetched_batches_change_too(config, tokenizer):
     prefetching = build(dataclasses.replace(config, num_workers=2), tokenizer)

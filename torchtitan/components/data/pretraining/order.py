@@ -35,6 +35,7 @@ class BlockOrder:
         seed: random seed of the permutations.
         first: place at which the order begins, because weights have changed there.
         read: with weights, blocks of each set before `first`; empty: none.
+        last: set and block at the place before `first`, which may be read further.
 
     Raises:
         UserError: weights are invalid, or see `check_cycle`.
@@ -49,6 +50,7 @@ class BlockOrder:
         seed: int,
         first: int = 0,
         read: Sequence[int] = (),
+        last: Sequence[int] = (),
     ):
         self._sizes = sizes
         self._weights = weights
@@ -60,10 +62,15 @@ class BlockOrder:
         self._turns = turns_of(weights or [1])
         """Group of each block in the cycle, (n,)."""
         self._first = first
+        self._last = tuple(last)
         self._read: Array = np.array(read or [0] * len(self._groups), np.int64)
 
     def block(self, place: int) -> tuple[int, int]:
         """Return the set, and the block of it, at a place in the global order."""
+        if place < self._first:
+            assert place == self._first - 1, "earlier places are in another order"
+            number, block = self._last
+            return number, block
         number = int(self._turns[(place - self._first) % len(self._turns)])
         epoch, block = divmod(int(self._counts(place)[number]), self._groups[number])
         if self._shuffle:

@@ -242,7 +242,7 @@ class CachedBatches(BatchIterator):
         self._seed = seed
         self._block, self._position = layout.seq_len, 0
         self._change: dict[str, Any] = {}
-        """Place and weights of the last change of weights, and the blocks of each set before."""
+        """Arguments of `BlockOrder` after the last change of weights."""
         order = self._order(layout.seq_len)
         n_samples = None if layout.epochs is None else order.blocks_in(layout.epochs)
         super().__init__(layout, self._identity(), n_samples)
@@ -289,8 +289,13 @@ class CachedBatches(BatchIterator):
         """Replace the weights from the next block on; a begun one is read to its end."""
         self.close()
         first = -(-self._position // self._block)
-        read = self._order(self._block, **self._change).read_before(first)
-        self._change = {"weights": list(weights), "first": first, "read": read}
+        order = self._order(self._block, **self._change)
+        self._change = {
+            "weights": list(weights),
+            "first": first,
+            "read": order.read_before(first),
+            "last": list(order.block(first - 1)) if first else [],
+        }
 
     def _positions(self, n_tokens: int | None) -> Iterable[int]:
         seq_len = self._layout.seq_len
@@ -326,7 +331,9 @@ class CachedBatches(BatchIterator):
         order = self._order(seq_len)
         summaries = []
         sources = []
-        read = order.blocks_of_sets(n_samples)
+        # A change counts blocks, which are windows unless these are shorter for a time.
+        change = self._change if seq_len == self._block else {}
+        read = self._order(seq_len, **change).blocks_of_sets(n_samples)
         for name, tokens, n_windows, n_read in zip(
             self._names, self._sets, windows, read, strict=True
         ):
