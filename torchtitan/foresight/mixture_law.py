@@ -22,6 +22,9 @@ _LEAST_STRENGTH, _MOST_STRENGTH = 0.1, 5.0
 """Strengths of the Dirichlet distributions, of which the lowest give mixtures of nearly one source
 (arXiv:2407.01492, appendix)."""
 
+_DRAWS = 100
+"""Draws for each mixture. Around few sources, most whole percents are found in fewer."""
+
 _CANDIDATES = 100_000
 _BEST = 100
 """The proposal is the mean of the best candidates (arXiv:2407.01492, section 3)."""
@@ -31,12 +34,19 @@ _PERCENT = 100
 
 def draw_mixtures(around: Sequence[float], n: int, seed: int = 0) -> list[tuple[int, ...]]:
     """Return different mixtures in percent: `around` first, then random ones. `around` has a share
-    above 0 for each source."""
+    above 0 for each source. Raise `UserError` if there are too few."""
     shares = numpy.array(around) / sum(around)
     found = {_in_percent(shares): None}
     random = numpy.random.default_rng(seed)
+    draws = (_draw(random, shares, 1)[0] for _ in range(_DRAWS * n))
     while len(found) < n:
-        found[_in_percent(_draw(random, shares, 1)[0])] = None
+        drawn = next(draws, None)
+        if drawn is None:
+            raise UserError(
+                f"{n} mixtures are too many: only {len(found)} different ones in whole percent "
+                "were drawn; decrease --runs, or make --around more even"
+            )
+        found[_in_percent(drawn)] = None
     return list(found)
 
 
