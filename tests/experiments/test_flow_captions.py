@@ -116,6 +116,11 @@ def test_model_must_read_the_encoders(data, tmp_path):
         ({"model__channels": 3}, "--model.channels is 3, and .* gives 2"),
         ({"dataloader__buckets": ["8x10"]}, "images of 8x10 pixels .* use multiples of 4"),
         ({"dataloader__buckets": ["16x8"]}, "--model.image_size 4 must be 8"),
+        ({"parallelism__context_parallel_degree": 2}, "not divide the 7 tokens of a caption"),
+        (
+            {"parallelism__context_parallel_degree": 7},
+            "not divide the 4 tokens of an image of 8x8 pixels",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             train(data, tmp_path, **options)

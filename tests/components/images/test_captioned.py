@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,7 @@ def test_batches_are_the_same_for_any_number_of_ranks_and_after_a_resume(
         ({"encoders": "/nowhere"}, "has no folder text_encoder"),
         ({"buckets": ["8"]}, "'8' must be HEIGHTxWIDTH"),
         ({"buckets": ["8x9"]}, "8x9 must be multiples of 2, the pixels of a latent"),
+        ({"buckets": [], "image_size": 9}, "--dataloader.image_size 9 must be multiples of 2"),
         ({"caption_tokens": 0}, "--dataloader.caption_tokens"),
     ],
 )
@@ -253,6 +255,18 @@ def test_wrong_options_are_refused(folder, encoders, tmp_path, options, message)
     chosen = config(folder, encoders[0], tmp_path, **options)
     with pytest.raises(UserError, match=message):
         chosen.validate()
+
+
+@pytest.mark.parametrize(
+    ("part", "key"), [("text_encoder_2", "d_model"), ("vae", "block_out_channels")]
+)
+def test_an_incomplete_download_is_refused(folder, encoders, tmp_path, part, key):
+    shutil.copytree(encoders[0], tmp_path / "part")
+    (tmp_path / "part" / part / "config.json").unlink()
+    chosen = config(folder, tmp_path / "part", tmp_path)
+    with pytest.raises(UserError, match=f"{part}/config.json has no {key}; download"):
+        chosen.validate()
+        chosen.blank_batch(1, 1)
 
 
 def test_cut_captions_are_counted(folder, encoders, tmp_path, caplog):

@@ -83,9 +83,10 @@ class CaptionedImageDataLoader(PlacedLoader):
             reduction = self.folder.reduction
             for height, width in self.sizes:
                 if height % reduction or width % reduction:
+                    given = f"buckets {height}x{width}" if self.buckets else f"image_size {height}"
                     raise UserError(
-                        f"--dataloader.buckets {height}x{width} must be multiples of {reduction}, "
-                        "the pixels of a latent"
+                        f"--dataloader.{given} must be multiples of {reduction}, the pixels of a "
+                        "latent"
                     )
 
         @property

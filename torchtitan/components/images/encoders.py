@@ -3,7 +3,6 @@ an autoencoder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ LATENTS = "pixels"
 
 _TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 _AUTOENCODER = "vae"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -49,46 +49,51 @@ class EncoderFolder:
                 "text_encoder_2 and tokenizer_2 (T5), and vae, or none to train on pixels"
             )
 
-    @cached_property
-    def autoencoder(self) -> dict[str, Any] | None:
-        """Content of the autoencoder's config.json; None: there is none."""
-        folder = self.path / _AUTOENCODER
-        return read_object(folder / "config.json") if folder.is_dir() else None
+    @property
+    def has_autoencoder(self) -> bool:
+        return (self.path / _AUTOENCODER).is_dir()
 
     @property
     def reduction(self) -> int:
         """Pixels of an image's side for each of its latents."""
-        if self.autoencoder is None:
+        if not self.has_autoencoder:
             return 1
-        return int(2 ** (len(self.autoencoder["block_out_channels"]) - 1))
+        return int(2 ** (len(self._value(_AUTOENCODER, "block_out_channels")) - 1))
 
     @property
     def text_dim(self) -> int:
         """Width of T5's states."""
-        return int(read_object(self.path / "text_encoder_2" / "config.json")["d_model"])
+        return int(self._value("text_encoder_2", "d_model"))
 
     @property
     def pooled_dim(self) -> int:
         """Width of CLIP's pooled text."""
-        return int(read_object(self.path / "text_encoder" / "config.json")["hidden_size"])
+        return int(self._value("text_encoder", "hidden_size"))
+
+    def _value(self, part: str, key: str) -> Any:
+        """Return a value of an encoder's config.json. Raise `UserError` if it is missing."""
+        file = self.path / part / _CONFIG
+        if (value := read_object(file).get(key)) is None:
+            raise UserError(f"--dataloader.encoders: {file} has no {key}; download the folder")
+        return value
 
     def image_shape(self, pixels: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what a model is trained on, for images of the shape `pixels`
         (channels, height, width)."""
-        if self.autoencoder is None:
+        if not self.has_autoencoder:
             return tuple(pixels)
         sides = (side // self.reduction for side in pixels[1:])
-        return (int(self.autoencoder["latent_channels"]), *sides)
+        return (int(self._value(_AUTOENCODER, "latent_channels")), *sides)
 
     def shapes(self, pixels: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each result for one image of the shape `pixels`."""
         texts = {TEXT: (self.n_tokens, self.text_dim), POOLED: (self.pooled_dim,)}
-        latents = {} if self.autoencoder is None else {LATENTS: self.image_shape(pixels)}
+        latents = {LATENTS: self.image_shape(pixels)} if self.has_autoencoder else {}
         return {**texts, **latents}
 
     def identity(self, digest: Callable[[Path], str]) -> list[object]:
         """Return what determines the results: the content of the files, and the settings."""
-        folders = (*_TEXT_FOLDERS, *(() if self.autoencoder is None else (_AUTOENCODER,)))
+        folders = (*_TEXT_FOLDERS, *((_AUTOENCODER,) if self.has_autoencoder else ()))
         files = [path for name in folders for path in sorted((self.path / name).iterdir())]
         contents = [f"{p.parent.name}/{p.name} {digest(p)}" for p in files if p.is_file()]
         return [contents, self.n_tokens, str(self.dtype)]
@@ -108,7 +113,7 @@ class EncoderFolder:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return the images of latents, (B, C, H, W), between -1 and 1; loads the autoencoder."""
-        if self.autoencoder is None:
+        if not self.has_autoencoder:
             return latents
         model = self.open_autoencoder()
         x = latents / model.config.scaling_factor + (model.config.shift_factor or 0.0)
@@ -138,7 +143,7 @@ class Encoders:
             AutoTokenizer.from_pretrained(folder.path / name)
             for name in ("tokenizer", "tokenizer_2")
         )
-        self._vae = None if folder.autoencoder is None else folder.open_autoencoder()
+        self._vae = folder.open_autoencoder() if folder.has_autoencoder else None
         self._n_cut = 0
 
     @torch.no_grad()

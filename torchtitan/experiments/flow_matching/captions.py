@@ -44,11 +44,27 @@ class CaptionTrainer(FlowMatchingTrainer):
                         f"images of {size[0]}x{size[1]} pixels do not fit the model's patches; use "
                         f"multiples of {least}"
                     )
+            self._check_tokens(model.patch_size)
             if len(loader.sizes) == 1 and loader.shapes[0][1] != model.image_size:
                 raise UserError(
                     f"--model.image_size {model.image_size} must be {loader.shapes[0][1]}, the "
                     "height of the images or of their latents, so that operations are counted"
                 )
+
+        def _check_tokens(self, patch_size: int) -> None:
+            """Raise `UserError` if context-parallel ranks cannot divide the tokens of a caption, or
+            of an image of a bucket, which may come late in a run."""
+            loader, degree = self.dataloader, self.parallelism.context_parallel_degree
+            counts = {"a caption (--dataloader.caption_tokens)": loader.caption_tokens}
+            for (height, width), shape in zip(loader.sizes, loader.shapes, strict=True):
+                n_patches = shape[1] // patch_size * (shape[2] // patch_size)
+                counts[f"an image of {height}x{width} pixels"] = n_patches
+            for part, n_tokens in counts.items():
+                if n_tokens % degree:
+                    raise UserError(
+                        f"--parallelism.context_parallel_degree {degree} does not divide the "
+                        f"{n_tokens} tokens of {part}"
+                    )
 
     config: Config
     dataloader: CaptionedImageDataLoader
