@@ -188,16 +188,18 @@ def _classifier(examples: Sequence[str], loader: Any) -> "Classifier":
 
 def _tell_cost(preparation: "Preparation", classifier: "Classifier | None", shares: int) -> None:
     """Log what optional steps of a share take, before they start."""
-    n_bytes = sum(part.size() for _, part in preparation.parts) / shares
+    parts = [part for _, part in preparation.parts]
+    n_bytes, amount = 1e6, "each MB of text"  # of tables, whose rows have unknown lengths
+    if all(part.counts_bytes for part in parts):
+        n_bytes = sum(part.size() for part in parts) / shares
+        amount = f"{n_bytes / 1e6:,.1f} MB"
     costs = {}
     if classifier:
         costs["scores"] = classifier.measured.seconds_per_byte
     if preparation.near_duplicates:
         costs["near duplicates"] = preparation.near_duplicates.seconds_per_token() / _TOKEN_BYTES
     for name, seconds in costs.items():
-        logger.info(
-            f"{name}: about {n_bytes * seconds:,.1f} processor seconds for {n_bytes / 1e6:,.1f} MB"
-        )
+        logger.info(f"{name}: about {n_bytes * seconds:,.1f} processor seconds for {amount}")
     if bands := preparation.near_duplicates:
         found = ", ".join(f"{bands.probability(s):.0%} at {s}" for s in (0.5, 0.6, 0.7, 0.8, 0.9))
         logger.info(

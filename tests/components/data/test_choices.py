@@ -4,6 +4,7 @@ import json
 import random
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -11,6 +12,7 @@ import pytest
 
 from tests.components.data.helpers import open_tokens, raises, split_documents, write_jsonl
 from tests.components.data.test_prepare import contents
+from torchtitan.cli.data_prepare import _tell_cost
 from torchtitan.cli.main import main
 from torchtitan.components.data.prepare.classifier import train_classifier
 from torchtitan.components.data.prepare.near_duplicates import NGRAM, Bands, repeated
@@ -104,6 +106,17 @@ def prepare(corpus: dict[str, str], out: Path, *options: str) -> int:
     return main(
         ["data", "prepare", corpus["a"], corpus["b"], "--out", str(out), *PREPARE, *options]
     )
+
+
+@pytest.mark.parametrize(("dataset", "amount"), [("a", "MB"), ("stories", "each MB of text")])
+def test_the_cost_is_of_bytes(corpus, caplog, dataset, amount):
+    """Rows of tables are no bytes."""
+    (part,) = resolve_source(corpus.get(dataset, dataset)).parts
+    preparation = SimpleNamespace(parts=[(0, part)], near_duplicates=Bands(0.8))
+    with caplog.at_level("INFO"):
+        _tell_cost(preparation, None, 1)
+    size = f"{part.size() / 1e6:,.1f} " if dataset == "a" else ""
+    assert f"processor seconds for {size}{amount}\n" in f"{caplog.messages[0]}\n"
 
 
 def test_copies_and_low_scores_are_dropped_and_counted(corpus, tokenizer, tmp_path, capsys):

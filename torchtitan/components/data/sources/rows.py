@@ -58,6 +58,9 @@ class Part(ABC):
     kind = ""
     """Distinguishes parts with equal content that are read differently."""
 
+    counts_bytes = True
+    """False if `size` counts rows."""
+
     folder: Path | None = None
     """Folder to which paths in rows are relative; None if the data is in no local folder."""
 
@@ -67,7 +70,7 @@ class Part(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """Return the sum of all `on_read` calls: bytes or rows."""
+        """Return the sum of all `on_read` calls: bytes or rows, see `counts_bytes`."""
 
     @abstractmethod
     def contents(self, digest: Callable[[Path], str]) -> list[str]:

@@ -204,6 +204,8 @@ def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
 
 
 class _EmbeddedPart(Part):
+    counts_bytes = False
+
     def __init__(self, name: str, split: Any, embedded: _Embedded):
         super().__init__(f"{name} ({split})", embedded.column)
         self.version = embedded.version

@@ -38,6 +38,7 @@ class Table(Part):
     """
 
     kind = "datasets"
+    counts_bytes = False
 
     def __init__(
         self,
