@@ -200,6 +200,18 @@ def test_rates_of_muon_keep_the_spectral_norm_of_updates_in_proportion():
     assert latents(name) == pytest.approx(norms[1] / norms[0])
 
 
+@pytest.mark.parametrize("words", [["--muon"], ["--muon=True"], ["--config_file"]])
+def test_muon_is_chosen_on_the_command_line_or_in_a_file(words, tmp_path):
+    (tmp_path / "run.yaml").write_text("muon: true")
+    words = [*words, *([str(tmp_path / "run.yaml")] if words == ["--config_file"] else [])]
+    config = parse("--dial=4", "--width_per_layer=128", *words)
+    assert config.muon and config.optimizer.name == "Muon"
+    assert rates_of(config)("layers.0.attention.wq.weight") == 1 / 2
+    config = parse("--dial=4", "--width_per_layer=128", *words, "--no-muon")
+    assert not config.muon and config.optimizer.name == "AdamW"
+    assert rates_of(config)("layers.0.attention.wq.weight") == 1 / 4
+
+
 def test_a_layer_that_the_smallest_model_lacks_is_transferred():
     """Qwen 3.5's fourth layer is its first one with full attention; here width 256, 4 layers."""
     rate = rates_of(dial(dial=4, family=torchtitan.models.qwen3_5))

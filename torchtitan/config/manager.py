@@ -218,13 +218,16 @@ class ConfigManager:
         Raise `UserError` for a value of another type."""
         options = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
         types = optional_parameters(function)
-        for name in types:
+        booleans = {name for name, kind in types.items() if kind is bool}
+        for name in types.keys() - booleans:
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             options.add_argument(*spellings, dest=name)
-        given = vars(options.parse_known_args(overrides)[0])
+        given: dict[str, object] = vars(options.parse_known_args(overrides)[0])
+        given |= _switched(_to_switches(overrides, booleans), types)
         arguments: dict[str, object] = {}
         for name, kind in types.items():
-            value = document.get(name) if given[name] is None else given[name]
+            value = given.get(name)
+            value = document.get(name) if value is None else value
             if value is None:
                 continue
             if not fits(value, kind):
@@ -364,8 +367,13 @@ def _values_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, o
         key: given if holds_list(types[key]) and given != ["None"] else given[0]
         for key, given in _given_in(words, types).items()
     }
+    return values | _switched(words, types)
+
+
+def _switched(words: Sequence[str], types: Mapping[str, object]) -> dict[str, bool]:
+    """Return the booleans that the switches on the command line set, by key."""
     switches = _switches(types)
-    return values | dict(switches[key] for key in map(_key_of, words) if key in switches)
+    return dict(switches[key] for key in map(_key_of, words) if key in switches)
 
 
 def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:

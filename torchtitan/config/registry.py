@@ -262,8 +262,8 @@ def needs_assets(function: Callable[..., object]) -> bool:
 
 def optional_parameters(function: Callable[..., object]) -> dict[str, Any]:
     """Return name → type, without None, of the parameters of a configuration function that options
-    of the same names set: those of type str, int or float. The configuration must also have these
-    options."""
+    of the same names set: those of type str, int, float or bool. The configuration must also have
+    these options."""
     names, n_required = _parameters_of(function)
     optional = [name for name in names[n_required:] if name != _FAMILY_PARAMETER]
     if not optional:  # so that other annotations need not resolve
@@ -273,7 +273,7 @@ def optional_parameters(function: Callable[..., object]) -> dict[str, Any]:
     for name in optional:
         kind = types.get(name)
         kinds = {*(get_args(kind) or (kind,))} - {NoneType}
-        if len(kinds) == 1 and kinds <= {str, int, float}:
+        if len(kinds) == 1 and kinds <= {str, int, float, bool}:
             [found[name]] = kinds
     return found
 
