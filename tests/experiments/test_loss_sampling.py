@@ -97,6 +97,9 @@ class TestSampler:
         other = LossSampler.Config().build(n_samples=8, seed=6)
         other.load_state_dict(json.loads(saved))
         assert [other.draw(4).tolist() for _ in range(5)] == expected
+        old = LossSampler.Config().build(n_samples=8, seed=6)
+        old.load_state_dict(json.loads(saved.replace("estimates", "losses")))
+        assert [old.draw(4).tolist() for _ in range(5)] == expected
 
     @pytest.mark.parametrize(
         "field", [{"power": -1.0}, {"explore": 1.5}, {"explore": -0.1}, {"momentum": 1.0}]
