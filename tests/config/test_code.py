@@ -245,6 +245,7 @@ READ_ONLY = {
     "RunConfig.hf_assets_path": "a model",
     "TeacherConfig.path": "weights of a frozen model",
     "Validator.Config.dataset": "data",
+    "WindowsDataLoader.Config.dataset": "data",
 }
 """Options of files and folders that a run reads, and never writes to."""
 

@@ -7,12 +7,13 @@ from typing import Any
 
 
 def deferred(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose names come from its `modules` (name → module).
-    The package imports the same names `if TYPE_CHECKING`, for type checkers and editors."""
+    """Return the `__getattr__` of a package whose names come from `modules` (name → module in the
+    package, or with dots before it, outside). The package imports the same names `if
+    TYPE_CHECKING`, for type checkers and editors."""
 
     def attribute(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        return getattr(importlib.import_module(f".{modules[name]}", package), name)
 
     return attribute

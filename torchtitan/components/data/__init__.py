@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __getattr__ = deferred(
     __name__,
     {
-        "IGNORE_INDEX": "base",
+        "IGNORE_INDEX": ".losses.loss",
         "BaseDataLoader": "base",
         "Batch": "base",
         "PreferenceDataLoader": "finetuning.preference",
