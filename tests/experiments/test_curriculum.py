@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 import json
+import operator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401
 from tests.training import killed_in, read_metrics
@@ -17,6 +20,7 @@ from torchtitan.experiments.reward.rated_rollouts import mean_rewards
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer.rollouts import RolloutTrainer
 
 
 def test_chances_equal_their_definition():
@@ -70,6 +74,30 @@ def test_a_rare_success_replaces_the_last_failure():
     assert Replay(0).mixed([group(5, 1, 0)], Ranks(), True)[0][0].reward == 1
 
 
+def test_answers_of_other_data_are_dropped(caplog):
+    """The numbers of prompts would name other prompts."""
+    replay = Replay(2, data="one")
+    replay.mixed([group(5, 1, 0)], Ranks(), True)
+    same, other = Replay(2, data="one"), Replay(2, data="two")
+    same.load_state_dict(replay.state_dict())
+    assert len(same) == 1 and not caplog.records
+    other.load_state_dict(replay.state_dict())
+    assert len(other) == 0
+    assert "1 kept answers are dropped, since they are of other data" in caplog.text
+
+
+def test_rewards_of_other_types_are_saved():
+    """A rollout may compute its rewards by NumPy or PyTorch."""
+    trajectory = Trajectory([1, 2, 3], [0.0] * 3, [False, True, True], np.float32(1), document=5)
+    trajectory.token_rewards = {1: torch.tensor(0.5)}
+    trainer = SimpleNamespace(ranks=Ranks(), engine=SimpleNamespace(context=9))
+    RolloutTrainer.take_rewards(trainer, [trajectory], 0)
+    replay = Replay(1)
+    replay.mixed([[trajectory, *group(5, 0)]], Ranks(), True)
+    [kept] = json.loads(replay.state_dict()["kept"])
+    assert kept["reward"] == 1 and kept["token_rewards"] == {"1": 0.5}
+
+
 REWARDS = (
     "def rare(prompt, completion, row):\n"
     "    return float(len(completion) % 5 == row['number'] % 5)\n"
@@ -89,8 +117,16 @@ def own(folder):  # noqa: F811
 
 @pytest.mark.slow
 def test_resume_is_exact(folder, own, tmp_path, monkeypatch):  # noqa: F811
-    """Success rates and kept answers are in the checkpoint."""
+    """Success rates and kept answers are in the checkpoint. Only sampled ones are shown."""
     drawn = []
+    sampled, shown = [], []
+    with_replay, write = RLTrainer.with_replay, RLTrainer.write_completions
+    monkeypatch.setattr(
+        RLTrainer, "with_replay", lambda self, each: sampled.append(each) or with_replay(self, each)
+    )
+    monkeypatch.setattr(
+        RLTrainer, "write_completions", lambda self, each: shown.append(each) or write(self, each)
+    )
     observe = SuccessSampler.observe
 
     def recorded(self, statistics):
@@ -103,6 +139,7 @@ def test_resume_is_exact(folder, own, tmp_path, monkeypatch):  # noqa: F811
     assert len(drawn) > 4 and all(
         len(s.samples) == len(s.sample_rewards) and 0 < len(s.samples) <= 4 for s in drawn
     )
+    assert len(shown) == len(sampled) and all(map(operator.is_, shown, sampled))
     straight = [(s.step, s.samples.tolist(), s.sample_rewards.tolist()) for s in drawn]
     assert len(set(itertools.chain(*(samples for _, samples, _ in straight)))) > 4
     measured = read_metrics(tmp_path / "straight", *NUMBERS, "replayed")

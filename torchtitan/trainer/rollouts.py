@@ -368,7 +368,7 @@ class RolloutTrainer(Trainer):
         def own() -> list[tuple[float | None, dict[int, float]]]:
             for trajectory in trajectories:
                 trajectory.check(self.engine.context)
-            return [(trajectory.reward, trajectory.token_rewards) for trajectory in trajectories]
+            return [_plain_rewards(trajectory) for trajectory in trajectories]
 
         rewards = self.ranks.all_ranks_or_raise(own)[leader]
         for trajectory, found in zip(trajectories, rewards, strict=True):
@@ -459,6 +459,13 @@ class RolloutTrainer(Trainer):
         self.measure("staleness", torch.tensor(every.total), torch.tensor(every.n_tokens))
         self.measure("staleness_max", torch.tensor(every.most), one)
         self.measure("dropped", torch.tensor(sum(dropped)), one)
+
+
+def _plain_rewards(trajectory: Trajectory) -> tuple[float | None, dict[int, float]]:
+    """Return the rewards as floats: a rollout may have computed them in another type, which
+    `completions.jsonl` and checkpoints cannot contain."""
+    reward = None if trajectory.reward is None else float(trajectory.reward)
+    return reward, {place: float(value) for place, value in trajectory.token_rewards.items()}
 
 
 @contextlib.contextmanager

@@ -73,5 +73,5 @@ class ImageRowsDataLoader(PlannedDataLoader):
 
     def _open_samples(self) -> SampleSets:
         samples = super()._open_samples()
-        self._fingerprint = digest_of([self._fingerprint, self.processor.fingerprint])
+        self.fingerprint = digest_of([self.fingerprint, self.processor.fingerprint])
         return samples

@@ -4,13 +4,14 @@ now."""
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.rollout.trajectory import Group, Trajectory
 from torchtitan.config.configurable import Section
 from torchtitan.tools.errors import require
+from torchtitan.tools.logging import logger
 
 _KEPT = ("tokens", "logprobs", "loss_mask", "reward", "token_rewards", "document")
 """Fields of a trajectory that a checkpoint contains."""
@@ -39,11 +40,16 @@ class ReplayConfig(Section):
 class Replay:
     """The successes that are kept, equal on all ranks, by prompt from the oldest to the newest."""
 
-    def __init__(self, size: int, success: float = 1.0, rare: float = 0.5):
-        """The arguments are those of `ReplayConfig`."""
+    def __init__(self, size: int, success: float = 1.0, rare: float = 0.5, *, data: str = ""):
+        """The other arguments are those of `ReplayConfig`.
+
+        Args:
+            data: fingerprint of the data, whose numbers tell the prompts apart.
+        """
         self._size = size
         self._success = success
         self._rare = rare
+        self._data = data
         self._kept: dict[int, Trajectory] = {}
 
     def __len__(self) -> int:
@@ -85,12 +91,18 @@ class Replay:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the kept trajectories as JSON text."""
-        rows = [{name: asdict(t)[name] for name in _KEPT} for t in self._kept.values()]
-        return {"kept": json.dumps(rows)}
+        rows = [{name: getattr(t, name) for name in _KEPT} for t in self._kept.values()]
+        return {"kept": json.dumps(rows), "data": self._data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned. Of other data, drop it with a warning."""
         self._kept = {}
-        for row in json.loads(state["kept"]):
+        rows = json.loads(state["kept"])
+        if state["data"] != self._data:
+            logger.warning(
+                "--replay.size: %d kept answers are dropped, since they are of other data", len(rows)
+            )
+            return
+        for row in rows:
             rewards = {int(place): reward for place, reward in row["token_rewards"].items()}
             self._kept[row["document"]] = Trajectory(**{**row, "token_rewards": rewards})

@@ -150,8 +150,8 @@ class RLTrainer(RatedRolloutTrainer):
         self.records_experts = config.policy.replay_experts
         super().__init__(config)
         self.temperature = config.rollout.temperature
-        replay = config.replay
-        self.replay = Replay(replay.size, replay.success, replay.rare)
+        replay, data = config.replay, self.dataloader.fingerprint
+        self.replay = Replay(replay.size, replay.success, replay.rare, data=data)
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
         n_parts, n_prompts = config.policy.minibatches, self.prompts_per_rank
         require(
@@ -170,6 +170,7 @@ class RLTrainer(RatedRolloutTrainer):
             self.tokens_per_step = n_tokens
         if self.config.rollout.max_staleness:
             self.measure_staleness(groups)
+        self.write_completions(groups)
         groups = self.with_replay(groups)
         kind = self.policy.method.advantage
         if kind in _OF_WHOLE_ANSWERS:
@@ -195,7 +196,6 @@ class RLTrainer(RatedRolloutTrainer):
                 else "no learning signal"
             )
             logger.warning("all rewards in each group are equal, so this step has %s", what)
-        self.write_completions(groups)
         return self.packed_parts(groups, advantages)
 
     def with_replay(self, groups: list[Group]) -> list[Group]:

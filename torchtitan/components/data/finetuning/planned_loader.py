@@ -312,7 +312,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         caches = config.open_caches(self._tokenizer, self.template)
         max_length = self.max_length(self._layout.seq_len)
         contents = [cache.fingerprint for cache in caches]
-        self._fingerprint = digest_of([contents, [self._layout.seq_len, *config.order_key()]])
+        self.fingerprint = digest_of([contents, [self._layout.seq_len, *config.order_key()]])
+        """Fingerprint of the data and its order."""
         filtered = [
             LengthFilteredDataset(
                 cache, max_length, config.too_long, config.filters().untrained, name
@@ -442,11 +443,11 @@ class PlannedDataLoader(TokenizingDataLoader):
     def _state_at(self, snapshot: Snapshot) -> dict[str, object]:
         position = self._planner.state_dict(snapshot)
         names = redacted(self.config.dataset)
-        return {"dataset": names, "data": self._fingerprint, "position": position}
+        return {"dataset": names, "data": self.fingerprint, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position. Ignore it with a warning if the data or its order differ."""
-        if not can_resume_position(state, self._fingerprint, " ".join(self.config.dataset)):
+        if not can_resume_position(state, self.fingerprint, " ".join(self.config.dataset)):
             return
         self.close()
         self._exhausted = False
