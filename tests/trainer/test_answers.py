@@ -1,15 +1,21 @@
 """Answers that are sampled and rated during training."""
 
+import asyncio
 import itertools
 import json
 import random
+from datetime import date
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config
+from torchtitan.components.data import PromptDataLoader
+from torchtitan.components.data.finetuning.prompt_rows import read_prompts
 from torchtitan.components.evaluation.pass_at_k import pass_at_k
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.tools.errors import UserError
@@ -43,6 +49,32 @@ def test_estimator_equals_the_product_of_the_paper():
         expected = 1.0 if n - n_right < k else 1 - product
         # The product has up to 2000 roundings.
         assert pass_at_k(n, n_right, k) == pytest.approx(expected, rel=1e-11, abs=1e-12)
+
+
+def test_rows_have_the_values_that_reward_functions_get_in_training(tmp_path, tokenizer):
+    """A date is text in both: the loader of reinforcement learning stores rows as JSON."""
+    table = pa.table({"prompt": ["Say a."], "answer": [1], "day": [date(2020, 1, 2)]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    [prompt] = read_prompts(str(tmp_path / "rows.parquet"))
+    loader = PromptDataLoader.Config(
+        dataset=[str(tmp_path / "rows.parquet")],
+        chat_template="alpaca",
+        cache_dir=str(tmp_path / "cache"),
+    ).build(tokenizer=tokenizer, seq_len=99, local_batch_size=1)
+    [row] = next(loader)["rows"]
+    assert prompt.row == row == {"prompt": "Say a.", "answer": 1, "day": "2020-01-02"}
+
+
+def test_asynchronous_rewards_wait_at_the_same_time(tmp_path):
+    """Each returns only when all three have begun."""
+    (tmp_path / "meets.py").write_text(
+        "import asyncio\nbarrier = asyncio.Barrier(3)\n"
+        "async def meets(prompt, completion, row):\n"
+        "    await asyncio.wait_for(barrier.wait(), 20)\n    return len(completion)\n"
+    )
+    rewards = Rewards([f"{tmp_path}/meets.py:meets"], [])
+    texts = [("?", "a" * length, {}) for length in (3, 1, 2)]
+    assert asyncio.run(rewards.totals(texts)) == [3, 1, 2]
 
 
 @pytest.fixture
@@ -80,6 +112,11 @@ def config_of(folder: Path, options, **more):
 
 def train(folder: Path, options):
     return run(config_of(folder, options))
+
+
+def train_tensor_parallel(folder: Path, options):
+    trainer = run(config_of(folder, options, parallelism__tensor_parallel_degree=2))
+    (folder / f"{trainer.rank}.json").write_text(json.dumps(trainer.measured))
 
 
 def numbers_in(folder):
@@ -136,6 +173,19 @@ def test_two_ranks_divide_the_answers(tmp_path, options):
         for name in ("pass_at_1", "reward", "truncated"):
             name = f"evaluation/sums/{name}"
             assert line[name] == pytest.approx(expected[name], abs=0.12)
+
+
+@pytest.mark.slow
+def test_ranks_with_the_same_answers_agree_on_rewards(tmp_path, options):
+    """Whatever chooses checkpoints or ends the run must be the same on all ranks."""
+    (tmp_path / "drawn.py").write_text(
+        "import os\ndef drawn(prompt, completion, row):\n    return float(os.getpid())\n"
+    )
+    options |= {"rewards": [f"{tmp_path}/drawn.py:drawn"], "freq": 4}
+    run_processes(train_tensor_parallel, 2, tmp_path / "run", options)
+    first, second = (json.loads((tmp_path / f"run/{rank}.json").read_text()) for rank in (0, 1))
+    assert first[1]["evaluation/sums/reward"] > 1
+    assert first == second
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,11 @@ class ParallelDims:
         return self.coordinate("tp") == 0
 
     @property
+    def tensor_leader(self) -> int:
+        """The first rank of this one's tensor-parallel group, whose ranks have the same samples."""
+        return (dist.get_rank() if self.world_size > 1 else 0) - self.coordinate("tp")
+
+    @property
     def sequence_shards(self) -> SequenceShards:
         """Assignment of a window's tokens to context-parallel ranks."""
         return SequenceShards(self.cp, self.cp_load_balancer)

@@ -226,17 +226,16 @@ class Answers(PeriodicEvaluation):
         self, prompts: Sequence[_Prompt], asked: Sequence[int], written: Sequence[Generation]
     ) -> list[_Answer]:
         tokenizer = self.trainer.tokenizer
+        of_answers = [prompts[number] for number in asked]
         texts = [
-            (prompts[number].text, tokenizer.decode(one.ids, skip_special_tokens=True), row)
-            for number, one in zip(asked, written, strict=True)
-            for row in [prompts[number].row]
+            (prompt.text, tokenizer.decode(one.ids, skip_special_tokens=True), prompt.row)
+            for prompt, one in zip(of_answers, written, strict=True)
         ]
-        rewards: list[float | None] = []
-
-        def rate() -> None:
-            rewards.extend(asyncio.run(self._rewards.totals(texts)))
-
-        self.trainer.ranks.all_ranks_or_raise(rate)
+        # Ranks of a tensor-parallel group have the same texts, but a reward may be random.
+        of_ranks = self.trainer.ranks.all_ranks_or_raise(
+            lambda: asyncio.run(self._rewards.totals(texts))
+        )
+        rewards = of_ranks[self.trainer.parallel_dims.tensor_leader]
         return [
             _Answer(number, reward, one.finish_reason == "length")
             for number, reward, one in zip(asked, rewards, written, strict=True)

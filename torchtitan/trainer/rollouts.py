@@ -254,7 +254,7 @@ class RolloutTrainer(Trainer):
         most = self.config.rollout.max_new_tokens
         rollouts = Rollouts([], [], [])
         prompts: list[PromptInBatch] = []
-        leader = self.leader
+        leader = self.parallel_dims.tensor_leader
 
         def read() -> tuple[int, list[int]]:
             rollouts.batches.extend(load())
@@ -296,16 +296,11 @@ class RolloutTrainer(Trainer):
         """Return the groups of `size` trajectories of rollouts that have ended, with the rewards
         that need all of them."""
         self.rate_batch(trajectories, rollouts.engines)
-        self.take_rewards(trajectories, self.leader)
+        self.take_rewards(trajectories, self.parallel_dims.tensor_leader)
         for trajectory, document in zip(trajectories, rollouts.documents, strict=True):
             self.shape(trajectory)
             trajectory.document = document
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-
-    @property
-    def leader(self) -> int:
-        """The first rank with the prompts of this one."""
-        return self.rank - self.parallel_dims.coordinate("tp")
 
     async def checked_rollout(
         self, row: Mapping[str, object], engine: RolloutEngine, where: str

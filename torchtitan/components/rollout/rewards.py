@@ -1,5 +1,6 @@
 """Rewards: functions of a prompt, completion and row, or of a whole batch."""
 
+import asyncio
 import functools
 import inspect
 import math
@@ -194,9 +195,10 @@ class Rewards:
         return rating
 
     async def totals(self, texts: Texts) -> list[float | None]:
-        """Return the sum of all functions for each text; None without a verdict. Raise `UserError`
-        that names the function that fails."""
-        single = [await self.rate(*text) for text in texts]
+        """Return the sum of all functions for each text; None without a verdict. Asynchronous
+        functions wait for all texts at a time. Raise `UserError` that names the function that
+        fails."""
+        single = await asyncio.gather(*(self.rate(*text) for text in texts))
         pairs = zip(single, await self.rate_batch(texts), strict=True)
         found = [[one.value for one in pair if one.value is not None] for pair in pairs]
         return [sum(values) if values else None for values in found]

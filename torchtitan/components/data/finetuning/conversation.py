@@ -4,6 +4,7 @@ A message is a dictionary for transformers' chat templates: `role`, `content`, o
 `tool_calls`, `tool_call_id`, and any other keys for the model's own template.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,11 @@ class Prompt:
     answer: str | None
     row: dict[str, Any] = field(default_factory=dict, compare=False)
     """All columns of the row."""
+
+    def answer_and_row(self) -> str:
+        """Return answer and row as JSON, which reward functions get; what it has no type for, such
+        as a date, becomes text."""
+        return json.dumps([self.answer, self.row], default=str)
 
 
 Sample = Conversation | Text | Pair | Prompt

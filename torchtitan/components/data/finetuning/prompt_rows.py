@@ -1,6 +1,7 @@
 """Prompts of a dataset as conversations, without a cache."""
 
 import itertools
+import json
 from collections.abc import Iterator
 
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt
@@ -32,4 +33,5 @@ def _prompts(dataset: str, source: Source) -> Iterator[Prompt]:
             raise UserError(f"{row.where}: {error}") from None
         if sample is not None:
             assert isinstance(sample, Prompt)
-            yield sample
+            answer, values = json.loads(sample.answer_and_row())
+            yield Prompt(sample.prompt, answer, values)

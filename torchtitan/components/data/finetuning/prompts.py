@@ -35,8 +35,7 @@ class PromptRowEncoder(RowEncoder):
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Prompt)
         ids = self._chat.encode_prompt(sample.prompt)
-        text = json.dumps([sample.answer, sample.row], default=str)
-        return EncodedRow((EncodedSample(ids, np.zeros(len(ids), bool)),), text)
+        return EncodedRow((EncodedSample(ids, np.zeros(len(ids), bool)),), sample.answer_and_row())
 
 
 class PromptDataLoader(PlannedDataLoader):
