@@ -83,7 +83,7 @@ def test_answers_of_other_data_are_dropped(caplog):
     assert len(same) == 1 and not caplog.records
     other.load_state_dict(replay.state_dict())
     assert len(other) == 0
-    assert "1 kept answers are dropped, since they are of other data" in caplog.text
+    assert "1 answers are dropped, since they are of other data" in caplog.text
 
 
 def test_rewards_of_other_types_are_saved():

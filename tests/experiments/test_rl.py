@@ -976,3 +976,9 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
 def test_invalid_options_are_rejected(folder, tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         train_rl(folder, tmp_path, **options)
+
+
+def test_a_run_without_experts_cannot_replay_them(folder, tmp_path):
+    message = r"--policy\.replay_experts: the experts of a Llama3Model are not recorded: it has no"
+    with pytest.raises(UserError, match=message):
+        train_rl(folder, tmp_path, policy__replay_experts=True)

@@ -184,7 +184,7 @@ def test_refused_by_other_loaders(tokenizer, tmp_path):
     config = PromptDataLoader.Config(
         dataset=[rows], chat_template="alpaca", too_long="truncate_left"
     )
-    with pytest.raises(UserError, match=r"give the initial ones"):
+    with pytest.raises(UserError, match="PromptDataLoader has no weights of datasets"):
         build(config, tokenizer).set_weights([1])
     texts = [write_texts(tmp_path, name) for name in ("dog", "garden")]
     options = {"weights": [1, 1], "weight_schedule": ["5: 1 2"]}

@@ -26,6 +26,7 @@ N_TOKENS = 6
     ("answer", "references", "expected"),
     [
         ("Paris", ["paris."], (1, 1, None)),
+        ("Paris .", ["Paris"], (1, 1, None)),
         (" A  heron.\n", ["a heron"], (1, 1, None)),
         ("It is a heron, I think.", ["heron"], (0, 1, None)),
         ("herons", ["heron"], (0, 0, None)),

@@ -69,7 +69,7 @@ def score_answers(questions: Sequence[Question], replies: Sequence[Reply]) -> An
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).removesuffix(".").casefold()
+    return " ".join(text.split()).removesuffix(".").rstrip().casefold()
 
 
 def _same(answer: str) -> Any:

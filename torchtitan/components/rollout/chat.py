@@ -88,7 +88,7 @@ class Chat:
         reader = self.format.reader(end, tools, reads_calls=reads_calls)
         writer = TextWriter(self._tokenizer, prompt, self.stop_texts, self.kept)
         is_stopped = bool(ids) and ids[-1] in self.stops.ids()
-        text = "".join([writer.push(token) for token in ids[: len(ids) - is_stopped]])
+        text = writer.push(*ids[: len(ids) - is_stopped])
         pieces = [reader.push(text + writer.finish()), reader.finish()]
         parts = {
             kind: "".join(piece.texts.get(kind, "") for piece in pieces)

@@ -100,7 +100,7 @@ class Replay:
         rows = json.loads(state["kept"])
         if state["data"] != self._data:
             logger.warning(
-                "--replay.size: %d kept answers are dropped, since they are of other data", len(rows)
+                "--replay.size: %d answers are dropped, since they are of other data", len(rows)
             )
             return
         for row in rows:

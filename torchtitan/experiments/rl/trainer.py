@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch, images_in
+from torchtitan.components.generation import Engine
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.losses.entropies import log_probs_and_entropies
 from torchtitan.components.losses.log_probs import token_log_probs
@@ -25,10 +27,11 @@ from torchtitan.components.losses.policy_loss import (
 from torchtitan.components.rollout.batches import Advantage
 from torchtitan.components.rollout.replay import Replay, ReplayConfig
 from torchtitan.components.rollout.trajectory import Group, advantages_of
+from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.rated_rollouts import EQUAL_REWARDS, RatedRolloutTrainer
 from torchtitan.experiments.rl.advantages import estimate_advantages
-from torchtitan.tools.errors import SharedError, UserError, require
+from torchtitan.tools.errors import SharedError, UserError, errors_of, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import StepResult
 from torchtitan.trainer.skips import ends_run
@@ -160,6 +163,11 @@ class RLTrainer(RatedRolloutTrainer):
             n_parts,
             f"a divisor of {n_prompts}, the prompts of a step on each rank",
         )
+
+    def build_engine(self) -> Engine | VLLMEngine:
+        user = errors_of("--policy.replay_experts") if self.records_experts else nullcontext()
+        with user:
+            return super().build_engine()
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample trajectories for the next prompts, and return them in packed windows, equally many

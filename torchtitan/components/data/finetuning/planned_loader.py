@@ -459,11 +459,6 @@ class PlannedDataLoader(TokenizingDataLoader):
         per worker later, and only samples not yet drawn."""
         self._planner.observe(statistics, self._position.n_windows)
 
-    def set_weights(self, weights: Sequence[float]) -> None:
-        self.close()  # windows planned ahead have the old weights
-        self._planner.set_weights(weights)
-        self._position = self._planner.snapshot()
-
     def document_names(self, documents: torch.Tensor) -> list[str]:
         return [self.sample_name(number) for number in documents.tolist() if number != NO_DOCUMENT]
 

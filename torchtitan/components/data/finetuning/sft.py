@@ -193,6 +193,11 @@ class SFTDataLoader(PlannedDataLoader):
             **order,
         )
 
+    def set_weights(self, weights: Sequence[float]) -> None:
+        self.close()  # windows planned ahead have the old weights
+        self._planner.set_weights(weights)
+        self._position = self._planner.snapshot()
+
     def check_repetitions(self, n_samples: int) -> None:
         self._planner.check_repetitions(n_samples)
         if not self.config.weights and self._planner.epochs is None:
