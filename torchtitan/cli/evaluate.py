@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.cli.image_prompts import ImagePrompts
 from torchtitan.cli.model_options import (
     OpenedModel,
+    add_chat_template_option,
     add_model_options,
     open_model,
     run_command,
@@ -20,6 +21,7 @@ from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redacted
 
 if TYPE_CHECKING:
+    from torchtitan.components.chat_template import ChatTemplate
     from torchtitan.components.evaluation import Scorer
     from torchtitan.components.evaluation.image_questions import ImageQuestionScorer
     from torchtitan.components.evaluation.written_answers import AnswerWriter
@@ -61,6 +63,7 @@ def evaluate(args: Sequence[str]) -> int:
         metavar="N",
         help="tokens of an answer in the model's own words, at most (default: 128)",
     )
+    add_chat_template_option(parser)
     parser.add_argument(
         "--include_path",
         type=Path,
@@ -101,10 +104,12 @@ def _evaluate(options: argparse.Namespace) -> None:
     opened = open_model(options)
     scorer = Scorer(opened.model, batch_size=options.batch_size)
     processor = ImagePrompts(opened).processor if with_images else None
-    images = _image_scorer(opened, scorer, processor) if processor else None
+    images = None
     answers = None
+    if processor:
+        images = _image_scorer(opened, scorer, processor, _template(opened, options))
     if any(_is_open(Path(file)) for file in files):
-        answers = _answer_writer(opened, scorer, processor, options.max_new_tokens)
+        answers = _answer_writer(opened, scorer, processor, options)
     results: dict[str, dict[str, Any]] = {}
     for file in files:
         scorer.title = Path(file).name
@@ -133,30 +138,37 @@ def _is_open(file: Path) -> bool:
     return file.suffix == ".jsonl" and not read_questions(file, limit=1)[0].choices
 
 
-def _answer_writer(
-    opened: OpenedModel, scorer: "Scorer", processor: "ImageProcessor | None", max_new_tokens: int
-) -> "AnswerWriter":
+def _template(opened: OpenedModel, options: argparse.Namespace) -> "ChatTemplate":
     from torchtitan.components.chat_template import resolve_chat_template
+
+    return resolve_chat_template(
+        options.chat_template, opened.folders, opened.tokenizer, option="--chat_template"
+    )
+
+
+def _answer_writer(
+    opened: OpenedModel,
+    scorer: "Scorer",
+    processor: "ImageProcessor | None",
+    options: argparse.Namespace,
+) -> "AnswerWriter":
     from torchtitan.components.evaluation.written_answers import AnswerWriter
 
-    template = resolve_chat_template("", opened.folders, opened.tokenizer)
     return AnswerWriter(
         scorer,
         opened.tokenizer,
-        template,
+        _template(opened, options),
         opened.folders,
         processor,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=options.max_new_tokens,
     )
 
 
 def _image_scorer(
-    opened: OpenedModel, scorer: "Scorer", processor: "ImageProcessor"
+    opened: OpenedModel, scorer: "Scorer", processor: "ImageProcessor", template: "ChatTemplate"
 ) -> "ImageQuestionScorer":
-    from torchtitan.components.chat_template import resolve_chat_template
     from torchtitan.components.evaluation.image_questions import ImageQuestionScorer
 
-    template = resolve_chat_template("", opened.folders, opened.tokenizer)
     return ImageQuestionScorer(scorer, opened.tokenizer, template, processor)
 
 

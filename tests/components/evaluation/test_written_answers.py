@@ -144,3 +144,21 @@ def test_a_question_without_room_is_named(
     assert re.search(
         "line 1: the question has .* tokens, and --max_new_tokens 4090 leaves 6", errors
     )
+
+
+def test_a_model_without_a_chat_template_needs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = vision_folder("smolvlm", tmp_path / "model")
+    for file in folder.glob("*chat_template*"):
+        file.unlink()
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"query": "What?", "answer": "x"}) + "\n")
+    words = ["--checkpoint", str(folder), "--tasks", str(path), "--device", "cpu"]
+    words += ["--max_new_tokens", "2"]
+    assert evaluate(words) == 2
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "there is no chat template in" in errors and "set --chat_template to" in errors
+    assert evaluate([*words, "--chat_template", "alpaca"]) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"].values()
+    assert result["questions"] == 1
