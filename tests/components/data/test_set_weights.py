@@ -91,6 +91,18 @@ def test_resume_is_exact(config, tokenizer, at):
     assert begun + as_lists(read(second, at, 35)) == straight
 
 
+def test_a_return_to_an_earlier_position_undoes_the_change(config, tokenizer):
+    """As a run does that returns to a checkpoint."""
+    loader = build(config, tokenizer)
+    take(loader, 4)
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = as_lists(take(loader, 12))
+    loader.set_weights(WEIGHTS[1])
+    assert as_lists(take(loader, 12)) != expected
+    loader.load_state_dict(state)
+    assert as_lists(take(loader, 12)) == expected
+
+
 def test_no_sample_is_repeated_or_left_out(config, tokenizer):
     """Each dataset is read in its order, whichever weights it has."""
 

@@ -48,6 +48,7 @@ class Mixture:
         check_weights("weights", weights, len(weights))
         for _, new in schedule:
             check_weights("weight_schedule", new, len(weights))
+        self._configured = weights
         self._weights_before = _normalized(weights)
         self._schedule = [(step, _normalized(new)) for step, new in schedule]
         self._set: list[float] | None = None
@@ -131,6 +132,8 @@ class Mixture:
         self.n_windows = state["n_windows"]
         self.tokens_read = list(state["given"])
         self.share = list(state["share"])
+        self._set = None
+        self._weights_before = _normalized(self._configured)
         if "weights" in state:
             self.set_weights(state["weights"])
         n_steps, n_windows = state["changed_at"]
