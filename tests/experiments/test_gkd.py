@@ -91,11 +91,15 @@ def test_answers_of_the_data_give_the_loss_of_trl(models, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_resume_is_exact_and_both_kinds_of_steps_occur(models, tmp_path):
-    """A kill between two steps of different kinds changes nothing."""
+    """A kill between two steps of different kinds changes nothing. Only steps with own answers have
+    their numbers."""
     own = {"on_policy_share": 0.5, "checkpoint__enable": True, "checkpoint__interval": 1}
+    own |= {"rollout__overlong": "penalty"}
     distill(models, tmp_path / "whole", "gkd", **options(models, **own))
     kinds = [on for _, on in read_metrics(tmp_path / "whole", "on_policy")]
     assert set(kinds) == {0, 1}
+    lines = map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines())
+    assert ["rewards/overlong_penalty" in line for line in lines if "loss" in line] == kinds
     with killed_in(Trainer, "train_step", 3):
         distill(models, tmp_path / "parts", "gkd", **options(models, **own))
     distill(models, tmp_path / "parts", "gkd", **options(models, **own))

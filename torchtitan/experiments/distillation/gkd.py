@@ -46,7 +46,10 @@ class GKDTrainer(OnPolicyTrainer):
         config = self.config
         is_own = is_on_policy(config.on_policy_share, config.debug.seed, self.step + 1)
         self.measure("on_policy", torch.tensor(float(is_own)), torch.tensor(1.0))
-        return super().answers_to(prompts) if is_own else [answers_in(prompts)]
+        if is_own:
+            return super().answers_to(prompts)
+        self.named_means = {}  # of sampled answers only
+        return [answers_in(prompts)]
 
 
 def is_on_policy(share: float, seed: int, step: int) -> bool:
