@@ -36,6 +36,19 @@ def test_chances_equal_their_definition():
     assert sampler.chances() == pytest.approx(0.8 * weights / weights.sum() + 0.05)
 
 
+def test_prompts_without_a_chance_fill_a_draw_at_random():
+    """With `explore` 0, a prompt that is always answered has none."""
+    filled = set()
+    for seed in range(40):
+        sampler = SuccessSampler.Config(explore=0.0).build(n_samples=8, seed=seed)
+        rewards = np.ones(7)
+        sampler.observe(StepStatistics(1, 0.0, 0.0, np.arange(7), np.zeros(0), rewards))
+        first, second = sampler.draw(2).tolist()
+        assert first == 7
+        filled.add(second)
+    assert filled == set(range(7))
+
+
 def test_rewards_of_a_prompt_are_averaged():
     numbers, rewards = mean_rewards([(7, 1.0), (3, 0.0), (7, 0.0), (7, 0.5)])
     assert numbers.tolist() == [3, 7] and rewards.tolist() == [0.0, 0.5]

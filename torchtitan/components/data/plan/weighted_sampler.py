@@ -74,7 +74,9 @@ class WeightedSampler(Sampler):
         )
         uniform = ((raw >> 11) + 0.5) * 2.0**-53
         with np.errstate(divide="ignore"):  # a sample with chance 0 never arrives
-            samples = np.argsort(-np.log(uniform) / self.chances(), kind="stable")[:n]
+            times = -np.log(uniform) / self.chances()
+        # Those fill a draw that has too few others, in random order.
+        samples = np.lexsort((uniform, times))[:n]
         self._drawn += n
         return samples
 
