@@ -866,6 +866,7 @@ def test_a_rank_with_enough_groups_trains_no_others_if_another_rank_has_too_few(
     trainer.config, trainer.policy, trainer.watchdog = mock.Mock(), mock.Mock(), mock.Mock()
     trainer.config.training.local_batch_size, trainer.policy.method.resample = 2, True
     trainer.config.rollout.max_staleness = 0
+    trainer.parallel_dims = mock.Mock(is_batch_leader=True)
     trainer.sample = lambda load, phase: [[Trajectory(reward=0.0), Trajectory(reward=1.0)]]
     assert len(trainer.sample_groups(iter([]))) == 2
 

@@ -42,7 +42,9 @@ class PPOTrainer(RLTrainer):
         }
 
     def heads(self) -> dict[str, Head]:
-        def values(hidden_BLD: Tensor, weight_VD: Tensor | None, **_: object) -> Tensor:
+        def values(
+            hidden_BLD: Tensor, weight_VD: Tensor | None, *_: object, **__: object
+        ) -> Tensor:
             if weight_VD is None:
                 raise UserError(
                     "the class of the model computes its logits itself, so the critic has no "
