@@ -71,6 +71,7 @@ def test_runs_are_fitted_checked_and_not_repeated(words, trained, capsys):
         (["--runs", "4"], "--runs is 4, but must be at least 5 for 3 datasets"),
         (["--budget", "1e9"], "--budget is chosen for each run"),
         (["--dataloader.dataset", "stories"], "a mixture needs several datasets"),
+        (["--validator.dataset"], "--validator.dataset is empty; name held-out text"),
     ],
 )
 def test_mistakes_are_named(words, trained, change, message, capsys):

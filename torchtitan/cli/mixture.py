@@ -61,9 +61,13 @@ def _search(options: argparse.Namespace, words: list[str]) -> int:
     if any(word.partition("=")[0] == _WEIGHTS for word in words):
         raise UserError(f"{_WEIGHTS} is chosen for each run; set --around")
     own = ["--dial", str(options.dial)]
-    loader: Any = configuration(["--config", "dial", *own, "--predict=false", *words]).dataloader
-    names: list[str] = loader.dataset
+    config: Any = configuration(["--config", "dial", *own, "--predict=false", *words])
+    names: list[str] = config.dataloader.dataset
     around = _around(options, names)
+    if not config.validator.dataset:
+        raise UserError(
+            "--validator.dataset is empty; name held-out text, whose loss the mixture shall lower"
+        )
     require(options.held_out_runs >= 0, "--held_out_runs", options.held_out_runs, "at least 0")
     least = len(names) + 2
     enough = f"at least {least} for {len(names)} datasets"
@@ -157,7 +161,7 @@ def _tell_outcome(
     law: "MixtureLaw", proposal: Mixture, loss: float, losses: dict[Mixture, float]
 ) -> None:
     forecast, around = law.loss(proposal), next(iter(losses.values()))
-    best = min(losses, key=lambda shares: losses[shares])
+    best = min(losses.keys() - {proposal}, key=lambda shares: (losses[shares], shares))
     print(
         f"proposal: forecast {forecast:.4f}, outcome {loss:.4f} ({forecast / loss - 1:+.2%}); "
         f"the first mixture has {around:.4f}, the best other {losses[best]:.4f} "

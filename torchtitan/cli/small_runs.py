@@ -92,7 +92,8 @@ class SmallRun:
         if ended.stopped_by:
             return ended.code
         if ended.code:
-            raise RunFailure(f"a run failed with code {ended.code}: {self.folder / LOG}")
+            reason = _last_line(self.folder / LOG)
+            raise RunFailure(f"a run failed with code {ended.code}: {reason} ({self.folder / LOG})")
         loss = self.measured()
         if loss is None:
             raise UserError(
@@ -102,6 +103,14 @@ class SmallRun:
             )
         print(f"  validation loss {loss:.4f}", flush=True)
         return 0
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of a log of any length that has text."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 2**16))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "without a message")
 
 
 def small_run(folder: Path, own: Sequence[str], words: Sequence[str]) -> SmallRun:
