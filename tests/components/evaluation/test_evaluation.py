@@ -417,6 +417,16 @@ def test_user_errors(stories, capsys, monkeypatch, tmp_path, args, message):
     assert code == 2 and out == "" and message in err and "Traceback" not in err
 
 
+def test_a_missing_chat_template_can_be_given(stories, capsys, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"query": "Who?", "answer": "x"}) + "\n")
+    words = ["--checkpoint", stories, "--device", "cpu", "--tasks", str(path)]
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "set --chat_template to a file or one of: chatml" in err
+    code, out, _ = run(capsys, *words, "--max_new_tokens", "2", "--chat_template", "alpaca")
+    assert code == 0 and json.loads(out)["results"][str(path)]["questions"] == 1
+
+
 def test_missing_lm_eval(stories, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

@@ -112,6 +112,7 @@ def test_answers_equal_transformers(
         ([{"query": "a", "answer": []}], "line 1: answer is an empty list"),
         ([{"query": "a", "answer": " "}], "line 1: query must be text, and answer a nonempty"),
         ([{"query": "a", "answer": [None]}], "line 1: query must be text"),
+        ([{"query": "a", "answer": float("nan")}], "a nonempty text, a finite number"),
         (
             [{"query": "a", "answer": 1}, {"query": "b", "choices": ["x"], "gold": 0}],
             "line 2 and the first question differ in kind",

@@ -242,14 +242,19 @@ def _parse(line: str, where: str) -> Question:
 def _parse_open(content: Mapping[str, Any], where: str) -> Question:
     query, answer = content.get("query"), content["answer"]
     answers = answer if isinstance(answer, list) else [answer]
-    texts = [str(one) for one in answers if type(one) in (str, int, float)]
+    texts = [str(one) for one in answers if type(one) is str or _is_number(one)]
     if not isinstance(query, str) or len(texts) < len(answers) or not all(map(str.strip, texts)):
         raise UserError(
-            f"{where}: query must be text, and answer a nonempty text, a number, or a list of them"
+            f"{where}: query must be text, and answer a nonempty text, a finite number, or a list "
+            "of them"
         )
     if not texts:
         raise UserError(f"{where}: answer is an empty list")
     return Question(query, [], 0, _images_in(content), texts, where)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _images_in(content: Mapping[str, Any]) -> dict[str, Any]:
