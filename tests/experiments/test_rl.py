@@ -873,7 +873,7 @@ def test_a_rank_with_enough_groups_trains_no_others_if_another_rank_has_too_few(
 
 def test_equal_rewards_are_a_warning(folder, tmp_path, caplog):
     train_rl(folder, tmp_path, training__steps=1, rewards=["pattern=^"])
-    assert "all rewards in each group are equal" in caplog.text
+    assert "no group has answers with different rewards" in caplog.text
 
 
 def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):

@@ -214,6 +214,15 @@ def test_a_long_prompt_is_refused(tmp_path, options):
         run(config)
 
 
+def test_pre_training_needs_a_template_of_the_model(tmp_path, options):
+    """Its data has none, and no option for one."""
+    answers = {f"callbacks__answers__{name}": value for name, value in options.items()}
+    config = tiny_config(tmp_path / "run", training__seq_len=128, **answers)
+    message = r"callbacks\.answers needs a chat template.* folder of --hf_assets_path"
+    with pytest.raises(UserError, match=message):
+        run(config)
+
+
 def test_its_numbers_choose_checkpoints(tmp_path, options):
     best = {"checkpoint__enable": True, "checkpoint__keep_best": True}
     name = "evaluation/sums/pass_at_2"

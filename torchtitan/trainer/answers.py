@@ -147,7 +147,7 @@ class Answers(PeriodicEvaluation):
             return
         self._rewards = config.open_rewards()
         tokenizer = trainer.tokenizer
-        template = template_of(trainer, f"--dataloader.chat_template (for {_OPTION})")
+        template = template_of(trainer, _OPTION)
         folders = [tokenizer.folder] if tokenizer.folder else []
         self._stop_ids = stop_ids(tokenizer, *folders) | {*Stops(template, tokenizer).ids()}
         encoder = ChatEncoder(tokenizer, template, "assistant", [])

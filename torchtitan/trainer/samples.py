@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
+from torchtitan.components.chat_template import ChatTemplate, load_chat_template
 from torchtitan.components.generation import (
     Generation,
     Sampling,
@@ -98,8 +98,7 @@ class Samples(PeriodicEvaluation, LineRecorder):
             self._stop_ids |= continuation_stop_ids(tokenizer, folders)
             self._prompts += [_continued(tokenizer, text) for text in config.prompts]
         if config.messages:
-            option = "--dataloader.chat_template (for --callbacks.samples.messages)"
-            chat = Chat(template_of(trainer, option), tokenizer)
+            chat = Chat(template_of(trainer, "--callbacks.samples.messages"), tokenizer)
             self._stop_ids |= stop_ids(tokenizer, *folders) | {*chat.stops.ids()}
             self._prompts += [_answered(chat, text) for text in config.messages]
         self._check_lengths()
@@ -155,13 +154,18 @@ class Samples(PeriodicEvaluation, LineRecorder):
         return [text for texts in share.gather(found) for text in texts]
 
 
-def template_of(trainer: Run, option: str) -> ChatTemplate:
+def template_of(trainer: Run, user: str) -> ChatTemplate:
     """Return the chat template of a run's data, else of its model. Raise `UserError`, which names
-    `option`, without one."""
+    the option `user`, without one."""
     tokenizer = trainer.tokenizer
     folders = [tokenizer.folder] if tokenizer.folder else []
     template: ChatTemplate | None = getattr(trainer.dataloader, "template", None)
-    return template or resolve_chat_template("", folders, tokenizer, option=option)
+    if template := template or load_chat_template(*folders):
+        return template
+    raise UserError(
+        f"{user} needs a chat template, and neither the data nor {tokenizer.folder or 'the model'} "
+        "has one; add chat_template.jinja to the folder of --hf_assets_path"
+    )
 
 
 def _continued(tokenizer: Tokenizer, text: str) -> _Prompt:

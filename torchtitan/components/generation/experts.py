@@ -87,4 +87,7 @@ def require_recordable(model: nn.Module, degree: int) -> None:
     if degree > 1:
         reason = "under tensor parallelism a rank routes only some of the tokens"
     if reason:
-        raise UserError(f"the experts of a {type(model).__name__} are not recorded: {reason}")
+        raise UserError(
+            f"the experts of a {type(model).__name__} are not recorded: {reason}; leave out "
+            "--policy.replay_experts"
+        )

@@ -203,7 +203,7 @@ class RLTrainer(RatedRolloutTrainer):
                 if self.policy.entropy.is_on
                 else "no learning signal"
             )
-            logger.warning("all rewards in each group are equal, so this step has %s", what)
+            logger.warning("no group has answers with different rewards, so this step has %s", what)
         return self.packed_parts(groups, advantages)
 
     def with_replay(self, groups: list[Group]) -> list[Group]:
