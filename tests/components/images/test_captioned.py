@@ -119,6 +119,12 @@ def test_folder_has_images_with_captions_beside_them(folder, tmp_path):
     check_images(folder, tmp_path, in_order)
 
 
+def test_folder_may_be_relative_to_the_working_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    in_order = sorted(range(len(CAPTIONS)), key=lambda n: (n % 2, n))
+    check_images(Path(folder.name), tmp_path, in_order)
+
+
 def check_images(data: Path, cache: Path, order: Any) -> None:
     images = open_captioned(find_captions(str(data), "train", FORMAT), FORMAT, str(cache))
     for bucket, size in zip(images.buckets, FORMAT.buckets, strict=True):

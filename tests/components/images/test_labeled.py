@@ -53,6 +53,13 @@ def test_folder_of_classes_is_read(tmp_path):
     assert batch["pixels"].dtype == torch.float32
 
 
+def test_folder_may_be_relative_to_the_working_folder(tmp_path, monkeypatch):
+    write_folder(tmp_path / "data", 2)
+    monkeypatch.chdir(tmp_path)
+    loader = config("data", tmp_path, shuffle=False).build(local_batch_size=2)
+    assert values(next(loader)) == [0, 1]
+
+
 def test_hidden_folders_and_images_are_left_out(tmp_path):
     folder = write_folder(tmp_path / "data", 2)
     for name in (".thumbnails/a.png", "odd/._001.png"):

@@ -70,9 +70,9 @@ class CaptionFolder(Part):
 
     def __init__(self, folder: Path, format: CaptionFormat):
         super().__init__(str(folder))
-        self.folder = folder
-        self._top, self._format = folder, format
-        self._files = sorted(_images_in(folder))
+        self._top = self.folder = folder.absolute()
+        self._format = format
+        self._files = sorted(_images_in(self._top))
 
     def size(self) -> int:
         return sum(path.stat().st_size for path in self._files)

@@ -73,9 +73,9 @@ class FolderPart(Part):
 
     def __init__(self, folder: Path, format: ImageFormat):
         super().__init__(str(folder))
-        self._folder = self.folder = folder
+        self._folder = self.folder = folder.absolute()
         self._format = format
-        self._files = sorted(_images_in(folder))
+        self._files = sorted(_images_in(self._folder))
 
     def size(self) -> int:
         return sum(path.stat().st_size for path in self._files)
