@@ -393,6 +393,10 @@ def test_nothing_fits(tmp_path: Path):
         ("--module=rl --config=rl_debugmodel", "a dry run cannot sample answers"),
         ("--compile.enable --compile.backend=foo", "--compile.backend is 'foo', and torch knows "),
         ("--training.seq_len=0", "--training.seq_len is 0, but must be at least 1"),
+        (
+            "--parallelism.context_parallel_degree 2",
+            "--parallelism.context_parallel_degree is chosen by torchtitan plan",
+        ),
         ("--apply=/nowhere/best.yaml", "--apply '/nowhere/best.yaml' cannot be written"),
         ("--apply=.", "--apply '.' cannot be written"),
         (

@@ -94,6 +94,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
         else device_named(options.device, n_devices)
     )
     per_host = options.devices_per_host or device.devices_per_host
+    _refuse_mesh(words, planning.MESH)
     resolved = ConfigManager("torchtitan plan").parse_args(words)
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
@@ -115,6 +116,17 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
         with Console(stderr=True).status("finding the largest batch"):
             largest = capacities(best.layout, device)
         _print_capacities(largest, best)
+
+
+def _refuse_mesh(words: Sequence[str], mesh: Sequence[str]) -> None:
+    """Raise `UserError` for a degree on the command line, which the best layout would replace."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name.removeprefix("--") in mesh:
+            raise UserError(
+                f"{name} is chosen by torchtitan plan; leave it out, or predict the time of one "
+                "layout by a dry run: COMM_MODE=fake_backend (docs/dry_run.md)"
+            )
 
 
 def _print(found: "Plan", title: str) -> None:

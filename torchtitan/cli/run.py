@@ -155,7 +155,7 @@ def _hours(path: Path, default: object, chosen: float | None) -> float | None:
         return None
     is_number = isinstance(hours, int | float) and not isinstance(hours, bool)
     name = "hours" if chosen is None else "--hours"
-    require(is_number and 0 < float(str(hours)) < 1e6, name, hours, "a number above 0")
+    require(is_number and 0 < float(str(hours)) < 1e6, name, hours, "a number above 0, below 1e6")
     return float(str(hours))
 
 
