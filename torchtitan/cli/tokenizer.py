@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan.cli.model_options import run_command
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.logging import presentable, print_error
 from torchtitan.tools.parser import Parser
@@ -98,6 +99,9 @@ class Pieces:
         return evenly((text for document in self._source.documents() for text in document), share)
 
 
+_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
 class _Row(NamedTuple):
     """Bytes per token of a source, by tokenizer."""
 
@@ -107,19 +111,25 @@ class _Row(NamedTuple):
 
 
 def _train(options: argparse.Namespace) -> None:
-    from torchtitan.components.tokenizer.training import save_tokenizer, train_tokenizer
+    from torchtitan.components.tokenizer.training import (
+        save_tokenizer,
+        tokenizer_files,
+        train_tokenizer,
+    )
 
     require(options.max_bytes > 0, "--max_bytes", options.max_bytes, "above 0")
-    if options.out.exists() and any(options.out.iterdir()):
-        raise UserError(f"--out '{options.out}' is not empty; name a new folder")
+    earlier = _files_in(options.out)
     template, special = _template(options.chat_template)
     sources = [Pieces(name, options.text_column) for name in options.data]
     others = [_opened(folder) for folder in options.compare]
     share = min(1.0, options.max_bytes / max(1, sum(source.n_bytes for source in sources)))
     texts = (text for source in sources for text in source.taken(share))
     trained = train_tokenizer(texts, options.vocab_size, [*special, *options.special_tokens])
+    files = tokenizer_files(trained, template)
+    if any(text != files.get(name) for name, text in earlier.items()):
+        raise UserError(f"--out '{options.out}' has another tokenizer; name a new folder")
     with os_errors_as(f"--out '{options.out}' cannot be written"):
-        save_tokenizer(trained, options.out, template)
+        save_tokenizer(files, options.out)
     if (size := trained.get_vocab_size()) < options.vocab_size:
         print(f"the data gives only {size:,} of {options.vocab_size:,} tokens")
     if share < 1:
@@ -127,6 +137,17 @@ def _train(options: argparse.Namespace) -> None:
     tokenizers = [_opened(options.out), *others]
     _print([_compared(source, tokenizers) for source in sources], tokenizers)
     print(presentable(f"{options.out}: --hf_assets_path {options.out} trains a model with it"))
+
+
+def _files_in(folder: Path) -> dict[str, str]:
+    """Return the files of a tokenizer in a folder, such as those of a killed command, which may be
+    repeated; none if it does not exist. Raise `UserError` if it has others."""
+    if not folder.exists():
+        return {}
+    paths = [path for path in folder.iterdir() if not path.name.endswith(durable.SUFFIX)]
+    if not {path.name for path in paths} <= _FILES:
+        raise UserError(f"--out '{folder}' is not empty; name a new folder")
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def _template(choice: str) -> tuple[str, list[str]]:

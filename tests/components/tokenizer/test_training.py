@@ -92,6 +92,18 @@ def test_a_share_of_the_data_is_spread_over_it(data):
     assert list(Pieces(str(data), None).taken(1.0)) == texts()
 
 
+def test_a_killed_command_may_be_repeated_but_not_changed(data, tmp_path, capsys):
+    words = ["tokenizer", "train", str(data), "--out", str(tmp_path / "t"), "--vocab_size"]
+    assert main([*words, "300"]) == 0
+    content = (tmp_path / "t/tokenizer.json").read_bytes()
+    (tmp_path / "t/tokenizer_config.json").unlink()  # killed before it was written
+    assert main([*words, "300"]) == 0
+    assert (tmp_path / "t/tokenizer_config.json").exists()
+    assert main([*words, "262"]) == 2
+    assert "has another tokenizer; name a new folder" in capsys.readouterr().err
+    assert (tmp_path / "t/tokenizer.json").read_bytes() == content
+
+
 def test_mistakes_are_named(data, tmp_path, capsys):
     with pytest.raises(UserError, match="--vocab_size is 258, but 256 bytes and 3 special tokens"):
         train_tokenizer(["a"], 258)

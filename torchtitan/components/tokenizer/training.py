@@ -1,7 +1,7 @@
 """Training of a byte-level BPE tokenizer with the library `tokenizers`."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,9 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def save_tokenizer(tokenizer: Any, folder: Path, chat_template: str = "") -> None:
-    """Write tokenizer.json, tokenizer_config.json and, if given, chat_template.jinja."""
+def tokenizer_files(tokenizer: Any, chat_template: str = "") -> dict[str, str]:
+    """Return the text of tokenizer.json, tokenizer_config.json and, if given,
+    chat_template.jinja."""
     settings = {
         "add_bos_token": True,
         "add_eos_token": False,
@@ -102,8 +103,15 @@ def save_tokenizer(tokenizer: Any, folder: Path, chat_template: str = "") -> Non
         "pad_token": PAD,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    }
+    return files | ({"chat_template.jinja": chat_template} if chat_template else {})
+
+
+def save_tokenizer(files: Mapping[str, str], folder: Path) -> None:
+    """Write the files of `tokenizer_files`."""
     durable.make_folder(folder)
-    durable.write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    durable.write(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
-    if chat_template:
-        durable.write(folder / "chat_template.jinja", chat_template)
+    for name, text in files.items():
+        durable.write(folder / name, text)
