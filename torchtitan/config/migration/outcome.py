@@ -116,7 +116,7 @@ class Migration:
             value = self._values[key]
             if value in ("", [], {}) and key not in OTHER_NAMES:
                 self.drop(key, "it is empty")
-            elif option := option_of(key):
+            elif option := option_of(key, self.module):
                 self.take(key, option)
             elif key in self.given:
                 answer = OTHER_NAMES.get(key)
@@ -202,10 +202,13 @@ def missing(why: str) -> Rule:
     return rule
 
 
-def option_of(key: str) -> str:
-    """Return our option for a key whose value stays the same, "" for others."""
-    match = re.fullmatch(r"--([\w.]+)(?: of .*)?", OTHER_NAMES.get(key, ""))
-    return match[1] if match else ""
+def option_of(key: str, module: str) -> str:
+    """Return our option for a key whose value stays the same, "" for others and for options of
+    other modules."""
+    match = re.fullmatch(
+        r"--([\w.]+)(?: of (?:--module (\w+)|(?!--module).*))?", OTHER_NAMES.get(key, "")
+    )
+    return match[1] if match and match[2] in (None, module) else ""
 
 
 def is_local(path: str) -> bool:
