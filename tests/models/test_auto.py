@@ -486,6 +486,7 @@ class TestAuto:
             "sft",
             "lora",
             "qlora",
+            "pretrain_images",
             "sft_images",
             "lora_images",
             "qlora_images",

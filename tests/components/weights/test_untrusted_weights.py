@@ -703,7 +703,7 @@ class TestDamagedTorchFiles:
             "config.json",
         ):
             os.mkfifo(tmp_path / name)
-        with pytest.raises(UserError, match="holds no checkpoint"):
+        with pytest.raises(UserError, match="is not a regular file"):
             open_source(tmp_path)
         assert run_command(capsys, "inspect", tmp_path)[0] == 2
         shutil.copy(save_step(tmp_path / "run", 7) / "complete.json", tmp_path / "other.json")
