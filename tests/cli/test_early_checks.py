@@ -14,9 +14,9 @@ MISTAKES = {
     "--parallelism.data_parallel_shard_degree=4": "is not the number of processes, 2 (NGPU)",
     "--parallelism.expert_tensor_parallel_degree=2": "must be 1 or",
     "--parallelism.expert_parallel_degree=3": "does not divide",
-    "--dataloader.dataset=nowhere.txt": "is neither a registered name (stories, c4)",
+    "--dataloader.dataset=nowhere.txt": "is neither a registered name",
     "--dataloader.dataset=data/nowhere.txt": "data does not exist",
-    "--validator.dataset=nowhere.txt": "is neither a registered name (stories, c4)",
+    "--validator.dataset=nowhere.txt": "is neither a registered name",
     "--hf_assets_path=nowhere": "nowhere does not exist; use the folder",
 }
 
