@@ -14,7 +14,6 @@ from torchtitan.components.peft import LoRA
 from torchtitan.config import TrainingConfig
 from torchtitan.models import dit, flux
 from torchtitan.models.common.recipes import with_adapters
-from torchtitan.models.flux.model import FluxModel
 from torchtitan.trainer.early_stopping import EarlyStopping
 
 from .captions import CaptionTrainer
@@ -72,12 +71,9 @@ def flux_lora() -> ClassTextTrainer.Config:
 def flux_captions() -> CaptionTrainer.Config:
     """A small FLUX on images of 256 x 256 pixels with captions, and the encoders of FLUX.1:
     `--dataloader.dataset DATA --dataloader.encoders FOLDER`."""
-    model = FluxModel.Config(
-        dim=512, n_double=4, n_single=8, n_heads=8, axes=[16, 24, 24], image_size=32
-    )
     config = CaptionTrainer.Config.based_on(
         dit_debugmodel(),
-        model_spec=flux.model_spec(model, "captions"),
+        model_spec=flux.model_registry("small"),
         dataloader=CaptionedImageDataLoader.Config(image_size=256),
         optimizer=Optimizer.Config(lr=1e-4, weight_decay=0.0),
     )

@@ -1,4 +1,4 @@
-"""The transformer of FLUX.1 in its published sizes, and a small one; trained by
+"""The transformer of FLUX.1 in its published sizes, and small ones; trained by
 `torchtitan.experiments.flow_matching`."""
 
 from functools import partial
@@ -24,6 +24,9 @@ FLAVORS = {
         pooled_dim=32,
         guidance=True,
         n_classes=10,
+    ),
+    "small": FluxModel.Config(
+        dim=512, n_double=4, n_single=8, n_heads=8, axes=[16, 24, 24], image_size=32
     ),
     "dev": _flux_1(guidance=True),
     "schnell": _flux_1(),
