@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torchtitan.components.optim.freeze import Freeze
 from torchtitan.components.optim.optimizer import Optimizer, ParamGroup, trained_names
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.dry_run import dry_run
+from torchtitan.models.common import attention
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import ModelConverter
@@ -58,6 +60,7 @@ def counted(model: Llama3Model) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     with (
+        mock.patch.object(attention, "on_cpu", return_value=False),  # blocks call PyTorch's kernel
         FlopCounterMode(display=False) as counter,
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     ):
