@@ -1,8 +1,10 @@
 """The data loader of images with captions, in buckets of sizes, encoded once."""
 
+import bisect
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchtitan.components.data.base import BaseDataLoader, Batch
-from torchtitan.components.data.disk_cache import data_digest
+from torchtitan.components.data.base import Batch
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.buckets import BucketOrder
 from torchtitan.components.images.captioned import (
@@ -20,7 +21,7 @@ from torchtitan.components.images.captioned import (
     find_captions,
     open_captioned,
 )
-from torchtitan.components.images.encoded import Shard, encode
+from torchtitan.components.images.encoded import ROWS, Shard, encode
 from torchtitan.components.images.encoders import LATENTS, POOLED, TEXT, EncoderFolder
 from torchtitan.components.images.pixel_rows import Size
 from torchtitan.components.images.placed_loader import (
@@ -123,21 +124,20 @@ class CaptionedImageDataLoader(PlacedLoader):
                 broken=self.broken,
             )
 
-        def sources(self) -> list[Source]:
-            """Return the rows of each dataset."""
-            return [find_captions(dataset, self.split, self.format) for dataset in self.dataset]
+        def source(self, dataset: str) -> Source:
+            return find_captions(dataset, self.split, self.format)
 
-        def open(self) -> list[CaptionedImages]:
+        def open(self, sources: Sequence[Source]) -> list[CaptionedImages]:
             """Return the images of each dataset, decoded if necessary. Raise `UserError` if they
             cannot be used."""
             return [
                 open_captioned(source, self.format, self.cache_dir, verify=self.verify_caches)
-                for source in self.sources()
+                for source in sources
             ]
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Decode the images into the cache. Ranks encode them, on their devices."""
-            self.open()
+            self.open(list(map(self.source, self.dataset)))
 
         def encoder_identity(self) -> str:
             """Return a digest of the encoders and of their settings."""
@@ -146,16 +146,8 @@ class CaptionedImageDataLoader(PlacedLoader):
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, and the datasets' content, format and encoders."""
-
-            def resolve(dataset: str) -> Source:
-                return find_captions(dataset, self.split, self.format)
-
-            digests = [data_digest(resolve, self.cache_dir, dataset) for dataset in self.dataset]
-            return BaseDataLoader.Config.identity(self) | {
-                "dataloader.content": digest_of(digests),
-                "dataloader.format": digest_of(dataclasses.astuple(self.format)),
-                "dataloader.encoders": self.encoder_identity(),
-            }
+            encoders = {"dataloader.encoders": self.encoder_identity()}
+            return PlacedLoader.Config.identity(self) | encoders
 
         def for_validation(self, dataset: str) -> "CaptionedImageDataLoader.Config | None":
             """Return the config of `dataset`."""
@@ -189,9 +181,10 @@ class CaptionedImageDataLoader(PlacedLoader):
         global_batch_size: int | None = None,
         **unused: Any,
     ):
-        sets = config.open()
+        sources = list(map(config.source, config.dataset))
+        sets = config.open(sources)
         shards = encode(
-            config.sources(),
+            sources,
             sets,
             config.folder,
             rank=dp_rank,
@@ -241,23 +234,24 @@ class _Bucket:
     """The images of one size of all datasets."""
 
     def __init__(self, sets: list[CaptionedImages], shards: list[list[list[Shard]]], number: int):
-        self._rows: list[tuple[Shard, int, np.ndarray, int]] = []
-        self.names: list[str] = []
-        for of_set, of_shards in zip(sets, shards, strict=True):
-            images = of_set.buckets[number]
-            self.names += images.names
-            places = ((shard, row) for shard in of_shards[number] for row in range(shard.n_rows))
-            self._rows += [
-                (shard, row, images.pixels, index) for index, (shard, row) in enumerate(places)
-            ]
+        self._images = [of_set.buckets[number] for of_set in sets]
+        self._shards = [of_shards[number] for of_shards in shards]
+        self._starts = list(itertools.accumulate(map(len, self._images), initial=0))
+
+    @property
+    def names(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(images.names for images in self._images)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._starts[-1]
 
     def sample(self, index: int) -> Sample:
-        shard, row, pixels, place = self._rows[index]
-        states = shard.row(row)
-        return states if LATENTS in states else {**states, LATENTS: scaled(pixels[place])}
+        number = bisect.bisect_right(self._starts, index) - 1
+        place = index - self._starts[number]
+        states = self._shards[number][place // ROWS].row(place % ROWS)
+        if LATENTS in states:
+            return states
+        return {**states, LATENTS: scaled(self._images[number].pixels[place])}
 
 
 class _InOrder:

@@ -6,7 +6,7 @@ with different shards; ranks of one host, or of several with a common cache, sha
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from torchtitan.components.data.disk_cache import map_array, open_or_build
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.captioned import Bucket, CaptionedImages
-from torchtitan.components.images.encoders import TEXT, EncoderFolder, Encoders
+from torchtitan.components.images.encoders import EncoderFolder, Encoders
 from torchtitan.tools.digests import cache_root, file_digest
 from torchtitan.tools.durable import new_file
 
@@ -40,10 +40,6 @@ class Shard:
 
     arrays: dict[str, np.ndarray]
     dtype: torch.dtype
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.arrays[TEXT])
 
     def row(self, index: int) -> Value:
         """Return a row's states, float32."""
@@ -68,6 +64,7 @@ def encode(
     first = rank * len(shards) // n_ranks
     results: dict[tuple[int, int, int], Shard] = {}
     load = functools.cache(lambda: Encoders(folder))  # only if something is missing
+    shapes = functools.cache(folder.shapes)
     for place in (*range(first, len(shards)), *range(first)):
         number, bucket, start = place_of = shards[place]
         images = sets[number].buckets[bucket]
@@ -77,7 +74,7 @@ def encode(
             # Without its files, which would be checked for every shard: images are in the cache.
             sources[number].with_parts([]),
             key=lambda _: [sets[number].key, bucket, start, len(rows), identity, _VERSION],
-            read=partial(_read, folder, images.pixels.shape[1:], len(rows)),
+            read=partial(_read, shapes(images.pixels.shape[1:]), folder.dtype, len(rows)),
             write=partial(_write, images, rows, load),
             cache_dir=cache_dir,
             verify=verify,
@@ -113,10 +110,12 @@ def _write(images: Bucket, rows: range, load: Callable[[], Encoders], folder: Pa
     return f"{len(rows)} images and captions"
 
 
-def _read(encoders: EncoderFolder, pixels: Sequence[int], n_rows: int, folder: Path) -> Shard:
+def _read(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, n_rows: int, folder: Path
+) -> Shard:
     arrays = {}
-    for name, shape in encoders.shapes(pixels).items():
+    for name, shape in shapes.items():
         size = n_rows * int(np.prod(shape))
-        file = map_array(folder / name, _STORED[encoders.dtype], size)
+        file = map_array(folder / name, _STORED[dtype], size)
         arrays[name] = file.reshape(n_rows, *shape)
-    return Shard(arrays, encoders.dtype)
+    return Shard(arrays, dtype)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtitan.components.data.base import BaseDataLoader, Batch
-from torchtitan.components.data.disk_cache import data_digest
+from torchtitan.components.data.base import Batch
 from torchtitan.components.data.pretraining.order import BlockOrder
+from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.labeled import (
     ImageFormat,
     LabeledImages,
@@ -69,15 +69,15 @@ class LabeledImageDataLoader(PlacedLoader):
                 broken=self.broken,
             )
 
+        def source(self, dataset: str) -> Source:
+            return find_source(dataset, self.split, self.format)
+
         def open(self) -> list[LabeledImages]:
             """Return the images of each dataset, decoded if necessary. Raise `UserError` if they
             cannot be used."""
             sets = [
                 open_images(
-                    find_source(dataset, self.split, self.format),
-                    self.format,
-                    self.cache_dir,
-                    verify=self.verify_caches,
+                    self.source(dataset), self.format, self.cache_dir, verify=self.verify_caches
                 )
                 for dataset in self.dataset
             ]
@@ -87,18 +87,6 @@ class LabeledImageDataLoader(PlacedLoader):
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Decode the images into the cache."""
             self.open()
-
-        def identity(self) -> dict[str, Any]:
-            """Return the loader's class, and the datasets' content and format."""
-
-            def resolve(dataset: str) -> Any:
-                return find_source(dataset, self.split, self.format)
-
-            digests = [data_digest(resolve, self.cache_dir, dataset) for dataset in self.dataset]
-            return BaseDataLoader.Config.identity(self) | {
-                "dataloader.content": digest_of(digests),
-                "dataloader.format": digest_of(dataclasses.astuple(self.format)),
-            }
 
         def for_validation(self, dataset: str) -> "LabeledImageDataLoader.Config | None":
             """Return the config of `dataset`, with the classes of the training data, in order."""

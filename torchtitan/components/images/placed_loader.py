@@ -1,5 +1,6 @@
 """The base of loaders of images: batches whose content depends only on their place in the run."""
 
+import dataclasses
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -11,8 +12,11 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch, can_resume_position
+from torchtitan.components.data.disk_cache import data_digest
+from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.workers import Workers
 from torchtitan.config.code import CacheFolder
+from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError, require
 
 Sample = Mapping[str, np.ndarray]
@@ -73,6 +77,25 @@ class PlacedLoader(BaseDataLoader):
                 )
             n = self.num_workers
             require(0 <= n <= 64, "--dataloader.num_workers", n, "from 0 to 64")
+
+        @property
+        @abstractmethod
+        def format(self) -> Any:
+            """Dataclass of what decoding depends on."""
+
+        @abstractmethod
+        def source(self, dataset: str) -> Source:
+            """Return the rows of a dataset. Raise `UserError` if there is no such dataset."""
+
+        def identity(self) -> dict[str, Any]:
+            """Return the loader's class, and the datasets' content and format."""
+            digests = [
+                data_digest(self.source, self.cache_dir, dataset) for dataset in self.dataset
+            ]
+            return BaseDataLoader.Config.identity(self) | {
+                "dataloader.content": digest_of(digests),
+                "dataloader.format": digest_of(dataclasses.astuple(self.format)),
+            }
 
     config: Config
 
