@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.cli.image_prompts import ImagePrompts
 from torchtitan.cli.model_options import (
@@ -97,7 +97,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         from torchtitan.components.evaluation.lm_eval_adapter import HarnessTasks, TorchtitanLM
 
         tasks = HarnessTasks(names, options.include_path)
-    with_images = any(_has_images(Path(file), options.limit) for file in files)
+    kinds = [_kinds(Path(file), options.limit) for file in files]
+    with_images = any(kind.has_images for kind in kinds)
     if with_images and not options.module:
         options.module = "torchtitan.models.transformers"
         logger.info("questions with images: the class of transformers computes all tasks")
@@ -108,7 +109,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     answers = None
     if processor:
         images = _image_scorer(opened, scorer, processor, _template(opened, options))
-    if any(_is_open(Path(file)) for file in files):
+    if any(kind.is_open for kind in kinds):
         answers = _answer_writer(opened, scorer, processor, options)
     results: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -126,16 +127,22 @@ def _evaluate(options: argparse.Namespace) -> None:
     _report({**document, **mean_centered(results, members)}, options.output)
 
 
-def _has_images(file: Path, limit: int | None) -> bool:
+class _Kinds(NamedTuple):
+    """What the questions of a file need."""
+
+    has_images: bool
+    is_open: bool
+    """The model answers in its own words."""
+
+
+def _kinds(file: Path, limit: int | None) -> _Kinds:
     from torchtitan.components.evaluation.tasks import read_questions
 
-    return file.suffix == ".jsonl" and any(one.images for one in read_questions(file, limit))
-
-
-def _is_open(file: Path) -> bool:
-    from torchtitan.components.evaluation.tasks import read_questions
-
-    return file.suffix == ".jsonl" and not read_questions(file, limit=1)[0].choices
+    questions = read_questions(file, limit) if file.suffix == ".jsonl" else []
+    return _Kinds(
+        has_images=any(one.images for one in questions),
+        is_open=any(not one.choices for one in questions),
+    )
 
 
 def _template(opened: OpenedModel, options: argparse.Namespace) -> "ChatTemplate":

@@ -87,18 +87,13 @@ class TorchtitanLM(LM):
             for ids in self.tokenizer.encode_batch(contexts)
         ]
         streams = [TextStream(self.tokenizer, prompt, stop) for prompt in prompts]
-
-        def on_token(row: int, token: int) -> bool:
-            streams[row].push(token)
-            return streams[row].stopped
-
         generate(
             self.scorer.model,
             prompts,
             max_new_tokens=new_tokens,
             sampling=_sampling(options),
             stop_ids=self.stop_ids,
-            on_token=on_token,
+            on_token=lambda row, token: streams[row].ends_with(token),
             group=self.scorer.share.group,
         )
         for stream in streams:

@@ -142,16 +142,11 @@ class AnswerWriter:
                     f"{self._max_new_tokens} leaves {max(room, 0):,} of the model's context"
                 )
             stream = TextStream(self._tokenizer, prompt, self._chat.stop_texts)
-
-            def on_token(token: int) -> bool:
-                stream.push(token)
-                return stream.stopped
-
             written = await self._engine.generate(
                 prompt,
                 max_new_tokens=self._max_new_tokens,
                 key=question.where,
-                on_token=on_token,
+                on_token=stream.ends_with,
                 images=images,
             )
         advance(1)

@@ -119,6 +119,11 @@ class TextStream:
         """True if a stop string was found, which ends the text."""
         return self._stops.stopped
 
+    def ends_with(self, token: int) -> bool:
+        """Append a token; return whether it ends the text, as `on_token` of generation does."""
+        self.push(token)
+        return self.stopped
+
     def push(self, *tokens: int) -> str:
         """Append tokens, and return the text that can no longer change, often an empty string."""
         self._window += tokens
@@ -172,6 +177,11 @@ class TextWriter:
     def stopped(self) -> bool:
         """True if a stop string was found, which may contain special tokens that are written."""
         return self._stops.stopped
+
+    def ends_with(self, token: int) -> bool:
+        """Append a token; return whether it ends the text, as `on_token` of generation does."""
+        self.push(token)
+        return self.stopped
 
     def push(self, *tokens: int) -> str:
         """Append tokens, and return the text that can no longer change."""

@@ -108,13 +108,7 @@ class RolloutEngine:
         if not isinstance(self.engine, Engine):
             return {"stop": list(stop)}
         kept = self.chat.kept if self.chat else {}
-        writer = TextWriter(self.tokenizer, tokens, stop, kept)
-
-        def on_token(token: int) -> bool:
-            writer.push(token)
-            return writer.stopped
-
-        return {"on_token": on_token}
+        return {"on_token": TextWriter(self.tokenizer, tokens, stop, kept).ends_with}
 
     def images_of(self, tokens: Sequence[int]) -> Sequence[ImageFile]:
         """Return the images of a text: the prompt's images if it begins with the prompt."""
