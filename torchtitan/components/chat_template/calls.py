@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchtitan.components.chat_template.literals import LiteralError, Literals
+from torchtitan.components.chat_template.literals import LiteralError, Literals, skip_space
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a function → JSON schema of its arguments, empty if it has none."""
@@ -167,13 +167,13 @@ class KeyedArguments:
         """Return arguments and their end. A value ends at its closing mark if another argument, or
         the end of the call, follows; so it may contain marks."""
         properties = schema.get("properties") or {}
+        pattern = self._pattern()
         arguments: dict[str, Any] = {}
-        while match := self._pattern.match(text, at):
+        while match := pattern.match(text, at):
             arguments[match["key"]] = typed(match["value"], properties.get(match["key"]) or {})
             at = match.end()
         return arguments, at
 
-    @property
     def _pattern(self) -> re.Pattern[str]:
         before, after = loose(self.before_key), _trailing(self.after_key)
         end = loose(self.after_arguments) if self.after_arguments.strip() else r"\s*\Z"
@@ -238,7 +238,8 @@ class NamedCalls:
         around = sorted(self.around, key=len, reverse=True)
         calls = []
         place = 0
-        while place < len(text):
+        # Patterns begin with whitespace, and would try all of it at each of its characters.
+        while (place := skip_space(text, place)) < len(text):
             if match := head.match(text, place):
                 name = match["name"]
                 found = self.arguments.read(text, match.end(), schemas.get(name) or {})

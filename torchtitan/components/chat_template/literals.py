@@ -37,7 +37,7 @@ class Literals:
         """Return keys and values up to a closing character, and the place after it. Raise
         `LiteralError` if there is anything else."""
         found: dict[str, Any] = {}
-        at = _skip(text, at)
+        at = skip_space(text, at)
         while not text.startswith(closing, at):
             key, at = self._key(text, at)
             found[key], at = self._value(text, at)
@@ -54,10 +54,10 @@ class Literals:
             if match is None:
                 raise LiteralError
             key, at = match[0], match.end()
-        at = _skip(text, at)
+        at = skip_space(text, at)
         if not text.startswith(between, at):
             raise LiteralError
-        return key, _skip(text, at + len(between))
+        return key, skip_space(text, at + len(between))
 
     def _value(self, text: str, at: int) -> tuple[Any, int]:
         if quote := self._quote_at(text, at):
@@ -78,7 +78,7 @@ class Literals:
 
     def _items(self, text: str, at: int) -> tuple[list[Any], int]:
         found = []
-        at = _skip(text, at)
+        at = skip_space(text, at)
         while not text.startswith("]", at):
             value, at = self._value(text, at)
             found.append(value)
@@ -86,9 +86,9 @@ class Literals:
         return found, at + 1
 
     def _next(self, text: str, at: int, closing: str) -> int:
-        at = _skip(text, at)
+        at = skip_space(text, at)
         if text.startswith(",", at):
-            return _skip(text, at + 1)
+            return skip_space(text, at + 1)
         if not text.startswith(closing, at):
             raise LiteralError
         return at
@@ -103,7 +103,7 @@ class Literals:
         start = end = at + len(quote)
         while (end := text.find(quote, end)) >= 0:
             n_escapes = len(text[start:end]) - len(text[start:end].rstrip("\\"))
-            after = _skip(text, end + len(quote))
+            after = skip_space(text, end + len(quote))
             is_escaped = self.escapes and n_escapes % 2 == 1
             if not is_escaped and after < len(text) and text[after] in following:
                 inside = text[start:end]
@@ -112,7 +112,8 @@ class Literals:
         raise LiteralError
 
 
-def _skip(text: str, at: int) -> int:
+def skip_space(text: str, at: int) -> int:
+    """Return the place after whitespace."""
     match = _SPACE.match(text, at)
     return match.end() if match else at
 
