@@ -1,5 +1,6 @@
 """Mistakes that depend on this host, found without torch, have the messages of a run's checks."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from torchtitan.cli import early_checks
 from torchtitan.cli.early_checks import check_degrees, check_files, may_have_gpus
 from torchtitan.config import ConfigManager, manager
+from torchtitan.config.option_table import KnownConfiguration
 from torchtitan.tools.errors import UserError
 
 MISTAKES = {
@@ -22,7 +24,16 @@ MISTAKES = {
 
 
 def early(*words: str) -> None:
-    ConfigManager(early_checks=[check_degrees, check_files]).parse_args(words)
+    """Parse words with the early checks, which must run."""
+    ran = []
+
+    def check(known: KnownConfiguration, given: Mapping[str, object]) -> None:
+        check_degrees(known, given)
+        check_files(known, given)
+        ran.append(known)
+
+    ConfigManager(early_checks=[check]).parse_args(words)
+    assert len(ran) == 1
 
 
 @pytest.fixture(autouse=True)

@@ -184,6 +184,8 @@ def test_refused(config, tokenizer, tmp_path):
         loader.set_weights([1, 2, 3])
     with pytest.raises(UserError, match=r"not all 0"):
         loader.set_weights([0, 0])
+    with pytest.raises(UserError, match=r"the weights \['a', 1\] must be numbers"):
+        loader.set_weights(["a", 1])
     with pytest.raises(UserError, match=r"cannot be set with --training.epochs"):
         build(config, tokenizer, epochs=2).set_weights([1, 2])
     alone = type(config)(dataset=config.dataset[:1], cache_dir=config.cache_dir)

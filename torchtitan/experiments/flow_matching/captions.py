@@ -9,6 +9,7 @@ from torch import Tensor
 from torchtitan.components.data.base import Batch
 from torchtitan.components.images.captioned_loader import CaptionedImageDataLoader
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 
 from .trainer import FlowMatchingTrainer
 
@@ -68,6 +69,17 @@ class CaptionTrainer(FlowMatchingTrainer):
 
     config: Config
     dataloader: CaptionedImageDataLoader
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        model: Any = config.model_spec.model
+        side = model.image_size
+        if any(shape[1:] != (side, side) for shape in config.dataloader.shapes):
+            logger.info(
+                "TFLOP/s and MFU count each image as one of --model.image_size %d, whatever its "
+                "size is",
+                side,
+            )
 
     @property
     def sampled_shape(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class ImageFlops:
     def __init__(self, config: Any):
         self._config = config
         self._plain: Any = None
-        self._is_uncounted = False
+        self._is_told = False
         self._counts: dict[tuple[object, ...], float] = {}
 
     def of(self, model: Any, images: ImageInputs) -> float:
@@ -109,7 +109,10 @@ class ImageFlops:
                 method(**arguments, return_dict=True)
             return float(counter.get_total_flops())
         except (RuntimeError, NotImplementedError) as error:
-            logger.warning("operations of images are not counted: %s", str(error).split("\n")[0])
+            if not self._is_told:
+                self._is_told = True
+                reason = str(error).split("\n")[0]
+                logger.warning("operations of some images are not counted: %s", reason)
             return 0.0
 
 

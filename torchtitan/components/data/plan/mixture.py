@@ -205,6 +205,8 @@ def check_weights(option: str, weights: Sequence[float], n_sources: int) -> None
     """Raise `UserError` for weights of a data loader's option that do not suit `n_sources`
     datasets."""
     check_per_dataset(option, weights, n_sources)
+    if not all(isinstance(weight, int | float) for weight in weights):
+        raise UserError(f"--dataloader.{option}: the weights {[*weights]} must be numbers")
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         listed = " ".join(f"{weight:g}" for weight in weights)
         raise UserError(

@@ -11,6 +11,7 @@ own position; of local data, a node reads every n-th window of its order.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -413,6 +414,11 @@ class StreamBatches(BatchIterator):
                 self.exhausted = True
         if layout.dp_world_size == 1:
             raise StopIteration
+        return self._padding
+
+    @cached_property
+    def _padding(self) -> Batch:
+        """A batch after the end of this rank's documents."""
         return self.stream().make_batch([])
 
     def set_weights(self, weights: Sequence[float]) -> None:
