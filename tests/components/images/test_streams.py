@@ -202,6 +202,7 @@ def test_bad_rows_are_named_or_counted(
     rows = [
         {"caption": "a", "image": {"bytes": b"no image", "path": None}},
         {"caption": "b " * 400, "image": {"bytes": bytes_of(0), "path": None}},
+        {"caption": "c " * 400, "image": {"bytes": bytes_of(0), "path": None}},
         {"caption": "whole", "image": {"bytes": bytes_of(0), "path": None}},
     ]
     name = register(tmp_path / "data", "image-stream-broken", rows, n_files=1)
@@ -210,8 +211,10 @@ def test_bad_rows_are_named_or_counted(
     with caplog.at_level("WARNING"):
         batches = list(build(config_of(name, broken="drop"), model, epochs=1))
     assert sum(documents_in(batches).values()) == 1
-    assert "documents dropped so far by reader 1 of 1: 1 broken, 1 too long" in caplog.text
-    bad = register(tmp_path / "bad", "image-stream-all-broken", rows[:2], n_files=1)
+    # At the second one, and of all at the end of the epoch.
+    for counts in ("1 broken, 1 too long", "1 broken, 2 too long"):
+        assert f"documents dropped so far by reader 1 of 1: {counts}" in caplog.text
+    bad = register(tmp_path / "bad", "image-stream-all-broken", rows[:3], n_files=1)
     with pytest.raises(UserError, match="all documents were dropped"):
         list(build(config_of(bad, broken="drop"), model, epochs=1))
 

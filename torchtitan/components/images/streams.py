@@ -126,7 +126,12 @@ class ImageStreamFeed(StreamFeed):
     def _count(self, reason: str) -> None:
         """Count a dropped document, and warn at each doubling of their number."""
         self._dropped[reason] += 1
-        if (total := self._dropped.total()) >= 2 * self._last_warning:
+        if self._dropped.total() >= 2 * self._last_warning:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Warn of the dropped documents, unless a warning has named all of them."""
+        if (total := self._dropped.total()) > self._last_warning:
             self._last_warning = total
             counts = ", ".join(f"{n:,} {reason}" for reason, n in self._dropped.items())
             logger.warning(
@@ -154,6 +159,7 @@ class ImageStreamFeed(StreamFeed):
             raise UserError(
                 f"dataset {self.source.name!r}: all documents were dropped ({dict(self._dropped)})"
             )
+        self._warn()  # of those since the last warning, at the end of an epoch
 
     def _sample(self, window: _DocumentsOfWindow) -> tuple[list[EncodedRow], tuple[int, int]]:
         first, last = (self.number(window[place][0]) for place in (0, -1))
