@@ -11,7 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from torchtitan.assets.stories import Stories
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
-from torchtitan.components.tokenizer.training import BOS, EOS, PAD, save_tokenizer
+from torchtitan.components.tokenizer.training import (
+    BOS,
+    EOS,
+    PAD,
+    save_tokenizer,
+    tokenizer_files,
+)
 
 VOCAB_SIZE = 2048
 
@@ -38,7 +44,7 @@ def train() -> Tokenizer:
 
 
 def main(folder: Path) -> None:
-    save_tokenizer(train(), folder)
+    save_tokenizer(tokenizer_files(train()), folder)
 
 
 if __name__ == "__main__":
