@@ -426,7 +426,11 @@ class TestRuns:
     ) -> None:
         """One message names the phase of the rank that waits. Without the watchdog, the collective
         times out."""
-        timeouts = {"init_timeout_seconds": 20, "step_timeout_seconds": step_timeout}
+        start_up_seconds = 20 if phase == "start-up" else 120  # only there is the limit reached
+        timeouts = {
+            "init_timeout_seconds": start_up_seconds,
+            "step_timeout_seconds": step_timeout,
+        }
         timeouts["train_timeout_seconds"] = step_timeout + 60 if step_timeout else 10
         options = {f"comm.{name}": value for name, value in timeouts.items()}
         options |= {
