@@ -20,7 +20,7 @@ from tests.commands import run_command
 from tests.conftest import MEASUREMENT, PROJECT
 from torchtitan.components.observe.metric_sinks import JsonLines, Sink
 from torchtitan.components.observe.metrics import MetricsProcessor
-from torchtitan.components.observe.tracking_sinks import name_for_mlflow
+from torchtitan.components.observe.tracking_sinks import MLflow, name_for_mlflow
 from torchtitan.tools import device as device_facts
 from torchtitan.tools.device import PeakFlops, memory_gib, peak_flops, published_peak
 from torchtitan.tools.errors import UserError
@@ -522,6 +522,22 @@ class TestMLflow:
         assert len(history) == 4
         tracked(tmp_path / "run", self.CONFIG, (0, 1))  # a new run
         assert len(client.search_runs([experiment.experiment_id])) == 2
+
+    @pytest.mark.slow
+    def test_an_infinite_loss_is_not_finite_in_a_database(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mlflow = pytest.importorskip("mlflow", reason="requires mlflow")
+        pytest.importorskip("alembic", reason="requires mlflow, not mlflow-skinny")
+        uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        tracker = MLflow(tmp_path, 0, {})
+        for step, loss in enumerate([2.5, math.inf, -math.inf]):
+            tracker.write(step, {"loss": loss})
+        tracker.close()
+        run_id = (tmp_path / "mlflow" / "run_id").read_text()
+        history = mlflow.MlflowClient(uri).get_metric_history(run_id, "loss")
+        assert [math.isfinite(point.value) for point in history] == [True, False, False]
 
     @pytest.mark.slow
     def test_a_store_that_does_not_open_is_named(

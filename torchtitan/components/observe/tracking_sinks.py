@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import math
 import os
 import re
 import time
@@ -150,8 +151,10 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
+        # Databases of MLflow store infinity as the largest double, a loss like any other.
         metrics = [
-            Metric(name_for_mlflow(name), value, now, step) for name, value in values.items()
+            Metric(name_for_mlflow(name), math.nan if math.isinf(value) else value, now, step)
+            for name, value in values.items()
         ]
         try:
             self._client.log_batch(self._id, metrics=metrics)
