@@ -1,5 +1,6 @@
 """Experts of sampled tokens, repeated in training."""
 
+import copy
 import dataclasses
 import json
 import pkgutil
@@ -18,7 +19,7 @@ from tests.experiments.test_rl import NUMBERS, TEMPLATE, train_on_ranks, train_r
 from tests.processes import run_processes
 from torchtitan import models
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.generation import Engine, Generation, Sampling
+from torchtitan.components.generation import Engine, Generation, Sampling, Session
 from torchtitan.components.generation.experts import merged_experts
 from torchtitan.components.rollout.batches import to_batches
 from torchtitan.components.rollout.trajectory import Trajectory
@@ -207,9 +208,17 @@ def test_the_sampler_and_the_trainer_agree(folders, tmp_path, family):
 
 
 @pytest.mark.slow
-def test_two_processes_with_half_of_the_experts_match_one(folders, tmp_path):
-    """Several packed windows in a step, two updates on each, and checkpointed activations. In
-    float32, the sampler and the trainer differ by rounding only."""
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"parallelism__expert_parallel_degree": 2, "training__local_batch_size": 2},
+        {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+    ],
+)
+def test_two_processes_match_one(folders, tmp_path, degrees):
+    """Several packed windows in a step, two updates on each, and checkpointed activations; each
+    process has half of the experts, or routes half of the tokens of a pass. In float32, the sampler
+    and the trainer differ by rounding only."""
     options = {
         **OPTIONS,
         "policy__replay_experts": True,
@@ -220,7 +229,6 @@ def test_two_processes_with_half_of_the_experts_match_one(folders, tmp_path):
     }
     folder = folders / "mixtral"
     train_rl(folder, tmp_path / "one", **options)
-    degrees = {"parallelism__expert_parallel_degree": 2, "training__local_batch_size": 2}
     run_processes(train_on_ranks, 2, folder, tmp_path / "two", {**options, **degrees})
     for one, two in zip(lines_of(tmp_path / "one"), lines_of(tmp_path / "two"), strict=True):
         assert one["experts_replayed"] == two["experts_replayed"] == 1
@@ -229,27 +237,55 @@ def test_two_processes_with_half_of_the_experts_match_one(folders, tmp_path):
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"parallelism__tensor_parallel_degree": 2},
-            r"--parallelism\.tensor_parallel_degree 2 cannot be combined with "
-            r"--policy\.replay_experts, since a rank samples with the routers of some",
-        ),
-        (
-            {"rollout__max_staleness": 1},
-            r"--rollout\.max_staleness is 1, but must be 0 with --policy\.replay_experts, since",
-        ),
-        (
-            {"rollout__engine": "vllm"},
-            r"--rollout\.engine is vllm, but must be embedded with --policy\.replay_experts",
-        ),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(folders, tmp_path, options, message):
-    with pytest.raises(UserError, match=message):
-        train_rl(folders / "mixtral", tmp_path, policy__replay_experts=True, **OPTIONS, **options)
+def test_tokens_keep_the_experts_of_the_weights_that_drew_the_next_one(folders):
+    """A text that waits while the weights change is computed again by the new ones."""
+    model = load_model(folders / "mixtral" / "model", device="cpu").model
+    engine = Engine(model, sampling=SAMPLING, records_experts=True)
+    prompt = [5, 6, 7]
+    with Session(engine) as session:
+        short, long = session.start(
+            [engine.generate(prompt, max_new_tokens=n, key=str(n)) for n in (3, 8)]
+        )
+        session.finish([short])
+        before = copy.deepcopy(model)
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, LinearRouter):
+                    module.weight.copy_(module.weight.flip(0))
+        engine.version = 1
+        [text] = session.finish([long])
+    assert text.versions == [0] * 3 + [1] * 5
+    tokens, n_old = [*prompt, *text.ids[:-1]], len(prompt) + 2
+    old, new = (sets(experts_of_one_pass(each, tokens)) for each in (before, model))
+    np.testing.assert_array_equal(sets(text.experts), np.concatenate((old[:n_old], new[n_old:])))
+    assert (old[:n_old] != new[:n_old]).any() and (old[n_old:] != new[n_old:]).any()
+
+
+@pytest.mark.slow
+def test_experts_of_older_weights_are_replayed(folders, tmp_path):
+    """Each token of texts that were sampled ahead has experts. With a learning rate of almost 0,
+    the older weights are the same up to rounding of float32, and so are the probabilities."""
+    options = {
+        "policy__replay_experts": True,
+        "rollout__max_staleness": 1,
+        "training__steps": 3,
+        "training__mixed_precision_param": "float32",
+        "optimizer__lr": 1e-12,
+    }
+    train_rl(folders / "mixtral", tmp_path, **{**OPTIONS, **options})
+    lines = lines_of(tmp_path)
+    assert max(line["staleness_max"] for line in lines) == 1
+    for line in lines:
+        assert line["experts_replayed"] == 1 and line["sampler_gap"] < 1e-5
+
+
+def test_experts_of_a_server_are_refused(folders, tmp_path):
+    options = {**OPTIONS, "policy__replay_experts": True, "rollout__engine": "vllm"}
+    with pytest.raises(
+        UserError,
+        match=r"--rollout\.engine is vllm, but must be embedded with --policy\.replay_experts",
+    ):
+        train_rl(folders / "mixtral", tmp_path, **options)
 
 
 def test_models_without_experts_are_refused():

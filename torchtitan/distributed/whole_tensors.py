@@ -4,17 +4,26 @@ DTensor before there is one."""
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from torchtitan.protocols.output_head import LogitTransform, compute_logits
 from torchtitan.tools.sharded import is_dtensor
 
 
+def sequence_group(model: nn.Module) -> ProcessGroup | None:
+    """Return the ranks that split the model's sequences; None if each rank has all tokens."""
+    if not getattr(model, "splits_sequences", False):
+        return None
+    meshes = (parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter))
+    with_name = (mesh["tp"] for mesh in meshes if "tp" in (mesh.mesh_dim_names or ()))
+    mesh = next(with_name, None)
+    return None if mesh is None else cast(ProcessGroup, mesh.get_group())
+
+
 def sequence_splits(model: nn.Module) -> int:
     """Return the number of ranks that split the model's sequences, whose lengths it divides."""
-    if not getattr(model, "splits_sequences", False):
-        return 1
-    meshes = (parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter))
-    return next((mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), 1)
+    group = sequence_group(model)
+    return 1 if group is None else group.size()
 
 
 def whole(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
-from torchtitan.components.generation.experts import ExpertRecorder
+from torchtitan.components.generation.experts import ExpertRecorder, add_experts
 from torchtitan.components.generation.forward import (
     NOT_FINITE_HINT,
     evaluating,
@@ -146,10 +146,11 @@ class Batch:
     def pause(self) -> None:
         """Move the texts in the batch to the front of the queue. They continue with the weights of
         that time, which recompute their keys and values."""
-        alive = [row for row in self._rows if not row.is_done]
-        for row in alive:
+        alive = [(place, row) for place, row in enumerate(self._rows) if not row.is_done]
+        for place, row in reversed(alive):
+            self._record(place, row)
             row.start = tuple(row.tokens)
-        self._waiting.extendleft(reversed(alive))
+            self._waiting.appendleft(row)
         self._rows = []
 
     @contextmanager
@@ -471,12 +472,16 @@ class Batch:
         if stopped:
             generation.finish_reason = "stop"
         if stopped or len(generation.ids) == row.max_new_tokens:
-            if self._recorder is not None:
-                experts = self._cache.stored(_EXPERTS, place, row.n_tokens - 1)
-                generation.experts = experts.cpu().numpy()
+            self._record(place, row)
             self._keep(place, row)
             row.is_done = True
             row.end(generation)
+
+    def _record(self, place: int, row: Row) -> None:
+        """Add the experts of a row's tokens to its continuation. Its last token has none yet."""
+        if self._recorder is not None:
+            experts = self._cache.stored(_EXPERTS, place, row.n_tokens - 1)
+            add_experts(row.generation, experts.to("cpu", copy=True).numpy())
 
     def _keep(self, place: int, row: Row) -> None:
         """Keep the keys and values of a text that a later prompt begins with. Its last token has

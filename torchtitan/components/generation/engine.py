@@ -56,8 +56,8 @@ class Engine:
             are finished. Their texts may differ, except under tensor parallelism: its processes
             must await the same texts in the same order, so before its last text a coroutine may
             await nothing else.
-        records_experts: set `Generation.experts`. Raises `UserError` for models without experts,
-            classes of transformers, and under tensor parallelism.
+        records_experts: set `Generation.experts`. Raises `UserError` for models without experts
+            and classes of transformers.
         reader: reads the images of prompts, for a class of transformers that is not sharded by
             tensor parallelism. The tokens of images also end a text, since no model writes images.
     """
@@ -89,10 +89,9 @@ class Engine:
         self.version = 0
         """Number of the weights, which whoever changes them sets."""
         self._sampling = sampling
-        degree = sequence_splits(self._model)
         if records_experts:
             require(use_cache, "use_cache", use_cache, "True to record experts")
-            require_recordable(model, degree)
+            require_recordable(model)
         self._settings = BatchSettings(
             model=self._model,
             logprobs_of=logprobs_of,
@@ -101,7 +100,7 @@ class Engine:
             use_cache=use_cache,
             group=group,
             reader=reader,
-            degree=degree,
+            degree=sequence_splits(self._model),
             records_experts=records_experts,
             device=device_of(model),
         )

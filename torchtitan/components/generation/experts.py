@@ -9,9 +9,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.generation.row import Generation
+from torchtitan.distributed.whole_tensors import sequence_group
 from torchtitan.protocols.experts import LinearRouter
 from torchtitan.tools.errors import UserError
 
@@ -32,9 +34,11 @@ def reason_not_to_record(model: nn.Module) -> str:
 
 
 class ExpertRecorder:
-    """Records the experts that a model's routers choose, within a `with` block."""
+    """Records the experts that a model's routers choose, within a `with` block. Under tensor
+    parallelism, each rank routes a part of the tokens, and all ranks `take` together."""
 
     def __init__(self, model: Any):
+        self._group = sequence_group(model)
         self._n_layers = model.config.n_layers
         self._routers = [module for module in model.modules() if isinstance(module, LinearRouter)]
         self._chosen: dict[int, Tensor] = {}
@@ -60,7 +64,13 @@ class ExpertRecorder:
         absent = torch.full_like(next(iter(self._chosen.values())), -1)
         layers = [self._chosen.get(layer, absent) for layer in range(self._n_layers)]
         self._chosen.clear()
-        return torch.stack(layers, dim=2)
+        own_BLNK = torch.stack(layers, dim=2)
+        if self._group is None:
+            return own_BLNK
+        wide_BLNK = own_BLNK.int()  # NCCL sends no int16
+        parts = [torch.empty_like(wide_BLNK) for _ in range(self._group.size())]
+        dist.all_gather(parts, wide_BLNK, group=self._group)
+        return torch.cat(parts, dim=1).to(torch.int16)
 
 
 def merged_experts(n_tokens: int, texts: Sequence[tuple[int, Generation]]) -> Experts | None:
@@ -80,13 +90,17 @@ def merged_experts(n_tokens: int, texts: Sequence[tuple[int, Generation]]) -> Ex
     return merged
 
 
-def require_recordable(model: nn.Module, degree: int) -> None:
-    """Raise `UserError` for a model whose experts cannot be recorded; `degree`: of tensor
-    parallelism."""
-    reason = reason_not_to_record(model)
-    if degree > 1:
-        reason = "under tensor parallelism a rank routes only some of the tokens"
-    if reason:
+def add_experts(generation: Generation, experts: Experts) -> None:
+    """Add the experts of all tokens that the model has computed, of which later weights may have
+    computed the first ones again: these keep the experts that they had first."""
+    if generation.experts is not None:
+        experts[: len(generation.experts)] = generation.experts
+    generation.experts = experts
+
+
+def require_recordable(model: nn.Module) -> None:
+    """Raise `UserError` for a model whose experts cannot be recorded."""
+    if reason := reason_not_to_record(model):
         raise UserError(
             f"the experts of a {type(model).__name__} are not recorded: {reason}; leave out "
             "--policy.replay_experts"

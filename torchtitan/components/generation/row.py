@@ -38,8 +38,8 @@ class Generation:
     """Tokens of the prompt whose keys and values were kept from an earlier text."""
     experts: npt.NDArray[np.int16] | None = None
     """With `Engine(records_experts=True)`: the experts of each token that the model has computed,
-    of the prompt and all new ones but the last, (tokens, layers, experts of a token); -1: a layer
-    without experts."""
+    of the prompt and all new ones but the last, (tokens, layers, experts of a token), when it was
+    computed first; -1: a layer without experts."""
 
 
 @dataclass(slots=True, eq=False)

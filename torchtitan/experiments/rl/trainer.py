@@ -116,16 +116,13 @@ class RLTrainer(RatedRolloutTrainer):
 
         def check_experts(self) -> None:
             """Raise `UserError` if the experts of sampled tokens are not those of one model."""
-            user, rollout = "--policy.replay_experts", self.rollout
-            self.parallelism.require_one(
-                "tensor", user=user, why="since a rank samples with the routers of some tokens only"
-            )
-            rollout.require_current(user, "since later weights compute a text's tokens again")
+            engine = self.rollout.engine
             require(
-                rollout.engine == "embedded",
+                engine == "embedded",
                 "--rollout.engine",
-                rollout.engine,
-                f"embedded with {user}: a server does not say which experts it has used",
+                engine,
+                "embedded with --policy.replay_experts: a server does not say which experts it has "
+                "used",
             )
 
     config: Config
