@@ -5,14 +5,22 @@ import itertools
 import json
 import operator
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401
+from tests.experiments.test_rl import (  # noqa: F401
+    NUMBERS,
+    folder,
+    train_on_ranks,
+    train_rl,
+)
+from tests.processes import run_processes
 from tests.training import killed_in, read_metrics
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.plan import StepStatistics, SuccessSampler
 from torchtitan.components.rollout.replay import Replay
 from torchtitan.components.rollout.trajectory import Trajectory
@@ -163,6 +171,77 @@ def test_resume_is_exact(folder, own, tmp_path, monkeypatch):  # noqa: F811
     assert read_metrics(tmp_path / "stopped", *NUMBERS, "replayed") == measured
     resumed = [(s.step, s.samples.tolist(), s.sample_rewards.tolist()) for s in drawn]
     assert resumed[-3:] == straight[-3:]
+
+
+def observed_on_ranks(folder, dump, options):  # noqa: F811
+    """Train, and write what each rank's sampler has observed."""
+    observe, seen = SuccessSampler.observe, []
+
+    def recorded(self, statistics):
+        seen.append([statistics.samples.tolist(), statistics.sample_rewards.tolist()])
+        observe(self, statistics)
+
+    with mock.patch.object(SuccessSampler, "observe", recorded):
+        train_rl(folder, dump, **options)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    (dump / f"observed{rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.slow
+def test_two_processes_match_one(folder, own, tmp_path):  # noqa: F811
+    """All ranks draw the same prompts by the rewards of all of them, and keep the same answers.
+    Float32 sums differ by their order, which the steps amplify."""
+    options = {**own, "curriculum": True, "debug__ledger": True}
+    observed_on_ranks(folder, tmp_path / "one", options)
+    run_processes(observed_on_ranks, 2, folder, tmp_path / "two", options)
+    one, *two = (
+        json.loads((tmp_path / name).read_text())
+        for name in ("one/observed0.json", "two/observed0.json", "two/observed1.json")
+    )
+    assert two == [one, one] and len(one) == 7
+    prompts = [
+        [
+            sorted(json.loads(line)["documents"])
+            for line in (tmp_path / name / "ledger.jsonl").open()
+        ]
+        for name in ("one", "two")
+    ]
+    assert prompts[0] == prompts[1]
+    names = (*NUMBERS, "replayed")
+    one, two = (read_metrics(tmp_path / name, *names) for name in ("one", "two"))
+    assert any(row[-1] > 0 for row in one)
+    for row, expected in zip(two, one, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_rewards_change_the_draws_of_prompts_that_are_not_read_yet(folder, own, tmp_path):  # noqa: F811
+    """With rollouts of one later step, the rewards of a step change the draws of the one after it,
+    also in a resumed run: a sampler of its own, which observes them so late, draws the same."""
+    observe, seen = PromptDataLoader.observe, {}
+
+    def recorded(self, statistics):
+        seen[statistics.step] = statistics
+        observe(self, statistics)
+
+    options = {**own, "curriculum": True, "rollout__max_staleness": 1, "checkpoint__interval": 2}
+    with mock.patch.object(PromptDataLoader, "observe", recorded):
+        with killed_in(RLTrainer, "complete_step", 6):
+            train_rl(folder, tmp_path, **options)
+        trainer = train_rl(folder, tmp_path, **options)
+
+    def draws(n_late: int) -> list[list[int]]:
+        sampler = SuccessSampler.Config().build(n_samples=12, seed=trainer.config.debug.seed)
+        drawn = []
+        for step in range(1, 9):
+            if step > 1 + n_late:
+                sampler.observe(seen[step - 1 - n_late])
+            drawn.append(sorted(sampler.draw(4).tolist()))
+        return drawn
+
+    found = [sorted(seen[step].samples.tolist()) for step in range(1, 9)]
+    assert found == draws(1)
+    assert found != draws(0) and found != draws(2)
 
 
 def test_what_cannot_be_combined_is_refused(folder, own, tmp_path):  # noqa: F811

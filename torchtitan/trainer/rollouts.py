@@ -158,12 +158,7 @@ class RolloutTrainer(Trainer):
         self.engine = self.build_engine()
         self.rollout = rollout.find_function()
         if rollout.max_staleness:
-            require(
-                not self.dataloader.adapts,
-                "--rollout.max_staleness",
-                rollout.max_staleness,
-                "0 with a sampler that adapts to the steps, since prompts are read before them",
-            )
+            self.dataloader.read_ahead(rollout.max_staleness * self.global_batch_size)
             self.ahead = RolloutsAhead(cast(Engine, self.build_engine()))
 
     def build_engine(self) -> Engine | VLLMEngine:
@@ -223,12 +218,12 @@ class RolloutTrainer(Trainer):
         """Begin rollouts of the next global batches until `n_batches` are in flight."""
         loader, engine = self.dataloader, self.ahead.engine
         if not self.ahead.n_batches:
-            loader.hold(loader.present_position())
+            loader.hold(loader.read_position())
         for later in range(self.ahead.n_batches, n_batches):
             phase = f"{self.step + 1}/{number}+{later}"
             size = self.config.rollout.group_size
             begun = self.rollouts_of(lambda: self.read_batches(batches), phase, size, engine)
-            self.ahead.begin(replace(begun, position=loader.present_position()))
+            self.ahead.begin(replace(begun, position=loader.read_position()))
 
     def sample(
         self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None

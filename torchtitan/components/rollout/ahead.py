@@ -2,12 +2,13 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtitan.components.data.base import Batch
+from torchtitan.components.data.plan import Snapshot
 from torchtitan.components.generation import Engine, Session
 from torchtitan.components.rollout.rollout import RolloutEngine
 from torchtitan.components.rollout.trajectory import Group, Trajectory
@@ -24,8 +25,8 @@ class Rollouts:
     """The prompts, as loaded."""
     documents: list[int] = field(default_factory=list)
     """Number in the data of the prompt of each rollout."""
-    position: Callable[[], dict[str, Any]] | None = None
-    """State of the data after these batches."""
+    position: Snapshot | None = None
+    """Position in the data after these batches."""
 
     def n_sampled(self) -> int:
         """Return the number of tokens that they have sampled."""

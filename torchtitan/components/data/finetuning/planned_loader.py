@@ -433,12 +433,17 @@ class PlannedDataLoader(TokenizingDataLoader):
         except UserError as error:
             yield from itertools.repeat(error)
 
+    @property
+    def position(self) -> Snapshot:
+        """Position after the last batch of a step, by default the last one that was returned."""
+        return self._position
+
     def state_dict(self) -> dict[str, Any]:
-        return self._state_at(self._position)
+        return self._state_at(self.position)
 
     def present_state(self) -> Callable[[], dict[str, Any]]:
         # a snapshot refers to arrays, which nothing modifies
-        return partial(self._state_at, self._position)
+        return partial(self._state_at, self.position)
 
     def _state_at(self, snapshot: Snapshot) -> dict[str, object]:
         position = self._planner.state_dict(snapshot)
@@ -457,7 +462,7 @@ class PlannedDataLoader(TokenizingDataLoader):
     def observe(self, statistics: StepStatistics) -> None:
         """Pass a step's statistics to the samplers. They affect draws `PREFETCHED_BATCHES` batches
         per worker later, and only samples not yet drawn."""
-        self._planner.observe(statistics, self._position.n_windows)
+        self._planner.observe(statistics, self.position.n_windows)
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
         return [self.sample_name(number) for number in documents.tolist() if number != NO_DOCUMENT]

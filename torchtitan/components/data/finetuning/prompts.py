@@ -18,6 +18,7 @@ from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_windows
+from torchtitan.components.data.plan import Snapshot
 
 
 def first_message(row: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class PromptDataLoader(PlannedDataLoader):
     encoder_class: ClassVar[type[RowEncoder]] = PromptRowEncoder
     packs_answers: ClassVar[bool] = True
     """True if a window may hold several prompts with their answers."""
-    _held: Callable[[], dict[str, Any]] | None = None
+    _held: Snapshot | None = None
 
     @staticmethod
     def max_length(seq_len: int) -> int:
@@ -75,20 +76,23 @@ class PromptDataLoader(PlannedDataLoader):
         images = [list(window[0].images) if window else [] for window in windows]
         return {"prompts": prompts, "answers": answers, "rows": rows, "prompt_images": images}
 
-    def hold(self, position: Callable[[], dict[str, Any]]) -> None:
-        """Let the state be this position, which `present_position` returned, while further batches
-        are read ahead of their steps."""
+    def read_ahead(self, n_prompts: int) -> None:
+        """Let up to `n_prompts` of later steps be read before a step ends, whose statistics then
+        change the draws after them. Called before the first batch."""
+        self._planner.ahead += n_prompts
+
+    def read_position(self) -> Snapshot:
+        """Return the position after the last batch that was read."""
+        return self._position
+
+    def hold(self, position: Snapshot) -> None:
+        """Let `position` be this one, which `read_position` returned, while further batches are
+        read ahead of their steps."""
         self._held = position
 
-    def present_position(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the state after the last batch that was read."""
-        return super().present_state()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.present_state()()
-
-    def present_state(self) -> Callable[[], dict[str, Any]]:
-        return self._held or self.present_position()
+    @property
+    def position(self) -> Snapshot:
+        return self._held or self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._held = None

@@ -111,7 +111,8 @@ class Planner:
         )
         check_per_dataset("max_epochs", self.max_epochs, len(lengths))
         self.epochs = epochs
-        self._ahead = ahead
+        self.ahead = ahead
+        """See the class; changed before the first window only."""
         self.is_adaptive = any(sampler.adaptive for sampler in samplers)
         """True if the windows depend on observed statistics."""
         self._observed: list[tuple[int, StepStatistics]] = []
@@ -122,7 +123,7 @@ class Planner:
     def _from_start(self) -> "Planner":
         """Return a planner in the initial state, without observed statistics."""
         planner = copy.deepcopy(self._initial, {**self._shared})
-        planner._ahead = 0
+        planner.ahead = 0
         return planner
 
     @property
@@ -133,7 +134,7 @@ class Planner:
         return self
 
     def __next__(self) -> Window:
-        due = self.n_windows - self._ahead
+        due = self.n_windows - self.ahead
         for at, statistics in self._observed:
             if at == due:
                 self._apply_statistics(statistics)
@@ -224,12 +225,10 @@ class Planner:
         increase."""
         if not self.is_adaptive:
             return
-        assert self.n_windows <= n_windows + self._ahead, (
-            "planned further ahead than `ahead` allows"
-        )
+        assert self.n_windows <= n_windows + self.ahead, "planned further ahead than `ahead` allows"
         # Positions before `n_windows` are no longer saved; later positions already include the
         # effect of the dropped entries.
-        self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self._ahead]
+        self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self.ahead]
         self._observed.append((n_windows, statistics))
 
     def _apply_statistics(self, statistics: StepStatistics) -> None:
@@ -249,7 +248,7 @@ class Planner:
         statistics that are not applied yet. A `snapshot` must not be older than the last
         `observe`."""
         snapshot = snapshot or self.snapshot()
-        applied = snapshot.n_windows - 1 - self._ahead
+        applied = snapshot.n_windows - 1 - self.ahead
         return {
             "mixture": snapshot.mixture,
             "streams": [
@@ -279,7 +278,7 @@ class Planner:
             statistics = StepStatistics(
                 entry["step"], entry["loss"], entry["grad_norm"], samples, losses, rewards
             )
-            if entry["n_windows"] < self.n_windows - self._ahead:
+            if entry["n_windows"] < self.n_windows - self.ahead:
                 self._apply_statistics(statistics)  # saved by a run with a larger `ahead`
             else:
                 self._observed.append((entry["n_windows"], statistics))
