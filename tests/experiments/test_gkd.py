@@ -7,7 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.experiments.test_distillation import NUMBERS, distill, folder  # noqa: F401
+from tests.experiments.test_distillation import (  # noqa: F401
+    NUMBERS,
+    distill,
+    distill_on_ranks,
+    folder,
+)
+from tests.processes import run_processes
 from tests.training import killed_in, read_metrics
 from torchtitan.experiments.distillation.gkd import GKDTrainer, is_on_policy
 from torchtitan.tools.errors import UserError
@@ -105,6 +111,20 @@ def test_resume_is_exact_and_both_kinds_of_steps_occur(models, tmp_path):
     distill(models, tmp_path / "parts", "gkd", **options(models, **own))
     names = (*NUMBERS, "on_policy")
     assert read_metrics(tmp_path / "parts", *names) == read_metrics(tmp_path / "whole", *names)
+
+
+@pytest.mark.slow
+def test_two_processes_match_one(models, tmp_path):
+    """Both draw the same kind for a step, and sample and train the same answers, in other windows.
+    Float32 sums differ by their order, which four steps amplify."""
+    own = options(models, on_policy_share=0.5)
+    distill(models, tmp_path / "one", "gkd", **own)
+    run_processes(distill_on_ranks, 2, models, tmp_path / "two", {"config": "gkd", **own})
+    names = (*NUMBERS, "on_policy")
+    one, two = (read_metrics(tmp_path / name, *names) for name in ("one", "two"))
+    assert {row[-1] for row in one} == {0, 1}
+    for row, expected in zip(two, one, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
