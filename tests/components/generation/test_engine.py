@@ -2,6 +2,9 @@
 
 import asyncio
 import copy
+import dataclasses
+import pkgutil
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,7 @@ from tests.components.generation.test_generation import (
     small_model,
 )
 from tests.models.test_delta_net import MixedModel, small_config
+from torchtitan import models
 from torchtitan.components.generation import (
     Engine,
     Generation,
@@ -30,6 +34,7 @@ from torchtitan.components.generation.kept_texts import KeptTexts
 from torchtitan.components.generation.sampling import draw, generator_of
 from torchtitan.distributed import initialize_weights
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import tree_map
 
 SAMPLING = Sampling(temperature=1.0)
 STOP_IDS = set(range(8))
@@ -181,11 +186,9 @@ async def converse(
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, None])
-@pytest.mark.parametrize(
-    ("make_model", "is_kept"), [(small_model, True), (mixed_model, False), (hybrid_model, False)]
-)
-def test_later_turns_start_from_kept_keys(make_model, is_kept, max_rows, monkeypatch):
-    """They give the same texts, and compute fewer tokens unless a layer has a window, which the
+@pytest.mark.parametrize("make_model", [small_model, mixed_model, hybrid_model])
+def test_later_turns_start_from_kept_keys(make_model, max_rows, monkeypatch):
+    """They give the same texts, and compute fewer tokens, also with layers with a window, which the
     first texts exceed, or a state."""
     model = make_model()
     options = {"max_rows": max_rows, "monkeypatch": monkeypatch}
@@ -193,30 +196,60 @@ def test_later_turns_start_from_kept_keys(make_model, is_kept, max_rows, monkeyp
     found, n_rest = conversations(model, is_continued=True, **options)
     for one, other in zip(found, expected, strict=True):
         check_equal(one, other)
-    if is_kept:
-        # 12 first prompts of 39 to 50 tokens; each of 18 later turns computes at most 8 new ones
-        assert n_rest < 0.65 * n_whole
-    else:
-        # those of texts that end at once are kept
-        assert 0.9 * n_whole < n_rest <= n_whole
+    # 12 first prompts of 39 to 50 tokens; each of 18 later turns computes at most 8 new ones
+    assert n_rest < 0.65 * n_whole
 
 
-def test_kept_keys_are_not_those_of_other_tokens(monkeypatch):
-    """The test above can fail: keys of another text give other log-probabilities."""
-    model = small_model()
+@pytest.mark.parametrize("make_model", [small_model, hybrid_model])
+def test_kept_keys_are_not_those_of_other_tokens(make_model, monkeypatch):
+    """The test above can fail: keys or states of another text give other log-probabilities."""
+    model = make_model()
     options = {"max_rows": None, "monkeypatch": monkeypatch}
     expected, _ = conversations(model, is_continued=True, **options)
     keep = KeptTexts.keep
 
     def keep_another(self, tokens, cache):
-        for _, keys, _ in cache._stored.values():
+        for _, keys, _ in () if cache.states else cache._stored.values():
             keys.mul_(-2)
+        tree_map(lambda state: state.mul_(-2), [*cache.states.values()])
         keep(self, tokens, cache)
 
     monkeypatch.setattr(KeptTexts, "keep", keep_another)
     found, _ = conversations(model, is_continued=True, **options)
     check_equal(found[0], expected[0])  # a single turn
     assert found[3][1].logprobs != pytest.approx(expected[3][1].logprobs, abs=1e-4)
+
+
+def recurrent_flavors() -> list[str]:
+    """Return family and flavor of each small model with recurrent layers."""
+    found = []
+    for _, family, is_package in pkgutil.iter_modules(models.__path__):
+        module = import_module(f"torchtitan.models.{family}") if is_package else None
+        for flavor, config in getattr(module, "FLAVORS", {}).items():
+            if flavor.endswith("debugmodel") and hasattr(config, "mixers"):
+                found.append(f"{family}:{flavor}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", recurrent_flavors())
+def test_later_turns_start_from_kept_states(name):
+    """In all families with recurrent layers."""
+    family, flavor = name.split(":")
+    config = import_module(f"torchtitan.models.{family}").FLAVORS[flavor]
+    model = dataclasses.replace(config, vocab_size=97, max_seq_len=96).build()
+    if not hasattr(config, "moe"):  # products of experts have no float64
+        model = model.double()
+    initialize_weights(model, 0)
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=2)
+    numbers = (2, 3, 7)
+    expected, found = (
+        engine.run([converse(engine, number, is_continued) for number in numbers])
+        for is_continued in (False, True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        check_equal(one, other)
+        assert all(text.n_reused for text in one[1:])
 
 
 def test_two_texts_continue_one():

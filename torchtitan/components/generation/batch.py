@@ -221,7 +221,21 @@ class Batch:
             row = self._waiting.popleft()
             if not row.is_done:  # nothing awaits it any more
                 chosen.append(row)
-        return chosen
+        return self._with_equal_rests(chosen) if self._joins else chosen
+
+    def _with_equal_rests(self, chosen: list[Row]) -> list[Row]:
+        """Return the rows whose kept texts one pass can continue, and queue the others again. The
+        rows of a pass have equally many new tokens, unless all caches can go back to earlier ones.
+        The newest rows are the first, so the number of the last row is taken."""
+        texts = {row.start: self._beginning_of(row.start) for row in chosen}
+        kept = {start: text for start, text in texts.items() if text is not None}
+        if all(self._kept.cache_of(text).can_go_back(len(text)) for text in kept.values()):
+            return chosen
+        n_new = {start: len(start) - len(text) for start, text in kept.items()}
+        taken = list(n_new.values())[-1]
+        later = [row for row in chosen if n_new.get(row.start, taken) != taken]
+        self._waiting.extendleft(reversed(later))
+        return [row for row in chosen if row not in later]
 
     def _decode_images(self, chosen: Sequence[Row]) -> None:
         """Decode the images of rows, once for each prompt. The files may have changed."""
@@ -397,7 +411,8 @@ class Batch:
 
     def _extend_texts(self, beginnings: dict[Tokens, Tokens]) -> Prompts:
         """Compute prompts from the kept texts that they begin with. All rows of a pass have equally
-        many tokens: a row with fewer new ones computes its last kept ones again."""
+        many tokens: a row with fewer new ones, which can go back, computes its last kept ones
+        again."""
         prompts = list(beginnings)
         n_new = max(len(prompt) - len(kept) for prompt, kept in beginnings.items())
         n_new = -(-n_new // self._degree) * self._degree
@@ -484,10 +499,12 @@ class Batch:
             add_experts(row.generation, experts.to("cpu", copy=True).numpy())
 
     def _keep(self, place: int, row: Row) -> None:
-        """Keep the keys and values of a text that a later prompt begins with. Its last token has
-        none yet."""
+        """Keep the keys, values and states of a text that a later prompt begins with. Its last
+        token has none yet. Tensor parallelism computes multiples of its degree, so that a row must
+        be able to go back."""
         n_cached = row.n_tokens - 1
-        if row.is_continued and self._joins and self._cache.holds(n_cached):
+        is_usable = self._degree == 1 or self._cache.can_go_back(n_cached)
+        if row.is_continued and self._joins and is_usable:
             tokens = tuple(row.tokens[:n_cached])
             self._kept.keep(tokens, self._cache.row(place, n_cached))
 

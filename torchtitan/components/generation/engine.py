@@ -134,10 +134,11 @@ class Engine:
             sampling: settings of this text, without its seed; None: the engine's.
             n_top: number of most probable tokens to return for each token.
             into: an empty generation to fill, which `on_token` may read.
-            is_continued: whether a later prompt begins with this text: its keys and values are kept
-                for it, if all layers keep those of all tokens (no window that the text exceeds, no
-                recurrent layers). At most `max_rows` texts are kept, the newest, until they are
-                continued or `run` ends: they may take as much memory as the batch.
+            is_continued: whether a later prompt begins with this text: what the cache holds of it
+                is kept (under tensor parallelism only if no layer has a window that it exceeds).
+                With windows or recurrent layers, texts with different numbers of new tokens
+                continue in different steps. At most `max_rows` texts are kept, the newest, until
+                they are continued or `run` ends: they may take as much memory as the batch.
         """
         session = self._session
         if session is not None and not session.is_here:

@@ -136,15 +136,16 @@ class KVCache:
         """Keep the first `length` tokens of the last forward pass; the other slots are reused."""
         self.n_slots += length
 
-    def holds(self, n_tokens: int) -> bool:
-        """Return whether the last `n_tokens` are all that is needed to compute from any of them:
-        there are no states, and all layers keep them."""
+    def can_go_back(self, n_tokens: int) -> bool:
+        """Return whether any of the last `n_tokens` could be computed again: there are no states,
+        and all layers keep them. Otherwise only later ones can be computed."""
         return not self.states and all(
             self.n_slots - first >= n_tokens for first, *_ in self._stored.values()
         )
 
     def row(self, row: int, n_tokens: int) -> "KVCache":
-        """Return a copy of the last `n_tokens` of a row."""
+        """Return a copy of the last `n_tokens` of a row, as far as its windows reach, with its
+        states."""
         one = copy.copy(self)
         one.states = {}
         one.max_slots = n_tokens
