@@ -123,6 +123,8 @@ NETS_AND_EXPERTS: Options = {
     "model__norm_eps": 1e-2,
 }
 """Gated delta nets and experts."""
+KIMI: Options = {"module": "kimi_linear", "model__norm_eps": 1e-2}
+"""Kimi Delta Attention, latent attention without positions, and experts."""
 SHORT_CONVS: Options = {"module": "lfm2", **TIED}
 """Short convolutions in three of four layers, and tied embeddings."""
 MAMBA: Options = {"module": "nemotron_h", "config": "nemotron_h_moe_debugmodel"}
@@ -426,6 +428,10 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2 x EP 2, delta nets and experts": {**TP2, **EP2, **NETS_AND_EXPERTS},
     "CP 2 x EP 2, delta nets and experts": {**CP2, **EP2, **NETS_AND_EXPERTS},
     "PP 2 1F1B, delta nets and experts": {**PP2, **NETS_AND_EXPERTS},
+    "FSDP 2, Kimi Delta Attention": KIMI,
+    "TP 2, Kimi Delta Attention": {**TP2, **KIMI},
+    "CP 2, Kimi Delta Attention": {**CP2, **KIMI},
+    "PP 2 1F1B, Kimi Delta Attention": {**PP2, **KIMI},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -554,6 +560,7 @@ FOUR_PROCESSES: dict[str, Options] = {
     "TP 2 x CP 2, short convolutions": {**TP2, **CP2, **SHORT_CONVS},
     "TP 2 x CP 2 x EP 2, Mamba and experts": {**TP2, **CP2, **EP2, **MAMBA},
     "TP 2 x CP 2 x EP 2, delta nets and experts": {**TP2, **CP2, **EP2, **NETS_AND_EXPERTS},
+    "TP 2 x CP 2 x EP 2, Kimi Delta Attention": {**TP2, **CP2, **EP2, **KIMI},
     "PP 2 1F1B x TP 2, delta nets": {**PP2, **TP2, **DELTA_NETS},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},

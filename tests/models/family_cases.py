@@ -512,6 +512,8 @@ CASES["qwen3_next"] = Case(
         "mlp_only_layers": [[], [0]],
     },
 )
+_LATENT_SIZES = ("num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")
+_LATENT_SIZES += ("qk_rope_head_dim", "v_head_dim", "attention_bias")
 _NETS: Options = {
     name: values
     for name, values in CASES["qwen3_5_text"].options.items()
@@ -534,6 +536,32 @@ CASES["olmo_hybrid"] = Case(
         ],
     },
     without=["head_dim"],
+)
+CASES["kimi_linear"] = Case(
+    model_type="kimi_linear",
+    options={
+        **_NO_PADDING,
+        **{name: LATENTS[name] for name in _LATENT_SIZES},
+        # With a smaller constant, norms in delta nets magnify rounding, here and in transformers.
+        "rms_norm_eps": [3e-2, 1e-1],
+        "tie_word_embeddings": [False],
+        "num_hidden_layers": [2, 4],
+        "layer_types": [("linear_attention", "full_attention"), ("full_attention",)],
+        "linear_num_heads": [2, 4],
+        "linear_head_dim": [8, 10],
+        "linear_conv_kernel_dim": [2, 4],
+        "num_local_experts": [12],
+        "moe_intermediate_size": [24, 40],
+        "n_shared_experts": [1, 2],
+        "routed_scaling_factor": [1.0, 2.5],
+        "num_experts_per_tok": [1, 3],
+        "norm_topk_prob": [False, True],
+        "n_group": [2, 4],
+        "topk_group": [1, 2],
+        "mlp_layer_types": [None, ("sparse",), ("sparse", "dense")],
+    },
+    without=["head_dim", "rope_parameters"],
+    query_norm=0.5,
 )
 CASES["lfm2"] = Case(
     model_type="lfm2",

@@ -202,12 +202,13 @@ def test_random_documents_equal_the_recurrence_of_each(seed):
     )
 
 
-def test_fast_decays_are_as_precise_as_slow_ones():
+@pytest.mark.parametrize("width", [1, 8])
+def test_fast_decays_are_as_precise_as_slow_ones(width):
     """In float32, differences of the cumulative sums would be wrong by 3e-5 where tokens that
     forget everything precede tokens that forget little."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (F.normalize(torch.randn(1, 64, 1, 8, generator=generator), dim=-1) for _ in range(3))
-    decay, beta = torch.full((1, 64, 1), -0.01), torch.full((1, 64, 1), 0.5)
+    decay, beta = torch.full((1, 64, 1, width), -0.01), torch.full((1, 64, 1), 0.5)
     decay[:, :40] = -40.0
     inputs, documents = (q, k, v, decay, beta), torch.zeros(1, 64, dtype=torch.long)
     exact, _ = delta_net.gated_delta_rule(*(x.double() for x in inputs), documents, None)

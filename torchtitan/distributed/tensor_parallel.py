@@ -67,6 +67,9 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "parts to shared": _Interface(
         Shard(1), Replicate(), output=Replicate(), gradients=(None, [Partial()])
     ),
+    "whole to shared": _Interface(
+        Replicate(), Replicate(), output=Replicate(), gradients=(None, [Partial()])
+    ),
     "shared to columns": _Interface(
         Replicate(), Replicate(), output=Shard(-1), gradients=([Partial()], None), **_COLUMNS
     ),

@@ -195,13 +195,18 @@ class Permuted(Transform):
 
 @dataclass(frozen=True)
 class Unsqueezed(Transform):
-    """One of our tensors, which has a first dimension of size 1 in the other format."""
+    """A vector of ours, which has further dimensions of size 1 in the other format: `before` its
+    elements, and `after` them."""
+
+    before: int = 1
+
+    after: int = 0
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [tensors[0].squeeze(0)]
+        return [tensors[0].flatten()]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensors[0].unsqueeze(0)]
+        return [tensors[0].reshape(*(1,) * self.before, -1, *(1,) * self.after)]
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ def base_folder(name: str, folder: Path) -> Path:
         # transformers saves the convolutions of queries, keys and values as three equal parts.
         sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    if name == "kimi_linear":
+        sizes |= {"linear_num_heads": 4, "layer_types": ("linear_attention", "full_attention")}
     sizes |= DENSE_AND_EXPERTS.get(name, {})
     random_reference(name, 0, **sizes).save_pretrained(folder)
     return folder

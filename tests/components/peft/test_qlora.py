@@ -241,7 +241,11 @@ def check_dropout_on_sharded_layers() -> None:
     """A layer is linear in its inputs for any dropout mask: the inputs times their gradient equal
     the outputs. With replicated inputs, each rank uses the mask of its part."""
     mesh = init_device_mesh("cpu", (2,))
-    splits: tuple[tuple[Any, Placement], ...] = (("out", Replicate()), ("in", Shard(2)))
+    splits: tuple[tuple[Any, Placement], ...] = (
+        ("out", Replicate()),
+        ("in", Shard(2)),
+        (None, Replicate()),
+    )
     for features, placement in splits:
         layer, _ = make_pair(dora=True)
         layer.dropout = 0.5

@@ -160,20 +160,30 @@ class NarrowLinear(nn.Linear):
         return self.products.multiply(x.flatten(0, -2), weight, group).unflatten(0, x.shape[:-1])
 
     def _shards(self, x: "DTensor", weight: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+        from torch.distributed.tensor import DTensor
 
         assert is_dtensor(weight)
-        (of_weight,), last = weight.placements, Shard(x.ndim - 1)
-        # by the shard of the weight: of the input, its gradient, and the output
-        of_x, of_gradient, of_y = {
-            Shard(0): (Replicate(), Partial(), last),
-            Shard(1): (last, last, Partial()),
-            Replicate(): (Replicate(), Replicate(), Replicate()),
-        }[of_weight]
-        assert x.placements == (of_x,), f"{x.placements} times {weight.placements}"
+        (of_weight,) = weight.placements
+        of_x, of_gradient, of_y = placements_of_product(x, weight)
         group = None if of_weight.is_replicate() else weight.device_mesh.get_group()
         y = self._local(x.to_local(grad_placements=[of_gradient]), weight.to_local(), group)
         return DTensor.from_local(y, weight.device_mesh, [of_y], run_check=False)
+
+
+def placements_of_product(x: Tensor, weight: Tensor) -> tuple[Any, Any, Any]:
+    """Return the placements of the input x, its gradient and the output of a linear layer under
+    tensor parallelism, by the shard of its weight."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    assert is_dtensor(x) and is_dtensor(weight)
+    (of_weight,), last = weight.placements, Shard(x.ndim - 1)
+    of_product = {
+        Shard(0): (Replicate(), Partial(), last),
+        Shard(1): (last, last, Partial()),
+        Replicate(): (Replicate(), Replicate(), Replicate()),
+    }[of_weight]
+    assert x.placements == of_product[:1], f"{x.placements} times {weight.placements}"
+    return of_product
 
 
 class NarrowExperts(StackedExperts):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.components.quantization import nf4
+from torchtitan.components.quantization.narrow_products import placements_of_product
 from torchtitan.components.weights.few_bits import FewBits, tables_of, unpack, unpack_rows
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import (
@@ -184,25 +185,19 @@ def packed_linear(
     x: Tensor, form: FewBits, parts: Sequence[Tensor], bias: Tensor | None = None
 ) -> Tensor:
     """Return `x (…, in)` times the transpose of a weight in few bits, plus a bias, (…, out), with
-    gradients for `x` and the bias. Under tensor parallelism, the weight is sharded by outputs or
-    inputs, and each rank multiplies its shard."""
+    gradients for `x` and the bias. Under tensor parallelism, each rank multiplies its shard of the
+    weight."""
     packed = parts[0]
     if not is_dtensor(packed):
         return _multiply(x, form, parts, bias)
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     assert is_dtensor(x)
-    is_colwise = packed.placements == (Shard(0),)
-    last = Shard(x.ndim - 1)
-    assert x.placements == ((Replicate(),) if is_colwise else (last,)), (
-        f"{x.placements} times {packed.placements}"
-    )
-    local_x = x.to_local(grad_placements=[Partial() if is_colwise else last])
+    _, of_gradient, of_y = placements_of_product(x, packed)
+    local_x = x.to_local(grad_placements=[of_gradient])
     local_parts = [part.to_local() for part in parts]  # type: ignore[attr-defined]
     local_y = _multiply(local_x, form, local_parts, None)
-    product = DTensor.from_local(
-        local_y, packed.device_mesh, [last if is_colwise else Partial()], run_check=False
-    )
+    product = DTensor.from_local(local_y, packed.device_mesh, [of_y], run_check=False)
     return product if bias is None else product + bias
 
 

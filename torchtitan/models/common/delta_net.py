@@ -2,7 +2,7 @@
 and Qwen3.5's layers, and decoders with them in some layers.
 
 Dimensions: H value heads with keys of E and values of F elements; J channels of the convolution; N
-chunks of C tokens.
+chunks of C tokens; X = 1 decay of a head, or one for each of the E elements of its keys.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.chunks import Chunks
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.document_conv import DocumentConv
-from torchtitan.models.common.feed_forward import make_linear
+from torchtitan.models.common.feed_forward import Activation, make_linear
 from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind
 from torchtitan.models.common.norms import OffsetRMSNorm, RMSNorm
 from torchtitan.protocols.initializer import Constant, LogUniform, with_initializers
@@ -29,7 +29,7 @@ from torchtitan.tools.errors import UserError, require
 class GatedDeltaNet(Recurrence):
     """Linear attention with a state of constant size, a matrix per head: each token multiplies it
     by a decay, and moves the value that it returns for the token's key toward the token's value.
-    States are not shared by documents.
+    States are not shared by documents. `gate` is the function of the values' gates.
 
     Args:
         num_key_heads: heads of queries and keys; divides num_value_heads. Each serves neighboring
@@ -41,6 +41,8 @@ class GatedDeltaNet(Recurrence):
         largest_beta: bound of how far a token moves the value that the state returns for its key; 1
             replaces it, 2 reverses it (arXiv:2411.12537).
     """
+
+    gate: Activation = staticmethod(F.silu)
 
     def __init__(
         self,
@@ -66,8 +68,10 @@ class GatedDeltaNet(Recurrence):
         # Names that attention does not use: a model has both kinds of layers, and its tables tell
         # them by names.
         self.in_q, self.in_k = (make_linear(dim, key_dim, init_std) for _ in range(2))
-        self.in_v, self.in_z = (make_linear(dim, value_dim, init_std) for _ in range(2))
-        self.in_a, self.in_b = (make_linear(dim, num_value_heads, init_std) for _ in range(2))
+        self.in_v = make_linear(dim, value_dim, init_std)
+        self.in_z: nn.Module = make_linear(dim, value_dim, init_std)
+        self.in_a: nn.Module = make_linear(dim, num_value_heads, init_std)
+        self.in_b = make_linear(dim, num_value_heads, init_std)
         self.conv_q, self.conv_k = (DocumentConv(key_dim, conv_kernel_dim) for _ in range(2))
         self.conv_v = DocumentConv(value_dim, conv_kernel_dim)
         self.A_log, self.dt_bias = (nn.Parameter(torch.ones(num_value_heads)) for _ in range(2))
@@ -85,7 +89,7 @@ class GatedDeltaNet(Recurrence):
     def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the values that the states return for the queries, (B, L, H, F)."""
         precise = torch.promote_types(inputs[0].dtype, torch.float32)
-        *qkv, decay_BLH, beta_BLH = (each.to(precise) for each in inputs)
+        *qkv, decay_BLJ, beta_BLH = (each.to(precise) for each in inputs)
         earlier, state_BHEF = state or ((None, None, None), None)
         convs = self.conv_q, self.conv_k, self.conv_v
         mixed = [
@@ -99,22 +103,29 @@ class GatedDeltaNet(Recurrence):
             )
             for x in (q, k)
         )
-        rate_H = -self.own(self.A_log).to(precise).exp()
         out_BLHF, state_BHEF = gated_delta_rule(
             q_BLHE * self.key_head_dim**-0.5,
             k_BLHE,
             v.unflatten(-1, (-1, self.value_head_dim)),
-            rate_H * F.softplus(decay_BLH + self.own(self.dt_bias)),
+            self.decays(decay_BLJ),
             self.largest_beta * beta_BLH.sigmoid(),
             documents_BL,
             state_BHEF,
         )
         return out_BLHF.to(inputs[0].dtype), (tuple(last for _, last in mixed), state_BHEF)
 
+    def decays(self, decay_BLJ: Tensor) -> Tensor:
+        """Return the logarithms of the states' decays, (B, L, H, X)."""
+        return (self.rates(decay_BLJ) * F.softplus(decay_BLJ + self.own(self.dt_bias)))[..., None]
+
+    def rates(self, decay_BLJ: Tensor) -> Tensor:
+        """Return the factor of each head's logarithms, (H,), in the type of `decay_BLJ`."""
+        return -self.own(self.A_log).type_as(decay_BLJ).exp()
+
     def finish(self, out_BLHF: Tensor, x_BLD: Tensor) -> Tensor:
         """Gate the normalized values, and project them."""
         precise = torch.promote_types(x_BLD.dtype, torch.float32)
-        gate_BLHF = F.silu(self.in_z(x_BLD).to(precise)).view_as(out_BLHF)
+        gate_BLHF = self.gate(self.in_z(x_BLD).to(precise)).view_as(out_BLHF)
         out_BLHF = (self.norm(out_BLHF) * gate_BLHF).to(x_BLD.dtype)
         return self.out(out_BLHF.flatten(-2))
 
@@ -123,48 +134,45 @@ def gated_delta_rule(
     q_BLHE: Tensor,
     k_BLHE: Tensor,
     v_BLHF: Tensor,
-    decay_BLH: Tensor,
+    decay_BLHX: Tensor,
     beta_BLH: Tensor,
     documents_BL: Tensor,
     state_BHEF: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (B, L, H, F) and the last state (B, H, E, F) of the recurrence
 
-        S_t = a_t (1 - b_t k_t k_tᵀ) S_(t-1) + b_t k_t v_tᵀ,  o_t = S_tᵀ q_t,
+        S_t = (1 - b_t k_t k_tᵀ) diag(a_t) S_(t-1) + b_t k_t v_tᵀ,  o_t = S_tᵀ q_t,
 
-    with a = exp(decay), which starts from 0 in each document, computed in chunks (arXiv:2412.06464,
-    3.3): in a chunk, the tokens' changes of the state solve a triangular system.
+    with a = exp(decay), of the head or of each element of its keys (arXiv:2510.26692, equation 1),
+    which starts from 0 in each document, computed in chunks (arXiv:2412.06464, 3.3): in a chunk,
+    the tokens' changes of the state solve a triangular system.
 
     Args:
         documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of
             `state_BHEF`.
         state_BHEF: state before the first token; None: zeros.
     """
-    chunks = Chunks(decay_BLH, documents_BL)
+    chunks = Chunks(decay_BLHX, documents_BL)
     q, k, v = map(chunks.split, (q_BLHE, k_BLHE, v_BLHF))
     # The padding has no effect on the state: its decay and its beta are 0.
     beta_BNHC1 = chunks.split(beta_BLH[..., None])
-    between_BNHCC, before_BNHC1 = chunks.between, chunks.before[..., None]
-
     k_beta = k * beta_BNHC1
-    sides = torch.cat((v * beta_BNHC1, k_beta * before_BNHC1), dim=-1)
-    # the solver reads only the part below the diagonal
-    system_BNHCC = k_beta @ k.mT * between_BNHCC
+    sides = torch.cat((v * beta_BNHC1, k_beta * chunks.before), dim=-1)
+    # the solver reads only the part of the system below the diagonal
+    system_BNHCC, scores_BNHCC = chunks.products(k, k_beta, q)
     solved = torch.linalg.solve_triangular(system_BNHCC, sides, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores_BNHCC = q @ k.mT * between_BNHCC
     # Only the last token's document reaches the next chunk.
-    after_BNHC1 = chunks.after[..., None]
-    parts = (values, reads, scores_BNHCC, q * before_BNHC1, k * after_BNHC1)
+    parts = (values, reads, scores_BNHCC, q * chunks.before, k * chunks.after)
     state = (
         q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
         if state_BHEF is None
         else state_BHEF
     )
     outs = []
-    kept = before_BNHC1[..., -1:, :]
+    kept_BNHX1 = chunks.before[..., -1, :, None]
     for v_new, read, score, q_before, k_after, keep in zip(
-        *(x.unbind(1) for x in (*parts, kept)), strict=True
+        *(x.unbind(1) for x in (*parts, kept_BNHX1)), strict=True
     ):
         changes_BHCF = v_new - read @ state
         outs.append(q_before @ state + score @ changes_BHCF)

@@ -186,9 +186,10 @@ def selective_scan(
         state_BHNP: state before the first token; None: zeros.
     """
     n_groups = b_BLGN.shape[2]
-    chunks = Chunks(decay_BLH, documents_BL)
+    chunks = Chunks(decay_BLH[..., None], documents_BL)
     between, before, after = (
-        each.unflatten(2, (n_groups, -1)) for each in (chunks.between, chunks.before, chunks.after)
+        each[..., 0].unflatten(2, (n_groups, -1))
+        for each in (chunks.between, chunks.before, chunks.after)
     )  # (B, M, G, R, T, T), (B, M, G, R, T), (B, M, G, R, T)
     b_BMGTN, c_BMGTN = chunks.split(b_BLGN), chunks.split(c_BLGN)
     x_BMGRTP = chunks.split(x_BLHP).unflatten(2, (n_groups, -1))
@@ -196,7 +197,7 @@ def selective_scan(
     out_BMGRTP = seen @ x_BMGRTP
 
     changes = (b_BMGTN.mT[:, :, :, None] @ (x_BMGRTP * after[..., None])).flatten(2, 3)
-    kept = chunks.before[..., -1]
+    kept = chunks.before[..., -1, 0]
     states, state_BHNP = chained(changes, kept, state_BHNP)
     states = states.unflatten(2, (n_groups, -1))
     out_BMGRTP = out_BMGRTP + (c_BMGTN[:, :, :, None] @ states) * before[..., None]

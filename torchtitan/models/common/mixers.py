@@ -100,6 +100,8 @@ class HybridDecoder(Decoder):
 
 def hybrid_sharding(mixers: Mapping[str, MixerKind]) -> ShardingPlan:
     """Return the plan of a decoder with these mixers."""
+    mixer = "layers.*.attention."
+    others = {k: split for k, split in DENSE_SHARDING.tensor.items() if not k.startswith(mixer)}
     parts = {name: split for kind in mixers.values() for name, split in kind.tensor.items()}
-    entries = {f"layers.*.attention.{name}": split for name, split in parts.items()}
-    return replace(DENSE_SHARDING, tensor={**DENSE_SHARDING.tensor, **entries})
+    entries = {f"{mixer}{name}": split for name, split in parts.items()}
+    return replace(DENSE_SHARDING, tensor={**others, **entries})

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.attention import seen_keys
 from torchtitan.models.common.attention_scores import BLOCK
+from torchtitan.models.common.blocks import Rope
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.latent_attention import LatentAttention, LatentScores
 from torchtitan.models.common.norms import LayerNorm
@@ -160,10 +161,9 @@ class SparseLatentAttention(LatentAttention):
     def make_scores(self, *parts: Any) -> LatentScores:
         return SparseLatentScores(*parts, **self.chosen)
 
-    def forward(
-        self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata
-    ) -> Any:
+    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Any:
         """(B, L, dim) → (B, L, dim), and the keys that tokens see, (B, L, S)."""
+        assert rope is not None, "the indexer rotates"
         latent_BLR = self.q_latent[1](self.q_latent[0](x_BLD))
         with torch.no_grad():
             index_BLE = self.indexes(self.indexer(x_BLD, latent_BLR))
@@ -187,7 +187,7 @@ class SharedChoiceAttention(LatentAttention):
     def forward(
         self,
         x_BLD: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         attention: AttentionMetadata,
         *choice_BLS: Tensor,
     ) -> Tensor:

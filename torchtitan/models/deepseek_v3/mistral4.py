@@ -7,9 +7,10 @@ from typing import Any
 from torchtitan.models.common.attention import Attention, TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_rope_section
+from torchtitan.models.common.latent_attention import widths_of
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.rope import check_growth
-from torchtitan.models.deepseek_v3.model import DENSE, V3, DeepSeekModel, widths_of, with_widths
+from torchtitan.models.deepseek_v3.model import DENSE, V3, DeepSeekModel, with_latents
 
 
 class Mistral4Model(DeepSeekModel):
@@ -42,7 +43,7 @@ _YARN = {
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with the widths of heads, and without the rotated part of a head in the
     section of RoPE. Raise `UserError` if that has another width."""
-    document = with_widths(prepare_growth(document, _YARN), plain=64)
+    document = with_latents(prepare_growth(document, _YARN), plain=64)
     fraction, key = document["partial_rotary_factor"], "partial_rotary_factor"
     for name in ("rope_scaling", "rope_parameters"):
         section = ConfigReader("config.json", document).section(name)

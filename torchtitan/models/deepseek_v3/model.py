@@ -11,24 +11,28 @@ from torch import Tensor, nn
 
 from torchtitan.models.common import gguf
 from torchtitan.models.common import hugging_face as hf
-from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.blocks import MultiTokenBlock, Rope
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.latent_attention import LatentAttention
+from torchtitan.models.common.latent_attention import (
+    LATENT_ROWS,
+    LatentDecoder,
+    latent_score_flops,
+    widths_of,
+    with_widths,
+)
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import Head, with_further_tokens
 from torchtitan.protocols.state_dict_adapter import KeyMapping, Transform
-from torchtitan.tools.errors import require
 
 
-class DeepSeekModel(MoEDecoder):
+class DeepSeekModel(LatentDecoder, MoEDecoder):
     """A decoder with latent attention, and experts in all but the first layers."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MoEDecoder.Config):
+    class Config(LatentDecoder.Config, MoEDecoder.Config):
         router_types = ("sigmoid", "softmax")
 
         q_lora_rank: int | None = None
@@ -63,17 +67,9 @@ class DeepSeekModel(MoEDecoder):
             return {f"{kind}_parallel_degree": reason for kind in kinds if self.n_mtp_modules}
 
         def validate(self) -> None:
-            MoEDecoder.Config.validate(self)
-            self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim", "mtp_weight")
+            LatentDecoder.Config.validate(self)
+            self.check_positive("mtp_weight")
             self.check_sizes(64, "n_mtp_modules", least=0)
-            most, heads = self.resolved_head_dim, f"equal to --model.n_heads {self.n_heads}"
-            require(
-                self.v_head_dim <= most,
-                "--model.v_head_dim",
-                self.v_head_dim,
-                f"at most the head width {most}",
-            )
-            require(self.n_kv_heads == self.n_heads, "--model.n_kv_heads", self.n_kv_heads, heads)
 
     config: Config
 
@@ -100,44 +96,24 @@ class DeepSeekModel(MoEDecoder):
         modules = [module(block, k) for k, block in enumerate(blocks, start=1)]
         return with_further_tokens(head, modules, tokens_BL, positions_BL, self.config.mtp_weight)
 
-    def make_attention(
-        self, index: int, *, kind: type[nn.Module] = LatentAttention, **options: object
-    ) -> nn.Module:
-        config = self.config
-        ranks: Any = {
-            "q_rank": config.q_lora_rank,
-            "rank": config.kv_lora_rank,
-            "v_dim": config.v_head_dim,
-        }
-        mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(
-            max(1.0, config.rope.scaling_factor)
-        )
-        scores = self.make_scores(config.resolved_head_dim**-0.5 * mscale**2)
-        options |= {"scores": scores, "interleaved": config.rope_interleave}
-        return kind(config, **ranks, **options, **self.init_stds(index))
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        return super().make_attention(index, interleaved=self.config.rope_interleave, **options)
 
-    def make_scores(self, scale: float) -> Attention:
-        """Return the attention of one layer, without its projections."""
-        return Attention(scale=scale)
+    def score_scale(self) -> float:
+        growth = 0.1 * (self.config.mscale_all_dim or 0.0)
+        mscale = 1 + growth * math.log(max(1.0, self.config.rope.scaling_factor))
+        return super().score_scale() * mscale**2
 
     def score_flops(self, index: int, seq_len: int) -> float:
-        return (
-            super().score_flops(index, seq_len)
-            * (1 + self.config.v_head_dim / self.config.resolved_head_dim)
-            / 2
-        )
+        return latent_score_flops(self, index, seq_len)
 
 
 class GLM4MoeLiteModel(DeepSeekModel):
     """GLM-4.7-Flash, the same decoder with other sizes."""
 
 
-_LATENTS = {
-    **{"q_latent.0": "q_a_proj", "q_latent.1": "q_a_layernorm", "q_latent.2": "q_b_proj"},
-    **{"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "attend.wkv_b": "kv_b_proj"},
-}
 _MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
-DENSE = hf.DENSE_ROWS + hf.module_rows("layers.*.attention", "model.layers.*.self_attn", _LATENTS)
+DENSE = hf.DENSE_ROWS + LATENT_ROWS
 DENSE += hf.module_rows("layers.*.mtp", "model.layers.*", _MTP)
 
 
@@ -152,7 +128,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
             "n_group": 1,
             "topk_group": 1,
         }
-    return with_widths(rows.prepare_dense_layers(document, 0 if is_v2 else 3), plain=128)
+    return with_latents(rows.prepare_dense_layers(document, 0 if is_v2 else 3), plain=128)
 
 
 def _prepare_lite(document: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +144,7 @@ def _prepare_lite(document: dict[str, Any]) -> dict[str, Any]:
                 "first_k_dense_replace", n_dense, must
             )
         document = rows.prepare_dense_layers(document)
-    return with_widths(document, plain=192)
+    return with_latents(document, plain=192)
 
 
 def _without_fraction(document: dict[str, Any]) -> dict[str, Any]:
@@ -183,20 +159,16 @@ def _without_fraction(document: dict[str, Any]) -> dict[str, Any]:
     return {**without(reader), **{name: without(reader.section(name)) for name in names}}
 
 
-def with_widths(document: dict[str, Any], plain: int) -> dict[str, Any]:
-    """Return a config.json with the width of whole heads, by default `plain` elements and 64
-    rotated ones, and its rotated part."""
-    reader = ConfigReader(
-        "config.json", {"qk_nope_head_dim": plain, "qk_rope_head_dim": 64, **document}
-    )
-    plain, rotated = (reader.whole_number(f"qk_{part}_head_dim") for part in ("nope", "rope"))
-    widths = {"head_dim": plain + rotated, "partial_rotary_factor": rotated / (plain + rotated)}
+def with_latents(document: dict[str, Any], plain: int) -> dict[str, Any]:
+    """Return a config.json with the widths of heads (`with_widths`), and the growth of their
+    products with RoPE's."""
+    reader, growth = ConfigReader("config.json", document), {}
     for section in map(reader.section, ("rope_scaling", "rope_parameters")):
         if section.has("mscale_all_dim"):
-            widths["mscale_all_dim"] = section.number("mscale_all_dim")
+            growth["mscale_all_dim"] = section.number("mscale_all_dim")
     # an option, since other files name modules that they lack
     document.pop("num_nextn_predict_layers", None)
-    return {**document, **widths}
+    return {**with_widths(document, plain), **growth}
 
 
 def _write(config: DeepSeekModel.Config) -> dict[str, Any] | None:
@@ -217,12 +189,6 @@ def _write_widths(config: DeepSeekModel.Config) -> dict[str, Any]:
     widths = widths_of(config)
     # the part of a head with positions, which is rotated
     return {**widths, "head_dim": widths["qk_rope_head_dim"], "partial_rotary_factor": 1.0, **ropes}
-
-
-def widths_of(config: DeepSeekModel.Config) -> dict[str, int]:
-    """Return the widths of the parts of a head, with and without positions."""
-    rotated = config.rope.rotated_dim(config.resolved_head_dim)
-    return {"qk_rope_head_dim": rotated, "qk_nope_head_dim": config.resolved_head_dim - rotated}
 
 
 _KEYS = {

@@ -17,7 +17,7 @@ from torchtitan.models.common.sparse_attention import (
     SharedChoiceAttention,
     SparseLatentAttention,
 )
-from torchtitan.models.deepseek_v3.model import V3, DeepSeekModel, with_widths, write_types
+from torchtitan.models.deepseek_v3.model import V3, DeepSeekModel, with_latents, write_types
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import require
 
@@ -135,7 +135,7 @@ def _prepare(document: dict[str, Any], plain: int) -> dict[str, Any]:
     document = {key: value for key, value in document.items() if key != "layer_types"}
     if document.get("mlp_layer_types") is None:
         document = rows.prepare_dense_layers(document, default=3)
-    return with_widths(document, plain)
+    return with_latents(document, plain)
 
 
 def _prepare_glm(document: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def expert_rows(
         )
 
     return (
-        *shared_rows(shared),
+        *shared_rows(shared, folder),
         KeyMapping("layers.*.moe.router.weight", f"{gate}.weight"),
         selection_bias(f"{folder}.gate.e_score_correction_bias"),
         KeyMapping("layers.*.moe.experts.w13", stacked(w1, w3), Stacked(2)),
@@ -76,8 +76,8 @@ def fused_expert_rows(
     )
 
 
-def shared_rows(expert: str) -> tuple[KeyMapping, ...]:
-    """Return the rows of a shared expert, and of its gate."""
+def shared_rows(expert: str, folder: str = "mlp") -> tuple[KeyMapping, ...]:
+    """Return the rows of a shared expert, and of its gate, in the module `folder`."""
     names = {
         "w1.weight": ".gate_proj",
         "w2.weight": ".down_proj",
@@ -85,7 +85,9 @@ def shared_rows(expert: str) -> tuple[KeyMapping, ...]:
         "gate": "_gate",
     }
     return tuple(
-        KeyMapping(f"layers.*.moe.shared.{ours}", f"model.layers.*.mlp.{expert}{theirs}.weight")
+        KeyMapping(
+            f"layers.*.moe.shared.{ours}", f"model.layers.*.{folder}.{expert}{theirs}.weight"
+        )
         for ours, theirs in names.items()
     )
 
