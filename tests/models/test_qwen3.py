@@ -27,6 +27,7 @@ from torchtitan.tools.errors import UserError
 __all__ = ["chat_file"]  # a fixture
 
 transformers = pytest.importorskip("transformers")
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 SIZES = {
     "vocab_size": 97,
@@ -256,6 +257,26 @@ def test_config_json_of_transformers_is_read_without_warning(
         == config
     )
     assert not caplog.records
+
+
+def test_a_factor_that_transformers_ignores_is_ignored_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`attn_factor`, as in DeepSeek-R1-0528-Qwen3-8B; transformers' own key counts."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    document = FORMATS["hf"].to_external(FLAVORS["8B"])
+    expected = FORMATS["hf"].from_external({**document, "rope_scaling": yarn})
+    said = {**document, "rope_scaling": {**yarn, "attn_factor": 0.8782}}
+    assert FORMATS["hf"].from_external(said) == expected
+    assert "ignoring RoPE's attn_factor 0.8782" in caplog.text
+    config = transformers.Qwen3Config.from_dict(said)
+    (_, theirs), (_, plain) = (
+        ROPE_INIT_FUNCTIONS["yarn"](each, "cpu")
+        for each in (config, transformers.Qwen3Config.from_dict({**document, "rope_scaling": yarn}))
+    )
+    assert theirs == plain
+    said["rope_scaling"]["attention_factor"] = 0.5
+    assert FORMATS["hf"].from_external(said).rope.attention_factor == 0.5
 
 
 # --- files and runs

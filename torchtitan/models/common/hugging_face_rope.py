@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.rope import RoPEConfig, Scaling
 from torchtitan.tools.errors import UnsupportedModelError, UserError
+from torchtitan.tools.logging import logger
 
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _CONTEXT = "max_position_embeddings"
@@ -34,6 +35,9 @@ _FIELDS: dict[Scaling, dict[str, str]] = {
 """Type of scaling → its own keys → fields of `RoPEConfig`."""
 
 _ONLY_READ: dict[Scaling, set[str]] = {"yarn": {"mscale", "mscale_all_dim", "truncate"}}
+
+_WITHOUT_EFFECT: dict[Scaling, set[str]] = {"yarn": {"attn_factor"}}
+"""Keys of published files that transformers ignores."""
 
 _ALIASES = {"su": "longrope"}
 """Older names of types."""
@@ -94,7 +98,9 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
         else {*_COMMON_KEYS, *_FIELDS[kind], *_ONLY_READ.get(kind, ())}
     )
     for key, value in parameters.values.items():
-        if key not in known and value is not None:
+        if kind in _WITHOUT_EFFECT and key in _WITHOUT_EFFECT[kind]:
+            logger.warning("config.json: ignoring RoPE's %s %r, like transformers", key, value)
+        elif key not in known and value is not None:
             raise UnsupportedModelError(
                 f"config.json: RoPE's {key} is {value!r}, which this family does not support"
             )
