@@ -28,7 +28,7 @@ configurations (`tests/models/test_equal_transformers.py`).
 _END = """
 Except for the last column, every family supports data (DDP, FSDP, HSDP), tensor, context and pipeline parallelism and
 their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quantization-aware training and dry runs.
-The column also has layouts whose degree would have to divide a single head of keys or a single group of Mamba.
+The column also has layouts whose degree would have to divide a single head of keys.
 [Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process.
 
 Models that generate images train by [flow matching](diffusion.md), and are compared with a class of diffusers

@@ -5,7 +5,7 @@ For attention, each rank keeps its own queries and gathers all keys and values (
 them, and this works with any mask.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -79,9 +79,14 @@ class HeadsOverRanks:
         self._rank = mesh.get_local_rank()
 
     def to_heads(
-        self, inputs: Sequence[Tensor], attention: AttentionMetadata
+        self, inputs: Sequence[Tensor], attention: AttentionMetadata, shared: Collection[int]
     ) -> tuple[Tensor, ...]:
-        parts = [x_BLH.unflatten(-1, (self._degree, -1)) for x_BLH in inputs]
+        parts = [
+            x_BLH[..., None, :].expand(-1, -1, self._degree, -1)
+            if number in shared
+            else x_BLH.unflatten(-1, (self._degree, -1))
+            for number, x_BLH in enumerate(inputs)
+        ]
         widths = [part.shape[-1] for part in parts]
         x_RBLH = self._exchange(torch.cat(parts, dim=-1).movedim(2, 0))
         assert attention.key_places_S is not None

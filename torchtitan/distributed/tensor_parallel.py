@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -25,7 +26,11 @@ from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.recurrence import OwnHeads
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.torch_private import parameter_entries
+from torchtitan.tools.torch_private import (
+    all_gather_single_autograd,
+    parameter_entries,
+    wait_tensor,
+)
 
 
 class _Interface(NamedTuple):
@@ -66,6 +71,9 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "parts to columns": _Interface(Shard(1), Replicate(), output=Shard(-1), **_COLUMNS),
     "parts to shared": _Interface(
         Shard(1), Replicate(), output=Replicate(), gradients=(None, [Partial()])
+    ),
+    "columns to shared": _Interface(
+        Shard(-1), Replicate(), output=Replicate(), gradients=(None, [Partial()])
     ),
     "whole to shared": _Interface(
         Replicate(), Replicate(), output=Replicate(), gradients=(None, [Partial()])
@@ -150,9 +158,20 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_own_heads(module: OwnHeads, mesh: DeviceMesh) -> None:
-    """Split the own parameters of a module by heads, and compute with plain tensors."""
-    shard_parameters(module, mesh, "out")
-    compute_with_local_parameters(module, lambda _, parameter: parameter.to_local())
+    """Split the own parameters of a module by heads, and compute with plain tensors. If all heads
+    use all of them, each rank has them, and their gradients are summed over the ranks."""
+    shard_parameters(module, mesh, None if module.is_shared else "out")
+    gradients = [Partial()] if module.is_shared else None
+    compute_with_local_parameters(
+        module, lambda _, parameter: parameter.to_local(grad_placements=gradients)
+    )
+    module.total_of_ranks = partial(_total, mesh=mesh)
+
+
+def _total(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of x over the ranks, with the gradient of each rank's part."""
+    gathered = all_gather_single_autograd(x[None].contiguous(), gather_dim=0, group=mesh)
+    return wait_tensor(gathered).sum(dim=0)
 
 
 def _copy(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -2,7 +2,7 @@
 state-space layer or a short convolution."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +16,11 @@ class HeadExchange(Protocol):
     recurrence, they divide its heads or channels instead."""
 
     def to_heads(
-        self, inputs: Sequence[Tensor], attention: AttentionMetadata
+        self, inputs: Sequence[Tensor], attention: AttentionMetadata, shared: Collection[int]
     ) -> tuple[Tensor, ...]:
         """Exchange tensors of the same type: (B, L, H), all heads of a rank's tokens → (B, S, H /
-        ranks), a rank's heads of all tokens of the rows, in their order."""
+        ranks), a rank's heads of all tokens of the rows, in their order. Of the `shared` ones, by
+        number, each rank gets all: (B, S, H)."""
 
     def to_tokens(self, x_BSH: Tensor, attention: AttentionMetadata) -> Tensor:
         """(B, S, H / ranks, …) → (B, L, H, …)."""
@@ -35,9 +36,17 @@ class OwnHeads(nn.Module):
     exchange: HeadExchange | None = None
     """Set by context parallelism."""
 
+    is_shared = False
+    """True if all heads use all rows, so that each rank has them."""
+
+    total_of_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sum over the ranks that divide the heads; set by tensor parallelism."""
+
     def own(self, parameter_H: Tensor) -> Tensor:
         """Return the rows of a parameter that belong to the heads that this rank computes."""
-        return parameter_H if self.exchange is None else self.exchange.own(parameter_H)
+        if self.exchange is None or self.is_shared:
+            return parameter_H
+        return self.exchange.own(parameter_H)
 
 
 class Recurrence(OwnHeads):
@@ -45,12 +54,15 @@ class Recurrence(OwnHeads):
     each token separately; the recurrence works on each head (or channel) separately, so that
     tensor- and context-parallel ranks have some of the heads."""
 
+    shared_inputs: Collection[int] = ()
+    """Numbers of the inputs of `recur` that all heads use."""
+
     def forward(self, x_BLD: Tensor, rope: Any, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is
         not used."""
         inputs = self.project(x_BLD)
         if self.exchange is not None:
-            inputs = self.exchange.to_heads(inputs, attention)
+            inputs = self.exchange.to_heads(inputs, attention, self.shared_inputs)
         documents_BL = document_numbers(inputs[0], attention)
         state = (attention.states or {}).get(self)
         out_BLH, state = self.recur(*inputs, documents_BL=documents_BL, state=state)

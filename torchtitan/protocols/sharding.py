@@ -34,6 +34,7 @@ sequence.
 - `parts to columns`: as `columns`; takes its part of the sequence.
 - `parts to shared`: has no weights; gathers the whole sequence, which each rank uses for its own
   heads.
+- `columns to shared`: as `parts to shared`, for the result of `columns`.
 - `whole to shared`: as `parts to shared`, for the whole sequence.
 - `shared to columns`: as `columns`, for a result of `parts to shared` or `whole to shared`.
 - `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the

@@ -14,10 +14,11 @@ from torchtitan.protocols.sharding import with_features
 
 class DocumentConv(OwnHeads):
     """Causal convolution of each channel within its document. The weights are a `Conv1d`'s, and
-    start like them."""
+    start like them. `is_shared`: all heads use all channels."""
 
-    def __init__(self, channels: int, width: int, *, bias: bool = False):
+    def __init__(self, channels: int, width: int, *, bias: bool = False, is_shared: bool = False):
         super().__init__()
+        self.is_shared = is_shared
         self.weight = nn.Parameter(torch.zeros(channels, 1, width))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
         values = Uniform(-(width**-0.5), width**-0.5)

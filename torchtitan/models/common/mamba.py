@@ -98,9 +98,17 @@ class Mamba2(Recurrence):
             make_linear(dim, width, init_std, bias=config.bias)
             for width in (inner, inner, shared, shared, config.n_heads)
         )
+        has_one_group = config.n_groups == 1
+        # tensor parallelism gathers its input, the keys or queries of a single group
+        self.share: Any = nn.Identity() if has_one_group else None
+        self.shared_inputs = (1, 2) if has_one_group else ()
         self.conv_x, self.conv_b, self.conv_c = (
-            DocumentConv(channels, config.conv_width, bias=config.conv_bias)
-            for channels in (inner, shared, shared)
+            DocumentConv(channels, config.conv_width, bias=config.conv_bias, is_shared=is_shared)
+            for channels, is_shared in (
+                (inner, False),
+                (shared, has_one_group),
+                (shared, has_one_group),
+            )
         )
         self.A_log, self.D, self.dt_bias = (
             nn.Parameter(torch.empty(config.n_heads)) for _ in range(3)
@@ -116,7 +124,10 @@ class Mamba2(Recurrence):
     def project(self, x_BLD: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs, keys and queries before their convolutions, (B, L, J) each, and the
         steps before their softplus, (B, L, H)."""
-        return tuple(part(x_BLD) for part in (self.in_x, self.in_b, self.in_c, self.in_dt))
+        b_BLJ, c_BLJ = self.in_b(x_BLD), self.in_c(x_BLD)
+        if self.share is not None:
+            b_BLJ, c_BLJ = self.share(b_BLJ), self.share(c_BLJ)
+        return self.in_x(x_BLD), b_BLJ, c_BLJ, self.in_dt(x_BLD)
 
     def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the heads' results, (B, L, H, P), and the convolutions' last inputs with the
@@ -150,7 +161,8 @@ class Mamba2(Recurrence):
 
 
 class GatedGroupNorm(OwnHeads):
-    """RMSNorm of `x * silu(gate)`, separately for groups of neighboring elements."""
+    """RMSNorm of `x * silu(gate)`, separately for groups of neighboring elements. Of a single
+    group, a rank may have a part."""
 
     def __init__(self, dim: int, group_dim: int, eps: float):
         super().__init__()
@@ -161,8 +173,13 @@ class GatedGroupNorm(OwnHeads):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """(…, dim) → (…, dim), computed in the type of `x`."""
-        gated = (x * F.silu(gate.type_as(x))).unflatten(-1, (-1, self.group_dim))
-        return F.rms_norm(gated, (self.group_dim,), eps=self.eps).flatten(-2) * self.weight
+        gated = x * F.silu(gate.type_as(x))
+        if gated.shape[-1] >= self.group_dim:
+            groups = gated.unflatten(-1, (-1, self.group_dim))
+            return F.rms_norm(groups, (self.group_dim,), eps=self.eps).flatten(-2) * self.weight
+        assert self.total_of_ranks is not None
+        squares = self.total_of_ranks(gated.square().sum(dim=-1, keepdim=True))
+        return gated * torch.rsqrt(squares / self.group_dim + self.eps) * self.weight
 
 
 def selective_scan(
@@ -234,12 +251,19 @@ def _state_flops(decoder: Any, index: int, seq_len: int) -> float:
 _TENSOR: Mapping[str, TensorSharding] = {
     **{f"in_{name}": "columns" for name in ("z", "x", "b", "c", "dt")},
     **{f"conv_{name}": "own channels" for name in "xbc"},
+    "share": "columns to shared",
     "norm": "own channels",
     "out": "rows",
 }
 _HEADS = ("mamba.n_heads", "mamba.n_groups")
 
-MAMBA = MixerKind(make=_mamba, score_flops=_state_flops, tensor=_TENSOR, heads=_HEADS)
+MAMBA = MixerKind(
+    make=_mamba,
+    score_flops=_state_flops,
+    tensor=_TENSOR,
+    heads=_HEADS,
+    divided_instead={"mamba.n_groups": "mamba.state_dim"},
+)
 
 
 class MambaDecoder(HybridDecoder):

@@ -2,7 +2,7 @@
 net, …)."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -38,6 +38,10 @@ class MixerKind:
     heads: tuple[str, ...] = ()
     """Fields of the configuration, also nested ones, with the numbers of heads or channels of a
     `Recurrence`; tensor times context parallelism must divide them."""
+
+    divided_instead: Mapping[str, str] = field(default_factory=dict)
+    """Field of `heads` → the field that they must divide instead if it is 1: all ranks have the
+    results of this head, and divide its weights."""
 
 
 ATTENTION = MixerKind(
@@ -75,7 +79,12 @@ class HybridDecoder(Decoder):
         @property
         def context_parallel_sizes(self) -> dict[str, int]:
             kinds = [self.mixer_of(index) for index in range(self.n_layers)]
-            return {name: attrgetter(name)(self) for kind in kinds for name in kind.heads}
+            names = {
+                kind.divided_instead.get(name, name) if attrgetter(name)(self) == 1 else name
+                for kind in kinds
+                for name in kind.heads
+            }
+            return {name: attrgetter(name)(self) for name in sorted(names)}
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
